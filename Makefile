@@ -1,0 +1,44 @@
+# Two commands do everything: `make demo` and `make test`. Both make .venv first.
+#
+#   PYTHON=python3.12 make test        another interpreter (3.11 to 3.13)
+#   TORCH_INDEX=URL   make test        take torch from another pip index, for example
+#                                      https://download.pytorch.org/whl/cpu
+PYTHON ?= python3
+TORCH_INDEX ?=
+JOBS ?= auto
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-full lint types clean
+
+demo: $(STAMP)
+	$(BIN)/moequant demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not full"
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The mapped packages (cli, kernels, recipes) have their real names in the wheel only.
+types: $(STAMP)
+	rm -rf build
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	$(BIN)/python -m zipfile -e build/wheel/*.whl build/typed
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p moequant
+
+# torch goes first and alone: anything else would pull its default build along.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade -c constraints.txt pip setuptools wheel
+	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --group dev -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The command line: options in, one library call, exit code out."""

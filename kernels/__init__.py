@@ -1,0 +1,1 @@
+"""GPU kernels, imported late by the backends that need them."""

@@ -1,0 +1,1 @@
+"""Bytes in and out: headers, lazy reads, streamed writes."""

@@ -1,0 +1,236 @@
+"""What a format is: data about the numbers, and two pure functions.
+
+Decision / failure it prevents:
+
+* a format is named, never inferred from a dtype / a uint8 scale read as the wrong kind;
+* in memory every scale multiplies, `w = decode(qdata) * scale * global_scale`; reciprocals exist
+  inside dialects only / a checkpoint scaled by the square of its global scale;
+* properties are class data and `specs` needs no tensor / a plan that must read weights.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from moequant.errors import NonFiniteError, RecipeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that need not exist yet."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes the tensor takes, in memory and on disk."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A weight, or a batch of them, in a format: `w = decode(qdata) * scale * global_scale`.
+
+    Attributes:
+        format: name of the format, the only thing that says what the bytes mean.
+        qdata: [..., N, storage_k(K)] codes; two 4-bit codes a byte, even column in the low nibble.
+        scale: [..., ceil(N / block_n), ceil(K / block_k)], a multiplier, in the format's scale dtype.
+        global_scale: [...] float32 multiplier, or None where the format has none.
+        shape: [..., N, K], logical.
+    """
+
+    format: str
+    qdata: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    shape: torch.Size
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts that hold data, by field name."""
+        parts = {"qdata": self.qdata, "scale": self.scale}
+        if self.global_scale is not None:
+            parts["global_scale"] = self.global_scale
+        return parts
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same weight on `device`."""
+        return replace(self, **{k: t.to(device) for k, t in self.tensors().items()})
+
+    def __getitem__(self, index: int) -> QuantizedWeight:
+        """Weight `index` of a batch, without a copy.
+
+        Raises:
+            IndexError: the weight has no leading dimension, or `index` lies outside it.
+        """
+        if len(self.shape) < 3:
+            raise IndexError("a single weight has no leading dimension to index")
+        parts = {k: t[index] for k, t in self.tensors().items()}
+        return replace(self, shape=self.shape[1:], **parts)
+
+
+def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Stack weights of one format and shape into a batch [len(weights), ...]; copies."""
+    first = weights[0]
+    if any(w.format != first.format or w.shape != first.shape for w in weights):
+        raise UnsupportedError("cannot stack weights of different formats or shapes")
+    parts = {k: torch.stack([w.tensors()[k] for w in weights]) for k in first.tensors()}
+    return replace(first, shape=torch.Size((len(weights), *first.shape)), **parts)
+
+
+class Format(ABC):
+    """What the numbers are. A subclass is one file in this folder and one line in REGISTRY.
+
+    Subclasses implement `_quantize` on float32 and `dequantize`; the checks every format shares
+    are made here, once.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    block: ClassVar[tuple[int, int]]
+    """Rows and columns that share a scale."""
+    ragged: ClassVar[bool] = False
+    """Whether the last block of a row or column may be incomplete."""
+    qdata_dtype: ClassVar[torch.dtype]
+    codes_per_byte: ClassVar[int]
+    scale_dtype: ClassVar[torch.dtype]
+    has_global_scale: ClassVar[bool] = False
+    """Whether weights of one fused set (gate and up of an expert) share a FP32 scale."""
+    activations: ClassVar[str]
+    """What the format's GEMM is fed: "fp8_group128", "fp8_token" or "none" (weight only)."""
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Allowed values of each option, the default first."""
+
+    def resolve_options(self, options: Mapping[str, str] | None = None) -> dict[str, str]:
+        """All options with their values, defaults filled in.
+
+        Raises:
+            RecipeError: an option or a value the format does not have.
+        """
+        resolved = {key: values[0] for key, values in self.options.items()}
+        for key, value in (options or {}).items():
+            if key not in self.options:
+                known = ", ".join(self.options) or "none"
+                raise RecipeError(f"{self.name} has no option {key!r}; it has: {known}")
+            if value not in self.options[key]:
+                allowed = ", ".join(self.options[key])
+                raise RecipeError(f"{self.name}: {key} = {value!r}, but it is one of: {allowed}")
+            resolved[key] = value
+        return resolved
+
+    def check_shape(self, shape: Sequence[int], name: str = "weight") -> None:
+        """Refuse a shape the format cannot hold.
+
+        Raises:
+            UnsupportedError: fewer than two dimensions, or K is not a multiple of the group.
+        """
+        if len(shape) < 2:
+            raise UnsupportedError(
+                f"{name}: shape {list(shape)}, but {self.name} wants [..., N, K]"
+            )
+        for axis, extent, multiple in zip("NK", shape[-2:], self.block, strict=True):
+            if not self.ragged and extent % multiple:
+                raise UnsupportedError(
+                    f"{name}: {axis} = {extent} is not a multiple of {multiple} ({self.name}); "
+                    "keep this weight in its source dtype or choose fp8_block"
+                )
+
+    def specs(self, shape: Sequence[int]) -> dict[str, TensorSpec]:
+        """What `quantize` makes of a weight of `shape`, by field of QuantizedWeight.
+
+        Raises:
+            UnsupportedError: as `check_shape`.
+        """
+        self.check_shape(shape)
+        *lead, N, K = shape
+        block_n, block_k = self.block
+        specs = {
+            "qdata": TensorSpec(dtype=self.qdata_dtype, shape=(*lead, N, K // self.codes_per_byte)),
+            "scale": TensorSpec(
+                dtype=self.scale_dtype, shape=(*lead, -(-N // block_n), -(-K // block_k))
+            ),
+        }
+        if self.has_global_scale:
+            specs["global_scale"] = TensorSpec(dtype=torch.float32, shape=tuple(lead))
+        return specs
+
+    def quantize(
+        self, w: Tensor, options: Mapping[str, str] | None = None, *, name: str = "weight"
+    ) -> QuantizedWeight:
+        """Quantize one weight, or a batch of them over the leading dimensions.
+
+        Args:
+            w: [..., N, K] bfloat16, float16 or float32.
+            options: values of `self.options`; those left out take their default.
+            name: what errors call the weight.
+
+        Raises:
+            UnsupportedError: a shape or dtype the format cannot take.
+            NonFiniteError: `w` holds NaN or Inf; names index and value.
+            RecipeError: an unknown option or value.
+        """
+        return self.quantize_fused([w], options, names=[name])[0]
+
+    def quantize_fused(
+        self,
+        weights: Sequence[Tensor],
+        options: Mapping[str, str] | None = None,
+        *,
+        names: Sequence[str],
+    ) -> list[QuantizedWeight]:
+        """Quantize weights that engines fuse, such as gate and up of one expert.
+
+        They share one global scale where the format has one; otherwise this equals `quantize` of
+        each. Arguments and errors as `quantize`, one name a weight.
+        """
+        resolved = self.resolve_options(options)
+        for w, name in zip(weights, names, strict=True):
+            self.check_shape(w.shape, name)
+            check_values(w, name)
+        global_scale = self._global_scale(weights, resolved) if self.has_global_scale else None
+        return [self._quantize(w.float(), resolved, global_scale) for w in weights]
+
+    def _global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
+        """The [...] float32 scale a fused set shares."""
+        raise NotImplementedError(f"{self.name} has no global scale")
+
+    @abstractmethod
+    def _quantize(
+        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+    ) -> QuantizedWeight:
+        """Quantize checked [..., N, K] float32 with resolved options."""
+
+    @abstractmethod
+    def dequantize(self, q: QuantizedWeight) -> Tensor:
+        """Decode to [..., N, K] float32: code times scale, and times global scale if there is one."""
+
+
+def check_values(w: Tensor, name: str) -> None:
+    """Refuse a source dtype we do not quantize from, and any NaN or Inf.
+
+    Raises:
+        UnsupportedError: the dtype is not bfloat16, float16 or float32.
+        NonFiniteError: names the tensor, the index and the value of the first one found.
+    """
+    if w.dtype not in SOURCE_DTYPES:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
+        raise UnsupportedError(f"{name}: dtype {str(w.dtype).removeprefix('torch.')}, not {wanted}")
+    finite = torch.isfinite(w)
+    if not finite.all():
+        index = (~finite).nonzero()[0].tolist()
+        value = w[tuple(index)].item()
+        raise NonFiniteError(
+            f"{name}: {value} at index {index}; a quantized weight cannot hold it. "
+            "Mend the source checkpoint or fetch it again"
+        )

@@ -1,0 +1,95 @@
+"""Element codecs: the values one code can hold, and rounding to them.
+
+| element | values | -0 | beyond the range |
+|---|---|---|---|
+| E2M1 | 0 .5 1 1.5 2 3 4 6 and their negatives, bit 3 the sign | kept, code 8 | saturates at 6 |
+| E4M3 | torch.float8_e4m3fn, finite up to 448 | kept, 0x80 | saturates at 448 |
+| E8M0 | 2**(byte - 127), byte 255 is NaN | has no zero and no sign | caller clamps the exponent |
+| INT4 | -8 .. 7, two's complement | becomes 0 | saturates at -8 and 7 |
+
+All rounding is to nearest, ties to even (E2M1: to the even code). A negative value that rounds to
+zero keeps its sign in the floating-point elements.
+
+Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0); OCP 8-bit Floating Point v1.0 (E4M3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_SMALLEST = 2.0**-9
+E8M0_BIAS = 127
+INT4_MIN, INT4_MAX = -8, 7
+
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """Round float32 [...] to E2M1 codes 0..15, uint8 [...], one a byte."""
+    magnitude = x.abs().clamp(max=E2M1_MAX)
+    # Steps are 0.5 below 2, 1 below 4 and 2 above; torch.round ties to even multiples of the
+    # step, which are the even codes.
+    code = torch.round(magnitude * 2)
+    code = torch.where(magnitude >= 2, torch.round(magnitude) + 2, code)
+    code = torch.where(magnitude >= 4, torch.round(magnitude * 0.5) + 4, code)
+    return code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def decode_e2m1(code: Tensor) -> Tensor:
+    """E2M1 codes 0..15, uint8 [...], to float32 [...]."""
+    values = torch.tensor(_E2M1_VALUES, device=code.device)
+    return torch.cat([values, -values])[code.int()]
+
+
+def encode_e4m3(x: Tensor) -> Tensor:
+    """Round float32 [...] to float8_e4m3fn; torch's cast alone turns 465 and more into NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def encode_e8m0(exponent: Tensor) -> Tensor:
+    """Exponents -127..127, integer [...], to float8_e8m0fnu [...] holding 2**exponent."""
+    return (exponent + E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def decode_e8m0(scale: Tensor) -> Tensor:
+    """float8_e8m0fnu [...] to float32 [...], exact; byte 0 is the denormal 2**-127."""
+    return scale.float()
+
+
+def encode_int4(x: Tensor) -> Tensor:
+    """Round float32 [...] to INT4, one code a byte: uint8 0..15, two's complement."""
+    code = torch.round(x).clamp(INT4_MIN, INT4_MAX).to(torch.int8)
+    return code.view(torch.uint8) & 0xF
+
+
+def decode_int4(code: Tensor) -> Tensor:
+    """Two's complement nibbles, uint8 0..15 [...], to float32 [...]."""
+    return ((code ^ 8).to(torch.int8) - 8).float()
+
+
+def pack_nibbles(code: Tensor) -> Tensor:
+    """Codes 0..15, uint8 [..., K], to bytes [..., K/2]: the even column in the low nibble."""
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Inverse of `pack_nibbles`: uint8 [..., K/2] to codes [..., K]."""
+    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+
+
+def exponent_of(x: Tensor) -> Tensor:
+    """floor(log2(x)) of positive normal float32 [...], int32, read from the exponent bits."""
+    return (x.view(torch.int32) >> 23) - 127
+
+
+def ceil_exponent_of(x: Tensor) -> Tensor:
+    """ceil(log2(x)) of positive normal float32 [...], int32, from the bits."""
+    return ((x.view(torch.int32) + 0x7FFFFF) >> 23) - 127
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent as float32, exact, for exponents -126..127, int32 [...]."""
+    return ((exponent + 127) << 23).view(torch.float32)

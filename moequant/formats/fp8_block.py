@@ -1,0 +1,56 @@
+"""FP8 E4M3 weights with one FP32 scale per 128x128 block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moequant.formats.base import Format, QuantizedWeight
+from moequant.formats.blocks import block_amax, expand_blocks
+from moequant.formats.elements import E4M3_MAX, ceil_exponent_of, encode_e4m3, power_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Fp8Block(Format):
+    """`w = qdata * scale`, scale = amax / 448 of the block, rounded up to a power of two by default.
+
+    A power-of-two scale costs nothing on BF16 weights (2.67 % against 2.65 % relative error) and
+    makes the requantization that DeepGEMM's loaders do on Hopper and Blackwell a no-op; free
+    FP32 scales come out of it at 3.72 %.
+
+    Rules: round to nearest even after clamping to +-448; -0 stays -0; a zero block has scale 1; a
+    power-of-two scale is at least 2**-126, so that it stays a normal number. Last blocks may be
+    ragged.
+    """
+
+    name = "fp8_block"
+    summary = "FP8 E4M3, one FP32 scale per 128x128 block, FP8 activations"
+    block = (128, 128)
+    ragged = True
+    qdata_dtype = torch.float8_e4m3fn
+    codes_per_byte = 1
+    scale_dtype = torch.float32
+    activations = "fp8_group128"
+    options = {"scale": ("power_of_two", "float32")}  # noqa: RUF012
+
+    def _quantize(
+        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+    ) -> QuantizedWeight:
+        amax = block_amax(w, self.block)
+        scale = amax / E4M3_MAX
+        if options["scale"] == "power_of_two":
+            scale = power_of_two(ceil_exponent_of(scale).clamp(min=-126))
+        # amax / 448 of the smallest denormals underflows to 0; 2**-149 keeps the division finite.
+        scale = torch.where(amax == 0, 1.0, scale.clamp(min=2.0**-149))
+        qdata = encode_e4m3(w / expand_blocks(scale, self.block, w.shape))
+        return QuantizedWeight(
+            format=self.name, qdata=qdata, scale=scale, global_scale=None, shape=w.shape
+        )
+
+    def dequantize(self, q: QuantizedWeight) -> Tensor:
+        """[..., N, K] float32, exact when the scale is a power of two."""
+        return q.qdata.float() * expand_blocks(q.scale, self.block, q.shape)

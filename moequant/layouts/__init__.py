@@ -1,0 +1,1 @@
+"""How a kernel wants the bytes: lossless permutations, each with its inverse."""

@@ -1,0 +1,1 @@
+"""Which tensor is what: data about architectures, no model code."""

@@ -1,0 +1,1 @@
+"""Kernel-ready copies of a converted checkpoint, beside the portable files."""

@@ -1,0 +1,1 @@
+"""Ways to run the experts of a layer, best first."""

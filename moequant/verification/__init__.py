@@ -1,0 +1,1 @@
+"""Is a converted checkpoint right: structure, weights, layers."""

@@ -1,0 +1,1 @@
+"""Recipes shipped with moequant, as TOML."""
