@@ -27,8 +27,8 @@ lint: $(STAMP)
 
 # The mapped packages (cli, kernels, recipes) have their real names in the wheel only.
 types: $(STAMP)
-	rm -rf build
-	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	rm -rf build && mkdir build
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w build/wheel . 2>build/wheel.log || { cat build/wheel.log; exit 1; }
 	$(BIN)/python -m zipfile -e build/wheel/*.whl build/typed
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p moequant
 

@@ -3,7 +3,7 @@
 MoequantError            1   anything else that was foreseen
 ├── CheckpointError      3   a checkpoint is malformed, incomplete or contradicts itself
 │   └── NonFiniteError   3   a weight holds NaN or Inf
-├── UnsupportedError     4   well-formed, but not something we can do: a shape, a dtype, an architecture
+├── UnsupportedError     4   well-formed, but not something we can do: a shape, an architecture
 ├── NumericsError        5   numbers out of their budget, or bytes that are not what they must be
 └── RecipeError          6   a recipe, or an option of a format, that we do not understand
 

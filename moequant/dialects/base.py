@@ -9,18 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moequant.formats import Format
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.formats import QuantizedWeight, TensorSpec
+    from moequant.formats import Format, QuantizedWeight, TensorSpec
 
 
 class Dialect(ABC):
-    """Names, dtypes, shapes and config of one consumer. A subclass is one file and one line in REGISTRY.
+    """Names, dtypes, shapes and config of one consumer: one file, and one line in REGISTRY.
 
     A *module* is a tensor name without its `.weight`, for example
     `model.layers.3.mlp.experts.7.down_proj`. All tensor names below are full names.
@@ -36,7 +34,7 @@ class Dialect(ABC):
         """Refuse a weight [N, K] that the consumers of this dialect would load wrong.
 
         Raises:
-            UnsupportedError: a format the dialect has no form for, or such a shape; names the module.
+            UnsupportedError: a format the dialect cannot carry, or such a shape; names the module.
         """
 
     @abstractmethod
@@ -66,7 +64,7 @@ class Dialect(ABC):
 
         Args:
             formats: format by converted module.
-            kept: every other module with a two-dimensional weight; together with `formats` complete.
+            kept: every other module with a two-dimensional weight.
             options: resolved options by format.
 
         Raises:
@@ -86,5 +84,5 @@ class Dialect(ABC):
         """
 
     def warnings(self, format: str) -> list[str]:
-        """What known engines get wrong when they load `format` in this dialect; one sentence each."""
+        """What known engines get wrong with `format` in this dialect, a sentence each."""
         return []

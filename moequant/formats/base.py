@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from moequant.errors import NonFiniteError, RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,7 +46,7 @@ class QuantizedWeight:
     Attributes:
         format: name of the format, the only thing that says what the bytes mean.
         qdata: [..., N, storage_k(K)] codes; two 4-bit codes a byte, even column in the low nibble.
-        scale: [..., ceil(N / block_n), ceil(K / block_k)], a multiplier, in the format's scale dtype.
+        scale: [..., ceil(N / block_n), ceil(K / block_k)] multiplier, in the format's scale dtype.
         global_scale: [...] float32 multiplier, or None where the format has none.
         shape: [..., N, K], logical.
     """
@@ -64,9 +64,21 @@ class QuantizedWeight:
             parts["global_scale"] = self.global_scale
         return parts
 
+    def map(
+        self, fn: Callable[[Tensor], Tensor], shape: torch.Size | None = None
+    ) -> QuantizedWeight:
+        """The weight whose parts are `fn` of this one's; `shape` where that changes it."""
+        return QuantizedWeight(
+            format=self.format,
+            qdata=fn(self.qdata),
+            scale=fn(self.scale),
+            global_scale=None if self.global_scale is None else fn(self.global_scale),
+            shape=self.shape if shape is None else shape,
+        )
+
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """The same weight on `device`."""
-        return replace(self, **{k: t.to(device) for k, t in self.tensors().items()})
+        return self.map(lambda t: t.to(device))
 
     def __getitem__(self, index: int) -> QuantizedWeight:
         """Weight `index` of a batch, without a copy.
@@ -76,8 +88,7 @@ class QuantizedWeight:
         """
         if len(self.shape) < 3:
             raise IndexError("a single weight has no leading dimension to index")
-        parts = {k: t[index] for k, t in self.tensors().items()}
-        return replace(self, shape=self.shape[1:], **parts)
+        return self.map(lambda t: t[index], shape=self.shape[1:])
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -86,7 +97,13 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if any(w.format != first.format or w.shape != first.shape for w in weights):
         raise UnsupportedError("cannot stack weights of different formats or shapes")
     parts = {k: torch.stack([w.tensors()[k] for w in weights]) for k in first.tensors()}
-    return replace(first, shape=torch.Size((len(weights), *first.shape)), **parts)
+    return QuantizedWeight(
+        format=first.format,
+        qdata=parts["qdata"],
+        scale=parts["scale"],
+        global_scale=parts.get("global_scale"),
+        shape=torch.Size((len(weights), *first.shape)),
+    )
 
 
 class Format(ABC):
@@ -213,7 +230,7 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """Decode to [..., N, K] float32: code times scale, and times global scale if there is one."""
+        """Decode to [..., N, K] float32: code * scale, and * global scale if there is one."""
 
 
 def check_values(w: Tensor, name: str) -> None:

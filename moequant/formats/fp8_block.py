@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Fp8Block(Format):
-    """`w = qdata * scale`, scale = amax / 448 of the block, rounded up to a power of two by default.
+    """`w = qdata * scale`; the scale is amax / 448 of the block, rounded up to a power of two.
 
     A power-of-two scale costs nothing on BF16 weights (2.67 % against 2.65 % relative error) and
-    makes the requantization that DeepGEMM's loaders do on Hopper and Blackwell a no-op; free
-    FP32 scales come out of it at 3.72 %.
+    makes the requantization that DeepGEMM's loaders do on Hopper and Blackwell a no-op; the free
+    FP32 scales of option `scale = "float32"` come out of it at 3.72 %.
 
     Rules: round to nearest even after clamping to +-448; -0 stays -0; a zero block has scale 1; a
     power-of-two scale is at least 2**-126, so that it stays a normal number. Last blocks may be
