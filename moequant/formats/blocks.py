@@ -8,7 +8,7 @@ from torch import Tensor
 
 def grouped(w: Tensor, group: int) -> Tensor:
     """[..., N, K] as [..., N, K / group, group], K a multiple of `group`."""
-    return w.unflatten(-1, (-1, group))
+    return w.reshape(*w.shape[:-1], w.shape[-1] // group, group)
 
 
 def group_amax(w: Tensor, group: int) -> Tensor:
@@ -23,9 +23,10 @@ def block_amax(w: Tensor, block: tuple[int, int]) -> Tensor:
     """
     block_n, block_k = block
     *lead, N, K = w.shape
-    padded = torch.nn.functional.pad(w.abs(), (0, -K % block_k, 0, -N % block_n))
-    tiles = padded.unflatten(-1, (-1, block_k)).unflatten(-3, (-1, block_n))
-    return tiles.amax((-3, -1)) if tiles.numel() else tiles.new_zeros(*lead, *_extents(w, block))
+    tiles_n, tiles_k = -(-N // block_n), -(-K // block_k)
+    padded = torch.nn.functional.pad(w.abs(), (0, tiles_k * block_k - K, 0, tiles_n * block_n - N))
+    tiles = padded.reshape(*lead, tiles_n, block_n, tiles_k, block_k)
+    return tiles.amax((-3, -1))
 
 
 def expand_blocks(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
@@ -33,7 +34,3 @@ def expand_blocks(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> T
     N, K = shape[-2:]
     rows = scale.repeat_interleave(block[0], -2)[..., :N, :]
     return rows.repeat_interleave(block[1], -1)[..., :K]
-
-
-def _extents(w: Tensor, block: tuple[int, int]) -> tuple[int, int]:
-    return -(-w.shape[-2] // block[0]), -(-w.shape[-1] // block[1])
