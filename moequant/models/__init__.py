@@ -1,1 +1,29 @@
 """Which tensor is what: data about architectures, no model code."""
+
+from moequant.models.architecture import (
+    CONVERTIBLE_ROLES,
+    PROJECTIONS,
+    ROUTED_EXPERTS,
+    Architecture,
+    MoeConfig,
+    TensorRole,
+    architectures,
+    find_architecture,
+    fused_sets,
+)
+from moequant.models.experts import check_complete, check_shapes, classify_all
+
+__all__ = [
+    "CONVERTIBLE_ROLES",
+    "PROJECTIONS",
+    "ROUTED_EXPERTS",
+    "Architecture",
+    "MoeConfig",
+    "TensorRole",
+    "architectures",
+    "check_complete",
+    "check_shapes",
+    "classify_all",
+    "find_architecture",
+    "fused_sets",
+]

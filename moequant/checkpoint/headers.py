@@ -1,0 +1,301 @@
+"""The header of a safetensors file, read as if the file lied.
+
+A file is an 8-byte little-endian length, that many bytes of JSON, then the data. The JSON maps each
+tensor to its dtype, shape and byte range in the data; the ranges cover the data without overlap and
+without holes. We parse it ourselves because the converter streams byte ranges, where a wrong offset
+would be copied rather than noticed, and because errors must name the tensor.
+
+Source: the format section of the safetensors README, and version 0.8 of the library for what it
+leaves open (dtype names, the 100 MB limit, padding).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant.checkpoint.reader import FixedFile
+from moequant.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from moequant.checkpoint.writer import TensorSlot
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors accepts; a larger header is refused unread."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""torch dtype by safetensors name, where an element of the one is an element of the other."""
+
+# torch has no 6-bit dtypes, and its 4-bit one counts pairs. Such tensors can be copied, not read.
+DTYPE_BITS: dict[str, int] = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()} | {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""Bits of one element by safetensors name: every dtype a checkpoint may hold."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_INT64_MAX = 2**63 - 1
+_MAX_DIMS = 64
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_REMEDY = "fetch the file again, or write it anew with safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """What a header says of one tensor.
+
+    Attributes:
+        name: full name.
+        dtype: safetensors name, a key of DTYPE_BITS.
+        shape: extents, in elements.
+        file: name of its file, relative to the checkpoint.
+        start: offset of the first byte in the file.
+        stop: offset behind the last byte in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes the tensor takes in the file."""
+        return self.stop - self.start
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of `dtype`.
+
+    Raises:
+        UnsupportedError: safetensors has no such dtype.
+    """
+    if dtype not in _NAMES:
+        raise UnsupportedError(f"{dtype}: safetensors cannot hold it; it holds {', '.join(DTYPES)}")
+    return _NAMES[dtype]
+
+
+def bit_count(dtype: str, shape: Sequence[int]) -> int:
+    """Bits a tensor takes; a multiple of 8 in every valid file."""
+    return DTYPE_BITS[dtype] * math.prod(shape)
+
+
+def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """Read and check the header of the safetensors file at `path`, in the order it lists tensors.
+
+    Args:
+        path: the file itself.
+        file: what `TensorInfo.file` shall say: the file's name relative to the checkpoint.
+
+    Raises:
+        CheckpointError: the file is not valid safetensors. Names the file and the tensor, what was
+            found and what was wanted.
+    """
+    source = FixedFile.at(path)
+    header = _read_object(source)
+    _check_metadata(path, header.pop("__metadata__", {}))
+    data_start = LENGTH_BYTES + _header_length(source)
+    infos = {
+        name: _tensor_info(path, file, name, entry, data_start) for name, entry in header.items()
+    }
+    _check_coverage(path, infos.values(), data_start, source.size_bytes)
+    return infos
+
+
+def encode_header(slots: Iterable[TensorSlot]) -> bytes:
+    """Everything in front of the data: length and JSON, padded so that data starts at 8n.
+
+    Raises:
+        UnsupportedError: the header would exceed what safetensors reads.
+    """
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for slot in slots:
+        fields[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": slot.shape,
+            "data_offsets": (slot.offset, slot.offset + slot.size_bytes),
+        }
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsupportedError(
+            f"{len(fields) - 1} tensors need a header of {len(text)} bytes, but safetensors reads "
+            f"at most {MAX_HEADER_BYTES}; choose a smaller --max-shard-size"
+        )
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
+    """Parse a JSON object in which no key repeats; `path` is what errors name.
+
+    Raises:
+        CheckpointError: not UTF-8, not JSON, not an object, or a key occurs twice.
+    """
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique)
+    # Nesting of a few thousand levels exhausts the parser's stack.
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}; fetch the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path}: holds {_show(value)}, but a JSON object is wanted; fetch the file again"
+        )
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {_show(twice)} occurs twice")
+    return fields
+
+
+def _show(value: object) -> str:
+    """`repr`, cut where it is long: a lying file shall not fill the terminal."""
+    return reprlib.repr(value)
+
+
+def _refusal(path: Path, fault: str, tensor: str | None = None) -> CheckpointError:
+    where = f"{path}: " if tensor is None else f"{path}: tensor {_show(tensor)}: "
+    return CheckpointError(f"{where}{fault}; {_REMEDY}")
+
+
+def _header_length(source: FixedFile) -> int:
+    if source.size_bytes < LENGTH_BYTES:
+        raise _refusal(
+            source.path,
+            f"{source.size_bytes} bytes, but a safetensors file begins with {LENGTH_BYTES} bytes "
+            "that give the length of its header",
+        )
+    length = int.from_bytes(source.read(0, LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise _refusal(
+            source.path, f"header of {length} bytes, but at most {MAX_HEADER_BYTES} are allowed"
+        )
+    if length > source.size_bytes - LENGTH_BYTES:
+        raise _refusal(
+            source.path,
+            f"header of {length} bytes, but the file ends "
+            f"{length - source.size_bytes + LENGTH_BYTES} bytes before its end",
+        )
+    return length
+
+
+def _read_object(source: FixedFile) -> dict[str, Any]:
+    text = source.read(LENGTH_BYTES, LENGTH_BYTES + _header_length(source))
+    if not text.startswith(b"{"):
+        raise _refusal(
+            source.path, f"header begins with {_show(bytes(text[:8]))}, but {{ is wanted"
+        )
+    return parse_object(text, source.path)
+
+
+def _check_metadata(path: Path, metadata: object) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _refusal(path, f"__metadata__ is {_show(metadata)}, but strings by name are wanted")
+
+
+def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: int) -> TensorInfo:
+    # isprintable is False for control characters and for the lone surrogates JSON can spell.
+    if not name or not name.isprintable():
+        raise _refusal(path, "the name must be printable and not empty", name)
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        raise _refusal(path, f"{_show(entry)}, but {sorted(_FIELDS)} are wanted", name)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _refusal(path, f"dtype {_show(dtype)}, not one of {', '.join(DTYPE_BITS)}", name)
+    if not _are_counts(shape) or len(shape) > _MAX_DIMS:
+        raise _refusal(
+            path, f"shape {_show(shape)}, but at most {_MAX_DIMS} integers >= 0 are wanted", name
+        )
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _refusal(
+            path, f"data_offsets {_show(offsets)}, but [start, stop >= start] is wanted", name
+        )
+    # Zeros are left out: torch computes strides of the other extents even if there is no element.
+    if bit_count(dtype, [max(extent, 1) for extent in shape]) > _INT64_MAX:
+        raise _refusal(path, f"shape {_show(shape)} overflows 64 bits", name)
+    start, stop = offsets
+    bits = bit_count(dtype, shape)
+    if bits != 8 * (stop - start):
+        raise _refusal(
+            path, f"{stop - start} bytes, but {dtype} {shape} takes {bits / 8:.15g}", name
+        )
+    return TensorInfo(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        file=file,
+        start=data_start + start,
+        stop=data_start + stop,
+    )
+
+
+def _are_counts(values: object) -> bool:
+    """Whether `values` is a list of integers that fit 64 bits; JSON's true is no integer."""
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= _INT64_MAX for value in values
+    )
+
+
+def _check_coverage(
+    path: Path, infos: Iterable[TensorInfo], data_start: int, file_size: int
+) -> None:
+    """Refuse ranges that overlap, leave holes or do not end where the file does."""
+    position = data_start
+    for info in sorted(infos, key=lambda info: (info.start, info.stop)):
+        if info.start != position:
+            fault = "overlaps the tensor before it" if info.start < position else "leaves a hole"
+            raise _refusal(
+                path,
+                f"{fault}: begins at data offset {info.start - data_start}, "
+                f"but {position - data_start} is wanted",
+                info.name,
+            )
+        position = info.stop
+    if position > file_size:
+        raise _refusal(
+            path,
+            f"truncated: {file_size} bytes, but its header speaks of {position}; "
+            f"{position - file_size} bytes are missing",
+        )
+    if position < file_size:
+        raise _refusal(
+            path,
+            f"{file_size} bytes, but its tensors end at {position}; "
+            f"{file_size - position} bytes are unaccounted for",
+        )

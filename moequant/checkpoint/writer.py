@@ -1,0 +1,261 @@
+"""Safetensors files written piece by piece, in any order and from any thread.
+
+The header is known before any data exists, so every tensor has its place in the file from the
+start: nothing is gathered in memory, and slices of one tensor may come from several workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
+from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from typing_extensions import Buffer
+
+_NO_SPACE = "free space there or choose another output, then run again"
+_NO_RIGHT = "choose an output you may write to"
+_ADVICE = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EROFS: _NO_RIGHT,
+    errno.EACCES: _NO_RIGHT,
+    errno.EPERM: _NO_RIGHT,
+    errno.EFBIG: "files this large are refused there; choose a smaller --max-shard-size",
+    errno.EIO: "the disk or the way to it failed; see the system's log before you run again",
+}
+# What file systems answer that cannot reserve space (ZFS says EINVAL).
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSlot:
+    """The place of one tensor in a file that is being written.
+
+    Attributes:
+        name: full name.
+        dtype: safetensors name, a key of DTYPE_BITS.
+        shape: extents, in elements.
+        offset: of the first byte, relative to the data section.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes the tensor takes in the file."""
+        return bit_count(self.dtype, self.shape) // 8
+
+
+def lay_out(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+) -> tuple[bytes, dict[str, TensorSlot]]:
+    """Give each tensor its place in a file.
+
+    Larger elements come first and the given order holds otherwise, as safetensors does it: with
+    data that starts at a multiple of 8, every tensor is then aligned to its element size without
+    holes. The file will have `len(header)` plus the slots' bytes.
+
+    Args:
+        tensors: name, safetensors dtype and shape of each; no name twice.
+
+    Returns:
+        The header, with the 8 bytes in front of it, and the slots by name in file order.
+
+    Raises:
+        UnsupportedError: too many tensors for one header.
+    """
+    slots: dict[str, TensorSlot] = {}
+    offset = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor[1]]):
+        assert name not in slots, name
+        assert bit_count(dtype, shape) % 8 == 0, (name, dtype, shape)
+        slots[name] = TensorSlot(name=name, dtype=dtype, shape=shape, offset=offset)
+        offset += slots[name].size_bytes
+    return encode_header(slots.values()), slots
+
+
+class ShardWriter:
+    """One safetensors file in the making; every method but `finish` and `abort` is thread-safe.
+
+    Space is reserved at the start, where the file system can, so that a full disk shows before the
+    work is done. An existing file at `path` is overwritten. Every OSError becomes a MoequantError
+    that says what to do.
+
+    Args:
+        path: where to write; the name of an unfinished file, for the caller to rename.
+        header: as `lay_out` returns it.
+        slots: as `lay_out` returns them.
+    """
+
+    def __init__(self, path: Path, header: bytes, slots: Mapping[str, TensorSlot]) -> None:
+        self.path = path
+        self.size_bytes = len(header) + sum(slot.size_bytes for slot in slots.values())
+        self._slots = slots
+        self._data_start = len(header)
+        # Ranges and not a sum: a slice written twice must not hide one that never came.
+        self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in slots}
+        with _explained(path, "create"):
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            with _explained(path, f"reserve {self.size_bytes} bytes for"):
+                _reserve(self._fd, self.size_bytes)
+            self._write_at(0, memoryview(header))
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a whole tensor; its dtype and shape must be the slot's."""
+        slot = self._slots[name]
+        found, wanted = (dtype_name(tensor.dtype), tuple(tensor.shape)), (slot.dtype, slot.shape)
+        _ensure(found == wanted, f"{name}: {found} to write, but the plan says {wanted}")
+        self.write_bytes(name, 0, tensor_bytes(tensor.detach().cpu().contiguous()))
+
+    def write_bytes(self, name: str, offset_bytes: int, buffer: Buffer) -> None:
+        """Write `buffer` at `offset_bytes` of the tensor; each byte must be written once."""
+        slot = self._slots[name]
+        view = memoryview(buffer).cast("B")
+        stop = offset_bytes + view.nbytes
+        _ensure(
+            0 <= offset_bytes and stop <= slot.size_bytes,
+            f"{name}: bytes {offset_bytes} to {stop} of {slot.size_bytes}",
+        )
+        self._write_at(self._data_start + slot.offset + offset_bytes, view)
+        if view.nbytes:
+            self._written[name].append((offset_bytes, stop))
+
+    def finish(self) -> tuple[int, str]:
+        """Bring the file to disk, close it, and read it again for its digest.
+
+        Returns:
+            Its size in bytes and its SHA-256 in hex.
+        """
+        for name, slot in self._slots.items():
+            position = 0
+            for start, stop in sorted(self._written[name]):
+                _ensure(start == position, f"{name}: byte {min(start, position)} written not once")
+                position = stop
+            _ensure(position == slot.size_bytes, f"{name}: {position} of {slot.size_bytes} bytes")
+        with _explained(self.path, "finish"):
+            os.fsync(self._descriptor())
+            self._close()
+        return self.size_bytes, sha256_of(self.path)
+
+    def abort(self) -> None:
+        """Close the file, if it is open, and remove it, if it is there."""
+        with _explained(self.path, "remove"):
+            try:
+                self._close()
+            finally:
+                self.path.unlink(missing_ok=True)
+
+    def _descriptor(self) -> int:
+        _ensure(self._fd is not None, f"{self.path}: already closed")
+        assert self._fd is not None
+        return self._fd
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _write_at(self, position: int, view: memoryview) -> None:
+        with _explained(self.path, "write"):
+            _write_all(self._descriptor(), position, view)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` so that a crash at any time leaves the old file or the new one.
+
+    Raises:
+        MoequantError: it cannot be written; says what to do.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with _explained(path, "write"):
+        try:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                _write_all(fd, 0, memoryview(data))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Bring names just created, renamed or removed in the directory `path` to disk.
+
+    Raises:
+        MoequantError: it cannot be done; says what to do.
+    """
+    with _explained(path, "bring to disk"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems have no such call for directories and keep names themselves.
+            if error.errno != errno.EINVAL:
+                raise
+        finally:
+            os.close(fd)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256, in hex, of the file at `path`; read in pieces.
+
+    Raises:
+        MoequantError: it cannot be read; says what to do.
+    """
+    with _explained(path, "read"), path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_RESERVE:
+            raise
+        os.ftruncate(fd, size_bytes)
+
+
+def _write_all(fd: int, position: int, view: memoryview) -> None:
+    # Linux moves at most 2 GiB a call, and any call may move less than asked.
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done:], position + done)
+
+
+def _ensure(condition: bool, fault: str) -> None:  # noqa: FBT001
+    """Assert that also holds under `python -O`: what it guards is the user's weights."""
+    if not condition:
+        raise AssertionError(fault)
+
+
+@contextmanager
+def _explained(path: Path, verb: str) -> Iterator[None]:
+    """Turn an OSError into a MoequantError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "mend the cause and run again")
+        raise MoequantError(f"{path}: cannot {verb} it: {error.strerror}; {advice}") from error

@@ -1,0 +1,102 @@
+"""Turn finished shards into a checkpoint, config.json last.
+
+No loader takes a directory without config.json for a model, so an output that is not whole never
+loads. Every step can be repeated: a crash in between is mended by running the same command again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant._version import __version__
+from moequant.checkpoint.source import INDEX_FILE
+from moequant.checkpoint.writer import fsync_directory, replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from moequant.checkpoint.source import Checkpoint
+    from moequant.conversion.journal import FinishedShard, Journal
+    from moequant.conversion.plan import Plan
+
+RECORD_FILE = "moequant.json"
+PREPARED_FOLDER = "moequant-prepared"
+
+
+def commit(
+    source: Checkpoint,
+    plan: Plan,
+    journal: Journal,
+    finished: Iterable[FinishedShard],
+    provenance: Mapping[str, Any],
+) -> None:
+    """Move shards into place, then the files that come along, the record, the index, the config."""
+    output = journal.output
+    shards = list(finished)
+    _retire_old_output(output, keep={shard.file for shard in shards})
+    for shard in shards:
+        if (journal.shards / shard.file).exists():
+            (journal.shards / shard.file).replace(output / shard.file)
+    for file in source.sidecars():
+        _copy_file(source.path / file, output / file, journal)
+    _write_json(output / RECORD_FILE, _record(plan, shards, provenance))
+    _write_json(output / INDEX_FILE, plan.index())
+    fsync_directory(output)
+    _write_json(output / "config.json", converted_config(source.config, plan.quantization_config))
+    shutil.rmtree(journal.folder)
+
+
+def converted_config(
+    config: Mapping[str, Any], quantization_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The source's config.json with our `quantization_config`, and no stale one beside it."""
+    result = dict(config)
+    text_config = result.get("text_config")
+    if isinstance(text_config, dict):
+        result["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
+    result["quantization_config"] = dict(quantization_config)
+    return result
+
+
+def _retire_old_output(output: Path, keep: set[str]) -> None:
+    """Remove an earlier conversion, its config first so that it never loads half replaced."""
+    for name in ("config.json", INDEX_FILE, RECORD_FILE):
+        (output / name).unlink(missing_ok=True)
+    for path in output.glob("*.safetensors"):
+        if path.name not in keep:
+            path.unlink()
+    shutil.rmtree(output / PREPARED_FOLDER, ignore_errors=True)
+    fsync_directory(output)
+
+
+def _copy_file(source: Path, target: Path, journal: Journal) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = journal.folder / "sidecar.partial"
+    shutil.copyfile(source, partial)
+    partial.replace(target)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    replace_file(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _record(
+    plan: Plan, shards: Iterable[FinishedShard], provenance: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What moequant.json says: enough to repeat the conversion and to check every byte."""
+    return {
+        "schema_version": 1,
+        "moequant": __version__,
+        "torch": torch.__version__,
+        "source": {**provenance, "files": plan.source_files},
+        "architecture": plan.architecture.name,
+        "dialect": plan.dialect.name,
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "plan_sha256": plan.digest,
+        "shards": {s.file: {"bytes": s.bytes, "sha256": s.sha256} for s in shards},
+    }

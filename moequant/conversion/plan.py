@@ -1,0 +1,361 @@
+"""The plan of a conversion: a pure function of headers, config and recipe.
+
+No tensor is read. Sizes, shard names, every output header, the index and all refusals are known
+before work begins, and the same inputs give the same plan anywhere: it is what several workers,
+a restart and `moequant verify` agree on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moequant._version import __version__
+from moequant.checkpoint.headers import dtype_name
+from moequant.checkpoint.writer import TensorSlot, lay_out
+from moequant.conversion.assign import Unit, Weight, assign
+from moequant.dialects import REGISTRY as DIALECTS
+from moequant.dialects import default_dialect, get_dialect
+from moequant.errors import MoequantError, RecipeError, UnsupportedError
+from moequant.formats import get_format
+from moequant.models import check_complete, check_shapes, classify_all, find_architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from moequant.checkpoint.headers import TensorInfo
+    from moequant.conversion.recipe import Recipe
+    from moequant.dialects.base import Dialect
+    from moequant.models import Architecture, MoeConfig, TensorRole
+
+_Output = tuple[str, str, tuple[int, ...]]
+"""Name, safetensors dtype and shape of a tensor to be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A tensor that comes along bit for bit."""
+
+    info: TensorInfo
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.info.name
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes read."""
+        return self.info.size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedShard:
+    """One output file, known to the last byte but for the data.
+
+    Attributes:
+        file: its final name.
+        items: what goes in, in the order it is worked on.
+        header: the bytes before the data.
+        slots: where each tensor lies behind the header.
+    """
+
+    file: str
+    items: tuple[Unit | Copy, ...]
+    header: bytes
+    slots: Mapping[str, TensorSlot]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the finished file."""
+        return len(self.header) + sum(slot.size_bytes for slot in self.slots.values())
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the source that go into it."""
+        return sum(item.source_bytes for item in self.items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything a conversion will do.
+
+    Attributes:
+        architecture: the family the source belongs to.
+        moe: sizes of its expert layers.
+        layers: the layers that hold experts.
+        recipe: what was asked for.
+        dialect: whose names and config the output has.
+        roles: the role of every source tensor.
+        shards: the output files.
+        quantization_config: the new entry of config.json.
+        source_files: size and header digest of every weight file read.
+        warnings: what the user should know before going on; one sentence each.
+        refusals: why this cannot be converted; with any, nothing is written.
+        digest: SHA-256 over all that decides the output's bytes.
+    """
+
+    architecture: Architecture
+    moe: MoeConfig
+    layers: tuple[int, ...]
+    recipe: Recipe
+    dialect: Dialect
+    roles: Mapping[str, TensorRole]
+    shards: tuple[PlannedShard, ...]
+    quantization_config: Mapping[str, Any]
+    source_files: Mapping[str, Mapping[str, Any]]
+    warnings: tuple[str, ...]
+    refusals: tuple[str, ...]
+    digest: str
+
+    @property
+    def items(self) -> Iterator[Unit | Copy]:
+        """Units and copies of all shards, in order."""
+        return (item for shard in self.shards for item in shard.items)
+
+    @property
+    def units(self) -> Iterator[Unit]:
+        """What is converted, in order."""
+        return (item for item in self.items if isinstance(item, Unit))
+
+    @property
+    def copies(self) -> Iterator[Copy]:
+        """What is copied, in order."""
+        return (item for item in self.items if isinstance(item, Copy))
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all source tensors."""
+        return sum(shard.work_bytes for shard in self.shards)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all output files."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    def index(self) -> dict[str, Any]:
+        """The content of model.safetensors.index.json."""
+        weight_map = {name: shard.file for shard in self.shards for name in shard.slots}
+        total = sum(slot.size_bytes for shard in self.shards for slot in shard.slots.values())
+        return {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+
+    def peak_bytes(self, workers: int) -> int:
+        """Memory `workers` may hold at once, beyond the interpreter and torch."""
+        unit = max((unit.working_bytes for unit in self.units), default=0)
+        return workers * max(unit, 2 * COPY_CHUNK_BYTES)
+
+
+COPY_CHUNK_BYTES = 8 << 20
+"""Copied tensors stream through buffers of this size."""
+
+
+def make_plan(
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    file_bytes: Mapping[str, int],
+    recipe: Recipe,
+    *,
+    dialect: str | None = None,
+    max_shard_bytes: int,
+) -> Plan:
+    """Plan a conversion.
+
+    Args:
+        tensors: every tensor of the source, in natural order.
+        config: the source's config.json.
+        file_bytes: size of every weight file of the source.
+        recipe: what to convert into what.
+        dialect: overrides the recipe's and the formats' own.
+        max_shard_bytes: a shard is closed before it would grow beyond this.
+
+    Raises:
+        CheckpointError: the source is incomplete or contradicts its config.
+        UnsupportedError: an unknown architecture, or an expert no rule explains.
+        RecipeError: the recipe is for other architectures, splits what must stay together, or
+            matches nothing.
+    """
+    architecture = find_architecture(config)
+    _check_architecture(recipe, architecture, config)
+    roles = classify_all(architecture, tensors)
+    moe = architecture.read_config(config)
+    layers = check_complete(architecture, moe, roles)
+    check_shapes(moe, roles, tensors)
+
+    units, warnings = assign(tensors, roles, recipe, moe.layers)
+    formats = list(dict.fromkeys(unit.format for unit in units))
+    writer = _choose_dialect(dialect or recipe.output.dialect, formats)
+    converted = {w.module: unit.format for unit in units for w in unit.weights}
+    kept = [
+        m for name, info in tensors.items() if (m := _module(name, info)) not in converted and m
+    ]
+    refusals = [*_refusals(units, writer)]
+    shards: tuple[PlannedShard, ...] = ()
+    quantization_config: dict[str, Any] = {}
+    if not refusals:
+        shards = _shards(_items(tensors, units), writer, max_shard_bytes)
+        options = {unit.format: dict(unit.options) for unit in units}
+        quantization_config = writer.quantization_config(converted, kept, options)
+    source_files = _describe_files(tensors, file_bytes)
+    return Plan(
+        architecture=architecture,
+        moe=moe,
+        layers=layers,
+        recipe=recipe,
+        dialect=writer,
+        roles=roles,
+        shards=shards,
+        quantization_config=quantization_config,
+        source_files=source_files,
+        warnings=(*warnings, *(w for f in formats for w in writer.warnings(f))),
+        refusals=tuple(refusals),
+        digest=_digest(recipe, writer, shards, quantization_config, source_files),
+    )
+
+
+def _check_architecture(
+    recipe: Recipe, architecture: Architecture, config: Mapping[str, Any]
+) -> None:
+    classes = config.get("architectures")
+    names = {architecture.name, *(classes if isinstance(classes, list) else ())}
+    if recipe.architectures and not names & set(recipe.architectures):
+        raise RecipeError(
+            f"the recipe is for {', '.join(recipe.architectures)}, but this checkpoint is "
+            f"{', '.join(sorted(map(str, names)))}"
+        )
+
+
+def _choose_dialect(name: str | None, formats: Sequence[str]) -> Dialect:
+    if name is not None:
+        return get_dialect(name)
+    defaults = dict.fromkeys(default_dialect(format) for format in formats)
+    if len(defaults) == 1:
+        return get_dialect(next(iter(defaults)))
+    for dialect in DIALECTS.values():
+        if all(format in dialect.suffixes for format in formats):
+            return dialect
+    raise UnsupportedError(f"no dialect carries all of {', '.join(formats)} in one checkpoint")
+
+
+def _module(name: str, info: TensorInfo) -> str | None:
+    """The module a two-dimensional weight belongs to, as engines name it."""
+    if len(info.shape) == 2 and name.endswith(".weight"):
+        return name.removesuffix(".weight")
+    return None
+
+
+def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
+    """One line for each reason, with the first weight it concerns and how many there are."""
+    first: dict[tuple[str, ...], str] = {}
+    count: Counter[tuple[str, ...]] = Counter()
+    for unit in units:
+        for weight in unit.weights:
+            if (reason := _refusal(unit, weight, dialect)) is None:
+                continue
+            # Weights of one kind are refused for one reason, in messages that differ by name.
+            kind = (unit.format, weight.role, str(weight.info.shape[-2:]), weight.info.dtype)
+            first.setdefault(kind, reason)
+            count[kind] += 1
+    for kind, reason in first.items():
+        more = f" (and {count[kind] - 1} more like it)" if count[kind] > 1 else ""
+        yield reason + more
+
+
+def _refusal(unit: Unit, weight: Weight, dialect: Dialect) -> str | None:
+    format = get_format(unit.format)
+    try:
+        weight.check_dtype()
+        format.check_shape(weight.info.shape, weight.info.name)
+        dialect.check(weight.module, format, weight.info.shape)
+    except MoequantError as error:
+        return str(error)
+    return None
+
+
+def _items(tensors: Mapping[str, TensorInfo], units: Sequence[Unit]) -> Iterator[Unit | Copy]:
+    """Units where their first weight stands, and everything else, in natural order."""
+    unit_of = {weight.info.name: unit for unit in units for weight in unit.weights}
+    for name, info in tensors.items():
+        unit = unit_of.get(name)
+        if unit is None:
+            yield Copy(info=info)
+        elif unit.weights[0].info.name == name:
+            yield unit
+
+
+def _outputs(item: Unit | Copy, dialect: Dialect) -> list[_Output]:
+    if isinstance(item, Copy):
+        return [(item.info.name, item.info.dtype, item.info.shape)]
+    format = get_format(item.format)
+    return [
+        (name, dtype_name(spec.dtype), spec.shape)
+        for weight in item.weights
+        for name, spec in dialect.specs(weight.module, format, weight.info.shape).items()
+    ]
+
+
+def _shards(
+    items: Iterable[Unit | Copy], dialect: Dialect, max_shard_bytes: int
+) -> tuple[PlannedShard, ...]:
+    """Fill shards in order; what belongs to one unit stays in one shard."""
+    groups: list[tuple[list[Unit | Copy], list[_Output]]] = []
+    room = 0
+    for item in items:
+        outputs = _outputs(item, dialect)
+        size = sum(slot.size_bytes for slot in lay_out(outputs)[1].values())
+        if not groups or size > room:
+            groups.append(([], []))
+            room = max_shard_bytes
+        groups[-1][0].append(item)
+        groups[-1][1].extend(outputs)
+        room -= size
+    return tuple(
+        _shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", *group)
+        for i, group in enumerate(groups, start=1)
+    )
+
+
+def _shard(file: str, items: Sequence[Unit | Copy], outputs: Sequence[_Output]) -> PlannedShard:
+    header, slots = lay_out(outputs)
+    return PlannedShard(file=file, items=tuple(items), header=header, slots=slots)
+
+
+def _describe_files(
+    tensors: Mapping[str, TensorInfo], file_bytes: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    rows: dict[str, list[tuple[Any, ...]]] = {file: [] for file in sorted(file_bytes)}
+    for info in sorted(tensors.values(), key=lambda info: info.start):
+        rows[info.file].append((info.name, info.dtype, info.shape, info.start, info.stop))
+    return {
+        file: {"bytes": file_bytes[file], "header_sha256": _sha256_of_json(entries)}
+        for file, entries in rows.items()
+    }
+
+
+def _digest(
+    recipe: Recipe,
+    dialect: Dialect,
+    shards: Iterable[PlannedShard],
+    quantization_config: Mapping[str, Any],
+    source_files: Mapping[str, Any],
+) -> str:
+    return _sha256_of_json(
+        {
+            "moequant": __version__,
+            "recipe": recipe.model_dump(mode="json"),
+            "dialect": dialect.name,
+            "quantization_config": quantization_config,
+            "source_files": source_files,
+            "shards": {s.file: hashlib.sha256(s.header).hexdigest() for s in shards},
+        }
+    )
+
+
+def _sha256_of_json(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,202 @@
+"""What to convert into what: a strict schema, read from TOML."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moequant.errors import MoequantError, RecipeError
+from moequant.formats import get_format
+
+if TYPE_CHECKING:
+    from moequant.models import TensorRole
+
+KEEP = "keep"
+"""In place of a format: leave these tensors as they are, whatever later rules say."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "5GB" or "500MB"; decimal units, as on the hub.
+
+    Raises:
+        ValueError: not a size, or zero.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size_bytes < 1:
+        raise ValueError(f"{text!r} is not a size such as 5GB or 500MB")
+    return size_bytes
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+def _layer_slice(text: str) -> str:
+    if not re.fullmatch(r"-?\d*:-?\d*|-?\d+", text):
+        raise ValueError(f'{text!r} is not a layer or a slice such as "3:" or ":-1"')
+    return text
+
+
+def _size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Rule(_Strict):
+    """Gives a format to the weights it matches; all conditions given must hold.
+
+    Attributes:
+        roles: roles of the architecture table.
+        match: regular expression over the whole tensor name.
+        layers: a layer or a slice of layers, counted as Python does.
+        format: a format, or "keep".
+        options: values of the format's options.
+    """
+
+    roles: tuple[Literal["routed_experts", "shared_experts", "dense_mlp", "attention"], ...] = ()
+    match: Annotated[str, AfterValidator(_regex)] | None = None
+    layers: Annotated[str, AfterValidator(_layer_slice)] | None = None
+    format: str
+    options: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Rule:
+        if not self.roles and self.match is None:
+            raise ValueError("a rule needs roles or match")
+        try:
+            if self.format != KEEP:
+                get_format(self.format).resolve_options(self.options)
+        except MoequantError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def matches(self, name: str, role: TensorRole, layer_count: int) -> bool:
+        """Whether the rule speaks of this tensor of a model with `layer_count` layers."""
+        if self.roles and role.role not in self.roles:
+            return False
+        if self.match is not None and not re.fullmatch(self.match, name):
+            return False
+        return self.layers is None or role.layer in _layers(self.layers, layer_count)
+
+
+class Output(_Strict):
+    """How the result is written.
+
+    Attributes:
+        dialect: whose names and config to write; by default each format's own.
+        max_shard_size: upper bound of a shard, unless one tensor alone is larger.
+    """
+
+    dialect: str | None = None
+    max_shard_size: Annotated[str, AfterValidator(_size)] = "5GB"
+
+
+class Verify(_Strict):
+    """Budgets of `moequant verify`, relative to what our quantizer reaches on the same tensor.
+
+    Attributes:
+        max_sqnr_loss_db: how far a weight of a checkpoint that another tool wrote may fall below.
+    """
+
+    max_sqnr_loss_db: Annotated[float, Field(ge=0)] = 1.0
+
+
+class Recipe(_Strict):
+    """A whole recipe; the first rule that matches a weight decides, unmatched ones are kept."""
+
+    schema_version: Literal[1] = 1
+    summary: str = ""
+    architectures: tuple[str, ...] = ()
+    rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
+    output: Output = Output()
+    verify: Verify = Verify()
+
+    @classmethod
+    def for_format(cls, format: str) -> Recipe:
+        """The routed experts into `format`, and nothing else.
+
+        Raises:
+            UnsupportedError: there is no such format.
+        """
+        get_format(format)
+        return cls(
+            summary=f"Routed experts to {format}.",
+            rules=(Rule(roles=("routed_experts",), format=format),),
+        )
+
+    def rule_for(self, name: str, role: TensorRole, layer_count: int) -> Rule | None:
+        """The first rule that matches, or None."""
+        return next((r for r in self.rules if r.matches(name, role, layer_count)), None)
+
+
+def _layers(text: str, layer_count: int) -> range:
+    if ":" not in text:
+        index = int(text) + (layer_count if int(text) < 0 else 0)
+        return range(index, index + 1)
+    start, stop = (int(part) if part else None for part in text.split(":"))
+    # An open end reaches the multi-token-prediction layers, which stand behind the last layer.
+    open_ended = range(2**31) if stop is None else range(layer_count)
+    first = 0 if start is None else start + (layer_count if start < 0 else 0)
+    return open_ended[first:stop]
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with moequant."""
+    files = resources.files("moequant.recipes").iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+def load_recipe(name_or_file: str | Path) -> Recipe:
+    """A recipe shipped with moequant, or one from a TOML file.
+
+    Raises:
+        RecipeError: no such recipe, not TOML, or not our schema; names the place in the file.
+    """
+    path = Path(name_or_file)
+    shipped = str(name_or_file) in shipped_recipes()
+    if shipped:
+        source = resources.files("moequant.recipes").joinpath(f"{name_or_file}.toml")
+        text = source.read_text("utf-8")
+    else:
+        text = _read_file(path)
+    try:
+        return Recipe.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{name_or_file}: not TOML: {error}") from None
+    except ValidationError as error:
+        raise RecipeError(f"{name_or_file}: {_explain(error)}") from None
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise RecipeError(
+            f"{path}: {reason}; a recipe is a TOML file or one of: {', '.join(shipped_recipes())}"
+        ) from None
+
+
+def _explain(error: ValidationError) -> str:
+    problems = []
+    for entry in error.errors(include_url=False):
+        place = ".".join(str(part) for part in entry["loc"]) or "the recipe"
+        problems.append(f"{place}: {entry['msg'].removeprefix('Value error, ')}")
+    return "; ".join(problems)

@@ -1,0 +1,242 @@
+"""Read the architecture table; turn tensor names into roles and back.
+
+The table is architectures.toml beside this file; its head explains the schema.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from moequant.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PROJECTIONS = ("gate", "up", "down")
+ROUTED_EXPERTS = "routed_experts"
+OTHER = "other"
+CONVERTIBLE_ROLES = (ROUTED_EXPERTS, "shared_experts", "dense_mlp", "attention")
+"""Roles whose two-dimensional weights a recipe may give a format. Routers are never quantized."""
+
+# Keys of config.json every architecture in the table shares, unless it names its own.
+_COMMON_KEYS = {
+    "hidden": ["hidden_size"],
+    "layers": ["num_hidden_layers"],
+    "activation": ["hidden_act"],
+}
+# No size in a real config comes near; a larger one is a damaged or hostile file.
+_LARGEST = 1_000_000
+_FIELDS = {"{layer}": r"(?P<layer>\d+)", "{expert}": r"(?P<expert>\d+)"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRole:
+    """What a tensor is: its role, and where it stands if it belongs to a layer or an expert."""
+
+    role: str
+    layer: int | None = None
+    expert: int | None = None
+    projection: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeConfig:
+    """The sizes of a checkpoint's expert layers, from its config.json.
+
+    Attributes:
+        experts: routed experts a layer (E).
+        top_k: experts a token is sent to (T).
+        hidden: hidden size (H); gate and up are [I, H], down is [H, I].
+        intermediate: intermediate size of one expert (I).
+        layers: layers without multi-token-prediction layers.
+        sparse_layers: indices of the layers that hold experts.
+        optional_layers: further layers that may hold experts and may be absent (MTP).
+        activation: name of the activation between the two GEMMs.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    layers: int
+    sparse_layers: tuple[int, ...]
+    optional_layers: tuple[int, ...]
+    activation: str
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        """[N, K] of one expert's projection."""
+        if projection == "down":
+            return self.hidden, self.intermediate
+        return self.intermediate, self.hidden
+
+
+class Architecture:
+    """One family of checkpoints: how tensors are called and which config keys hold the sizes."""
+
+    def __init__(self, table: Mapping[str, Any], common: Mapping[str, list[str]]) -> None:
+        self.name: str = table["name"]
+        self.model_types: tuple[str, ...] = tuple(table["model_types"])
+        self.projections: dict[str, str] = table["projections"]
+        self._experts: str = table["experts"]
+        self._keys: dict[str, list[str]] = _COMMON_KEYS | table["config"]
+        self._sparse: dict[str, Any] = table.get("sparse", {})
+        leaf_names = "|".join(re.escape(leaf) for leaf in self.projections.values())
+        self._expert_pattern = _compile(self._experts, projection=f"(?P<projection>{leaf_names})")
+        self._role_patterns = [
+            (role, _compile(pattern))
+            for roles in (table.get("roles", {}), common)
+            for role, patterns in roles.items()
+            for pattern in patterns
+        ]
+        self._projection_of = {leaf: name for name, leaf in self.projections.items()}
+
+    def classify(self, name: str) -> TensorRole:
+        """The role of the tensor called `name`.
+
+        Raises:
+            UnsupportedError: no rule explains the name and it speaks of experts.
+        """
+        if match := self._expert_pattern.fullmatch(name):
+            return TensorRole(
+                role=ROUTED_EXPERTS,
+                layer=int(match["layer"]),
+                expert=int(match["expert"]),
+                projection=self._projection_of[match["projection"]],
+            )
+        for role, pattern in self._role_patterns:
+            if match := pattern.fullmatch(name):
+                layer = match.groupdict().get("layer")
+                return TensorRole(role=role, layer=None if layer is None else int(layer))
+        if "expert" in name.lower():
+            raise UnsupportedError(
+                f"{name}: looks like an expert, but no rule of architecture {self.name!r} explains "
+                f"it; experts are expected as {self._experts}. Nothing was converted: add a rule "
+                "to architectures.toml (CONTRIBUTING, 'Add an architecture')"
+            )
+        return TensorRole(role=OTHER)
+
+    def expert_tensor(self, layer: int, expert: int, projection: str) -> str:
+        """The name on disk of one expert's weight; `projection` is gate, up or down."""
+        leaf = self.projections[projection]
+        return self._experts.format(layer=layer, expert=expert, projection=leaf)
+
+    def read_config(self, config: Mapping[str, Any]) -> MoeConfig:
+        """The sizes of the expert layers.
+
+        Raises:
+            CheckpointError: a key is missing or does not hold what it must.
+        """
+        layers = self._positive(config, "layers")
+        mtp_layers = self._positive(config, "mtp_layers", default=0)
+        activation = self._value(config, "activation")
+        if not isinstance(activation, str):
+            raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {activation!r}")
+        return MoeConfig(
+            experts=self._positive(config, "experts"),
+            top_k=self._positive(config, "top_k"),
+            hidden=self._positive(config, "hidden"),
+            intermediate=self._positive(config, "intermediate"),
+            layers=layers,
+            sparse_layers=tuple(L for L in range(layers) if self._is_sparse(config, L)),
+            optional_layers=tuple(
+                L for L in range(layers, layers + mtp_layers) if self._is_sparse(config, L)
+            ),
+            activation=activation,
+        )
+
+    def _is_sparse(self, config: Mapping[str, Any], layer: int) -> bool:
+        first = _integer(config, self._sparse.get("first"), default=0, minimum=0)
+        step = _integer(config, self._sparse.get("step"), default=1, minimum=1)
+        dense = config.get(self._sparse.get("except", ""), None) or ()
+        if not isinstance(dense, list | tuple):
+            raise CheckpointError(f"config.json: {self._sparse['except']} is not a list")
+        offset = self._sparse.get("offset", 0)
+        return layer >= first and (layer + offset) % step == 0 and layer not in dense
+
+    def _value(self, config: Mapping[str, Any], quantity: str) -> Any:
+        for key in self._keys.get(quantity, ()):
+            if config.get(key) is not None:
+                return config[key]
+        return None
+
+    def _positive(
+        self, config: Mapping[str, Any], quantity: str, default: int | None = None
+    ) -> int:
+        value: Any = self._value(config, quantity)
+        if value is None and default is not None:
+            return default
+        minimum = 1 if default is None else 0
+        if type(value) is not int or not minimum <= value <= _LARGEST:
+            keys = " or ".join(self._keys[quantity])
+            raise CheckpointError(
+                f"config.json: {keys} is {value!r}, but architecture {self.name!r} needs an "
+                f"integer of {minimum} to {_LARGEST} there"
+            )
+        return value
+
+
+def find_architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a checkpoint with this config.json.
+
+    Raises:
+        UnsupportedError: `model_type` is missing or not in the table; lists those that are.
+    """
+    model_type = config.get("model_type")
+    for architecture in architectures():
+        if model_type in architecture.model_types:
+            return architecture
+    known = sorted(t for a in architectures() for t in a.model_types)
+    raise UnsupportedError(
+        f"config.json: model_type {model_type!r} is not in the architecture table; known are "
+        f"{', '.join(known)}. See 'Add an architecture' in CONTRIBUTING"
+    )
+
+
+@cache
+def architectures() -> tuple[Architecture, ...]:
+    """Every architecture of the table."""
+    table = _table()
+    return tuple(Architecture(entry, table["common"]) for entry in table["architecture"])
+
+
+@cache
+def fused_sets() -> tuple[tuple[str, ...], ...]:
+    """Last name components of linear layers that engines merge into one."""
+    return tuple(tuple(names) for names in _table()["fused"])
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("moequant.models").joinpath("architectures.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def _compile(pattern: str, **fields: str) -> re.Pattern[str]:
+    """A pattern of the table as a regular expression."""
+    named = _FIELDS | {f"{{{name}}}": expression for name, expression in fields.items()}
+    parts = re.split(r"(\{[^}]*\}|\*)", pattern)
+    return re.compile("".join(_translate(part, named) for part in parts))
+
+
+def _translate(part: str, named: Mapping[str, str]) -> str:
+    if part in named:
+        return named[part]
+    if part == "*":
+        return ".+"
+    if part.startswith("{"):
+        return f"(?:{'|'.join(re.escape(choice) for choice in part[1:-1].split('|'))})"
+    return re.escape(part)
+
+
+def _integer(config: Mapping[str, Any], key: str | None, *, default: int, minimum: int) -> int:
+    value: Any = default if key is None or config.get(key) is None else config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise CheckpointError(
+            f"config.json: {key} is {value!r}, not an integer of at least {minimum}"
+        )
+    return value
