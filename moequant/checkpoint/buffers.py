@@ -17,9 +17,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """
     assert tensor.device.type == "cpu", tensor.device
     assert tensor.is_contiguous(), tensor.stride()
-    assert not tensor.is_conj() and not tensor.is_neg(), "the memory is not the value"
+    assert not tensor.is_conj(), "the memory is not the value"
+    assert not tensor.is_neg(), "the memory is not the value"
     if tensor.nbytes == 0:
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array._tensor = tensor
+    array._tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")

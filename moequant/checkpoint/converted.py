@@ -11,7 +11,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import find_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from moequant.dialects.base import Dialect
@@ -28,12 +28,14 @@ class ConvertedCheckpoint:
         dialect: the dialect its config.json is written in.
         architecture: the family it belongs to.
         moe: sizes of its expert layers.
+        format_of: the format config.json gives a module, or None where it was kept.
     """
 
     checkpoint: Checkpoint
     dialect: Dialect
     architecture: Architecture
     moe: MoeConfig
+    format_of: Callable[[str], str | None]
 
     @classmethod
     def open(cls, path: Path) -> ConvertedCheckpoint:
@@ -45,11 +47,14 @@ class ConvertedCheckpoint:
         """
         checkpoint = Checkpoint.open(path)
         architecture = find_architecture(checkpoint.config)
+        quantization_config = _quantization_config(checkpoint)
+        dialect = find_dialect(quantization_config)
         return cls(
             checkpoint=checkpoint,
-            dialect=find_dialect(_quantization_config(checkpoint)),
+            dialect=dialect,
             architecture=architecture,
             moe=architecture.read_config(checkpoint.config),
+            format_of=dialect.reader(quantization_config),
         )
 
     @property
@@ -57,9 +62,19 @@ class ConvertedCheckpoint:
         """The entry of config.json."""
         return _quantization_config(self.checkpoint)
 
-    def format_of(self, module: str) -> str | None:
-        """The format config.json gives a module, or None where it was kept."""
-        return self.dialect.format_of(module, self.quantization_config)
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers that hold experts; multi-token-prediction layers only if they are there."""
+        modules = {name.rpartition(".")[0] for name in self.checkpoint.tensors}
+        present = (
+            layer
+            for layer in self.moe.optional_layers
+            if self.expert_module(layer, 0, "gate") in modules
+        )
+        return (*self.moe.sparse_layers, *present)
+
+    def expert_module(self, layer: int, expert: int, projection: str) -> str:
+        """The module of one expert's gate, up or down."""
+        return self.architecture.expert_tensor(layer, expert, projection).removesuffix(".weight")
 
     def tensor_names(self, module: str, format: str) -> list[str]:
         """The tensors of a converted module that the checkpoint holds."""
@@ -86,11 +101,11 @@ class ConvertedCheckpoint:
             CheckpointError: as `read`, or the shape is not what config.json says.
             UnsupportedError: as `read`.
         """
-        name = self.architecture.expert_tensor(layer, expert, projection)
-        q = self.read(name.removesuffix(".weight"))
+        module = self.expert_module(layer, expert, projection)
+        q = self.read(module)
         if tuple(q.shape) != self.moe.shape(projection):
             raise CheckpointError(
-                f"{name}: holds {list(q.shape)}, but config.json makes a {projection} projection "
+                f"{module}: holds {list(q.shape)}, but config.json makes a {projection} projection "
                 f"{list(self.moe.shape(projection))}"
             )
         return q

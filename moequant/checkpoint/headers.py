@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,9 +125,9 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
             found and what was wanted.
     """
     source = FixedFile.at(path)
-    header = _read_object(source)
-    _check_metadata(path, header.pop("__metadata__", {}))
     data_start = LENGTH_BYTES + _header_length(source)
+    header = _read_object(source, data_start)
+    _check_metadata(path, header.pop("__metadata__", {}))
     infos = {
         name: _tensor_info(path, file, name, entry, data_start) for name, entry in header.items()
     }
@@ -167,10 +168,12 @@ def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
         value = json.loads(text.decode(), object_pairs_hook=_unique)
     # Nesting of a few thousand levels exhausts the parser's stack.
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}; fetch the file again") from error
+        raise CheckpointError(
+            f"{path}: not valid JSON: {error}; mend it or fetch it again"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{path}: holds {_show(value)}, but a JSON object is wanted; fetch the file again"
+            f"{path}: holds {_show(value)}, but a JSON object is wanted; mend it or fetch it again"
         )
     return value
 
@@ -178,8 +181,7 @@ def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {_show(twice)} occurs twice")
     return fields
 
@@ -215,8 +217,8 @@ def _header_length(source: FixedFile) -> int:
     return length
 
 
-def _read_object(source: FixedFile) -> dict[str, Any]:
-    text = source.read(LENGTH_BYTES, LENGTH_BYTES + _header_length(source))
+def _read_object(source: FixedFile, data_start: int) -> dict[str, Any]:
+    text = source.read(LENGTH_BYTES, data_start)
     if not text.startswith(b"{"):
         raise _refusal(
             source.path, f"header begins with {_show(bytes(text[:8]))}, but {{ is wanted"

@@ -90,7 +90,10 @@ def lay_out(
 
 
 class ShardWriter:
-    """One safetensors file in the making; every method but `finish` and `abort` is thread-safe.
+    """One safetensors file in the making.
+
+    Several threads may write at once; `finish` and `abort` come when none of them does, for a
+    descriptor that is closed may be another file's the next moment.
 
     Space is reserved at the start, where the file system can, so that a full disk shows before the
     work is done. An existing file at `path` is overwritten. Every OSError becomes a MoequantError
@@ -132,7 +135,7 @@ class ShardWriter:
         view = memoryview(buffer).cast("B")
         stop = offset_bytes + view.nbytes
         _ensure(
-            0 <= offset_bytes and stop <= slot.size_bytes,
+            offset_bytes >= 0 and stop <= slot.size_bytes,
             f"{name}: bytes {offset_bytes} to {stop} of {slot.size_bytes}",
         )
         self._write_at(self._data_start + slot.offset + offset_bytes, view)
@@ -165,8 +168,8 @@ class ShardWriter:
                 self.path.unlink(missing_ok=True)
 
     def _descriptor(self) -> int:
-        _ensure(self._fd is not None, f"{self.path}: already closed")
-        assert self._fd is not None
+        if self._fd is None:
+            raise AssertionError(f"{self.path}: already closed")
         return self._fd
 
     def _close(self) -> None:
@@ -230,12 +233,13 @@ def sha256_of(path: Path) -> str:
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-    except OSError as error:
-        if error.errno not in _CANNOT_RESERVE:
-            raise
-        os.ftruncate(fd, size_bytes)
+    if hasattr(os, "posix_fallocate"):  # macOS has none
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+    os.ftruncate(fd, size_bytes)
 
 
 def _write_all(fd: int, position: int, view: memoryview) -> None:
@@ -245,7 +249,7 @@ def _write_all(fd: int, position: int, view: memoryview) -> None:
         done += os.pwrite(fd, view[done:], position + done)
 
 
-def _ensure(condition: bool, fault: str) -> None:  # noqa: FBT001
+def _ensure(condition: bool, fault: str) -> None:
     """Assert that also holds under `python -O`: what it guards is the user's weights."""
     if not condition:
         raise AssertionError(fault)

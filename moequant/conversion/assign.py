@@ -70,7 +70,7 @@ class Unit:
     def working_bytes(self) -> int:
         """Upper bound of the memory converting this unit takes."""
         return sum(
-            weight.info.size_bytes + get_format(self.format).working_bytes(weight.info.shape)
+            weight.info.size_bytes
             for weight in self.weights
         )
 

@@ -1,0 +1,403 @@
+"""Where a checkpoint comes from, and what it holds: a directory or a hub repo, read lazily.
+
+Which files are its weights:
+
+1. `model.safetensors.index.json`, if there, says it alone, and it must be right: every tensor of
+   its map lies in the file it names, and every tensor of those files is in the map.
+2. Else `model.safetensors`, alone: what transformers would load.
+3. Else the only other *.safetensors file, or a complete set NAME-0000i-of-0000n.safetensors.
+4. Anything else is refused: a second copy under another name (Mistral's consolidated.safetensors)
+   or a lost shard cannot be told from a part.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.headers import DTYPES, TensorInfo, parse_object, read_header
+from moequant.checkpoint.reader import FixedFile
+from moequant.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+    from typing_extensions import Buffer
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_OTHER_WEIGHTS = (
+    *_PICKLES, ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite", ".gguf", ".npz",
+)  # fmt: skip
+_WEIGHTS = (".safetensors", *_OTHER_WEIGHTS)
+# Second copies of the weights: other frameworks', Meta's and Mistral's.
+_NOT_DOWNLOADED = [
+    *(f"*{suffix}" for suffix in _OTHER_WEIGHTS), "original/*", "consolidated*.safetensors",
+]  # fmt: skip
+# What a conversion writes itself, at the top of a checkpoint.
+_WRITTEN = (CONFIG_FILE, INDEX_FILE, "moequant.json", "moequant-prepared")
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
+
+
+def locate(source: str | Path, revision: str | None = None) -> Path:
+    """The directory of a checkpoint; fetched from the hub if `source` is no directory.
+
+    Args:
+        source: a directory, which wins, or else a hub repo id "owner/name". A Path, and a string
+            that looks like one (begins with . / or ~, holds two separators, or is a file), is never
+            taken for a repo id.
+        revision: branch, tag or commit of a hub repo. The hub's own variables (HF_HUB_OFFLINE,
+            HF_HOME, HF_TOKEN ...) hold.
+
+    Raises:
+        CheckpointError: no such directory or repo, no access, no network and not in the cache, or
+            a revision of a directory.
+    """
+    try:
+        path = Path(source).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    # A name too long, a parent we may not look into, ~name of an unknown user.
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{source}: {error}; give a directory or a hub repo id") from error
+    if is_directory and str(source):  # Path("") is the current directory
+        if revision is not None:
+            raise CheckpointError(
+                f"{source}: a directory has no revision {revision!r}; leave the revision out or "
+                "give a hub repo id that is no directory here"
+            )
+        return path
+    if isinstance(source, Path) or is_file or _reads_like_path(source):
+        raise CheckpointError(
+            f"{source}: no such directory; give the directory that holds {CONFIG_FILE}, or a hub "
+            "repo id such as owner/name"
+        )
+    return _download(source, revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on disk. Opening reads headers only; reading is safe from several threads.
+
+    Attributes:
+        path: its directory.
+        config: config.json.
+        tensors: every tensor, in natural order of names (layer 2 before layer 10).
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    _files: dict[str, FixedFile] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Read config, index and headers of the checkpoint in the directory `path`.
+
+        Raises:
+            CheckpointError: a file is missing, malformed or contradicts another; names it.
+            UnsupportedError: the weights are in pickle files.
+        """
+        config = _read_json(path / CONFIG_FILE)
+        weight_map, files = _choose_files(path)
+        # Before the headers: what changes from now on shows when it is read.
+        fixed = {file: FixedFile.at(path / file) for file in files}
+        tensors = _read_tensors(path, files)
+        if weight_map is not None:
+            _check_index(path / INDEX_FILE, weight_map, tensors)
+        if not tensors:
+            raise CheckpointError(f"{path}: {', '.join(files)}: no tensors; fetch it again")
+        tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+        return cls(path=path, config=config, tensors=tensors, _files=fixed)
+
+    @property
+    def file_bytes(self) -> dict[str, int]:
+        """Size of each weight file, in natural order of names."""
+        return {name: file.size_bytes for name, file in self._files.items()}
+
+    def file_state(self) -> dict[str, list[int]]:
+        """Size and modification time (ns) of each weight file; what JSON gives back as it was."""
+        return {name: [file.size_bytes, file.mtime_ns] for name, file in self._files.items()}
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of tensor `name`.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; fetch the checkpoint again")
+        return self.tensors[name]
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a tensor, or `rows` of its first dimension, into new CPU memory.
+
+        Args:
+            name: full name.
+            rows: a contiguous range, read alone.
+
+        Raises:
+            CheckpointError: no such tensor, or its file is unreadable or no longer the same.
+            UnsupportedError: torch has no such dtype.
+            IndexError: `rows` has a step or leaves the tensor.
+        """
+        info = self.info(name)
+        if info.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"{name}: dtype {info.dtype} can be copied but not read; torch has no such dtype"
+            )
+        shape, start = info.shape, info.start
+        if rows is not None:
+            first, last = _row_range(info, rows)
+            shape = (last - first, *shape[1:])
+            start += first * (info.size_bytes // max(info.shape[0], 1))
+        # The device is named because `torch.set_default_device` would lend another.
+        tensor = torch.empty(shape, dtype=DTYPES[info.dtype], device="cpu")
+        self._files[info.file].read_into(start, tensor_bytes(tensor))
+        return tensor
+
+    def read_into(self, name: str, offset_bytes: int, buffer: Buffer) -> None:
+        """Fill `buffer`, writable bytes, with a tensor's bytes from `offset_bytes`.
+
+        Raises:
+            CheckpointError: as `read`.
+            IndexError: the range leaves the tensor.
+        """
+        info = self.info(name)
+        view = memoryview(buffer).cast("B")
+        stop = offset_bytes + view.nbytes
+        if offset_bytes < 0 or stop > info.size_bytes:
+            raise IndexError(f"{name}: bytes {offset_bytes} to {stop} of {info.size_bytes}")
+        self._files[info.file].read_into(info.start + offset_bytes, view)
+
+    def chunks(self, name: str, chunk_bytes: int) -> Iterator[memoryview]:
+        """A tensor's bytes, at most `chunk_bytes` at a time; each chunk is good until the next.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        info = self.info(name)
+        return self._files[info.file].chunks(info.start, info.stop, chunk_bytes)
+
+    def sidecars(self) -> list[Path]:
+        """Files, relative to `path`, that belong to the model beside config and weights.
+
+        Tokenizer, generation config, chat templates, custom code, licence: everything in it and its
+        folders that is not hidden, no weight file and nothing a conversion writes itself.
+
+        Raises:
+            CheckpointError: a link leads out of the checkpoint (a hub cache's own blobs aside) or
+                nowhere, or is a folder: who converts a folder shall not publish another.
+        """
+        names = [name for name in _walk(self.path) if not _is_weights(name)]
+        for name in names:
+            _check_content(self.path, name)
+        return names
+
+    def left_out(self) -> list[Path]:
+        """Weight files, relative to `path`, that are not read: copies in other forms."""
+        return [n for n in _walk(self.path) if _is_weights(n) and str(n) not in self._files]
+
+
+def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
+    """Sort key that takes digits for numbers; the name itself decides between 07 and 7."""
+    parts = []
+    for text, digits in re.findall(r"([^0-9]*)([0-9]*)", name):
+        number = digits.lstrip("0")
+        # Length before digits orders as int() would, which refuses very long numbers.
+        parts.append((text, len(number), number))
+    return parts, name
+
+
+def _reads_like_path(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    # Late: it takes a good part of a second, and a directory does not need it.
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo_id, revision=revision, ignore_patterns=_NOT_DOWNLOADED
+            )
+        )
+    # What its transports raise (requests, httpx, xet) has no common base across its versions.
+    except Exception as error:
+        raise CheckpointError(f"{repo_id}: {_explain(error, repo_id, revision)}") from error
+
+
+def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HFValidationError):
+        return "neither a directory nor a hub repo id; write owner/name, or the path of a directory"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"its owner grants access on request; accept the terms on "
+            f"https://huggingface.co/{repo_id}, then run `hf auth login`"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "no such directory, and no such model on the hub for you; check the name, and run "
+            "`hf auth login` if it is private"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"no revision {revision!r} on the hub; give a branch, a tag or a full commit hash"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            f"revision {revision or 'main'} is not (completely) in the hub cache and the hub is "
+            f"out of reach; unset HF_HUB_OFFLINE or connect, run `hf download {repo_id}` where "
+            "there is a network, or give a directory"
+        )
+    return f"cannot be fetched: {type(error).__name__}: {error}; try again or give a directory"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = FixedFile.at(path)
+    return parse_object(file.read(0, file.size_bytes), path)
+
+
+def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
+    """The index's map, if there is an index, and the weight files in natural order."""
+    names = [entry.name for entry in _entries(path)]
+    if INDEX_FILE in names:
+        weight_map = _read_weight_map(path / INDEX_FILE)
+        return weight_map, sorted(set(weight_map.values()), key=natural_key)
+    if SINGLE_FILE in names:
+        return None, [SINGLE_FILE]
+    files = [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
+    files.sort(key=natural_key)
+    if not files:
+        raise _no_weights(path, names)
+    if not _is_whole(files):
+        raise CheckpointError(
+            f"{path}: no {INDEX_FILE} says which of {', '.join(files)} are the weights, and they "
+            "are no complete set NAME-0000i-of-0000n; fetch the index and the missing files, or "
+            "move away what does not belong"
+        )
+    return None, files
+
+
+def _no_weights(path: Path, names: Iterable[str]) -> CheckpointError | UnsupportedError:
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    if pickles:
+        return UnsupportedError(
+            f"{path}: weights in {pickles[0]}, but only safetensors are read, since unpickling "
+            "runs code; write them anew with transformers: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    return CheckpointError(f"{path}: no *.safetensors file; fetch the weights")
+
+
+def _is_whole(files: list[str]) -> bool:
+    """Whether sorted `files` are one file without a number, or all of one numbered set."""
+    matches = [_NUMBERED.fullmatch(file) for file in files]
+    if len(files) == 1 and matches[0] is None:
+        return True
+    found = [match.groups() for match in matches if match]
+    stem, _, count = found[0] if found else ("", "", "0")
+    return found == [(stem, f"{i:05}", count) for i in range(1, int(count) + 1)] and all(matches)
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: no weight_map of files by tensor; fetch it again")
+    for name, file in weight_map.items():
+        # A plain name: an index shall not make us read, or convert, what lies elsewhere.
+        if (
+            not isinstance(file, str)
+            or not file.isprintable()
+            or not file.endswith(".safetensors")
+            or "/" in file
+            or "\\" in file
+        ):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} in file {file!r}, but the plain name of a .safetensors "
+                "file beside the index is wanted; fetch the index again"
+            )
+    return weight_map
+
+
+def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        for name, info in read_header(path / file, file).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} in {tensors[name].file} and in {file}, but in one "
+                    "file is wanted; fetch the checkpoint again"
+                )
+            tensors[name] = info
+    return tensors
+
+
+def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+    for name in sorted(weight_map.keys() | tensors.keys(), key=natural_key):
+        found = tensors[name].file if name in tensors else None
+        if weight_map.get(name) != found:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} belongs in {weight_map.get(name, 'no file')}, but is in "
+                f"{found or 'none of those named'}; fetch index and weights again"
+            )
+
+
+def _row_range(info: TensorInfo, rows: slice) -> tuple[int, int]:
+    if not info.shape:
+        raise IndexError(f"{info.name}: a scalar has no rows")
+    first = 0 if rows.start is None else rows.start
+    last = info.shape[0] if rows.stop is None else rows.stop
+    if rows.step not in (None, 1) or not 0 <= first <= last <= info.shape[0]:
+        raise IndexError(f"{info.name}: {rows} of {info.shape[0]} rows")
+    return first, last
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be listed: {error.strerror}; see that it is open to you"
+        ) from error
+
+
+def _walk(root: Path, folder: Path | None = None) -> Iterator[Path]:
+    """Every file under `root`, relative to it and sorted, that is neither hidden nor ours."""
+    for entry in _entries(folder or root):
+        name = entry.relative_to(root)
+        if entry.name.startswith(".") or str(name) in _WRITTEN:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _walk(root, entry)
+        else:
+            yield name
+
+
+def _is_weights(name: Path) -> bool:
+    """Whether a file holds weights, in whatever form, or is the index of such files."""
+    return name.name.lower().removesuffix(".index.json").endswith(_WEIGHTS)
+
+
+def _check_content(root: Path, name: Path) -> None:
+    path, home = root / name, root.resolve()
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no file, nor a link to one; remove or replace it")
+    homes = [home]
+    if home.parent.name == "snapshots":  # the hub's cache: REPO/snapshots/COMMIT, REPO/blobs
+        homes.append(home.parent.parent / "blobs")
+    target = path.resolve()
+    if not any(target.is_relative_to(allowed) for allowed in homes):
+        raise CheckpointError(
+            f"{path}: leads out of the checkpoint to {target}; put the file itself there, or "
+            "remove the link"
+        )

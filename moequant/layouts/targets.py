@@ -1,0 +1,138 @@
+"""Which layouts the kernels of a target read, for each format: a table.
+
+A kernel layout turns one weight (w13 or w2 of an expert, or a batch [E, ...] of them) into the
+named tensors a kernel takes, and back, without loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import QuantizedWeight, get_format
+from moequant.layouts import cutlass_w4a8, deepgemm_scale, swizzle_128x4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor
+
+TARGETS = ("sm90", "sm100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLayout:
+    """The form in which one target's kernels take weights of one format.
+
+    Attributes:
+        name: what the manifest of a prepared folder calls it.
+        version: raised when the bytes of the same weight change.
+        pack: weight [..., N, K] to tensors by name; leading dimensions stay in front.
+        unpack: tensors and the logical shape [..., N, K] back to the weight.
+    """
+
+    name: str
+    version: int
+    pack: Callable[[QuantizedWeight], dict[str, Tensor]]
+    unpack: Callable[[Mapping[str, Tensor], torch.Size], QuantizedWeight]
+
+
+def kernel_layout(format: str, target: str) -> KernelLayout:
+    """The layout of `format` on `target`.
+
+    Raises:
+        UnsupportedError: no such target, or no kernel there takes the format.
+    """
+    if target not in TARGETS:
+        raise UnsupportedError(f"no target is called {target!r}; there are: {', '.join(TARGETS)}")
+    layout = _LAYOUTS.get((format, target))
+    if layout is None:
+        able = [t for f, t in _LAYOUTS if f == format]
+        raise UnsupportedError(
+            f"{format} has no kernel on {target}; it can be prepared for {' and '.join(able)}"
+        )
+    return layout
+
+
+def _row_major(format: str) -> KernelLayout:
+    """Codes and scales as they are in memory."""
+
+    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
+        return _weight(format, tensors, tensors["scale"], shape)
+
+    return KernelLayout(name="row_major", version=1, pack=QuantizedWeight.tensors, unpack=unpack)
+
+
+def _swizzled(format: str) -> KernelLayout:
+    """Codes row-major, scales in the 128x4 tiles of tcgen05."""
+
+    def pack(q: QuantizedWeight) -> dict[str, Tensor]:
+        return {**q.tensors(), "scale": swizzle_128x4.swizzle(q.scale)}
+
+    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
+        rows, cols = get_format(format).specs(shape)["scale"].shape[-2:]
+        scale = swizzle_128x4.unswizzle(tensors["scale"], rows, cols)
+        return _weight(format, tensors, scale, shape)
+
+    return KernelLayout(
+        name="swizzle_128x4", version=swizzle_128x4.VERSION, pack=pack, unpack=unpack
+    )
+
+
+def _packed_ue8m0(format: str) -> KernelLayout:
+    """Codes row-major, scales as DeepGEMM reads them on SM100."""
+    block_n = get_format(format).block[0]
+
+    def pack(q: QuantizedWeight) -> dict[str, Tensor]:
+        scale = deepgemm_scale.pack_ue8m0(q.scale, q.shape[-2], block_n=block_n)
+        return {**q.tensors(), "scale": scale}
+
+    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
+        spec = get_format(format).specs(shape)["scale"]
+        scale = deepgemm_scale.unpack_ue8m0(
+            tensors["scale"], shape[-2], spec.shape[-1], block_n=block_n, dtype=spec.dtype
+        )
+        return _weight(format, tensors, scale, shape)
+
+    return KernelLayout(
+        name="deepgemm_ue8m0", version=deepgemm_scale.VERSION, pack=pack, unpack=unpack
+    )
+
+
+def _weight(
+    format: str, tensors: Mapping[str, Tensor], scale: Tensor, shape: torch.Size
+) -> QuantizedWeight:
+    q = QuantizedWeight(
+        format=format,
+        qdata=tensors["qdata"],
+        scale=scale,
+        global_scale=tensors.get("global_scale"),
+        shape=shape,
+    )
+    for part, spec in get_format(format).specs(shape).items():
+        tensor = q.tensors().get(part)
+        found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+        if found != (spec.dtype, spec.shape):
+            raise CheckpointError(
+                f"{part} is {found}, but {format} {list(shape)} has {(spec.dtype, spec.shape)}; "
+                "prepare the checkpoint again"
+            )
+    return q
+
+
+_LAYOUTS = {
+    ("fp8_block", "sm90"): _row_major("fp8_block"),
+    ("fp8_block", "sm100"): _packed_ue8m0("fp8_block"),
+    ("nvfp4", "sm90"): _row_major("nvfp4"),
+    ("nvfp4", "sm100"): _swizzled("nvfp4"),
+    ("mxfp4", "sm90"): _row_major("mxfp4"),
+    ("mxfp4", "sm100"): _swizzled("mxfp4"),
+    ("w4a8", "sm90"): KernelLayout(
+        name="cutlass_w4a8",
+        version=cutlass_w4a8.VERSION,
+        pack=cutlass_w4a8.pack_w4a8,
+        unpack=cutlass_w4a8.unpack_w4a8,
+    ),
+}

@@ -1,0 +1,99 @@
+"""manifest.json of a prepared folder: what it was made from, and whether it still fits."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moequant.checkpoint.buffers import tensor_bytes
+from moequant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from moequant.formats import QuantizedWeight
+
+MANIFEST_FILE = "manifest.json"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PreparedLayer(_Strict):
+    """One layer's file.
+
+    Attributes:
+        file: its name in the prepared folder.
+        bytes: its size.
+        sha256: its digest.
+        format: the format of the experts in it.
+        layout: kernel layout of the weights.
+        layout_version: version of that layout.
+        originals_sha256: digest over the bytes of the portable tensors it was made from.
+    """
+
+    file: str
+    bytes: int
+    sha256: str
+    format: str
+    layout: str
+    layout_version: int
+    originals_sha256: str
+
+
+class Manifest(_Strict):
+    """What a prepared folder says of itself.
+
+    Attributes:
+        schema_version: of this file.
+        moequant: version that wrote it.
+        target: "sm90" or "sm100".
+        originals: the converted checkpoint's weight files: size, modification time in ns.
+        layers: by layer number.
+    """
+
+    schema_version: Literal[1] = 1
+    moequant: str
+    target: str
+    originals: dict[str, list[int]]
+    layers: dict[int, PreparedLayer]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises:
+        CheckpointError: there is none, or it is not one of ours; names the place.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; run moequant prepare") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise CheckpointError(
+            f"{path}: {place}: {first['msg']}; run moequant prepare --overwrite"
+        ) from None
+
+
+class OriginalsDigest:
+    """SHA-256 over the portable weights of a layer, in the order they are prepared."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def update(self, weights: Iterable[QuantizedWeight]) -> None:
+        """Add one expert's gate, up and down, in this order."""
+        for q in weights:
+            for tensor in q.tensors().values():
+                self._hash.update(tensor_bytes(tensor.contiguous()))
+
+    def hexdigest(self) -> str:
+        """The digest of what was added."""
+        return self._hash.hexdigest()

@@ -1,0 +1,136 @@
+"""The recipe schema: what it takes, and what it refuses with exit code 6."""
+
+from __future__ import annotations
+
+import pytest
+
+from moequant.conversion import Recipe, load_recipe, shipped_recipes
+from moequant.conversion.recipe import Rule, parse_size
+from moequant.errors import RecipeError, UnsupportedError
+from moequant.formats import REGISTRY
+from moequant.models import TensorRole
+
+EXPERT = TensorRole(role="routed_experts", layer=3, expert=0, projection="gate")
+NAME = "model.layers.3.mlp.experts.0.gate_proj.weight"
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_loads_and_says_what_it_does(name):
+    assert load_recipe(name).summary.endswith(".")
+
+
+def test_every_format_has_a_shipped_recipe():
+    used = {rule.format for name in shipped_recipes() for rule in load_recipe(name).rules}
+    assert used == set(REGISTRY)
+
+
+def test_a_format_alone_means_the_routed_experts():
+    recipe = Recipe.for_format("fp8_block")
+    assert recipe.rule_for(NAME, EXPERT, 4) is recipe.rules[0]
+    assert recipe.rule_for("x.weight", TensorRole(role="attention", layer=3), 4) is None
+    with pytest.raises(UnsupportedError, match="fp9"):
+        Recipe.for_format("fp9")
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"),
+    [
+        ("3", {3}),
+        ("-1", {4}),
+        ("3:", {3, 4, 5}),
+        (":2", {0, 1}),
+        (":-1", {0, 1, 2, 3}),
+        ("1:3", {1, 2}),
+        ("-2:", {3, 4, 5}),
+    ],
+)
+def test_layers_count_as_python_slices_do(layers, chosen):
+    # Five layers, and one multi-token-prediction layer behind them that open ends include.
+    rule = Rule(roles=("routed_experts",), layers=layers, format="fp8_block")
+    matched = {
+        layer
+        for layer in range(6)
+        if rule.matches(NAME, TensorRole(role="routed_experts", layer=layer), 5)
+    }
+    assert matched == chosen
+
+
+def test_the_first_matching_rule_decides_and_keep_keeps():
+    recipe = Recipe(
+        rules=(
+            Rule(match=r".*\.3\..*", format="keep"),
+            Rule(roles=("routed_experts",), format="fp8_block"),
+        )
+    )
+    assert recipe.rule_for(NAME, EXPERT, 4).format == "keep"
+    other = NAME.replace("3", "2", 1)
+    role = TensorRole(role="routed_experts", layer=2)
+    assert recipe.rule_for(other, role, 4).format == "fp8_block"
+
+
+def test_match_is_over_the_whole_name():
+    rule = Rule(match="gate_proj", format="fp8_block")
+    assert not rule.matches(NAME, EXPERT, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "not TOML"),
+        ("", "rules"),
+        ("schema_version = 2", "schema_version"),
+        ("unknown = 1\n[[rules]]\nroles = ['attention']\nformat = 'fp8_block'", "unknown"),
+        ("[[rules]]\nformat = 'fp8_block'", "needs roles or match"),
+        ("[[rules]]\nroles = ['router']\nformat = 'fp8_block'", "roles"),
+        ("[[rules]]\nroles = ['attention']\nformat = 'fp9'", "no format is called 'fp9'"),
+        (
+            "[[rules]]\nroles = ['attention']\nformat = 'fp8_block'\noptions.scale = 'x'",
+            "scale = 'x'",
+        ),
+        (
+            "[[rules]]\nroles = ['attention']\nformat = 'fp8_block'\noptions.block = '64'",
+            "no option 'block'",
+        ),
+        ("[[rules]]\nmatch = '('\nformat = 'fp8_block'", "not a regular expression"),
+        ("[[rules]]\nroles = ['attention']\nlayers = 'x'\nformat = 'fp8_block'", "slice"),
+        (
+            "[output]\nmax_shard_size = '0GB'\n[[rules]]\nroles = ['attention']\n"
+            "format = 'fp8_block'",
+            "not a size",
+        ),
+    ],
+)
+def test_a_bad_recipe_is_refused_with_its_place(tmp_path, text, message):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message) as raised:
+        load_recipe(path)
+    assert raised.value.exit_code == 6
+
+
+def test_a_recipe_that_is_not_there_names_those_that_are(tmp_path):
+    with pytest.raises(RecipeError, match="nvfp4-experts"):
+        load_recipe(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match="UTF-8"):
+        load_recipe(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("1.5G", 15 * 10**8),
+        ("1234", 1234),
+        ("2 tb", 2 * 10**12),
+    ],
+)
+def test_sizes_are_decimal(text, size_bytes):
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 GiB", "0", "nan", "1e9"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
