@@ -343,13 +343,15 @@ def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, TensorInfo]:
 
 
 def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
-    for name in sorted(weight_map.keys() | tensors.keys(), key=natural_key):
-        found = tensors[name].file if name in tensors else None
-        if weight_map.get(name) != found:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} belongs in {weight_map.get(name, 'no file')}, but is in "
-                f"{found or 'none of those named'}; fetch index and weights again"
-            )
+    found = {name: info.file for name, info in tensors.items()}
+    if found == weight_map:
+        return
+    names = weight_map.keys() | found.keys()
+    name = min((n for n in names if weight_map.get(n) != found.get(n)), key=natural_key)
+    raise CheckpointError(
+        f"{path}: tensor {name!r} belongs in {weight_map.get(name, 'no file')}, but is in "
+        f"{found.get(name, 'none of those named')}; fetch index and weights again"
+    )
 
 
 def _row_range(info: TensorInfo, rows: slice) -> tuple[int, int]:

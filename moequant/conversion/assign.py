@@ -69,8 +69,9 @@ class Unit:
     @property
     def working_bytes(self) -> int:
         """Upper bound of the memory converting this unit takes."""
+        format = get_format(self.format)
         return sum(
-            weight.info.size_bytes
+            weight.info.size_bytes + format.working_bytes(weight.info.shape)
             for weight in self.weights
         )
 

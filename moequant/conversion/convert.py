@@ -253,8 +253,8 @@ def _check_space(output: Path, needed_bytes: int) -> None:
 
 
 def _provenance(source: str | Path, path: Path, revision: str | None) -> dict[str, Any]:
-    """Where the source came from, without paths of this machine."""
-    if Path(source).is_dir():
-        return {"directory": path.resolve().name}
+    """Where the source came from; a directory's name says nothing that its contents do not."""
+    if Path(source).expanduser().is_dir():
+        return {}
     # A hub snapshot's folder is named after the commit.
     return {"repository": str(source), "revision": revision, "commit": path.name}

@@ -19,7 +19,7 @@ from moequant.checkpoint.writer import TensorSlot, lay_out
 from moequant.conversion.assign import Unit, Weight, assign
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import default_dialect, get_dialect
-from moequant.errors import MoequantError, RecipeError, UnsupportedError
+from moequant.errors import CheckpointError, MoequantError, RecipeError, UnsupportedError
 from moequant.formats import get_format
 from moequant.models import check_complete, check_shapes, classify_all, find_architecture
 
@@ -305,8 +305,11 @@ def _shards(
     """Fill shards in order; what belongs to one unit stays in one shard."""
     groups: list[tuple[list[Unit | Copy], list[_Output]]] = []
     room = 0
+    writers: dict[str, str] = {}
     for item in items:
         outputs = _outputs(item, dialect)
+        for name, _, _ in outputs:
+            _claim(name, item.name, writers)
         size = sum(slot.size_bytes for slot in lay_out(outputs)[1].values())
         if not groups or size > room:
             groups.append(([], []))
@@ -318,6 +321,16 @@ def _shards(
         _shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", *group)
         for i, group in enumerate(groups, start=1)
     )
+
+
+def _claim(name: str, source: str, writers: dict[str, str]) -> None:
+    """Refuse a source that already holds a name we would write."""
+    other = writers.setdefault(name, source)
+    if other != source:
+        raise CheckpointError(
+            f"{source}: would be written as {name}, and so would {other}; the source holds a "
+            "quantization's tensors beside the weights. Remove them, or fetch the plain release"
+        )
 
 
 def _shard(file: str, items: Sequence[Unit | Copy], outputs: Sequence[_Output]) -> PlannedShard:

@@ -36,13 +36,13 @@ def write_shards(
 
     Every tensor has its place in the file, so the bytes do not depend on the number of workers.
     """
-    with _pool(workers) as pool:
+    with worker_pool(workers) as pool:
         for shard in shards:
             yield _write_shard(source, plan, shard, journal, pool, progress)
 
 
 @contextmanager
-def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
+def worker_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads with one intra-op thread each: units are small, and workers fill the cores."""
     before = torch.get_num_threads()
     try:

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 from moequant.errors import UnsupportedError
 from moequant.formats.base import Format, QuantizedWeight, TensorSpec, stack
 from moequant.formats.fp8_block import Fp8Block
+from moequant.formats.mxfp4 import Mxfp4
+from moequant.formats.nvfp4 import Nvfp4
+from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-REGISTRY: dict[str, Format] = {f.name: f for f in (Fp8Block(),)}
+REGISTRY: dict[str, Format] = {f.name: f for f in (Fp8Block(), Nvfp4(), Mxfp4(), W4A8())}
 
 
 def get_format(name: str) -> Format:
@@ -44,6 +47,7 @@ __all__ = [
     "QuantizedWeight",
     "TensorSpec",
     "dequantize",
+    "effective_weight",
     "get_format",
     "quantize",
     "stack",

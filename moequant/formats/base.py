@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+# A float32 tile of 1 MiB stays in the second-level cache with its few temporaries.
+_TILE_ELEMENTS = 1 << 18
+_TILE_COPIES = 24
+"""Float32 copies of a tile that a format's temporaries may add up to."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """Shape and dtype of a tensor that need not exist yet."""
@@ -209,14 +215,56 @@ class Format(ABC):
         """Quantize weights that engines fuse, such as gate and up of one expert.
 
         They share one global scale where the format has one; otherwise this equals `quantize` of
-        each. Arguments and errors as `quantize`, one name a weight.
+        each. Arguments and errors as `quantize`, one name a weight and the same leading dimensions.
         """
         resolved = self.resolve_options(options)
         for w, name in zip(weights, names, strict=True):
             self.check_shape(w.shape, name)
             check_values(w, name)
+        if len({w.shape[:-2] for w in weights}) > 1:
+            shapes = ", ".join(str(list(w.shape)) for w in weights)
+            raise UnsupportedError(
+                f"{' and '.join(names)}: shapes {shapes}; a fused set has one batch of experts"
+            )
+        # A parameter's gradient ends here; contiguous parts come of contiguous weights only.
+        weights = [w.detach() for w in weights]
         global_scale = self._global_scale(weights, resolved) if self.has_global_scale else None
-        return [self._quantize(w.float(), resolved, global_scale) for w in weights]
+        return [self._quantize_in_tiles(w, resolved, global_scale) for w in weights]
+
+    def working_bytes(self, shape: Sequence[int]) -> int:
+        """Upper bound of what `quantize` of one weight [N, K] allocates, result included."""
+        result = sum(spec.size_bytes for spec in self.specs(shape).values())
+        tile_bytes = self._tile_rows(shape[-1]) * shape[-1] * torch.float32.itemsize
+        # Magnitudes, for the check of the values; the result twice, while its parts are joined.
+        magnitudes = math.prod(shape) * torch.float32.itemsize
+        return max(magnitudes, 2 * result + _TILE_COPIES * tile_bytes)
+
+    def _tile_rows(self, K: int) -> int:
+        """Rows worked on at a time: whole blocks, about _TILE_ELEMENTS elements."""
+        block_n = self.block[0]
+        return max(1, _TILE_ELEMENTS // (max(K, 1) * block_n)) * block_n
+
+    def _quantize_in_tiles(
+        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+    ) -> QuantizedWeight:
+        """Quantize row tiles that fit in a cache and join them; rows do not depend on each other.
+
+        Batches go whole: they come from callers on a GPU, where launches cost more than memory.
+        """
+        rows = self._tile_rows(w.shape[-1])
+        if w.ndim > 2 or w.shape[-2] <= rows:
+            return self._quantize(w.float().contiguous(), options, global_scale)
+        tiles = [
+            self._quantize(tile.float().contiguous(), options, global_scale)
+            for tile in w.split(rows, dim=-2)
+        ]
+        return QuantizedWeight(
+            format=self.name,
+            qdata=torch.cat([tile.qdata for tile in tiles]),
+            scale=torch.cat([tile.scale for tile in tiles]),
+            global_scale=global_scale,
+            shape=w.shape,
+        )
 
     def _global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
         """The [...] float32 scale a fused set shares."""
@@ -226,7 +274,7 @@ class Format(ABC):
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
     ) -> QuantizedWeight:
-        """Quantize checked [..., N, K] float32 with resolved options."""
+        """Quantize checked, contiguous [..., N, K] float32 with resolved options."""
 
     @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> Tensor:
@@ -243,9 +291,9 @@ def check_values(w: Tensor, name: str) -> None:
     if w.dtype not in SOURCE_DTYPES:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
         raise UnsupportedError(f"{name}: dtype {str(w.dtype).removeprefix('torch.')}, not {wanted}")
-    finite = torch.isfinite(w)
-    if not finite.all():
-        index = (~finite).nonzero()[0].tolist()
+    # amax passes NaN on, and costs a tenth of isfinite over every element.
+    if w.numel() and not torch.isfinite(w.abs().amax()):
+        index = (~torch.isfinite(w)).nonzero()[0].tolist()
         value = w[tuple(index)].item()
         raise NonFiniteError(
             f"{name}: {value} at index {index}; a quantized weight cannot hold it. "

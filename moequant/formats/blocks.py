@@ -16,6 +16,25 @@ def group_amax(w: Tensor, group: int) -> Tensor:
     return grouped(w, group).abs().amax(-1)
 
 
+def group_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension, a power of two long: [..., group] to [...].
+
+    Adds halves elementwise, so that the rounding depends on nothing but the group itself: not on
+    its neighbours, the batch or the number of threads.
+    """
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.squeeze(-1)
+
+
+def matrix_amax(w: Tensor) -> Tensor:
+    """Largest magnitude of each matrix, float32: [..., N, K] to [...]; 0 where it is empty."""
+    if 0 in w.shape[-2:]:
+        return torch.zeros(w.shape[:-2], dtype=torch.float32, device=w.device)
+    return w.abs().amax((-2, -1)).float()
+
+
 def block_amax(w: Tensor, block: tuple[int, int]) -> Tensor:
     """Largest magnitude of each block: [..., N, K] to [..., ceil(N / bn), ceil(K / bk)].
 

@@ -60,7 +60,7 @@ def _row_major(format: str) -> KernelLayout:
     """Codes and scales as they are in memory."""
 
     def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
-        return _weight(format, tensors, tensors["scale"], shape)
+        return _weight(format, tensors, _part(tensors, "scale"), shape)
 
     return KernelLayout(name="row_major", version=1, pack=QuantizedWeight.tensors, unpack=unpack)
 
@@ -73,7 +73,7 @@ def _swizzled(format: str) -> KernelLayout:
 
     def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
         rows, cols = get_format(format).specs(shape)["scale"].shape[-2:]
-        scale = swizzle_128x4.unswizzle(tensors["scale"], rows, cols)
+        scale = swizzle_128x4.unswizzle(_part(tensors, "scale"), rows, cols)
         return _weight(format, tensors, scale, shape)
 
     return KernelLayout(
@@ -92,7 +92,7 @@ def _packed_ue8m0(format: str) -> KernelLayout:
     def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
         spec = get_format(format).specs(shape)["scale"]
         scale = deepgemm_scale.unpack_ue8m0(
-            tensors["scale"], shape[-2], spec.shape[-1], block_n=block_n, dtype=spec.dtype
+            _part(tensors, "scale"), shape[-2], spec.shape[-1], block_n=block_n, dtype=spec.dtype
         )
         return _weight(format, tensors, scale, shape)
 
@@ -101,12 +101,18 @@ def _packed_ue8m0(format: str) -> KernelLayout:
     )
 
 
+def _part(tensors: Mapping[str, Tensor], part: str) -> Tensor:
+    if part not in tensors:
+        raise CheckpointError(f"{part} is missing; prepare the checkpoint again")
+    return tensors[part]
+
+
 def _weight(
     format: str, tensors: Mapping[str, Tensor], scale: Tensor, shape: torch.Size
 ) -> QuantizedWeight:
     q = QuantizedWeight(
         format=format,
-        qdata=tensors["qdata"],
+        qdata=_part(tensors, "qdata"),
         scale=scale,
         global_scale=tensors.get("global_scale"),
         shape=shape,

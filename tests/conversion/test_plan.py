@@ -258,6 +258,26 @@ def test_a_missing_tensor_is_an_error_and_not_a_refusal():
         plan(tensors=tensors)
 
 
+def test_a_source_that_holds_a_name_we_would_write_is_refused():
+    tensors = headers()
+    router = tensors["model.layers.1.mlp.gate.weight"]
+    name = "model.layers.1.mlp.shared_expert.up_proj.weight_scale_inv"
+    tensors[name] = TensorInfo(
+        name=name, dtype="F32", shape=(1,), file=router.file, start=router.start, stop=router.stop
+    )
+    recipe = Recipe(rules=(Rule(roles=("shared_experts",), format="fp8_block"),))
+    with pytest.raises(UnsupportedError, match="looks like an expert"):
+        plan(recipe, tensors=tensors)
+    tensors = headers()
+    name = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    tensors[name] = TensorInfo(
+        name=name, dtype="F32", shape=(1,), file=router.file, start=router.start, stop=router.stop
+    )
+    recipe = Recipe(rules=(Rule(roles=("attention",), format="fp8_block"),))
+    with pytest.raises(CheckpointError, match="would be written as"):
+        plan(recipe, tensors=tensors)
+
+
 def test_sizes_add_up():
     planned = plan("fp8_block")
     assert planned.source_bytes == sum(info.size_bytes for info in headers().values())

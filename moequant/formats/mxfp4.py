@@ -1,0 +1,117 @@
+"""MXFP4: E2M1 weights with one E8M0 scale, a power of two, per 32 columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moequant.formats.base import Format, QuantizedWeight
+from moequant.formats.blocks import group_amax, group_sum, grouped
+from moequant.formats.elements import (
+    E2M1_FLOAT32_MAX,
+    E8M0_BIAS,
+    decode_e2m1,
+    decode_e8m0,
+    encode_e2m1,
+    encode_e8m0,
+    pack_nibbles,
+    unpack_nibbles,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_GROUP = 32
+
+# The exponent of E2M1's 4, the largest power of two it holds.
+_E2M1_EXPONENT = 2
+
+# What a rule adds to the bits of amax: the exponent moves up from mantissa 2, 1.75, and above 1.5.
+_ROUND_UP_BITS = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}
+
+
+class Mxfp4(Format):
+    """`w = qdata * scale`, the scale a power of two whose exponent `scale_rule` finds from amax.
+
+    | rule | exponent | largest code before rounding | relative error, N(0, 0.02) |
+    |---|---|---|---|
+    | even | floor(log2(amax)) - 2, one more from mantissa 1.75 up | below 7 | 11.2 % |
+    | floor | floor(log2(amax)) - 2 | below 8 | 11.4 % |
+    | ceil | ceil(log2(amax / 6)) | 6 | 11.8 % |
+    | mse | even's or one less: least squared error | below 14 | 11.1 % |
+
+    "floor" is the conversion of OCP Microscaling Formats v1.0, section 6.3; "even" is what
+    compressed-tensors and vLLM use, "ceil" Model-Optimizer. "mse" keeps even's exponent on a tie.
+
+    Rules: round to nearest, ties to the even code; beyond +-6 saturates; a zero group has scale 1
+    (byte 127) and zero codes; exponents are clamped to -127..127, so that byte 255, NaN, is never
+    written; a zero keeps its sign (code 8 is -0), as does a negative weight that rounds to zero;
+    weights beyond +-1.5 * 2**127, the largest this format holds in a float32, saturate there.
+
+    Error: at most half a step of E2M1, times scale, under "even" and "ceil"; "floor" may clip an
+    amax of 8 to 6, in units of the scale; "mse" gives up that bound for a smaller sum.
+    """
+
+    name = "mxfp4"
+    summary = "FP4 E2M1, one power-of-two E8M0 scale per 32 columns, weight only"
+    block = (1, _GROUP)
+    qdata_dtype = torch.uint8
+    codes_per_byte = 2
+    scale_dtype = torch.float8_e8m0fnu
+    activations = "none"
+    options = {"scale_rule": ("even", "floor", "ceil", "mse")}  # noqa: RUF012
+
+    def _quantize(
+        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+    ) -> QuantizedWeight:
+        w = w.clamp(-E2M1_FLOAT32_MAX, E2M1_FLOAT32_MAX)
+        groups = grouped(w, _GROUP)
+        rule = options["scale_rule"]
+        exponent = _exponent(group_amax(w, _GROUP), "even" if rule == "mse" else rule)
+        if rule == "mse":
+            exponent = _least_squares(groups, exponent)
+        scale = encode_e8m0(exponent)
+        codes = encode_e2m1(groups / decode_e8m0(scale)[..., None])
+        return QuantizedWeight(
+            format=self.name,
+            qdata=pack_nibbles(codes.reshape(w.shape)),
+            scale=scale,
+            global_scale=None,
+            shape=w.shape,
+        )
+
+    def dequantize(self, q: QuantizedWeight) -> Tensor:
+        """[..., N, K] float32, exact."""
+        values = grouped(decode_e2m1(unpack_nibbles(q.qdata)), _GROUP)
+        return (values * decode_e8m0(q.scale)[..., None]).reshape(q.shape)
+
+
+def _exponent(amax: Tensor, rule: str) -> Tensor:
+    """Exponent of each group's scale, int32, from float32 amax; 0 for a zero group.
+
+    Denormal amax need no care: their exponent field reads as -127 or -126, and both end clamped.
+    """
+    exponent = ((amax.view(torch.int32) + _ROUND_UP_BITS[rule]) >> 23) - 127 - _E2M1_EXPONENT
+    return torch.where(amax == 0, 0, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))
+
+
+def _least_squares(groups: Tensor, exponent: Tensor) -> Tensor:
+    """Of `exponent`, which wins ties, and one less: that of least squared error for each group.
+
+    One more cannot win: below 7, where amax lies, its numbers are among those of `exponent`.
+
+    Args:
+        groups: [..., N, K / 32, 32] float32.
+        exponent: [..., N, K / 32] int32, rule "even".
+    """
+    # In units of the scale, squares neither overflow nor underflow.
+    x = groups / decode_e8m0(encode_e8m0(exponent))[..., None]
+    less = (_squared_error(x, 0.5) < _squared_error(x, 1.0)) & (exponent > -E8M0_BIAS)
+    return torch.where(less, exponent - 1, exponent)
+
+
+def _squared_error(x: Tensor, scale: float) -> Tensor:
+    """Squared error of each group of `x` under `scale`: [..., N, K / 32]."""
+    return group_sum(decode_e2m1(encode_e2m1(x / scale)).mul_(scale).sub_(x).square_())

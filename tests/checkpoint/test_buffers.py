@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.headers import DTYPES
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_view_is_the_memory_of_the_tensor(dtype: torch.dtype) -> None:
+    raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
+    tensor = raw.view(dtype).reshape(2, 3)
+    view = tensor_bytes(tensor)
+    assert view.tobytes() == bytes(range(raw.numel()))
+    view[0] = 77
+    assert raw[0] == 77
+
+
+def test_view_begins_where_a_slice_does() -> None:
+    assert tensor_bytes(torch.arange(8, dtype=torch.uint8)[3:5]).tobytes() == b"\x03\x04"
+
+
+def test_scalar_and_empty_tensor_have_views() -> None:
+    assert tensor_bytes(torch.tensor(1, dtype=torch.int16)).tobytes() == b"\x01\x00"
+    assert tensor_bytes(torch.empty((0, 3), dtype=torch.float8_e4m3fn)).nbytes == 0
+
+
+def test_view_outlives_the_name_of_its_tensor() -> None:
+    view = tensor_bytes(torch.full((1 << 20,), 7, dtype=torch.uint8))
+    gc.collect()
+    other = torch.zeros(1 << 20, dtype=torch.uint8)
+    assert view.tobytes() == b"\x07" * (1 << 20)
+    assert not other.any()
+
+
+def test_strided_tensor_is_no_caller_we_have() -> None:
+    with pytest.raises(AssertionError):
+        tensor_bytes(torch.zeros((2, 3)).T)

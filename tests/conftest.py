@@ -1,0 +1,223 @@
+"""Small checkpoints on disk, laid out as released models are, written with safetensors alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+HEAD_DIM = 64
+SIDECARS = {
+    "tokenizer.json": {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}},
+    "generation_config.json": {"do_sample": True, "temperature": 0.6},
+}
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory):
+    """make_checkpoint(**sizes): the folder of a source checkpoint; see `write_checkpoint`.
+
+    Equal arguments give the same folder, which tests leave as it is. A test that changes files
+    gives `path`, or copies the folder.
+    """
+    made = {}
+
+    def make(path=None, **sizes):
+        if path is not None:
+            return write_checkpoint(path, **sizes)
+        key = repr(sorted(sizes.items()))
+        if key not in made:
+            made[key] = write_checkpoint(tmp_path_factory.mktemp("source"), **sizes)
+        return made[key]
+
+    return make
+
+
+def write_checkpoint(
+    path,
+    *,
+    model_type="qwen3_moe",
+    layers=2,
+    experts=4,
+    top_k=2,
+    hidden=256,
+    intermediate=256,
+    vocabulary=128,
+    dtype=torch.bfloat16,
+    shard_bytes=1_000_000,
+    seed=0,
+    config=None,
+):
+    """Write a checkpoint, about 5 MB by default, into `path`, and return that.
+
+    `model_type` is qwen3_moe, mixtral or deepseek_v3: the latter with one dense layer first, shared
+    experts and a multi-token-prediction layer. Matrices are N(0, 0.02) with two large columns.
+    Shards are cut wherever they are full, so that an expert may straddle two. `config` is merged
+    into config.json.
+    """
+    sizes = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
+    fields, shapes = _ARCHITECTURES[model_type](**sizes)
+    fields = {
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_key_value_heads": hidden // HEAD_DIM,
+        "num_experts_per_tok": top_k,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **fields,
+        **(config or {}),
+    }
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        **shapes,
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: _random(name, shape, dtype, generator) for name, shape in shapes.items()}
+    path.mkdir(parents=True, exist_ok=True)
+    _save_weights(path, weights, shard_bytes)
+    for name, content in {"config.json": fields, **SIDECARS}.items():
+        (path / name).write_text(json.dumps(content, indent=2))
+    return path
+
+
+def _random(name, shape, dtype, generator):
+    w = torch.randn(shape, generator=generator) * 0.02
+    if name.endswith("e_score_correction_bias"):
+        return w
+    if w.ndim == 1:
+        return (1 + w).to(dtype)
+    w[:, :2] *= 12
+    return w.to(dtype)
+
+
+def _save_weights(path, weights, shard_bytes):
+    shards = [{}]
+    for name, w in weights.items():
+        if sum(t.nbytes for t in shards[-1].values()) + w.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = w
+    weight_map = {}
+    for i, shard in enumerate(shards, start=1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(w.nbytes for w in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _qwen3_moe(*, layers, experts, hidden, intermediate):
+    fields = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": HEAD_DIM,
+        "intermediate_size": 3 * hidden,
+        "moe_intermediate_size": intermediate,
+        "num_experts": experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    shapes = {}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= _attention(at, hidden)
+        shapes |= {f"{at}.self_attn.{n}_norm.weight": (HEAD_DIM,) for n in "qk"}
+        shapes[f"{at}.mlp.gate.weight"] = (experts, hidden)
+        for expert in range(experts):
+            shapes |= _mlp(f"{at}.mlp.experts.{expert}", hidden, intermediate)
+        shapes |= _norms(at, hidden)
+    return fields, shapes
+
+
+def _mixtral(*, layers, experts, hidden, intermediate):
+    fields = {
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": intermediate,
+        "num_local_experts": experts,
+    }
+    shapes = {}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= _attention(at, hidden)
+        shapes[f"{at}.block_sparse_moe.gate.weight"] = (experts, hidden)
+        for expert in range(experts):
+            module = f"{at}.block_sparse_moe.experts.{expert}"
+            shapes |= _mlp(module, hidden, intermediate, ("w1", "w3", "w2"))
+        shapes |= _norms(at, hidden)
+    return fields, shapes
+
+
+def _deepseek_v3(*, layers, experts, hidden, intermediate):
+    rope_dim = kv_rank = 64
+    fields = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "intermediate_size": 3 * hidden,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "q_lora_rank": None,
+        "kv_lora_rank": kv_rank,
+        "qk_nope_head_dim": HEAD_DIM,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": HEAD_DIM,
+    }
+    heads = hidden // HEAD_DIM
+    shapes = {}
+    for layer in range(layers + 1):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (heads * (HEAD_DIM + rope_dim), hidden),
+            f"{at}.self_attn.kv_a_proj_with_mqa.weight": (kv_rank + rope_dim, hidden),
+            f"{at}.self_attn.kv_a_layernorm.weight": (kv_rank,),
+            f"{at}.self_attn.kv_b_proj.weight": (heads * 2 * HEAD_DIM, kv_rank),
+            f"{at}.self_attn.o_proj.weight": (hidden, heads * HEAD_DIM),
+        }
+        if layer == 0:
+            shapes |= _mlp(f"{at}.mlp", hidden, 3 * hidden)
+        else:
+            shapes[f"{at}.mlp.gate.weight"] = (experts, hidden)
+            shapes[f"{at}.mlp.gate.e_score_correction_bias"] = (experts,)
+            for expert in range(experts):
+                shapes |= _mlp(f"{at}.mlp.experts.{expert}", hidden, intermediate)
+            shapes |= _mlp(f"{at}.mlp.shared_experts", hidden, intermediate)
+        shapes |= _norms(at, hidden)
+    # Multi-token prediction: the layer behind the last, and what joins it to the model.
+    at = f"model.layers.{layers}"
+    shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{at}.eh_proj.weight"] = (hidden, 2 * hidden)
+    return fields, shapes
+
+
+_ARCHITECTURES = {"qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v3": _deepseek_v3}
+
+
+def _attention(at, hidden):
+    return {f"{at}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
+
+
+def _mlp(module, hidden, intermediate, names=("gate_proj", "up_proj", "down_proj")):
+    gate, up, down = (f"{module}.{name}.weight" for name in names)
+    return {gate: (intermediate, hidden), up: (intermediate, hidden), down: (hidden, intermediate)}
+
+
+def _norms(at, hidden):
+    names = ("input_layernorm", "post_attention_layernorm")
+    return {f"{at}.{name}.weight": (hidden,) for name in names}

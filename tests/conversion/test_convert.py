@@ -1,0 +1,265 @@
+"""Whole conversions on disk: what is written, and what a second run makes of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from moequant.conversion import Recipe, convert
+from moequant.conversion.recipe import Rule
+from moequant.dialects import get_dialect
+from moequant.errors import (
+    CheckpointError,
+    MoequantError,
+    NonFiniteError,
+    RecipeError,
+    UnsupportedError,
+)
+from moequant.formats import REGISTRY, get_format
+
+SHARDS = "1MB"
+
+
+@pytest.fixture(scope="module")
+def source(make_checkpoint):
+    return make_checkpoint()
+
+
+@pytest.fixture
+def own_source(source, tmp_path):
+    """A copy of the source that a test may damage."""
+    return Path(shutil.copytree(source, tmp_path / "source"))
+
+
+def snapshot(folder):
+    """Every file of a folder with its bytes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def load(folder):
+    tensors = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def same_bytes(one, other):
+    return one.dtype == other.dtype and torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+def test_experts_are_quantized_and_everything_else_is_copied_bit_for_bit(source, tmp_path, format):
+    result = convert(source, tmp_path / "out", format=format, max_shard_size=SHARDS)
+    before, after = load(source), load(result.output)
+    expected = {}
+    for unit in result.plan.units:
+        names = [w.info.name for w in unit.weights]
+        fused = get_format(format).quantize_fused([before.pop(n) for n in names], names=names)
+        for weight, q in zip(unit.weights, fused, strict=True):
+            expected |= result.plan.dialect.to_disk(weight.module, q)
+    expected |= before
+    assert sorted(after) == sorted(expected)
+    assert all(same_bytes(after[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+def test_the_output_is_a_whole_checkpoint(source, tmp_path, format):
+    result = convert(source, tmp_path / "out", format=format, max_shard_size=SHARDS)
+    out = result.output
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    on_disk = {}
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            on_disk |= dict.fromkeys(file.keys(), path.name)
+    assert index["weight_map"] == on_disk
+    assert len(set(on_disk.values())) == len(result.plan.shards) > 1
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("quantization_config") == result.plan.quantization_config
+    assert config == json.loads((source / "config.json").read_text())
+    record = json.loads((out / "moequant.json").read_text())
+    assert record["plan_sha256"] == result.plan.digest
+    assert {f: s["bytes"] for f, s in record["shards"].items()} == {
+        path.name: path.stat().st_size for path in out.glob("*.safetensors")
+    }
+    sidecars = {p.name for p in source.iterdir()} - {p.name for p in source.glob("*.safetensors")}
+    for name in sidecars - {"config.json", "model.safetensors.index.json"}:
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert not (out / ".moequant").exists()
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
+def test_bytes_do_not_depend_on_the_number_of_workers(source, tmp_path, format):
+    outputs = [
+        snapshot(
+            convert(
+                source, tmp_path / str(n), format=format, max_shard_size=SHARDS, workers=n
+            ).output
+        )
+        for n in (1, 5)
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_conversion_leaves_torch_threads_as_they_were(source, tmp_path):
+    before = torch.get_num_threads()
+    convert(source, tmp_path / "out", format="fp8_block", workers=3)
+    assert torch.get_num_threads() == before
+
+
+def test_a_second_run_finds_the_work_done(source, tmp_path):
+    first = convert(source, tmp_path / "out", format="mxfp4")
+    before = {p: p.stat().st_mtime_ns for p in first.output.iterdir()}
+    second = convert(source, tmp_path / "out", format="mxfp4")
+    assert (first.state, second.state) == ("converted", "already converted")
+    assert {p: p.stat().st_mtime_ns for p in first.output.iterdir()} == before
+
+
+def test_a_finished_output_that_lost_a_file_is_not_called_finished(source, tmp_path):
+    out = convert(source, tmp_path / "out", format="mxfp4", max_shard_size=SHARDS).output
+    shard = min(out.glob("*.safetensors"))
+    whole = snapshot(out)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(MoequantError, match=shard.name):
+        convert(source, out, format="mxfp4", max_shard_size=SHARDS)
+    convert(source, out, format="mxfp4", max_shard_size=SHARDS, overwrite=True)
+    assert snapshot(out) == whole
+
+
+def test_other_settings_into_the_same_folder_are_refused_and_overwrite_replaces(source, tmp_path):
+    out = convert(source, tmp_path / "out", format="mxfp4", max_shard_size=SHARDS).output
+    before = snapshot(out)
+    with pytest.raises(MoequantError, match="--overwrite"):
+        convert(source, out, format="nvfp4")
+    assert snapshot(out) == before
+    (out / "moequant-prepared").mkdir()
+    (out / "moequant-prepared" / "stale").write_text("")
+    (out / "notes.txt").write_text("mine")
+    convert(source, out, format="nvfp4", overwrite=True)
+    fresh = snapshot(convert(source, tmp_path / "fresh", format="nvfp4").output)
+    assert snapshot(out) == fresh | {"notes.txt": b"mine"}
+
+
+def test_a_folder_with_something_else_in_it_is_refused(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(MoequantError, match="not empty"):
+        convert(source, tmp_path / "out", format="mxfp4")
+    assert snapshot(tmp_path / "out") == {"thesis.tex": b"years of work"}
+    with pytest.raises(MoequantError, match="is a file"):
+        convert(source, tmp_path / "out" / "thesis.tex", format="mxfp4")
+
+
+@pytest.mark.parametrize("where", ["", "inside", ".."])
+def test_source_and_output_stay_apart(own_source, where):
+    before = snapshot(own_source)
+    with pytest.raises(MoequantError, match="apart"):
+        convert(own_source, own_source / where, format="mxfp4", overwrite=True)
+    assert snapshot(own_source) == before
+
+
+def test_a_dry_run_plans_and_writes_nothing(source, tmp_path):
+    result = convert(source, tmp_path / "out", format="w4a8", dry_run=True)
+    assert result.state == "planned"
+    assert result.plan.output_bytes < result.plan.source_bytes
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_reads_headers_only(own_source, tmp_path):
+    # Data that would be refused on reading: every weight becomes NaN.
+    for path in own_source.glob("*.safetensors"):
+        raw = bytearray(path.read_bytes())
+        data = 8 + int.from_bytes(raw[:8], "little")
+        path.write_bytes(raw[:data] + b"\xff" * (len(raw) - data))
+    assert convert(own_source, tmp_path / "out", format="fp8_block", dry_run=True).plan.shards
+    with pytest.raises(NonFiniteError):
+        convert(own_source, tmp_path / "out", format="fp8_block")
+
+
+def expert_shard(folder, name):
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+                return path, tensors
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("format", REGISTRY)
+def test_a_weight_that_is_not_finite_is_named_and_nothing_looks_whole(
+    own_source, tmp_path, format, value
+):
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    path, tensors = expert_shard(own_source, name)
+    tensors[name][3, 5] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=rf"{name}.*{value}.*\[3, 5\]"):
+        convert(own_source, tmp_path / "out", format=format)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".moequant"]
+    assert not list((tmp_path / "out").rglob("*.safetensors*"))
+
+
+def test_a_refused_shape_is_named_before_anything_is_written(make_checkpoint, tmp_path):
+    odd = make_checkpoint(intermediate=200)
+    with pytest.raises(UnsupportedError, match=r"experts\.0.*200"):
+        convert(odd, tmp_path / "out", format="fp8_block")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_single_expert_of_ragged_rows_converts(make_checkpoint, tmp_path):
+    small = make_checkpoint(experts=1, top_k=1)
+    assert convert(small, tmp_path / "out", format="nvfp4").state == "converted"
+
+
+@pytest.mark.parametrize("arguments", [{}, {"format": "mxfp4", "recipe": "mxfp4-experts"}])
+def test_exactly_one_of_format_and_recipe_is_wanted(source, tmp_path, arguments):
+    with pytest.raises(RecipeError, match="either"):
+        convert(source, tmp_path / "out", **arguments)
+
+
+def test_a_recipe_may_mix_formats_where_a_dialect_carries_them(source, tmp_path):
+    recipe = Recipe(
+        rules=(
+            Rule(roles=("routed_experts",), layers="0", format="mxfp4"),
+            Rule(roles=("routed_experts",), format="nvfp4"),
+        )
+    )
+    plan = convert(source, tmp_path / "out", recipe=recipe, dry_run=True).plan
+    assert plan.dialect is get_dialect("compressed-tensors")
+    assert {unit.format for unit in plan.units} == {"mxfp4", "nvfp4"}
+
+
+def test_a_damaged_source_is_refused(own_source, tmp_path):
+    shard = max(own_source.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="100 bytes are missing"):
+        convert(own_source, tmp_path / "out", format="mxfp4")
+
+
+def test_a_second_run_at_the_same_time_is_refused(source, tmp_path):
+    from moequant.conversion.journal import Journal
+
+    with (
+        Journal(tmp_path / "out").lock(),
+        pytest.raises(MoequantError, match="another conversion"),
+    ):
+        convert(source, tmp_path / "out", format="mxfp4")
+
+
+def test_an_earlier_quantizations_files_do_not_come_along(own_source, tmp_path):
+    (own_source / "hf_quant_config.json").write_text("{}")
+    out = convert(own_source, tmp_path / "out", format="mxfp4").output
+    assert not (out / "hf_quant_config.json").exists()
