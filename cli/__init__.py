@@ -1,1 +1,32 @@
-"""The command line: options in, one library call, exit code out."""
+"""The command line: options in, one library call, exit code out.
+
+Command modules import the library inside their function. torch takes over a second to import,
+and `moequant --help`, a mistyped option or a completion should not wait for it.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import click
+
+from moequant._version import __version__
+from moequant.cli import convert, demo, formats, inspect, prepare, recipes, verify
+from moequant.cli.failures import CommandGroup
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="moequant")
+def cli() -> None:
+    """Quantize, verify and run Mixture-of-Experts checkpoints."""
+
+
+for module in (convert, inspect, prepare, verify, formats, recipes, demo):
+    cli.add_command(module.command)
+
+
+def main() -> None:
+    """Run the command line; what the `moequant` script calls."""
+    # `kill` and a cluster's time limit end a run as Ctrl-C does: its finished work can be resumed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cli.main(prog_name="moequant")

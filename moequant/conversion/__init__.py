@@ -1,6 +1,6 @@
 """The pipeline from a checkpoint to a converted one: recipe, plan, run, commit."""
 
-from moequant.conversion.convert import (
+from moequant.conversion.pipeline import (
     DEFAULT_WORKERS,
     ConversionResult,
     convert,

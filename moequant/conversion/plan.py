@@ -212,7 +212,7 @@ def make_plan(
         shards=shards,
         quantization_config=quantization_config,
         source_files=source_files,
-        warnings=(*warnings, *(w for f in formats for w in writer.warnings(f))),
+        warnings=(*warnings, *dict.fromkeys(w for f in formats for w in writer.warnings(f, kept))),
         refusals=tuple(refusals),
         digest=_digest(recipe, writer, shards, quantization_config, source_files),
     )

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -76,13 +76,30 @@ class Dialect(ABC):
         """Whether a checkpoint with this `quantization_config` is written in this dialect."""
 
     @abstractmethod
+    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """Parse the config once; the function returned is `format_of` for any number of modules.
+
+        config.json speaks of linear layers. Embeddings, norms and routers it may pass over in
+        silence, so ask about a module whose codes are on disk, or one known to be linear.
+
+        Raises:
+            CheckpointError: a field has the wrong type; names it.
+        """
+
     def format_of(self, module: str, quantization_config: Mapping[str, Any]) -> str | None:
         """The format config.json gives `module`, or None where it is kept as it was.
 
         Raises:
+            CheckpointError: a field has the wrong type; names it.
             UnsupportedError: a scheme of this dialect that we have no format for; names the field.
         """
+        return self.reader(quantization_config)(module)
 
-    def warnings(self, format: str) -> list[str]:
-        """What known engines get wrong with `format` in this dialect, a sentence each."""
+    def warnings(self, format: str, kept: Iterable[str]) -> list[str]:
+        """What known engines get wrong with `format` in this dialect, a sentence each.
+
+        Args:
+            format: name of a format.
+            kept: the modules that stay as they are.
+        """
         return []

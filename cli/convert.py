@@ -1,0 +1,172 @@
+"""moequant convert SOURCE OUTPUT --format NAME | --recipe NAME-OR-FILE."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.failures import FailedResult, InterruptedWork
+from moequant.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moequant.conversion import ConversionResult, Plan
+
+
+@click.command("convert", short_help="Convert a checkpoint's experts into a format.")
+@click.argument("source", type=options.DIRECTORY)
+@click.argument("output", type=options.DIRECTORY)
+@options.format_option
+@options.recipe_option
+@options.dialect_option
+@options.revision_option
+@options.workers_option
+@options.max_shard_size_option
+@click.option("--dry-run", is_flag=True, help="Print the plan; read headers and write nothing.")
+@options.overwrite_option
+@options.json_option
+@options.quiet_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    source: str,
+    output: str,
+    format: str | None,
+    recipe: str | None,
+    workers: int | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Convert the experts of SOURCE and write the result to OUTPUT.
+
+    SOURCE is a directory or the id of a repository on the Hugging Face hub. Name either a --format
+    or a --recipe. The same command again continues an interrupted conversion.
+    """
+    if (format is None) == (recipe is None):
+        raise click.UsageError("give either --format or --recipe", ctx)
+    from moequant.conversion import DEFAULT_WORKERS, convert
+    from moequant.errors import UnsupportedError
+
+    out = Output(as_json=as_json, quiet=quiet)
+    workers = workers or DEFAULT_WORKERS
+    started = time.monotonic()
+    try:
+        with out.progress() as progress:
+            result = convert(
+                source,
+                output,
+                format=format,
+                recipe=recipe,
+                workers=workers,
+                dry_run=dry_run,
+                progress=progress,
+                **settings,
+            )
+    except KeyboardInterrupt:
+        raise InterruptedWork from None
+    document = _describe(result, workers, time.monotonic() - started)
+    for warning in result.plan.warnings:
+        out.warn(warning)
+    if result.plan.refusals:
+        raise FailedResult(UnsupportedError("\n".join(result.plan.refusals)), document)
+    document["next"] = _next_command(source, output, settings["revision"])
+    out.result(document, _show_plan if dry_run else _show_result)
+
+
+def _next_command(source: str, output: str, revision: str | None) -> str:
+    command = ["moequant", "verify", output, "--against", source]
+    return shlex.join(command if revision is None else [*command, "--revision", revision])
+
+
+def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[str, Any]:
+    plan = result.plan
+    return {
+        "state": result.state,
+        "output": str(result.output),
+        "architecture": plan.architecture.name,
+        "dialect": plan.dialect.name,
+        "expert_layers": list(plan.layers),
+        "experts": plan.moe.experts,
+        "groups": _groups(plan),
+        "source_bytes": plan.source_bytes,
+        "output_bytes": plan.output_bytes,
+        "shards": len(plan.shards),
+        "resumed_shards": result.resumed_shards,
+        "workers": workers,
+        "peak_bytes": plan.peak_bytes(workers),
+        "seconds": round(seconds, 3),
+        "warnings": list(plan.warnings),
+        "refusals": list(plan.refusals),
+    }
+
+
+def _groups(plan: Plan) -> list[dict[str, Any]]:
+    """Counts and bytes by role and format; a format of None is kept as it was."""
+    from moequant.formats import get_format
+
+    groups: dict[tuple[str, str | None], list[int]] = defaultdict(lambda: [0, 0, 0])
+
+    def add(role: str, format: str | None, *amounts: int) -> None:
+        group = groups[role, format]
+        group[:] = [old + new for old, new in zip(group, amounts, strict=True)]
+
+    for unit in plan.units:
+        format = get_format(unit.format)
+        for weight in unit.weights:
+            specs = plan.dialect.specs(weight.module, format, weight.info.shape).values()
+            written = sum(spec.size_bytes for spec in specs)
+            add(weight.role, unit.format, 1, weight.info.size_bytes, written)
+    for copy in plan.copies:
+        size_bytes = copy.info.size_bytes
+        add(plan.roles[copy.name].role, None, 1, size_bytes, size_bytes)
+    return [
+        {"role": role, "format": format, "tensors": n, "source_bytes": before, "output_bytes": after}
+        for (role, format), (n, before, after) in groups.items()
+    ]
+
+
+def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
+    out.table(
+        ["role", "format", ">tensors", ">before", ">after"],
+        [
+            (
+                group["role"],
+                group["format"] or "kept",
+                str(group["tensors"]),
+                size(group["source_bytes"]),
+                size(group["output_bytes"]),
+            )
+            for group in plan["groups"]
+        ],
+    )
+    out.line()
+    out.fields(
+        {
+            "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
+            "shards": plan["shards"],
+            "dialect": plan["dialect"],
+            "peak memory": f"{size(plan['peak_bytes'])} with {plan['workers']} workers, beside torch",
+        }
+    )
+
+
+def _show_result(out: Output, result: Mapping[str, Any]) -> None:
+    if result["state"] == "already converted":
+        out.line(f"{result['output']}: already converted, nothing to do")
+    else:
+        rate = size(int(result["source_bytes"] / max(result["seconds"], 1e-3)))
+        out.line(
+            f"{result['output']}: {size(result['source_bytes'])} -> {size(result['output_bytes'])} "
+            f"in {result['shards']} shards, {result['seconds']:.1f} s, {rate}/s"
+        )
+        if result["resumed_shards"]:
+            out.line(f"{result['resumed_shards']} of them an earlier run had finished")
+    out.line(f"To check it: {result['next']}")

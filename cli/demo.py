@@ -1,0 +1,138 @@
+"""moequant demo: everything once, on a small checkpoint made here, without a network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moequant.progress import Progress
+
+RESULT_FILE = "moequant-demo.json"
+"""Marks a folder as the demo's own, and holds what it printed."""
+TARGET = "sm90"
+TOKENS = 16
+
+
+@click.command("demo", short_help="Convert, prepare, verify and run a small checkpoint.")
+@click.option(
+    "--output",
+    type=options.DIRECTORY,
+    default="moequant-demo",
+    show_default=True,
+    metavar="DIR",
+    help="Where to write; an earlier demo there is replaced.",
+)
+@options.json_option
+@options.quiet_option
+def command(output: str, as_json: bool, quiet: bool) -> None:
+    """Write a small Qwen3-MoE checkpoint and take it through every format.
+
+    Each conversion is verified, prepared for the kernels of one target, and run.
+    """
+    from moequant.cli.demo_checkpoint import write_demo_checkpoint
+    from moequant.formats import REGISTRY
+
+    out = Output(as_json=as_json, quiet=quiet)
+    folder = Path(output)
+    _claim(folder)
+    source = folder / "source"
+    write_demo_checkpoint(source)
+    with out.progress() as progress:
+        rows = [_run(source, folder / format, format, progress) for format in REGISTRY]
+    document = {"source": str(source), "formats": rows}
+    (folder / RESULT_FILE).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    out.result(document, _show)
+
+
+def _claim(folder: Path) -> None:
+    """Make the folder the demo's own.
+
+    Raises:
+        MoequantError: it holds something that no demo wrote.
+    """
+    from moequant.errors import MoequantError
+
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / RESULT_FILE
+    if not marker.exists() and any(folder.iterdir()):
+        raise MoequantError(
+            f"{folder}: not empty, and not an earlier demo; choose another directory with --output"
+        )
+    marker.write_text("{}\n", "utf-8")
+
+
+def _run(source: Path, converted: Path, format: str, progress: Progress) -> dict[str, Any]:
+    """Convert into one format, verify, prepare, and run a layer."""
+    from moequant.conversion import convert
+    from moequant.errors import NumericsError
+    from moequant.preparation import prepare
+    from moequant.verification import verify
+
+    plan = convert(source, converted, format=format, overwrite=True, progress=progress).plan
+    report = verify(converted, against=source, progress=progress)
+    if not report.ok:
+        raise NumericsError("\n".join(map(str, report.problems)))
+    prepared = prepare(converted, target=TARGET, progress=progress).folder
+    _run_layer(converted, prepared, report.layers[0].layer)
+    return {
+        "format": format,
+        "source_bytes": plan.source_bytes,
+        "output_bytes": plan.output_bytes,
+        "sqnr_db": report.formats[0].to_json()["sqnr_db"],
+        "layer_error": max(layer.layer_error for layer in report.layers),
+        "quantized_activations_error": max(
+            layer.quantized_activations_error for layer in report.layers
+        ),
+        "path": str(converted),
+        "prepared": str(prepared),
+    }
+
+
+def _run_layer(converted: Path, prepared: Path, layer: int) -> None:
+    """Run a layer from the portable files and from the prepared ones.
+
+    Raises:
+        NumericsError: the results differ.
+    """
+    import torch
+
+    from moequant.cli.demo_checkpoint import EXPERTS, HIDDEN, TOP_K
+    from moequant.errors import NumericsError
+    from moequant.runtime import load_experts
+
+    generator = torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    router_logits = torch.randn(TOKENS, EXPERTS, generator=generator)
+    topk_weights, topk_ids = router_logits.softmax(-1).topk(TOP_K)
+    portable, ready = (
+        load_experts(path, layer)(hidden_states, topk_ids, topk_weights)
+        for path in (converted, prepared)
+    )
+    if not torch.equal(portable, ready):
+        raise NumericsError(f"{prepared}: runs otherwise than {converted}, of which it was made")
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    out.table(
+        ["format", ">before", ">after", ">weight SQNR", ">layer error", "where"],
+        [
+            (
+                row["format"],
+                size(row["source_bytes"]),
+                size(row["output_bytes"]),
+                f"{row['sqnr_db']:.1f} dB",
+                f"{row['layer_error']:.2%}",
+                row["path"],
+            )
+            for row in document["formats"]
+        ],
+    )

@@ -1,0 +1,112 @@
+"""Every way a command can fail: one message on stderr, one exit code, in one place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from moequant.errors import MoequantError
+
+DEBUG_VARIABLE = "MOEQUANT_DEBUG"
+INTERRUPTED = 130
+
+
+class InterruptedWork(Exception):  # noqa: N818 - not an error
+    """Ctrl-C or SIGTERM ended work that the same command continues."""
+
+
+class FailedResult(Exception):  # noqa: N818 - carries an error rather than being one
+    """A command that has a result to show and still ends with an error."""
+
+    def __init__(self, error: MoequantError, result: Mapping[str, Any]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.result = result
+
+
+class CommandGroup(click.Group):
+    """A group whose commands end as this module says, under `main()` and in tests alike."""
+
+    def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run a command and exit; see `click.Command.main`."""
+        if not standalone_mode:
+            return super().main(args, *rest, standalone_mode=False, **extra)
+        arguments = sys.argv[1:] if args is None else list(args)
+        try:
+            code = super().main(arguments, *rest, standalone_mode=False, **extra)
+        except (Exception, KeyboardInterrupt) as error:
+            code = _report(error, arguments)
+        sys.exit(code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """What there is to say of an error."""
+
+    kind: str
+    message: str
+    exit_code: int
+    foreseen: bool = True
+
+
+def _report(error: BaseException, arguments: list[str]) -> int:
+    """Say what went wrong and return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        return _close_stdout()
+    result: Mapping[str, Any] = {}
+    if isinstance(error, FailedResult):
+        error, result = error.error, error.result
+    failure = _describe(error, arguments)
+    if not failure.foreseen or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        traceback.print_exception(error)
+    if isinstance(error, click.UsageError):
+        error.show()
+    else:
+        click.echo(f"Error: {failure.message}", err=True)
+    # Looked for here because parsing may be what failed.
+    if "--json" in arguments:
+        fields = {
+            "type": failure.kind,
+            "message": failure.message,
+            "exit_code": failure.exit_code,
+        }
+        click.echo(json.dumps({**result, "error": fields}, indent=2))
+    return failure.exit_code
+
+
+def _describe(error: BaseException, arguments: list[str]) -> _Failure:
+    kind = type(error).__name__
+    match error:
+        case InterruptedWork():
+            again = shlex.join(["moequant", *arguments])
+            message = f"interrupted; what is finished is kept. To continue: {again}"
+            return _Failure(kind="Interrupted", message=message, exit_code=INTERRUPTED)
+        case KeyboardInterrupt() | click.Abort():
+            return _Failure(kind="Interrupted", message="interrupted", exit_code=INTERRUPTED)
+        case MoequantError():
+            return _Failure(kind=kind, message=str(error), exit_code=error.exit_code)
+        case click.ClickException():
+            return _Failure(kind=kind, message=error.format_message(), exit_code=error.exit_code)
+        case OSError():
+            return _Failure(kind=kind, message=_explain(error), exit_code=1)
+    message = "a bug in moequant; please report it with the lines above"
+    return _Failure(kind=kind, message=message, exit_code=1, foreseen=False)
+
+
+def _explain(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
+def _close_stdout() -> int:
+    """Whoever read our output has gone; leave quietly, and keep the last flush quiet too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1

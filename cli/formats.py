@@ -1,0 +1,164 @@
+"""moequant formats: what there is to convert into, and what runs it on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from moequant.formats import Format
+    from moequant.runtime.backends import Backend
+
+_SHAPE = (2048, 4096)
+"""[N, K] to count bits on: large against every block, and whole blocks of each."""
+
+
+@click.command("formats", short_help="List formats, dialects, and what runs them here.")
+@options.json_option
+def command(as_json: bool) -> None:
+    """List formats and dialects, and which backend runs which format on this machine."""
+    from moequant.dialects import REGISTRY as DIALECTS
+    from moequant.formats import REGISTRY as FORMATS
+
+    document = {
+        "formats": [_describe(format) for format in FORMATS.values()],
+        "dialects": [
+            {"name": d.name, "summary": d.summary, "formats": list(d.suffixes)}
+            for d in DIALECTS.values()
+        ],
+        "backends": list(_backends()),
+    }
+    Output(as_json=as_json).result(document, _show)
+
+
+def _describe(format: Format) -> dict[str, Any]:
+    from moequant.dialects import default_dialect
+
+    return {
+        "name": format.name,
+        "summary": format.summary,
+        "block": list(format.block),
+        "bits_per_weight": _bits_per_weight(format),
+        "activations": format.activations,
+        "default_dialect": default_dialect(format.name),
+        "targets": list(_targets(format.name)),
+        "options": {
+            name: {"default": values[0], "values": list(values)}
+            for name, values in format.options.items()
+        },
+    }
+
+
+def _bits_per_weight(format: Format) -> float:
+    N, K = _SHAPE
+    bits = 8 * sum(spec.size_bytes for spec in format.specs(_SHAPE).values())
+    return round(bits / (N * K), 3)
+
+
+def _targets(format: str) -> Iterator[str]:
+    """Targets whose kernels take the format."""
+    from moequant.errors import UnsupportedError
+    from moequant.layouts.targets import TARGETS, kernel_layout
+
+    for target in TARGETS:
+        try:
+            kernel_layout(format, target)
+        except UnsupportedError:
+            continue
+        yield target
+
+
+def _backends() -> Iterator[dict[str, Any]]:
+    """Whether each backend runs each format on each kind of device here, or why not."""
+    from moequant.formats import REGISTRY as FORMATS
+    from moequant.runtime.backends import REGISTRY as BACKENDS
+
+    for device in _devices():
+        for backend in BACKENDS.values():
+            for format in FORMATS.values():
+                reason = _refusal(backend, format, device)
+                yield {
+                    "device": str(device),
+                    "backend": backend.name,
+                    "format": format.name,
+                    "runs": reason is None,
+                    "by_default": reason is None and device.type in backend.default_on,
+                    "reason": reason,
+                }
+
+
+def _devices() -> Iterator[torch.device]:
+    import torch
+
+    yield torch.device("cpu")
+    if torch.cuda.is_available():
+        yield torch.device("cuda")
+
+
+def _refusal(backend: Backend, format: Format, device: torch.device) -> str | None:
+    """Why the backend does not run a layer of common sizes, those of Qwen3-30B-A3B."""
+    from moequant.runtime.backends import Problem
+
+    return backend.supports(
+        Problem(
+            format=format.name,
+            activations=format.activations,
+            experts=128,
+            hidden=2048,
+            intermediate=768,
+            device=device,
+        )
+    )
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    out.table(
+        ["format", ">block", ">bits", "dialect", "targets", "what it is"],
+        [
+            (
+                format["name"],
+                "x".join(map(str, format["block"])),
+                f"{format['bits_per_weight']:g}",
+                format["default_dialect"],
+                " ".join(format["targets"]),
+                format["summary"],
+            )
+            for format in document["formats"]
+        ],
+    )
+    out.line()
+    out.table(
+        ["format", "option", "default", "or"],
+        [
+            (format["name"], name, option["default"], ", ".join(option["values"][1:]))
+            for format in document["formats"]
+            for name, option in format["options"].items()
+        ],
+    )
+    out.line()
+    out.table(
+        ["dialect", "formats", "what it is"],
+        [(d["name"], ", ".join(d["formats"]), d["summary"]) for d in document["dialects"]],
+    )
+    out.line()
+    out.table(
+        ["device", "backend", "format", "runs"],
+        [
+            (row["device"], row["backend"], row["format"], _verdict(row))
+            for row in document["backends"]
+        ],
+    )
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    if not row["runs"]:
+        return f"no: {row['reason']}"
+    return "by default" if row["by_default"] else "when named"

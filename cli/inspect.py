@@ -1,0 +1,175 @@
+"""moequant inspect CHECKPOINT: what it is made of, from headers alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from moequant.checkpoint.converted import ConvertedCheckpoint
+    from moequant.checkpoint.headers import TensorInfo
+    from moequant.checkpoint.source import Checkpoint
+    from moequant.models import Architecture, TensorRole
+
+
+@click.command("inspect", short_help="Say what a checkpoint is made of.")
+@click.argument("checkpoint", type=options.DIRECTORY)
+@click.option("--tensors", is_flag=True, help="List every tensor too.")
+@options.json_option
+def command(checkpoint: str, tensors: bool, as_json: bool) -> None:
+    """Say what the CHECKPOINT in a directory is made of; a source or a converted one.
+
+    Reads config.json and headers, no weights.
+    """
+    from moequant.checkpoint.source import Checkpoint, locate
+
+    opened = Checkpoint.open(locate(Path(checkpoint)))
+    Output(as_json=as_json).result(_describe(opened, with_tensors=tensors), _show)
+
+
+def _describe(checkpoint: Checkpoint, *, with_tensors: bool) -> dict[str, Any]:
+    from moequant.checkpoint.converted import ConvertedCheckpoint
+    from moequant.models import ROUTED_EXPERTS, find_architecture
+
+    converted = None
+    if "quantization_config" in checkpoint.config:
+        converted = ConvertedCheckpoint.open(checkpoint.path)
+    architecture = find_architecture(checkpoint.config)
+    moe = architecture.read_config(checkpoint.config)
+    rows = list(_rows(checkpoint.tensors.values(), architecture, converted))
+    document: dict[str, Any] = {
+        "path": str(checkpoint.path),
+        "architecture": architecture.name,
+        "layers": moe.layers,
+        "expert_layers": sorted({r.layer for _, r, _ in rows if r.role == ROUTED_EXPERTS}),
+        "experts": moe.experts,
+        "top_k": moe.top_k,
+        "hidden": moe.hidden,
+        "intermediate": moe.intermediate,
+        "activation": moe.activation,
+        "files": checkpoint.file_bytes,
+        "tensors": len(rows),
+        "bytes": sum(info.size_bytes for info, _, _ in rows),
+        "dialect": converted and converted.dialect.name,
+        "formats": sorted({format for _, _, format in rows if format}),
+        "groups": _groups(rows),
+    }
+    if with_tensors:
+        document["tensor_list"] = [_describe_tensor(*row) for row in rows]
+    return document
+
+
+_Row = tuple["TensorInfo", "TensorRole", "str | None"]
+"""A tensor, its role, and the format of the weight it is part of."""
+
+
+def _rows(
+    infos: Iterable[TensorInfo], architecture: Architecture, converted: ConvertedCheckpoint | None
+) -> Iterator[_Row]:
+    for info in infos:
+        weight, format = info.name, None
+        if converted is not None and (part := _converted_module(info.name, converted)):
+            module, format = part
+            weight = f"{module}.weight"
+        yield info, architecture.classify(weight), format
+
+
+def _converted_module(name: str, converted: ConvertedCheckpoint) -> tuple[str, str] | None:
+    """The module and format of which the tensor is a part, if it was converted."""
+    module = name.rpartition(".")[0]
+    format = converted.format_of(module)
+    if format is None or name not in converted.tensor_names(module, format):
+        return None
+    # A config may pass over modules it does not mean, such as embeddings: no scale, no format.
+    return (module, format) if len(converted.tensor_names(module, format)) > 1 else None
+
+
+def _groups(rows: Iterable[_Row]) -> list[dict[str, Any]]:
+    """Counts, dtypes and bytes by role and format."""
+    members: dict[tuple[str, str | None], list[TensorInfo]] = defaultdict(list)
+    for info, role, format in rows:
+        members[role.role, format].append(info)
+    return [
+        {
+            "role": role,
+            "format": format,
+            "tensors": len(infos),
+            "dtypes": sorted({info.dtype for info in infos}),
+            "bytes": sum(info.size_bytes for info in infos),
+        }
+        for (role, format), infos in members.items()
+    ]
+
+
+def _describe_tensor(info: TensorInfo, role: TensorRole, format: str | None) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "role": role.role,
+        "layer": role.layer,
+        "expert": role.expert,
+        "projection": role.projection,
+        "format": format,
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "bytes": info.size_bytes,
+        "file": info.file,
+    }
+
+
+def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
+    fields = {
+        "checkpoint": checkpoint["path"],
+        "architecture": checkpoint["architecture"],
+        "layers": f"{checkpoint['layers']}, with experts: {_ranges(checkpoint['expert_layers'])}",
+        "experts": f"{checkpoint['experts']} a layer, {checkpoint['top_k']} a token",
+        "sizes": f"hidden {checkpoint['hidden']}, intermediate {checkpoint['intermediate']}",
+        "weights": f"{size(checkpoint['bytes'])} in {checkpoint['tensors']} tensors, "
+        f"{len(checkpoint['files'])} files",
+        "quantization": "none",
+    }
+    if checkpoint["dialect"]:
+        formats = ", ".join(checkpoint["formats"])
+        fields["quantization"] = f"{formats}, as {checkpoint['dialect']}"
+    out.fields(fields)
+    out.line()
+    out.table(
+        ["role", "format", ">tensors", "dtypes", ">size"],
+        [
+            (
+                group["role"],
+                group["format"] or "",
+                str(group["tensors"]),
+                " ".join(group["dtypes"]),
+                size(group["bytes"]),
+            )
+            for group in checkpoint["groups"]
+        ],
+    )
+    if "tensor_list" in checkpoint:
+        out.line()
+        out.table(
+            ["tensor", "role", "dtype", "shape", ">size", "file"],
+            [
+                (t["name"], t["role"], t["dtype"], str(t["shape"]), size(t["bytes"]), t["file"])
+                for t in checkpoint["tensor_list"]
+            ],
+        )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Sorted numbers for people: 0, 3-5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"

@@ -1,0 +1,52 @@
+"""moequant prepare CONVERTED --target sm90|sm100."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@click.command("prepare", short_help="Write kernel-ready tensors beside a converted checkpoint.")
+@click.argument("converted", type=options.DIRECTORY)
+@options.target_option
+@options.overwrite_option
+@options.json_option
+@options.quiet_option
+def command(converted: str, target: str, overwrite: bool, as_json: bool, quiet: bool) -> None:
+    """Write kernel-ready tensors to CONVERTED/moequant-prepared/TARGET.
+
+    The portable files stay as every engine reads them.
+    """
+    from moequant.preparation import prepare
+
+    out = Output(as_json=as_json, quiet=quiet)
+    with out.progress() as progress:
+        result = prepare(converted, target=target, overwrite=overwrite, progress=progress)
+    layers = result.manifest.layers
+    document = {
+        "state": result.state,
+        "folder": str(result.folder),
+        "target": target,
+        "bytes": sum(layer.bytes for layer in layers.values()),
+        "layers": {
+            number: {"format": layer.format, "layout": layer.layout, "bytes": layer.bytes}
+            for number, layer in layers.items()
+        },
+    }
+    out.result(document, _show)
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    layouts = sorted({f"{x['format']} as {x['layout']}" for x in document["layers"].values()})
+    amount = f"{len(document['layers'])} layers, {size(document['bytes'])}, {', '.join(layouts)}"
+    if document["state"] == "already prepared":
+        out.line(f"{document['folder']}: already prepared, nothing to do ({amount})")
+    else:
+        out.line(f"{document['folder']}: {amount}")

@@ -1,0 +1,49 @@
+"""moequant recipes [NAME]: list the recipes that come with moequant, or check and print one."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@click.command("recipes", short_help="List the recipes, or print one.")
+@click.argument("name", required=False, type=options.RecipeName(), metavar="[NAME-OR-FILE]")
+@options.json_option
+def command(name: str | None, as_json: bool) -> None:
+    """List the recipes that come with moequant, or check and print the one called NAME.
+
+    A printed recipe is a good beginning for your own: moequant recipes NAME > mine.toml
+    """
+    from moequant.conversion import load_recipe, shipped_recipes
+
+    out = Output(as_json=as_json)
+    if name is None:
+        summaries = {recipe: load_recipe(recipe).summary for recipe in shipped_recipes()}
+        out.result({"recipes": summaries}, _show_all)
+    else:
+        recipe = load_recipe(name)
+        text = _text(name, shipped=name in shipped_recipes())
+        out.result({"name": name, "recipe": recipe.model_dump(mode="json"), "text": text}, _show)
+
+
+def _text(name: str, *, shipped: bool) -> str:
+    if shipped:
+        return resources.files("moequant.recipes").joinpath(f"{name}.toml").read_text("utf-8")
+    return Path(name).read_text("utf-8")
+
+
+def _show_all(out: Output, document: Mapping[str, Any]) -> None:
+    out.table(["recipe", "summary"], list(document["recipes"].items()))
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    out.line(document["text"].removesuffix("\n"))

@@ -1,0 +1,120 @@
+"""moequant verify CONVERTED --against SOURCE."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from moequant.cli import options
+from moequant.cli.failures import FailedResult
+from moequant.cli.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moequant.verification import Report
+
+_MOST_PROBLEMS = 10
+
+
+@click.command("verify", short_help="Prove a converted checkpoint right against its source.")
+@click.argument("converted", type=options.DIRECTORY)
+@click.option(
+    "--against",
+    "source",
+    type=options.DIRECTORY,
+    metavar="SOURCE",
+    required=True,
+    help="The checkpoint it was converted from: a directory or a hub repository.",
+)
+@options.revision_option
+@options.layers_option
+@options.workers_option
+@options.json_option
+@options.quiet_option
+def command(
+    converted: str,
+    source: str,
+    revision: str | None,
+    layers: Literal["first", "all"] | int | None,
+    workers: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Prove that CONVERTED is what SOURCE converts to: structure, weights, layers.
+
+    Exit code 5, with the reasons, if it is not.
+    """
+    from moequant.conversion import DEFAULT_WORKERS
+    from moequant.errors import NumericsError
+    from moequant.verification import verify
+
+    out = Output(as_json=as_json, quiet=quiet)
+    with out.progress() as progress:
+        report = verify(
+            converted,
+            against=source,
+            revision=revision,
+            layers=layers,
+            workers=workers or DEFAULT_WORKERS,
+            progress=progress,
+        )
+    if not report.ok:
+        raise FailedResult(NumericsError(_explain(report)), report.to_json())
+    out.result(report.to_json(), _show)
+
+
+def _explain(report: Report) -> str:
+    shown = [f"  {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
+    left_out = report.problem_count - len(shown)
+    more = [f"  and {left_out} more"] if left_out else []
+    headline = f"{report.converted}: {report.problem_count} problems against {report.source}"
+    return "\n".join([headline, *shown, *more])
+
+
+_METHODS = {
+    "bytes": "every byte is what the recorded recipe makes of the source",
+    "bounds": "every weight is within the bounds of its format",
+    None: "nothing was converted",
+}
+
+
+def _show(out: Output, report: Mapping[str, Any]) -> None:
+    out.line(f"{report['converted']}: right against {report['source']}")
+    out.line(f"{_METHODS[report['method']]}; {report['dialect']}")
+    out.line()
+    out.table(
+        ["format", ">weights", ">SQNR", ">error", "worst weight"],
+        [
+            (
+                summary["format"],
+                str(summary["weights"]),
+                _number(summary["sqnr_db"], "{:.2f} dB"),
+                _number(summary["relative_error"], "{:.3%}"),
+                summary["worst"],
+            )
+            for summary in report["formats"]
+        ],
+    )
+    if report["layers"]:
+        out.line()
+        out.table(
+            [">layer", "format", ">experts", ">error", ">with its activations", ">runtime / bound"],
+            [
+                (
+                    str(layer["layer"]),
+                    layer["format"],
+                    str(layer["experts"]),
+                    _number(layer["layer_error"], "{:.3%}"),
+                    _number(layer["quantized_activations_error"], "{:.3%}"),
+                    _number(layer["runtime_error"], "{:.3f}"),
+                )
+                for layer in report["layers"]
+            ],
+        )
+
+
+def _number(value: float | None, form: str) -> str:
+    """The number as text; one that is not finite, as of a weight without error, as a dash."""
+    return "-" if value is None else form.format(value)

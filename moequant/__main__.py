@@ -1,0 +1,5 @@
+"""`python -m moequant`: the command line."""
+
+from moequant.cli import main
+
+main()

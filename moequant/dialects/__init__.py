@@ -1,0 +1,58 @@
+"""What consumers call tensors and write into config.json; the third axis beside format and layout.
+
+Adding a dialect is one file here and one line in REGISTRY; tests and the command line read it.
+"""
+
+from __future__ import annotations
+
+from moequant.dialects.base import Dialect
+from moequant.dialects.compressed_tensors import CompressedTensors
+from moequant.dialects.config_fields import as_mapping, show
+from moequant.dialects.fp8 import Fp8
+from moequant.errors import UnsupportedError
+
+REGISTRY: dict[str, Dialect] = {d.name: d for d in (Fp8(), CompressedTensors())}
+"""By name; of two that carry a format, the one more engines load comes first."""
+
+
+def get_dialect(name: str) -> Dialect:
+    """The dialect called `name`.
+
+    Raises:
+        UnsupportedError: there is none; lists those there are.
+    """
+    if name not in REGISTRY:
+        raise UnsupportedError(f"no dialect is called {name!r}; there are: {', '.join(REGISTRY)}")
+    return REGISTRY[name]
+
+
+def default_dialect(format: str) -> str:
+    """Name of the dialect in which most engines load the format called `format`.
+
+    Raises:
+        UnsupportedError: none carries it.
+    """
+    for dialect in REGISTRY.values():
+        if format in dialect.suffixes:
+            return dialect.name
+    raise UnsupportedError(f"no dialect carries the format {format!r}")
+
+
+def find_dialect(quantization_config: object) -> Dialect:
+    """The dialect of a checkpoint, from the `quantization_config` of its config.json.
+
+    Raises:
+        CheckpointError: `quantization_config` is not an object.
+        UnsupportedError: no dialect claims it; says what it is.
+    """
+    config = as_mapping(quantization_config, "quantization_config")
+    for dialect in REGISTRY.values():
+        if dialect.claims(config):
+            return dialect
+    raise UnsupportedError(
+        f"quantization_config.quant_method is {show(config.get('quant_method'))}; moequant reads "
+        f"{', '.join(REGISTRY)}"
+    )
+
+
+__all__ = ["REGISTRY", "Dialect", "default_dialect", "find_dialect", "get_dialect"]

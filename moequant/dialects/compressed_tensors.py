@@ -1,0 +1,358 @@
+"""What llm-compressor writes; vLLM loads it, SGLang and transformers as far as `warnings` says.
+
+Decision / failure it prevents:
+
+* every group states its `format` / compressed-tensors takes INT4 weights with FP8 activations for
+  `int-quantized`, unpacked codes;
+* one format targets `Linear` / SGLang 0.5.23 looks up the scheme of W4A8 experts by that word;
+* `ignore` has the full name of every kept module / SGLang stops at a linear layer that is neither
+  ignored nor targeted, transformers waits for scales that do not exist;
+* a kept block of experts is ignored by a regex / SGLang asks for `experts.0.gate_proj` even of
+  Mixtral, where the file says `w1`.
+
+Several formats in a checkpoint are one group each, which targets all children of a parent by a
+regex: SGLang asks for fused names such as `qkv_proj` too. Only `w4a8` keeps `Linear`, and gives
+the top-level `format`, for SGLang accepts nothing else. Its group comes last: transformers 5.23
+has one scheme for all experts, that of the first group with a regex that says `experts`, and one
+for all other modules, that of the first group without. So it cannot load routed experts in two
+formats; vLLM and SGLang can.
+
+Sources: compressed-tensors 0.20 `quantization/quant_scheme.py` (presets W4AFP8, NVFP4A16,
+MXFP4A16, FP8_BLOCK) and `utils/match.py`; vLLM 0.33 and SGLang 0.5.23
+`quantization/compressed_tensors/`; transformers 5.23 `integrations/compressed_tensors.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import as_mapping, mapping_field, names_field, show
+from moequant.dialects.encodings import Encoding, Fp8Blocks, Int4Packed, Mxfp4Packed, Nvfp4Packed
+from moequant.dialects.names import NamePatterns, block_pattern, kept_blocks, target_patterns
+from moequant.errors import UnsupportedError
+from moequant.formats import get_format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from moequant.formats import Format, QuantizedWeight, TensorSpec
+
+_WHERE = "quantization_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scheme:
+    """One format in the terms of compressed-tensors."""
+
+    encoding: Encoding
+    format: str
+    """What the library calls the encoding."""
+    weights: Mapping[str, Any]
+    input_activations: Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+_SCHEMES = {
+    "fp8_block": _Scheme(
+        encoding=Fp8Blocks(scale="weight_scale"),
+        format="float-quantized",
+        weights={
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "block",
+            "block_structure": [128, 128],
+            "symmetric": True,
+            "dynamic": False,
+        },
+        input_activations={
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 128,
+            "symmetric": True,
+            "dynamic": True,
+        },
+        warnings=(
+            "transformers 5.23 fails to load FP8 block experts in this dialect; the dialect fp8 "
+            "loads there, and in vLLM and SGLang too.",
+        ),
+    ),
+    "nvfp4": _Scheme(
+        encoding=Nvfp4Packed(),
+        format="nvfp4-pack-quantized",
+        weights={
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "symmetric": True,
+            "dynamic": False,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+        warnings=(
+            "transformers 5.23 loads NVFP4 experts without their global scale, wrong by a factor "
+            "of 1 / global_scale and without an error (its issue 48371).",
+        ),
+    ),
+    "mxfp4": _Scheme(
+        encoding=Mxfp4Packed(),
+        format="mxfp4-pack-quantized",
+        weights={
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "symmetric": True,
+            "dynamic": False,
+            "scale_dtype": "torch.uint8",
+        },
+        warnings=(
+            "SGLang 0.5.23 on CUDA loads MXFP4 experts in this dialect for kimi_k3 only; Qwen3-MoE "
+            "runs with experts that are all zero, without an error.",
+        ),
+    ),
+    "w4a8": _Scheme(
+        encoding=Int4Packed(),
+        format="pack-quantized",
+        weights={
+            "num_bits": 4,
+            "type": "int",
+            "strategy": "group",
+            "group_size": 128,
+            "symmetric": True,
+            "dynamic": False,
+        },
+        input_activations={
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "token",
+            "symmetric": True,
+            "dynamic": True,
+        },
+    ),
+}
+
+# The format that keeps `Linear` and names the whole checkpoint when there are others besides.
+_LINEAR = "w4a8"
+
+_FORMAT_OF = {scheme.format: name for name, scheme in _SCHEMES.items()}
+
+# What a field means where it is missing; a `strategy` follows from the group size.
+_DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+
+# Fields besides the groups that, unless empty, say that a weight is more than its codes and scales.
+_MUST_BE_EMPTY = ("transform_config", "sparsity_config", "linear_fp8_config")
+
+
+class CompressedTensors(Dialect):
+    """`quant_method: compressed-tensors`; the module's docstring has the reasons."""
+
+    name = "compressed-tensors"
+    summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
+    suffixes = {name: scheme.encoding.suffixes for name, scheme in _SCHEMES.items()}  # noqa: RUF012
+
+    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
+        """As Dialect; N and K of `fp8_block` must be multiples of 128."""
+        self._encoding(module, format.name).check(module, format, shape)
+
+    def specs(self, module: str, format: Format, shape: Sequence[int]) -> dict[str, TensorSpec]:
+        """As Dialect; errors as `check`."""
+        self.check(module, format, shape)
+        return self._encoding(module, format.name).specs(module, format, shape)
+
+    def to_disk(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
+        """As Dialect; errors as `check`.
+
+        Exact, but for an `nvfp4` global scale that is no power of two: see
+        `moequant.dialects.encodings.Nvfp4Packed`.
+        """
+        self.check(module, get_format(q.format), q.shape)
+        return self._encoding(module, q.format).encode(module, q)
+
+    def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Dialect; also takes what llm-compressor leaves out or stores in another dtype."""
+        return self._encoding(module, format).decode(module, tensors)
+
+    def quantization_config(
+        self,
+        formats: Mapping[str, str],
+        kept: Iterable[str],
+        options: Mapping[str, Mapping[str, str]],
+    ) -> dict[str, Any]:
+        """As Dialect; the options leave no trace."""
+        for module, format in formats.items():
+            self._encoding(module, format)
+        targets = _targets(formats)
+        blocks, others = kept_blocks(kept)
+        return {
+            "quant_method": "compressed-tensors",
+            "format": _overall_format(targets),
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{i}": _group(_SCHEMES[format], targets[format])
+                for i, format in enumerate(targets)
+            },
+            "ignore": [*others, *map(block_pattern, blocks)],
+            "kv_cache_scheme": None,
+        }
+
+    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
+        """As Dialect."""
+        method = quantization_config.get("quant_method")
+        return method in ("compressed-tensors", "compressed_tensors")
+
+    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect.
+
+        As vLLM matches: `ignore` first, then the first target with the module's name or a regex
+        for it, then a group that targets `Linear`.
+        """
+        config = as_mapping(quantization_config, _WHERE)
+        problem = _unreadable_config(config)
+        ignored = NamePatterns(names_field(config, "ignore", _WHERE), f"{_WHERE}.ignore")
+        groups = _read_groups(config)
+        targets = [target for target, _ in groups]
+        targeted = NamePatterns(targets, f"{_WHERE}.config_groups")
+        linear = targets.index("Linear") if "Linear" in targets else None
+
+        def format_of(module: str) -> str | None:
+            if ignored.first_match(module) is not None:
+                return None
+            found = targeted.first_match(module)
+            found = linear if found is None else found
+            if found is None:
+                return None
+            scheme = problem or groups[found][1]
+            if isinstance(scheme, UnsupportedError):
+                raise UnsupportedError(f"{module}: {scheme}")
+            return scheme
+
+        return format_of
+
+    def warnings(self, format: str, kept: Iterable[str]) -> list[str]:
+        """As Dialect."""
+        sentences = list(_SCHEMES[format].warnings) if format in _SCHEMES else []
+        if any(".experts." in module for module in kept):
+            sentences.append(
+                "transformers 5.23 does not load this dialect where some layers' experts are kept: "
+                "it waits for quantized tensors in every layer."
+            )
+        return sentences
+
+    def _encoding(self, module: str, format: str) -> Encoding:
+        if format not in _SCHEMES:
+            raise UnsupportedError(
+                f"{module}: the dialect {self.name} does not carry {format}; it carries "
+                f"{', '.join(_SCHEMES)}"
+            )
+        return _SCHEMES[format].encoding
+
+
+def _targets(formats: Mapping[str, str]) -> dict[str, list[str]]:
+    """Targets by format, in the order of their groups."""
+    if len(set(formats.values())) == 1:
+        return {format: ["Linear"] for format in formats.values()}
+    targets = target_patterns(formats)
+    if _LINEAR in targets:
+        del targets[_LINEAR]
+        targets[_LINEAR] = ["Linear"]
+    return targets
+
+
+def _overall_format(formats: Iterable[str]) -> str:
+    stated = {_SCHEMES[format].format for format in formats}
+    if len(stated) == 1:
+        return stated.pop()
+    return _SCHEMES[_LINEAR].format if _LINEAR in formats else "mixed-precision"
+
+
+def _group(scheme: _Scheme, targets: list[str]) -> dict[str, Any]:
+    activations = scheme.input_activations
+    return {
+        "targets": targets,
+        "format": scheme.format,
+        "weights": dict(scheme.weights),
+        "input_activations": None if activations is None else dict(activations),
+        "output_activations": None,
+    }
+
+
+def _unreadable_config(config: Mapping[str, Any]) -> UnsupportedError | None:
+    """Why no weight of this checkpoint is just codes and scales, or None."""
+    status = config.get("quantization_status")
+    if status not in (None, "compressed"):
+        return UnsupportedError(f"{_WHERE}.quantization_status is {show(status)}, not compressed")
+    for field in _MUST_BE_EMPTY:
+        if config.get(field):
+            return UnsupportedError(f"{_WHERE}.{field} is set, and moequant cannot read that")
+    return None
+
+
+def _read_groups(config: Mapping[str, Any]) -> list[tuple[str, str | UnsupportedError]]:
+    """Every target of every config group, with its format or why we have none for it.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    groups = mapping_field(config, "config_groups", _WHERE)
+    found: list[tuple[str, str | UnsupportedError]] = []
+    for name in groups:
+        where = f"{_WHERE}.config_groups.{name}"
+        group = as_mapping(groups[name], where)
+        format = _format_of_group(group, config, where)
+        found += [(target, format) for target in names_field(group, "targets", where)]
+    return found
+
+
+def _format_of_group(
+    group: Mapping[str, Any], config: Mapping[str, Any], where: str
+) -> str | UnsupportedError:
+    """The format a config group describes, or why we have none for it.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    stated = group.get("format") or config.get("format")
+    if not isinstance(stated, str) or stated not in _FORMAT_OF:
+        return UnsupportedError(
+            f"{where}.format is {show(stated)}, and moequant reads {', '.join(_FORMAT_OF)}"
+        )
+    format = _FORMAT_OF[stated]
+    scheme = _SCHEMES[format]
+    parts = {
+        "weights": scheme.weights,
+        "input_activations": scheme.input_activations,
+        "output_activations": None,
+    }
+    for part, wanted in parts.items():
+        difference = _difference(mapping_field(group, part, where), wanted)
+        if difference is not None:
+            return UnsupportedError(f"{where}.{part}{difference}, unlike {format} in moequant")
+    return format
+
+
+def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> str | None:
+    """The first quantization argument that is not as wanted; none at all means unquantized."""
+    if not found or not wanted:
+        return None if not found and not wanted else f" is {show(found or None)}"
+    for field, value in wanted.items():
+        # llm-compressor left scale_dtype out once; what counts is the dtype of the tensor.
+        if field != "scale_dtype" and _argument(found, field) != value:
+            return f".{field} is {show(found.get(field))}"
+    if found.get("actorder") not in (None, False, "weight", "static"):
+        return f".actorder is {show(found['actorder'])}"
+    return None
+
+
+def _argument(found: Mapping[str, Any], field: str) -> object:
+    """A quantization argument as compressed-tensors reads it."""
+    value = found.get(field)
+    if value is None and field == "strategy":
+        return "group" if found.get("group_size") else "tensor"
+    if value is None:
+        return _DEFAULTS.get(field)
+    return value.lower() if isinstance(value, str) else value

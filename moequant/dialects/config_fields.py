@@ -1,0 +1,51 @@
+"""Fields of a config.json that nobody has checked."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from moequant.errors import CheckpointError
+
+
+def mapping_field(fields: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """The object at `key`, empty if it is missing or null.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = fields.get(key)
+    return {} if value is None else as_mapping(value, f"{where}.{key}")
+
+
+def names_field(fields: Mapping[str, Any], key: str, where: str) -> list[str]:
+    """The list of strings at `key`, empty if it is missing or null.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = fields.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(
+            f"{where}.{key} is {show(value)}, not a list of names; correct config.json"
+        )
+    return value
+
+
+def as_mapping(value: object, where: str) -> Mapping[str, Any]:
+    """`value` as an object with string keys.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise CheckpointError(f"{where} is {show(value)}, not an object; correct config.json")
+    return value
+
+
+def show(value: object) -> str:
+    """`value` for a message, cut short."""
+    return reprlib.repr(value)

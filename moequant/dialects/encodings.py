@@ -1,0 +1,264 @@
+"""How the parts of a quantized weight lie on disk: one class for each way, dialects share them.
+
+| class | codes | scale | besides |
+|---|---|---|---|
+| Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
+| Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
+| Mxfp4Packed | U8 [N, K/2] | U8 [N, K/32], the E8M0 byte | |
+| Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
+
+Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moequant.dialects.tensors import (
+    cast_exactly,
+    check_columns,
+    check_shape,
+    read_matrix,
+    read_tensor,
+)
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import QuantizedWeight, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moequant.formats import Format
+
+# The sign bits of two nibbles; flipping them turns two's complement into code + 8 and back.
+_NIBBLE_SIGNS = 0x88
+
+
+class Encoding(ABC):
+    """Names, dtypes and shapes of one format's tensors in a dialect, both ways."""
+
+    suffixes: tuple[str, ...]
+    """Names after `module.` in the order they are written, the codes first."""
+
+    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
+        """Refuse a weight that is no [N, K] of this format, or that readers would get wrong.
+
+        Raises:
+            UnsupportedError: names the module.
+        """
+        format.check_shape(shape, module)
+        if len(shape) != 2:
+            raise UnsupportedError(f"{module}: shape {list(shape)}; a dialect writes single [N, K]")
+
+    def specs(self, module: str, format: Format, shape: Sequence[int]) -> dict[str, TensorSpec]:
+        """What `encode` makes of a weight [N, K], by full name."""
+        parts = self._specs(format.specs(shape), shape)
+        return dict(zip(self._names(module), parts, strict=True))
+
+    def encode(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
+        """The tensors of one weight [N, K], by full name."""
+        return dict(zip(self._names(module), self._encode(q), strict=True))
+
+    @abstractmethod
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Inverse of `encode`; also reads what other writers of the same scheme leave.
+
+        Raises:
+            CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
+            UnsupportedError: a scale has values that the format's scale dtype cannot hold.
+        """
+
+    @abstractmethod
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        """In the order of `suffixes`, given the specs of QuantizedWeight's fields."""
+
+    @abstractmethod
+    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+        """In the order of `suffixes`."""
+
+    def _names(self, module: str) -> list[str]:
+        return [f"{module}.{suffix}" for suffix in self.suffixes]
+
+
+class Fp8Blocks(Encoding):
+    """`fp8_block`: both parts as they are in memory; only the scale's name is the dialect's.
+
+    Other writers store the scale as BF16, FP16 or E8M0, which float32 holds exactly. Ragged last
+    blocks are read, though `check` of the dialects refuses to write them.
+    """
+
+    def __init__(self, scale: str) -> None:
+        self.suffixes = ("weight", scale)
+
+    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
+        """As Encoding; N and K must be multiples of 128."""
+        super().check(module, format, shape)
+        for axis, extent in zip("NK", shape, strict=True):
+            if extent % 128:
+                raise UnsupportedError(
+                    f"{module}: {axis} = {extent} is not a multiple of 128; the format could hold "
+                    "the ragged block, but transformers reads it wrong without an error, and "
+                    "vLLM and SGLang refuse it in experts. Keep this weight as it is or choose "
+                    "another format"
+                )
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding."""
+        weight, scale = self._names(module)
+        qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
+        N, K = qdata.shape
+        values = read_tensor(
+            tensors,
+            scale,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float8_e8m0fnu,
+        )
+        check_shape(scale, values, (-(-N // 128), -(-K // 128)))
+        return QuantizedWeight(
+            format="fp8_block",
+            qdata=qdata,
+            scale=values.float(),
+            global_scale=None,
+            shape=qdata.shape,
+        )
+
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        return parts["qdata"], parts["scale"]
+
+    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+        return q.qdata, q.scale
+
+
+class Nvfp4Packed(Encoding):
+    """`nvfp4`: the global scale is stored as its reciprocal, a divisor.
+
+    A power of two survives exactly. Of any other global scale g (option `global_scale = "exact"`)
+    the file holds r = 1 / g rounded to float32, a reader divides by r, and `decode` gives 1 / r,
+    rounded; that may be one unit in the last place beside g. Encoding 1 / r again gives r: three
+    reciprocals in a row equal one, for every float32 whose reciprocal is a normal number.
+    """
+
+    suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding; the divisor may be [1] or []."""
+        packed, scale, divisor = self._names(module)
+        qdata = read_matrix(tensors, packed, torch.uint8)
+        N, K = qdata.shape[0], 2 * qdata.shape[1]
+        check_columns(packed, K, 16)
+        values = read_tensor(tensors, scale, torch.float8_e4m3fn)
+        check_shape(scale, values, (N, K // 16))
+        reciprocal = read_tensor(tensors, divisor, torch.float32)
+        check_shape(divisor, reciprocal, (1,), ())
+        global_scale = reciprocal.reshape(()).reciprocal()
+        if not (torch.isfinite(global_scale) and global_scale > 0):
+            raise CheckpointError(
+                f"{divisor}: {reciprocal.item()}, but it is a divisor and must be positive and "
+                "finite, as must its reciprocal; fetch or convert the checkpoint again"
+            )
+        return QuantizedWeight(
+            format="nvfp4",
+            qdata=qdata,
+            scale=values,
+            global_scale=global_scale,
+            shape=torch.Size((N, K)),
+        )
+
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        return parts["qdata"], parts["scale"], TensorSpec(dtype=torch.float32, shape=(1,))
+
+    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+        assert q.global_scale is not None
+        return q.qdata, q.scale, q.global_scale.reciprocal().reshape(1)
+
+
+class Mxfp4Packed(Encoding):
+    """`mxfp4`: the E8M0 scale is stored as a plain byte."""
+
+    suffixes = ("weight_packed", "weight_scale")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding; the scale may also say that it is E8M0."""
+        packed, scale = self._names(module)
+        qdata = read_matrix(tensors, packed, torch.uint8)
+        N, K = qdata.shape[0], 2 * qdata.shape[1]
+        check_columns(packed, K, 32)
+        values = read_tensor(tensors, scale, torch.uint8, torch.float8_e8m0fnu)
+        check_shape(scale, values, (N, K // 32))
+        return QuantizedWeight(
+            format="mxfp4",
+            qdata=qdata,
+            scale=values.view(torch.float8_e8m0fnu),
+            global_scale=None,
+            shape=torch.Size((N, K)),
+        )
+
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        return parts["qdata"], TensorSpec(dtype=torch.uint8, shape=parts["scale"].shape)
+
+    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+        return q.qdata, q.scale.view(torch.uint8)
+
+
+class Int4Packed(Encoding):
+    """`w4a8`: eight codes in an int32, column 8j + i in bits 4i to 4i + 3, stored plus 8.
+
+    On a little-endian machine, the only kind torch and safetensors run on, those are the bytes of
+    `qdata` with the sign bit of every nibble flipped.
+    """
+
+    suffixes = ("weight_packed", "weight_scale", "weight_shape")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding; the shape may be missing, and the scale FP16 or FP32 if BF16 holds it."""
+        packed, scale, shape = self._names(module)
+        words = read_matrix(tensors, packed, torch.int32)
+        N, K = words.shape[0], 8 * words.shape[1]
+        check_columns(packed, K, 128)
+        values = read_tensor(tensors, scale, torch.bfloat16, torch.float16, torch.float32)
+        check_shape(scale, values, (N, K // 128))
+        _check_logical_shape(tensors, shape, (N, K))
+        return QuantizedWeight(
+            format="w4a8",
+            qdata=words.contiguous().view(torch.uint8) ^ _NIBBLE_SIGNS,
+            scale=cast_exactly(scale, values, torch.bfloat16),
+            global_scale=None,
+            shape=torch.Size((N, K)),
+        )
+
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        N, K = shape
+        words = TensorSpec(dtype=torch.int32, shape=(N, K // 8))
+        return words, parts["scale"], TensorSpec(dtype=torch.int64, shape=(2,))
+
+    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+        words = (q.qdata ^ _NIBBLE_SIGNS).view(torch.int32)
+        return words, q.scale, torch.tensor(q.shape, dtype=torch.int64)
+
+
+def _check_logical_shape(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> None:
+    """Codes and scales fix a grouped weight's shape; the tensor that repeats it may be missing."""
+    if name not in tensors:
+        return
+    stored = read_tensor(tensors, name, torch.int64, torch.int32)
+    check_shape(name, stored, (2,))
+    if tuple(stored.tolist()) != shape:
+        raise CheckpointError(
+            f"{name}: {stored.tolist()}, but the codes beside it hold {list(shape)}; "
+            "fetch or convert the checkpoint again"
+        )

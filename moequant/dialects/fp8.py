@@ -1,0 +1,164 @@
+"""FP8 blocks as DeepSeek-V3 and Qwen3 were released; loads in vLLM, SGLang and transformers.
+
+`weight` E4M3 and `weight_scale_inv` FP32, a multiplier in spite of its name.
+
+Decision / failure it prevents:
+
+* `modules_to_not_convert` has the full name of every kept module / vLLM compares whole names, and
+  would build an FP8 layer around a BF16 weight;
+* a kept block of experts stands there as `model.layers.3.mlp.experts`, not expert by expert /
+  transformers asks for the block, and a longer name does not match it;
+* no `scale_fmt`, though the scales are powers of two / it names how scales are *stored*:
+  transformers 5.23 would make E8M0 parameters of FP32 tensors, and SGLang 0.5.23 would also round
+  the activation scales of linear layers. Without it both read FP32; vLLM 0.33 never looks.
+
+Sources: vLLM 0.33 `quantization/fp8.py`, SGLang 0.5.23 `quantization/fp8.py`, transformers 5.23
+`integrations/finegrained_fp8.py` and `quantizers/quantizers_utils.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import as_mapping, names_field, show
+from moequant.dialects.encodings import Fp8Blocks
+from moequant.dialects.names import compile_regex, kept_blocks
+from moequant.errors import UnsupportedError
+from moequant.formats import get_format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from moequant.formats import Format, QuantizedWeight, TensorSpec
+
+_WHERE = "quantization_config"
+_FORMAT = "fp8_block"
+_ENCODING = Fp8Blocks(scale="weight_scale_inv")
+
+# Fields that decide what the tensors are, with the values we read; None where it may be missing.
+_READABLE: dict[str, tuple[object, ...]] = {
+    "weight_block_size": ([128, 128],),
+    "activation_scheme": ("dynamic",),
+    "fmt": (None, "e4m3"),
+    "expert_dtype": (None, "fp8"),
+    "store_dtype": (None,),
+    "moe_quant_algo": (None,),
+    "routed_experts_quant_method": (None,),
+}
+
+
+class Fp8(Dialect):
+    """`quant_method: fp8` with `weight_block_size`; the module's docstring has the reasons."""
+
+    name = "fp8"
+    summary = "vLLM, SGLang and transformers; how DeepSeek-V3 and Qwen3 FP8 were released"
+    suffixes = {_FORMAT: _ENCODING.suffixes}  # noqa: RUF012
+
+    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
+        """As Dialect; N and K must be multiples of 128."""
+        self._check_format(module, format.name)
+        _ENCODING.check(module, format, shape)
+
+    def specs(self, module: str, format: Format, shape: Sequence[int]) -> dict[str, TensorSpec]:
+        """As Dialect; errors as `check`."""
+        self.check(module, format, shape)
+        return _ENCODING.specs(module, format, shape)
+
+    def to_disk(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
+        """As Dialect; errors as `check`."""
+        self.check(module, get_format(q.format), q.shape)
+        return _ENCODING.encode(module, q)
+
+    def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Dialect; also takes ragged last blocks, and scales in BF16, FP16 or E8M0."""
+        self._check_format(module, format)
+        return _ENCODING.decode(module, tensors)
+
+    def quantization_config(
+        self,
+        formats: Mapping[str, str],
+        kept: Iterable[str],
+        options: Mapping[str, Mapping[str, str]],
+    ) -> dict[str, Any]:
+        """As Dialect; the options leave no trace, see `scale_fmt` above."""
+        for module, format in formats.items():
+            self._check_format(module, format)
+        blocks, others = kept_blocks(kept)
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": sorted(blocks + others),
+        }
+
+    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
+        """As Dialect."""
+        return quantization_config.get("quant_method") == "fp8"
+
+    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect.
+
+        A module is kept if `modules_to_not_convert` or `ignored_layers` has its full name, the
+        name of a module it lies in, the end of its name from a dot on, or a regular expression
+        for one of the first two. That is what transformers does; vLLM goes by full names alone.
+        """
+        config = as_mapping(quantization_config, _WHERE)
+        kept = _KeptModules(
+            names_field(config, "modules_to_not_convert", _WHERE)
+            + names_field(config, "ignored_layers", _WHERE)
+        )
+        problem = _unreadable_field(config)
+
+        def format_of(module: str) -> str | None:
+            if module == "lm_head" or module in kept:
+                return None
+            if problem is not None:
+                raise UnsupportedError(f"{module}: {problem}")
+            return _FORMAT
+
+        return format_of
+
+    def _check_format(self, module: str, format: str) -> None:
+        if format not in self.suffixes:
+            raise UnsupportedError(
+                f"{module}: the dialect {self.name} carries {_FORMAT} only, not {format}; "
+                "choose the dialect compressed-tensors"
+            )
+
+
+class _KeptModules:
+    """The names a config keeps, matched as transformers does."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        # Most names hold no special character but the dot: looking those up keeps this linear.
+        self._names = {name for name in names if not re.search(r"[^\w.\-]", name)}
+        self._regexes = [
+            compile_regex(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", f"{_WHERE}.modules_to_not_convert")
+            for name in names
+            if name not in self._names
+        ]
+
+    def __contains__(self, module: str) -> bool:
+        parts = module.split(".")
+        ends = range(1, len(parts) + 1)
+        return (
+            any(".".join(parts[:i]) in self._names for i in ends)
+            or any(".".join(parts[-i:]) in self._names for i in ends)
+            or any(regex.match(module) for regex in self._regexes)
+        )
+
+
+def _unreadable_field(config: Mapping[str, Any]) -> str | None:
+    """Why `config` describes tensors other than `fp8_block`, or None."""
+    for field, readable in _READABLE.items():
+        if config.get(field) not in readable:
+            return (
+                f"{_WHERE}.{field} is {show(config.get(field))}, and moequant reads FP8 with "
+                f"{field} = {readable[-1]!r} only"
+            )
+    return None

@@ -1,0 +1,215 @@
+"""FusedExperts: the routed experts of a layer as a module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moequant.errors import UnsupportedError
+from moequant.formats import QuantizedWeight, get_format
+from moequant.runtime.activations import quantize_activations
+from moequant.runtime.backends import Problem
+from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES, permute, reduce, route
+from moequant.runtime.select import select
+from moequant.runtime.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class FusedExperts(nn.Module):
+    """The routed experts of one layer: prepare, a backend, finalize.
+
+    For every token, the sum over its slots t of
+    `topk_weights[t] * down(silu(gate(x)) * up(x))` of expert `topk_ids[t]`.
+
+    Inference only: nothing is recorded for autograd, whatever the mode outside, and autocast is off
+    inside.
+
+    The weights are buffers and part of `state_dict`. They move between devices as any module's do,
+    but keep their dtypes: `.half()` on a model around this module leaves codes and scales alone.
+
+    Args:
+        weights: the experts here.
+        backend: name of a backend; by default the best that runs them on their device.
+        activations: "format" quantizes activations as the format's GEMM does, in front of either
+            GEMM; "none" never does.
+        expert_map: [global experts] int32 or int64, where the router's ids are not the indices of
+            `weights`: index of each id, or -1 for an expert that is not here and contributes
+            nothing. Not part of `state_dict`.
+
+    Raises:
+        UnsupportedError: no backend runs this; says every backend's reason. Or an `expert_map` or
+            `activations` that is not as above.
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        *,
+        backend: str | None = None,
+        activations: Literal["format", "none"] = "format",
+        expert_map: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        for name, q in weights.projections().items():
+            for part, tensor in q.tensors().items():
+                self.register_buffer(f"{name}_{part}", tensor)
+        self._format = weights.format
+        self._shapes = {name: q.shape for name, q in weights.projections().items()}
+        self.backend = backend
+        self.activations = activations
+        self.expert_map: Tensor | None
+        self.register_buffer("expert_map", expert_map, persistent=False)
+        if expert_map is not None:
+            _check_expert_map(expert_map, weights)
+        select(_problem(weights, activations), backend)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The experts, where they are now."""
+        return ExpertWeights(**{name: self._projection(name) for name in self._shapes})
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        expert_map: Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        activations: Literal["format", "none"] | None = None,
+    ) -> Tensor:
+        """Run the experts.
+
+        Args:
+            hidden_states: [M, H] bfloat16, float16 or float32.
+            topk_ids: [M, T] int32 or int64; -1 contributes nothing.
+            topk_weights: [M, T] float32 or bfloat16.
+            expert_map: instead of the module's own.
+            apply_router_weight_on_input: multiply the weight into the input, in float32, and not
+                into the result; for T = 1 only.
+            activations: instead of the module's own.
+
+        Returns:
+            [M, H] in the dtype of `hidden_states`; sums are float32.
+
+        Raises:
+            UnsupportedError: a shape, dtype, device or id that is not as above, or no backend that
+                runs this.
+        """
+        weights = self.weights
+        problem = _problem(weights, self.activations if activations is None else activations)
+        backend = select(problem, self.backend)
+        expert_map = self._expert_map(weights, expert_map)
+        _check_inputs(hidden_states, topk_ids, topk_weights, weights)
+        if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+            raise UnsupportedError(
+                f"apply_router_weight_on_input wants one expert a token, but topk_ids is "
+                f"{list(topk_ids.shape)}"
+            )
+        with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
+            routing = route(topk_ids, topk_weights, experts=weights.experts, expert_map=expert_map)
+            x = hidden_states
+            if apply_router_weight_on_input:
+                x = x.float() * routing.weight
+                routing = routing.unweighted()
+            permutation = permute(routing, weights.experts)
+            rows = backend.run(quantize_activations(x, problem.activations), weights, permutation)
+            return reduce(rows, routing, permutation).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        """Format, sizes and choices, for `print`."""
+        experts, intermediate, hidden = self._shapes["gate"]
+        return (
+            f"{self._format}, experts={experts}, hidden={hidden}, intermediate={intermediate}, "
+            f"backend={self.backend}, activations={self.activations}"
+        )
+
+    def _projection(self, name: str) -> QuantizedWeight:
+        return QuantizedWeight(
+            format=self._format,
+            qdata=self.get_buffer(f"{name}_qdata"),
+            scale=self.get_buffer(f"{name}_scale"),
+            global_scale=self._buffers.get(f"{name}_global_scale"),
+            shape=self._shapes[name],
+        )
+
+    def _expert_map(self, weights: ExpertWeights, expert_map: Tensor | None) -> Tensor | None:
+        if expert_map is None:
+            return self.expert_map
+        _check_expert_map(expert_map, weights)
+        return expert_map
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedExperts:
+        # float8 codes count as floating point: a cast of the model would rewrite them in silence.
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+def _problem(weights: ExpertWeights, activations: str) -> Problem:
+    if activations not in ("format", "none"):
+        raise UnsupportedError(f'activations is {activations!r}, but it is "format" or "none"')
+    scheme = get_format(weights.format).activations if activations == "format" else "none"
+    return Problem(
+        format=weights.format,
+        activations=scheme,
+        experts=weights.experts,
+        hidden=weights.hidden,
+        intermediate=weights.intermediate,
+        device=weights.device,
+    )
+
+
+def _check_expert_map(expert_map: Tensor, weights: ExpertWeights) -> None:
+    _check("expert_map", expert_map, ID_DTYPES, "[global experts]", 1, weights.device)
+    unknown = (expert_map < NOWHERE) | (expert_map >= weights.experts)
+    if unknown.any():
+        index = int(unknown.nonzero()[0])
+        raise UnsupportedError(
+            f"expert_map[{index}] is {int(expert_map[index])}, but the experts here are 0 to "
+            f"{weights.experts - 1}, and -1 stands for one that is elsewhere"
+        )
+
+
+def _check_inputs(
+    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights
+) -> None:
+    H, device = weights.hidden, weights.device
+    _check("hidden_states", hidden_states, HIDDEN_DTYPES, f"[M, {H}]", 2, device)
+    _check("topk_ids", topk_ids, ID_DTYPES, "[M, T]", 2, device)
+    _check("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", 2, device)
+    if hidden_states.shape[1] != H:
+        raise UnsupportedError(
+            f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {H}]"
+        )
+    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != hidden_states.shape[0]:
+        raise UnsupportedError(
+            f"topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, but "
+            f"both want [M, T] for the M = {hidden_states.shape[0]} rows of hidden_states"
+        )
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: str,
+    dimensions: int,
+    device: torch.device,
+) -> None:
+    if tensor.dtype not in dtypes:
+        wanted = ", ".join(str(dtype) for dtype in dtypes)
+        raise UnsupportedError(f"{name} is {tensor.dtype}, but wanted is one of: {wanted}")
+    if tensor.dim() != dimensions:
+        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but wanted is {shape}")
+    if tensor.device != device:
+        raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")

@@ -1,0 +1,118 @@
+"""Which experts each token goes to: as the router says it, and sorted by expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NOWHERE = -1
+"""Id of an expert that is not here; a slot that holds it contributes nothing."""
+
+ID_DTYPES = (torch.int32, torch.int64)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The T slots of each token.
+
+    Attributes:
+        expert: [M, T] int64, index of an expert here, or NOWHERE.
+        weight: [M, T] float32, 0 where `expert` is NOWHERE.
+    """
+
+    expert: Tensor
+    weight: Tensor
+
+    def unweighted(self) -> Routing:
+        """The same experts, all with weight 1."""
+        return Routing(expert=self.expert, weight=(self.expert != NOWHERE).float())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permutation:
+    """The M * T slots as rows, sorted by expert and, within one, by token.
+
+    All shapes follow from M, T and E alone: rows that belong to no expert here come last.
+
+    Attributes:
+        token: [M * T] int64, the token of each row.
+        offsets: [E + 1] int64; rows offsets[e] to offsets[e + 1] are those of expert e.
+        row: [M, T] int64, the row of each slot.
+    """
+
+    token: Tensor
+    offsets: Tensor
+    row: Tensor
+
+
+def route(
+    topk_ids: Tensor, topk_weights: Tensor, *, experts: int, expert_map: Tensor | None = None
+) -> Routing:
+    """The routing as seen by the `experts` experts here.
+
+    Args:
+        topk_ids: [M, T] int32 or int64, the router's choice; -1 stands for no expert.
+        topk_weights: [M, T] float32 or bfloat16.
+        experts: E, the number of experts here.
+        expert_map: [global experts] int32 or int64: index here of each id, or -1; by default an id
+            is the index.
+
+    Raises:
+        UnsupportedError: an id that is neither -1 nor an expert's, which is named.
+    """
+    count = experts if expert_map is None else expert_map.shape[0]
+    unknown = (topk_ids < NOWHERE) | (topk_ids >= count)
+    if unknown.any():
+        m, t = unknown.nonzero()[0].tolist()
+        raise UnsupportedError(
+            f"topk_ids[{m}, {t}] is {int(topk_ids[m, t])}, but the experts are 0 to {count - 1}, "
+            "and -1 for none"
+        )
+    expert = topk_ids.long()
+    if expert_map is not None:
+        # Id -1 indexes the last entry, which the padding makes NOWHERE.
+        expert = torch.nn.functional.pad(expert_map.long(), (0, 1), value=NOWHERE)[expert]
+    return Routing(expert=expert, weight=topk_weights.float().masked_fill(expert == NOWHERE, 0.0))
+
+
+def permute(routing: Routing, experts: int) -> Permutation:
+    """Sort the slots by expert; the same routing always gives the same order."""
+    M, T = routing.expert.shape
+    key = routing.expert.masked_fill(routing.expert == NOWHERE, experts).flatten()
+    sorted_key, slot = key.sort(stable=True)
+    row = torch.empty_like(slot)
+    row[slot] = torch.arange(M * T, device=slot.device)
+    return Permutation(
+        token=slot // max(T, 1),
+        offsets=torch.searchsorted(sorted_key, torch.arange(experts + 1, device=slot.device)),
+        row=row.reshape(M, T),
+    )
+
+
+def reduce(rows: Tensor, routing: Routing, permutation: Permutation) -> Tensor:
+    """Weight the experts' results and add them up for each token, in float32, slot after slot.
+
+    The order is that of the router's choice, so the sum is the same from run to run and does not
+    depend on how the experts are numbered.
+
+    Args:
+        rows: [M * T, H] float32; rows that belong to no expert here are 0.
+        routing: the weights.
+        permutation: which row each slot has.
+
+    Returns:
+        [M, H] float32.
+    """
+    M, T = routing.weight.shape
+    result = rows.new_zeros(M, rows.shape[1])
+    for t in range(T):
+        result += routing.weight[:, t, None] * rows[permutation.row[:, t]]
+    return result

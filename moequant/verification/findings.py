@@ -1,0 +1,94 @@
+"""Collect what is found, in memory that does not grow with the checkpoint."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from moequant.verification.report import FormatSummary, Problem, WeightError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from moequant.verification.report import Check
+
+KEPT_PROBLEMS = 50
+"""Problems of one check that a report spells out."""
+KEPT_WEIGHTS = 20
+"""Weights that a report names."""
+
+
+class Findings:
+    """Problems, in the order they were found."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._counts: Counter[Check] = Counter()
+
+    @property
+    def count(self) -> int:
+        """All that were found."""
+        return self._counts.total()
+
+    def add(self, check: Check, name: str, message: str) -> None:
+        """Note that `name` is not as it must be."""
+        self.extend([Problem(check=check, name=name, message=message)])
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        """Note several."""
+        for problem in problems:
+            self._counts[problem.check] += 1
+            if self._counts[problem.check] <= KEPT_PROBLEMS:
+                self.problems.append(problem)
+
+
+class WeightErrors:
+    """Errors of weights: sums by format, and the worst ones."""
+
+    def __init__(self) -> None:
+        self._worst: list[tuple[float, str, WeightError]] = []
+        self._by_format: dict[str, _Sum] = {}
+
+    def add(self, error: WeightError) -> None:
+        """Take one weight in."""
+        entry = (_rank(error), error.name, error)
+        heapq.heappush(self._worst, entry)
+        if len(self._worst) > KEPT_WEIGHTS:
+            heapq.heappop(self._worst)
+        self._by_format.setdefault(error.format, _Sum(error)).add(error)
+
+    def worst(self) -> tuple[WeightError, ...]:
+        """The worst, worst first."""
+        return tuple(error for _, _, error in sorted(self._worst, reverse=True))
+
+    def summaries(self) -> tuple[FormatSummary, ...]:
+        """One for each format."""
+        return tuple(total.summary() for total in self._by_format.values())
+
+
+class _Sum:
+    """Squared norms of all weights of a format."""
+
+    def __init__(self, first: WeightError) -> None:
+        self._worst = first
+        self._count = 0
+        self._squares: dict[str, float] = {}
+
+    def add(self, error: WeightError) -> None:
+        self._count += 1
+        self._worst = max(self._worst, error, key=_rank)
+        for kind in ("signal", "noise", "effective_noise", "reference_noise"):
+            if (norm := getattr(error, kind)) is not None:
+                self._squares[kind] = self._squares.get(kind, 0.0) + norm**2
+
+    def summary(self) -> FormatSummary:
+        norms = {kind: math.sqrt(square) for kind, square in self._squares.items()}
+        total = WeightError(name="", format=self._worst.format, **norms)
+        return FormatSummary(total=total, weights=self._count, worst=self._worst.name)
+
+
+def _rank(error: WeightError) -> float:
+    """NaN has no order; a weight that holds it is worse than any other."""
+    return math.inf if math.isnan(error.relative_error) else error.relative_error

@@ -1,0 +1,80 @@
+"""Whether bytes are the same, and where the first that are not stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moequant.checkpoint.headers import DTYPE_BITS, DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteDifference:
+    """How a stored tensor differs from the one wanted.
+
+    Attributes:
+        element: the first that differs, for people.
+        count: how many elements differ.
+        total: how many there are.
+    """
+
+    element: str
+    count: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.element}; {self.count} of {self.total} elements differ"
+
+
+def find_difference(
+    pairs: Iterable[tuple[memoryview, memoryview]], dtype: str, shape: Sequence[int]
+) -> ByteDifference | None:
+    """Compare a tensor piece by piece.
+
+    Args:
+        pairs: pieces found and wanted, one after the other, each of whole elements.
+        dtype: safetensors name.
+        shape: extents.
+    """
+    # Elements of less than a byte are compared by the byte.
+    size = max(DTYPE_BITS[dtype] // 8, 1)
+    first, count, position = "", 0, 0
+    for found, wanted in pairs:
+        # Copies are made because comparing bytes is one memcmp and comparing views is a loop.
+        if bytes(found) != bytes(wanted):
+            found_bytes, wanted_bytes = _elements(found, size), _elements(wanted, size)
+            differing = (found_bytes != wanted_bytes).any(1).nonzero().flatten()
+            count += len(differing)
+            if not first:
+                i = int(differing[0])
+                place = _place(position + i, dtype, shape)
+                values = _show(found_bytes[i], dtype), _show(wanted_bytes[i], dtype)
+                first = f"{place} is {values[0]}, but {values[1]} is wanted"
+        position += found.nbytes // size
+    return ByteDifference(element=first, count=count, total=position) if count else None
+
+
+def _elements(view: memoryview, size: int) -> Tensor:
+    """Bytes as uint8 [elements, size]."""
+    return torch.frombuffer(bytearray(view), dtype=torch.uint8).reshape(-1, size)
+
+
+def _place(index: int, dtype: str, shape: Sequence[int]) -> str:
+    if DTYPE_BITS[dtype] < 8:
+        return f"byte {index}"
+    return f"element {[int(i) for i in torch.unravel_index(torch.tensor(index), tuple(shape))]}"
+
+
+def _show(element: Tensor, dtype: str) -> str:
+    """The value, if torch knows the dtype, and its bits."""
+    bits = f"0x{bytes(element.tolist())[::-1].hex()}"
+    if dtype not in DTYPES or dtype.startswith("U"):
+        return bits
+    value = element.view(DTYPES[dtype]).item()
+    return f"{value:.6g} ({bits})" if isinstance(value, float) else f"{value} ({bits})"

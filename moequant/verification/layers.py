@@ -1,0 +1,181 @@
+"""Does a layer compute what its weights say, and how far is that from the source's layer.
+
+Two questions, never one tolerance. The runtime must agree with an independent evaluation of the
+same quantized weights to accumulation error; how far both are from the source is reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from moequant.errors import MoequantError
+from moequant.formats import stack
+from moequant.models import PROJECTIONS, ROUTED_EXPERTS
+from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.verification.decode import decode
+from moequant.verification.reference import evaluate_layer
+from moequant.verification.report import LayerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from moequant.checkpoint.converted import ConvertedCheckpoint
+    from moequant.checkpoint.source import Checkpoint
+    from moequant.conversion.assign import Unit
+    from moequant.models import MoeConfig, TensorRole
+    from moequant.progress import Progress
+    from moequant.verification.findings import Findings
+
+    Layers = Literal["all", "first"] | int
+
+DEFAULT_LAYERS = 3
+TOKENS = 16
+MOST_EXPERTS = 8
+_SEED = 20251120
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """What goes through a layer.
+
+    Attributes:
+        experts: ids of those that take part, ascending.
+        hidden: [M, H] float32, N(0, 1).
+        topk_ids: [M, T] int64, ids out of `experts`.
+        topk_weights: [M, T] float32, positive, of sum 1.
+    """
+
+    experts: list[int]
+    hidden: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+def converted_layers(units: Iterable[Unit], roles: Mapping[str, TensorRole]) -> dict[int, str]:
+    """Format by layer whose routed experts are converted, in order."""
+    formats: dict[int, str] = {}
+    for unit in units:
+        role = roles[unit.name]
+        if role.role == ROUTED_EXPERTS and role.layer is not None:
+            formats.setdefault(role.layer, unit.format)
+    return formats
+
+
+def choose_layers(layers: Sequence[int], wanted: Layers) -> list[int]:
+    """All, the first, or a number of them spread evenly: three are first, middle and last."""
+    if wanted == "all":
+        return list(layers)
+    count = min(1 if wanted == "first" else wanted, len(layers))
+    last = len(layers) - 1
+    return [layers[i * last // max(count - 1, 1)] for i in range(count)]
+
+
+def check_layers(
+    source: Checkpoint,
+    converted: ConvertedCheckpoint,
+    formats: Mapping[int, str],
+    *,
+    progress: Progress,
+    findings: Findings,
+) -> list[LayerError]:
+    """Run some experts of every layer in `formats`.
+
+    Raises:
+        CheckpointError: the source cannot be read.
+    """
+    moe = converted.moe
+    batch = _make_batch(moe)
+    expert_bytes = 3 * moe.hidden * moe.intermediate * len(batch.experts)
+    progress.start("layers", expert_bytes * len(formats))
+    errors = []
+    for layer, format in formats.items():
+        try:
+            weights = _read(converted, layer, batch.experts)
+            experts = FusedExperts(weights, expert_map=_expert_map(moe, batch.experts))
+        except MoequantError as error:
+            findings.add("layers", f"layer {layer}", str(error))
+            continue
+        errors.append(error := _check(source, converted, layer, batch, experts))
+        if not error.runtime_error <= 1:
+            findings.add(
+                "layers",
+                f"layer {layer}",
+                f"the runtime is {error.runtime_error:.3g} times as far from the reference "
+                f"evaluation of its {format} weights as accumulation in float32 explains",
+            )
+        progress.advance(expert_bytes, f"layer {layer}")
+    progress.finish()
+    return errors
+
+
+def _make_batch(moe: MoeConfig) -> _Batch:
+    generator = torch.Generator().manual_seed(_SEED)
+    count = min(MOST_EXPERTS, moe.experts)
+    experts = torch.randperm(moe.experts, generator=generator)[:count].sort().values
+    score = torch.rand(TOKENS, count, generator=generator)
+    # Every expert is the first choice of some token.
+    score[torch.arange(TOKENS), torch.arange(TOKENS) % count] += 1
+    weight, slot = score.topk(min(moe.top_k, count))
+    return _Batch(
+        experts=experts.tolist(),
+        hidden=torch.randn(TOKENS, moe.hidden, generator=generator),
+        topk_ids=experts[slot],
+        topk_weights=weight / weight.sum(1, keepdim=True),
+    )
+
+
+def _expert_map(moe: MoeConfig, experts: Sequence[int]) -> Tensor:
+    expert_map = torch.full((moe.experts,), -1, dtype=torch.int64)
+    expert_map[torch.tensor(experts)] = torch.arange(len(experts))
+    return expert_map
+
+
+def _read(converted: ConvertedCheckpoint, layer: int, experts: Sequence[int]) -> ExpertWeights:
+    gate, up, down = (
+        stack([converted.read_expert(layer, expert, projection) for expert in experts])
+        for projection in PROJECTIONS
+    )
+    return ExpertWeights(gate=gate, up=up, down=down)
+
+
+def _check(
+    source: Checkpoint,
+    converted: ConvertedCheckpoint,
+    layer: int,
+    batch: _Batch,
+    experts: FusedExperts,
+) -> LayerError:
+    inputs = batch.hidden, batch.topk_ids, batch.topk_weights
+    local = {expert: i for i, expert in enumerate(batch.experts)}
+    projections = experts.weights.projections()
+
+    def quantized(projection: str) -> Callable[[int], Tensor]:
+        return lambda expert: decode(projections[projection][local[expert]])
+
+    def original(projection: str) -> Callable[[int], Tensor]:
+        tensor = converted.architecture.expert_tensor
+        return lambda expert: source.read(tensor(layer, expert, projection)).double()
+
+    reference, bound = evaluate_layer(*inputs, **{p: quantized(p) for p in PROJECTIONS})
+    wanted, _ = evaluate_layer(*inputs, **{p: original(p) for p in PROJECTIONS})
+    plain = experts(*inputs, activations="none").double()
+    with_activations = experts(*inputs, activations="format").double()
+    return LayerError(
+        layer=layer,
+        format=experts.weights.format,
+        experts=len(batch.experts),
+        tokens=TOKENS,
+        runtime_error=((plain - reference).abs() / bound).max().item(),
+        layer_error=_relative(plain, wanted),
+        quantized_activations_error=_relative(with_activations, wanted),
+    )
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    norm = torch.linalg.vector_norm
+    return (norm(found - wanted) / norm(wanted)).item()

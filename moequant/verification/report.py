@@ -1,0 +1,196 @@
+"""What verification found, as data: for people, for scripts, for the model card."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Check = Literal["files", "index", "config", "record", "sidecars", "tensors", "weights", "layers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something in a converted checkpoint that is not as it must be.
+
+    Attributes:
+        check: the check that found it.
+        name: the tensor, the file, or the field of one.
+        message: what was found and what is wanted.
+    """
+
+    check: Check
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightError:
+    """How far one converted weight, or all of a format together, lies from its source.
+
+    Attributes:
+        name: the source tensor; empty for all of a format.
+        format: what it was converted into.
+        signal: ||w||, the Frobenius norm of the source.
+        noise: ||w - dequantize(q)||.
+        effective_noise: the same for vLLM's reading of w4a8 (`effective_weight`), else None.
+        reference_noise: the same for our quantizer with default options, where another tool wrote
+            the checkpoint; None where bytes were compared instead.
+    """
+
+    name: str
+    format: str
+    signal: float
+    noise: float
+    effective_noise: float | None = None
+    reference_noise: float | None = None
+
+    @property
+    def relative_error(self) -> float:
+        """Noise over signal; 0 without noise, infinite without signal."""
+        return _ratio(self.noise, self.signal)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal over noise in dB; infinite without noise."""
+        return -_decibel(self.relative_error)
+
+    @property
+    def lost_db(self) -> float | None:
+        """SQNR below what our quantizer reaches; None where that is not known."""
+        if self.reference_noise is None:
+            return None
+        return _decibel(_ratio(self.noise, self.reference_noise)) if self.noise else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys; None for what is unknown or not finite."""
+        effective = self.effective_noise
+        return {
+            "name": self.name,
+            "format": self.format,
+            "relative_error": _finite(self.relative_error),
+            "sqnr_db": _finite(self.sqnr_db),
+            "effective_relative_error": (
+                None if effective is None else _finite(_ratio(effective, self.signal))
+            ),
+            "lost_db": _finite(self.lost_db),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSummary:
+    """All weights of one format.
+
+    Attributes:
+        total: their error taken together.
+        weights: how many they are.
+        worst: name of the one with the largest relative error.
+    """
+
+    total: WeightError
+    weights: int
+    worst: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys."""
+        total = self.total.to_json()
+        del total["name"]
+        return {**total, "weights": self.weights, "worst": self.worst}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerError:
+    """One expert layer, run.
+
+    Attributes:
+        layer: its index.
+        format: of its experts.
+        experts: how many of them took part.
+        tokens: how many were sent through.
+        runtime_error: largest |y - reference| over its bound; above 1 the runtime is wrong.
+        layer_error: ||y - source|| / ||source|| with activations as they are.
+        quantized_activations_error: the same with activations as the format's GEMM takes them.
+    """
+
+    layer: int
+    format: str
+    experts: int
+    tokens: int
+    runtime_error: float
+    layer_error: float
+    quantized_activations_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys; None for what is not finite."""
+        return {k: _finite(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of `verify`.
+
+    Attributes:
+        converted: the checkpoint that was verified.
+        source: what it was verified against.
+        dialect: its dialect; None where nobody can tell.
+        method: "bytes" where moequant's own record allowed to convert again and compare, "bounds"
+            where another tool wrote it; None where it never came to that.
+        problems: what is wrong, the first ones of each check.
+        problem_count: how many there are, those left out included.
+        counts: what was looked at.
+        formats: errors by format.
+        worst_weights: the weights of largest relative error, worst first.
+        layers: the layers that were run.
+    """
+
+    converted: str
+    source: str
+    dialect: str | None
+    method: Literal["bytes", "bounds"] | None
+    problems: tuple[Problem, ...]
+    problem_count: int
+    counts: Mapping[str, int]
+    formats: tuple[FormatSummary, ...]
+    worst_weights: tuple[WeightError, ...]
+    layers: tuple[LayerError, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.problem_count == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys, fit for a JSON document."""
+        return {
+            "ok": self.ok,
+            "converted": self.converted,
+            "source": self.source,
+            "dialect": self.dialect,
+            "method": self.method,
+            "problem_count": self.problem_count,
+            "problems": [asdict(problem) for problem in self.problems],
+            "counts": dict(self.counts),
+            "formats": [summary.to_json() for summary in self.formats],
+            "worst_weights": [weight.to_json() for weight in self.worst_weights],
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0:
+        return 0.0
+    return part / whole if whole else math.inf
+
+
+def _decibel(ratio: float) -> float:
+    return 20 * math.log10(ratio) if ratio else -math.inf
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

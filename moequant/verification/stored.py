@@ -1,0 +1,159 @@
+"""The files of a converted checkpoint, as far as they can be read.
+
+`Checkpoint.open` stops at the first fault, as a loader must. Verification goes on and lists all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from moequant.checkpoint.headers import parse_object, read_header
+from moequant.checkpoint.reader import FixedFile
+from moequant.checkpoint.source import CONFIG_FILE, INDEX_FILE, Checkpoint, natural_key
+from moequant.conversion.commit import RECORD_FILE
+from moequant.conversion.journal import WORK_FOLDER, Journal
+from moequant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from moequant.checkpoint.headers import TensorInfo
+    from moequant.verification.findings import Findings
+    from moequant.verification.report import Check
+
+    Headers = Mapping[str, Mapping[str, TensorInfo]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCheckpoint:
+    """What of a converted checkpoint can be read.
+
+    Attributes:
+        checkpoint: config.json, empty if unreadable, and the tensors of the readable files.
+        record: moequant.json, None where it is unreadable or not there.
+        has_record: whether it is there.
+        lost: tensors the index puts into files that cannot be read.
+    """
+
+    checkpoint: Checkpoint
+    record: Mapping[str, Any] | None
+    has_record: bool
+    lost: frozenset[str]
+
+
+def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
+    """Read config, record, index and headers; what is wrong with them goes to `findings`."""
+    has_record = (path / RECORD_FILE).exists()
+    if Journal(path).exists and not (path / CONFIG_FILE).exists():
+        findings.add("files", WORK_FOLDER, "an unfinished conversion; repeat its command")
+    config = _read_json(path, CONFIG_FILE, "config", findings)
+    record = _read_json(path, RECORD_FILE, "record", findings) if has_record else None
+    present = {entry.name for entry in path.glob("*.safetensors") if entry.name[0] != "."}
+    index = None
+    if has_record or len(present) != 1 or (path / INDEX_FILE).exists():
+        index = _read_json(path, INDEX_FILE, "index", findings)
+    weight_map = _weight_map(index or {}, findings)
+    named = Counter(weight_map.values()) if weight_map else Counter(present)
+    _compare_files(named, present, findings)
+    files: dict[str, FixedFile] = {}
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    for file in sorted(named.keys() & present, key=natural_key):
+        try:
+            files[file] = FixedFile.at(path / file)
+            headers[file] = read_header(path / file, file)
+        except CheckpointError as error:
+            findings.add("files", file, str(error).removeprefix(f"{path / file}: "))
+        else:
+            _compare_with_safetensors(path / file, headers[file], findings)
+    tensors = _tensors(headers, weight_map)
+    lost = {name for name, file in weight_map.items() if file not in headers} - tensors.keys()
+    if weight_map:
+        _check_weight_map(weight_map, headers, findings)
+    if index and not lost:
+        _check_total_size(index, tensors, findings)
+    return StoredCheckpoint(
+        checkpoint=Checkpoint(path=path, config=config or {}, tensors=tensors, _files=files),
+        record=record,
+        has_record=has_record,
+        lost=frozenset(lost),
+    )
+
+
+def _read_json(path: Path, file: str, check: Check, findings: Findings) -> dict[str, Any] | None:
+    try:
+        source = FixedFile.at(path / file)
+        return parse_object(source.read(0, source.size_bytes), path / file)
+    except CheckpointError as error:
+        findings.add(check, file, str(error).removeprefix(f"{path / file}: "))
+        return None
+
+
+def _weight_map(index: Mapping[str, Any], findings: Findings) -> dict[str, str]:
+    weight_map = index.get("weight_map", {})
+    if isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values()):
+        return weight_map
+    findings.add("index", INDEX_FILE, "weight_map is not an object of files by tensor")
+    return {}
+
+
+def _compare_files(named: Counter[str], present: set[str], findings: Findings) -> None:
+    for file in sorted(present - named.keys(), key=natural_key):
+        findings.add(
+            "files", file, "no index entry leads here, yet some loaders read it; remove it"
+        )
+    for file in sorted(named.keys() - present, key=natural_key):
+        findings.add("files", file, f"missing, and the index puts {named[file]} tensors into it")
+
+
+def _compare_with_safetensors(
+    path: Path, header: Mapping[str, TensorInfo], findings: Findings
+) -> None:
+    """Let the library most loaders use read the header too."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            seen = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    except SafetensorError as error:
+        findings.add("files", path.name, f"safetensors refuses it: {error}")
+        return
+    ours = {name: (info.dtype, info.shape) for name, info in header.items()}
+    for name in sorted(ours.items() ^ seen.items(), key=str):
+        findings.add("files", path.name, f"safetensors reads another header than we do: {name}")
+
+
+def _tensors(headers: Headers, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """Every tensor in natural order; of two by one name the one the index means."""
+    tensors: dict[str, TensorInfo] = {}
+    for file, header in headers.items():
+        for name, info in header.items():
+            if name not in tensors or weight_map.get(name) == file:
+                tensors[name] = info
+    return {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+
+
+def _check_weight_map(weight_map: Mapping[str, str], headers: Headers, findings: Findings) -> None:
+    elsewhere: set[str] = set()
+    for file, header in headers.items():
+        for name in header:
+            if weight_map.get(name) != file:
+                elsewhere.add(name)
+                says = f"the index says {weight_map[name]}" if name in weight_map else "not indexed"
+                findings.add("index", name, f"lies in {file}, but {says}")
+    for name, file in weight_map.items():
+        if file in headers and name not in headers[file] and name not in elsewhere:
+            findings.add("index", name, f"not in {file}, where the index puts it")
+
+
+def _check_total_size(
+    index: Mapping[str, Any], tensors: Mapping[str, TensorInfo], findings: Findings
+) -> None:
+    metadata = index.get("metadata")
+    found = metadata.get("total_size") if isinstance(metadata, dict) else None
+    wanted = sum(info.size_bytes for info in tensors.values())
+    if found != wanted:
+        findings.add("index", INDEX_FILE, f"total_size is {found!r}, the tensors take {wanted}")

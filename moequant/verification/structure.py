@@ -1,0 +1,115 @@
+"""Names, shapes, dtypes, config and files that come along, against what is expected."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moequant.checkpoint.writer import sha256_of
+from moequant.conversion.commit import RECORD_FILE
+from moequant.errors import MoequantError
+from moequant.verification.differences import differences
+from moequant.verification.expectation import LINEAR_ROLES, is_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moequant.checkpoint.source import Checkpoint
+    from moequant.models import TensorRole
+    from moequant.verification.expectation import Expectation
+    from moequant.verification.findings import Findings
+    from moequant.verification.stored import StoredCheckpoint
+
+CONFIG = "config.json"
+
+
+def check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Findings) -> None:
+    """Every tensor that must be there is there as it must be, and no other is."""
+    tensors = stored.checkpoint.tensors
+    for name, wanted in expected.tensors.items():
+        if name in tensors:
+            found = tensors[name].dtype, tensors[name].shape
+            if found != wanted:
+                findings.add("tensors", name, f"{_show(*found)}, but {_show(*wanted)} is wanted")
+        # Of a lost one, the file it is in was named already.
+        elif name not in stored.lost:
+            findings.add("tensors", name, f"missing, but {_show(*wanted)} is wanted")
+    for name in tensors.keys() - expected.tensors.keys() - expected.possible:
+        findings.add("tensors", name, "neither a tensor of the source nor of a converted weight")
+
+
+def check_config(
+    source: Checkpoint,
+    stored: Checkpoint,
+    expected: Expectation,
+    roles: Mapping[str, TensorRole],
+    findings: Findings,
+) -> None:
+    """config.json is the source's but for its `quantization_config`, and tells all formats."""
+    for place, message in differences(stored.config, expected.config, CONFIG):
+        findings.add("config", place, message)
+    if expected.method == "bytes":
+        _check_readable(source, stored, expected, roles, findings)
+
+
+def _check_readable(
+    source: Checkpoint,
+    stored: Checkpoint,
+    expected: Expectation,
+    roles: Mapping[str, TensorRole],
+    findings: Findings,
+) -> None:
+    """Who reads config.json finds the format that each weight really has."""
+    formats = expected.formats()
+    try:
+        format_of = expected.dialect.reader(stored.config.get("quantization_config", {}))
+        for name, info in source.tensors.items():
+            if not is_matrix(info) or roles[name].role not in LINEAR_ROLES:
+                continue
+            module = name.removesuffix(".weight")
+            found, wanted = format_of(module), formats.get(module)
+            if found != wanted:
+                findings.add(
+                    "config",
+                    name,
+                    f"{CONFIG} says {found or 'not converted'}, but it is {wanted or 'kept'}",
+                )
+    except MoequantError as error:
+        findings.add("config", CONFIG, str(error))
+
+
+def check_shards(path: Path, record: Mapping[str, Any], findings: Findings) -> None:
+    """Sizes and digests of the shards are those moequant.json records."""
+    shards = record.get("shards")
+    if not isinstance(shards, dict):
+        findings.add("record", RECORD_FILE, "shards is not an object of digests by file")
+        return
+    present = {file.name for file in path.glob("*.safetensors")}
+    for file, wanted in shards.items():
+        if file in present:
+            found = {"bytes": (path / file).stat().st_size, "sha256": sha256_of(path / file)}
+            for place, message in differences(found, wanted, file):
+                findings.add("record", place, f"{message}, by {RECORD_FILE}")
+        else:
+            findings.add("record", file, f"missing, but {RECORD_FILE} records it")
+    for file in sorted(present - shards.keys()):
+        findings.add("record", file, f"not recorded in {RECORD_FILE}")
+
+
+def check_sidecars(
+    source: Checkpoint, path: Path, findings: Findings, *, by_moequant: bool
+) -> None:
+    """Tokenizer and other files came along bit for bit."""
+    for file in source.sidecars():
+        # A model card speaks of one checkpoint; other tools write their own.
+        if not by_moequant and file == Path("README.md"):
+            continue
+        if not (path / file).is_file():
+            findings.add("sidecars", str(file), "missing; the source has it")
+        elif not filecmp.cmp(source.path / file, path / file, shallow=False):
+            findings.add("sidecars", str(file), "not the source's bytes")
+
+
+def _show(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from safetensors import safe_open
+
+from moequant.cli.output import Output
+from moequant.formats import REGISTRY
+from moequant.progress import SilentProgress
+
+
+def read_files(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+def test_format_converts_the_routed_experts_and_says_what_it_wrote(run, source, tmp_path, format):
+    result = run("convert", source, tmp_path / "out", "--format", format, "--json")
+    assert result.exit_code == 0
+    assert result.document["state"] == "converted"
+    converted = [g for g in result.document["groups"] if g["format"]]
+    # 2 layers of 4 experts with gate, up and down of [256, 256] in BF16.
+    assert converted == [
+        {
+            "role": "routed_experts",
+            "format": format,
+            "tensors": 24,
+            "source_bytes": 24 * 256 * 256 * 2,
+            "output_bytes": converted[0]["output_bytes"],
+        }
+    ]
+    written = sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert result.document["output_bytes"] == written
+    assert result.document["next"].startswith("moequant verify ")
+
+
+def test_dry_run_plans_the_bytes_that_are_then_written_and_writes_nothing(run, source, tmp_path):
+    arguments = ["convert", source, tmp_path / "out", "--format", "mxfp4", "--json"]
+    plan = run(*arguments, "--dry-run")
+    assert plan.exit_code == 0
+    assert not (tmp_path / "out").exists()
+    done = run(*arguments)
+    assert plan.document["state"] == "planned"
+    for key in ("groups", "source_bytes", "output_bytes", "shards", "peak_bytes", "dialect"):
+        assert plan.document[key] == done.document[key], key
+    # Headers lie between the tensors counted by group and the bytes of the files.
+    tensors = sum(group["output_bytes"] for group in plan.document["groups"])
+    headers = sum(_header_bytes(p) for p in (tmp_path / "out").glob("*.safetensors"))
+    assert plan.document["output_bytes"] == tensors + headers
+
+
+def _header_bytes(path):
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_dry_run_with_refusals_prints_them_and_exits_4(run, make_checkpoint, tmp_path):
+    ragged = make_checkpoint(intermediate=64)
+    result = run("convert", ragged, tmp_path / "out", "--format", "w4a8", "--dry-run", "--json")
+    assert result.exit_code == 4
+    assert "down_proj" in " ".join(result.document["refusals"])
+    assert result.document["error"]["type"] == "UnsupportedError"
+    assert not (tmp_path / "out").exists()
+
+
+def test_warnings_go_to_stderr_and_into_the_document(run, source, tmp_path):
+    result = run("convert", source, tmp_path / "out", "--format", "nvfp4", "--json", "--quiet")
+    assert result.document["warnings"]
+    for warning in result.document["warnings"]:
+        assert f"Warning: {warning}" in result.stderr
+
+
+def test_finished_output_is_left_as_it_is(run, source, tmp_path):
+    arguments = ["convert", source, tmp_path / "out", "--format", "nvfp4", "--json"]
+    assert run(*arguments).exit_code == 0
+    before = read_files(tmp_path / "out")
+    again = run(*arguments)
+    assert again.exit_code == 0
+    assert again.document["state"] == "already converted"
+    assert read_files(tmp_path / "out") == before
+
+
+def test_other_content_of_the_output_is_replaced_with_overwrite_only(run, source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    arguments = ["convert", source, tmp_path / "out", "--format", "fp8_block", "--json"]
+    refused = run(*arguments)
+    assert refused.exit_code == 1
+    assert refused.document["error"]["exit_code"] == 1
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert run(*arguments, "--overwrite").exit_code == 0
+
+
+def test_recipe_dialect_workers_and_shard_size_reach_the_library(run, source, tmp_path):
+    result = run(
+        *("convert", source, tmp_path / "out", "--recipe", "fp8-block-linear", "--json"),
+        *("--dialect", "compressed-tensors", "--workers", 1, "--max-shard-size", "1MB"),
+    )
+    assert result.exit_code == 0
+    assert result.document["dialect"] == "compressed-tensors"
+    assert result.document["workers"] == 1
+    assert result.document["shards"] > 1
+    assert {"routed_experts", "attention"} == {
+        g["role"] for g in result.document["groups"] if g["format"]
+    }
+
+
+def test_revision_of_a_directory_is_refused(run, source, tmp_path):
+    result = run("convert", source, tmp_path, "--format", "w4a8", "--revision", "main", "--json")
+    assert result.exit_code == 3
+
+
+def test_quiet_prints_nothing_on_stdout(run, source, tmp_path):
+    result = run("convert", source, tmp_path / "out", "--format", "fp8_block", "--quiet")
+    assert (result.exit_code, result.stdout) == (0, "")
+
+
+class InterruptingProgress(SilentProgress):
+    """Presses Ctrl-C once some work is done."""
+
+    def __init__(self, number):
+        self.number = number
+        self.calls = 0
+
+    def advance(self, done_bytes, current):
+        self.calls += 1
+        if self.calls == 10:
+            signal.raise_signal(self.number)
+
+
+@pytest.fixture
+def default_signals():
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_exits_130_and_the_command_it_names_continues(
+    run, source, tmp_path, monkeypatch, number
+):
+    from contextlib import nullcontext
+
+    arguments = ["convert", source, tmp_path / "out", "--format", "nvfp4", "--json"]
+    arguments += ["--max-shard-size", "500KB", "--workers", "1"]
+    with monkeypatch.context() as patch:
+        interrupting = nullcontext(InterruptingProgress(number))
+        patch.setattr(Output, "progress", lambda self: interrupting)
+        stopped = run(*arguments)
+    assert stopped.exit_code == 130
+    assert stopped.document["error"]["type"] == "Interrupted"
+    assert " ".join(map(str, ["moequant", *arguments])) in stopped.document["error"]["message"]
+    assert not (tmp_path / "out" / "config.json").exists()
+
+    finished = run(*arguments)
+    assert finished.exit_code == 0
+    assert finished.document["resumed_shards"] > 0
+    assert run(*[tmp_path / "fresh" if a == tmp_path / "out" else a for a in arguments]).exit_code == 0
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "fresh")

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moequant import conversion, errors
+from moequant.cli import cli
+
+COMMANDS = ["convert", "SOURCE", "OUTPUT", "--format", "nvfp4"]
+
+
+@pytest.fixture
+def convert_raises(monkeypatch):
+    def convert_raises(error):
+        def convert(*args, **settings):
+            raise error
+
+        monkeypatch.setattr(conversion, "convert", convert)
+
+    return convert_raises
+
+
+def subclasses(error):
+    return [error, *(s for sub in error.__subclasses__() for s in subclasses(sub))]
+
+
+@pytest.mark.parametrize("error", subclasses(errors.MoequantError))
+def test_foreseen_error_is_a_message_and_its_exit_code(run, convert_raises, error):
+    convert_raises(error("what and why"))
+    result = run(*COMMANDS)
+    assert (result.exit_code, result.stdout) == (error.exit_code, "")
+    assert result.stderr == "Error: what and why\n"
+
+
+def test_exit_codes_are_the_documented_ones():
+    assert {e.__name__: e.exit_code for e in subclasses(errors.MoequantError)} == {
+        "MoequantError": 1,
+        "CheckpointError": 3,
+        "NonFiniteError": 3,
+        "UnsupportedError": 4,
+        "NumericsError": 5,
+        "RecipeError": 6,
+    }
+
+
+def test_json_error_says_type_message_and_exit_code(run, convert_raises):
+    convert_raises(errors.NumericsError("too far"))
+    result = run(*COMMANDS, "--json")
+    assert result.document == {
+        "error": {"type": "NumericsError", "message": "too far", "exit_code": 5}
+    }
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
+def test_error_of_the_system_names_the_file_without_a_traceback(run, convert_raises, number):
+    convert_raises(OSError(number, os.strerror(number), "/some/file"))
+    result = run(*COMMANDS)
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: /some/file: {os.strerror(number)}\n"
+
+
+def test_bug_shows_its_traceback_and_still_one_document(run, convert_raises):
+    convert_raises(ZeroDivisionError("of the author's making"))
+    result = run(*COMMANDS, "--json")
+    assert result.exit_code == 1
+    assert result.document["error"]["type"] == "ZeroDivisionError"
+    assert "Traceback" in result.stderr
+    assert "of the author's making" in result.stderr
+
+
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
+def test_debug_variable_shows_tracebacks(run, convert_raises, monkeypatch, value, shown):
+    monkeypatch.setenv("MOEQUANT_DEBUG", value)
+    convert_raises(errors.CheckpointError("damaged"))
+    result = run(*COMMANDS)
+    assert result.exit_code == 3
+    assert ("Traceback" in result.stderr) == shown
+
+
+def test_interrupt_outside_a_conversion_exits_130(run, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "shipped_recipes", interrupted)
+    result = run("recipes", "--json")
+    assert result.exit_code == 130
+    assert result.document["error"]["type"] == "Interrupted"
+
+
+def test_embedding_program_gets_the_exception_itself(convert_raises):
+    convert_raises(errors.UnsupportedError("no"))
+    with pytest.raises(errors.UnsupportedError):
+        cli.main(COMMANDS, standalone_mode=False)
+
+
+@pytest.mark.parametrize("arguments", [["--tensors"], ["--tensors", "--json"]])
+def test_reader_that_closes_the_pipe_ends_the_command_quietly(converted, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "moequant", "inspect", converted, *arguments],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from moequant.dialects import REGISTRY as DIALECTS
+from moequant.dialects import default_dialect
+from moequant.formats import REGISTRY as FORMATS
+from moequant.runtime.backends import REGISTRY as BACKENDS
+
+
+@pytest.fixture
+def document(run):
+    return run("formats", "--json").document
+
+
+def test_every_format_is_listed_with_its_options_and_dialect(document):
+    assert [f["name"] for f in document["formats"]] == list(FORMATS)
+    for row in document["formats"]:
+        format = FORMATS[row["name"]]
+        assert row["default_dialect"] == default_dialect(format.name)
+        assert {k: o["default"] for k, o in row["options"].items()} == format.resolve_options()
+
+
+def test_bits_a_weight_count_codes_and_scales(document):
+    # 8 + 32 / 128**2, rounded; 4 + 8 / 16; 4 + 8 / 32; 4 + 16 / 128.
+    bits = {f["name"]: f["bits_per_weight"] for f in document["formats"]}
+    assert bits == {"fp8_block": 8.002, "nvfp4": 4.5, "mxfp4": 4.25, "w4a8": 4.125}
+
+
+def test_every_dialect_is_listed_with_what_it_carries(document):
+    assert {d["name"]: d["formats"] for d in document["dialects"]} == {
+        name: list(dialect.suffixes) for name, dialect in DIALECTS.items()
+    }
+
+
+def test_every_backend_runs_every_format_here_or_says_why_not(document):
+    rows = document["backends"]
+    assert {(r["backend"], r["format"]) for r in rows} == {(b, f) for b in BACKENDS for f in FORMATS}
+    assert all(row["runs"] == (row["reason"] is None) for row in rows)
+    by_default = {r["format"] for r in rows if r["device"] == "cpu" and r["by_default"]}
+    assert by_default == set(FORMATS)
+
+
+def test_people_see_every_name(run):
+    shown = run("formats").stdout
+    assert all(name in shown for name in [*FORMATS, *DIALECTS, *BACKENDS])

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from moequant import convert
+from moequant.formats import REGISTRY
+
+
+def group(document, role, format=None):
+    (found,) = [g for g in document["groups"] if (g["role"], g["format"]) == (role, format)]
+    return found
+
+
+def test_source_is_described_by_config_and_headers(run, source):
+    document = run("inspect", source, "--json").document
+    expected = {
+        "architecture": "qwen3_moe",
+        "layers": 2,
+        "expert_layers": [0, 1],
+        "experts": 4,
+        "top_k": 2,
+        "hidden": 256,
+        "intermediate": 256,
+        "dialect": None,
+        "formats": [],
+    }
+    assert {key: document[key] for key in expected} == expected
+    assert group(document, "routed_experts") == {
+        "role": "routed_experts",
+        "format": None,
+        "tensors": 24,
+        "dtypes": ["BF16"],
+        "bytes": 24 * 256 * 256 * 2,
+    }
+    assert group(document, "router")["tensors"] == 2
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("format", REGISTRY)
+def test_converted_checkpoint_shows_formats_and_every_tensor(
+    run, make_checkpoint, tmp_path, model_type, format
+):
+    source = make_checkpoint(model_type=model_type)
+    convert(source, tmp_path, format=format)
+    before = run("inspect", source, "--json").document
+    document = run("inspect", tmp_path, "--json", "--tensors").document
+    assert document["formats"] == [format]
+    assert document["expert_layers"] == before["expert_layers"]
+    # What was kept is the same; the experts went from one group into another.
+    kept = [g for g in before["groups"] if g["role"] != "routed_experts"]
+    assert [g for g in document["groups"] if g["format"] is None] == kept
+    assert group(document, "routed_experts", format)["bytes"] == sum(
+        tensor["bytes"] for tensor in document["tensor_list"] if tensor["format"]
+    )
+
+
+def test_tensor_list_is_what_the_files_hold(run, converted):
+    document = run("inspect", converted, "--json", "--tensors").document
+    found = {t["name"]: (t["shape"], t["file"]) for t in document["tensor_list"]}
+    wanted = {}
+    for path in converted.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            wanted |= {n: (file.get_slice(n).get_shape(), path.name) for n in file.keys()}
+    assert found == wanted
+    assert document["tensors"] == len(wanted)
+    (one,) = [
+        t
+        for t in document["tensor_list"]
+        if t["name"] == "model.layers.1.mlp.experts.3.down_proj.weight_packed"
+    ]
+    place = {key: one[key] for key in ("role", "layer", "expert", "projection", "format")}
+    assert place == {
+        "role": "routed_experts",
+        "layer": 1,
+        "expert": 3,
+        "projection": "down",
+        "format": "nvfp4",
+    }
+
+
+def test_people_see_every_tensor_name_whole_in_a_pipe(run, converted):
+    shown = run("inspect", converted, "--tensors").stdout
+    index = json.loads((converted / "model.safetensors.index.json").read_text())
+    assert all(name in shown for name in index["weight_map"])
+
+
+def test_damaged_checkpoint_exits_3(run, make_checkpoint, tmp_path):
+    path = make_checkpoint(tmp_path / "damaged")
+    shard = next(path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    result = run("inspect", path, "--json")
+    assert result.exit_code == 3
+    assert str(shard) in result.document["error"]["message"]
+
+
+def test_name_of_a_hub_repository_is_not_fetched(run):
+    assert run("inspect", "owner/name", "--json").exit_code == 3
+
+
+def test_unknown_architecture_exits_4(run, make_checkpoint, tmp_path):
+    path = make_checkpoint(tmp_path / "unknown", config={"model_type": "gpt2"})
+    assert run("inspect", path, "--json").exit_code == 4

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from click.shell_completion import ShellComplete
+
+from moequant.cli import cli
+from moequant.conversion import shipped_recipes
+from moequant.dialects import REGISTRY as DIALECTS
+from moequant.formats import REGISTRY as FORMATS
+from moequant.layouts.targets import TARGETS
+
+
+def complete(*words):
+    *before, last = words
+    completion = ShellComplete(cli, {}, "moequant", "_MOEQUANT_COMPLETE")
+    return [item.value for item in completion.get_completions(before, last)]
+
+
+@pytest.mark.parametrize(
+    ("option", "names"), [("--format", FORMATS), ("--dialect", DIALECTS)]
+)
+def test_names_of_a_registry_complete(option, names):
+    assert complete("convert", option, "") == list(names)
+    first = next(iter(names))
+    assert complete("convert", option, first[:-1]) == [first]
+
+
+def test_targets_complete():
+    assert complete("prepare", "--target", "") == list(TARGETS)
+
+
+def test_recipes_complete_by_name_and_by_file():
+    assert complete("convert", "--recipe", "") == [*shipped_recipes(), ""]
+    assert complete("recipes", "nv") == ["nvfp4-experts", "nv"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--format", "nvfp4", "--recipe", "nvfp4-experts"],
+        ["--format", "int3"],
+        ["--format", "nvfp4", "--dialect", "gguf"],
+        ["--format", "nvfp4", "--max-shard-size", "5 apples"],
+        ["--format", "nvfp4", "--max-shard-size", "0"],
+        ["--format", "nvfp4", "--workers", "0"],
+        ["--format", "nvfp4", "--no-such-option"],
+    ],
+)
+def test_wrong_usage_exits_2_before_anything_is_read(run, tmp_path, arguments):
+    result = run("convert", tmp_path / "missing", tmp_path / "out", *arguments, "--json")
+    assert result.exit_code == 2
+    assert result.document["error"]["exit_code"] == 2
+    assert "Usage: moequant convert" in result.stderr or "Usage: cli convert" in result.stderr

@@ -1,0 +1,236 @@
+"""Claims that hold for every format in every dialect, read from the registries."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from moequant import dialects, formats
+from moequant.dialects import default_dialect, find_dialect, get_dialect
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+
+PAIRS = [(d, f) for d in dialects.REGISTRY for f in dialects.REGISTRY[d].suffixes]
+EXPERT = "model.layers.3.mlp.experts.7.down_proj"
+KEPT = [
+    "model.embed_tokens",
+    "model.layers.0.mlp.experts.0.gate_proj",
+    "model.layers.0.mlp.experts.0.down_proj",
+    "model.layers.3.self_attn.q_proj",
+    "model.layers.3.mlp.gate",
+]
+
+every_pair = pytest.mark.parametrize(("dialect", "format"), PAIRS)
+
+
+def quantized(format, shape=(256, 384)):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02
+    w[..., :1, :] = 0
+    w[..., 1:2, :3] = torch.tensor([3e-39, -1e30, -0.0])
+    return formats.quantize(w, format)
+
+
+def raw(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_weight(a, b):
+    assert (a.format, a.shape) == (b.format, b.shape)
+    assert a.tensors().keys() == b.tensors().keys()
+    for name, part in a.tensors().items():
+        other = b.tensors()[name]
+        assert (part.dtype, part.shape) == (other.dtype, other.shape), name
+        assert torch.equal(raw(part.reshape(-1)), raw(other.reshape(-1))), name
+
+
+@pytest.mark.parametrize("format", formats.REGISTRY)
+def test_every_format_has_a_default_dialect_that_carries_it(format):
+    assert format in get_dialect(default_dialect(format)).suffixes
+
+
+def test_unknown_names_are_refused_with_those_there_are():
+    with pytest.raises(UnsupportedError, match="'gguf'; there are: fp8, compressed-tensors"):
+        get_dialect("gguf")
+    with pytest.raises(UnsupportedError, match="int3"):
+        default_dialect("int3")
+
+
+@every_pair
+@pytest.mark.parametrize("shape", [(256, 384), (128, 128), (0, 256)])
+def test_specs_are_what_to_disk_writes(dialect, format, shape):
+    dialect = get_dialect(dialect)
+    written = dialect.to_disk(EXPERT, quantized(format, shape))
+    specs = dialect.specs(EXPERT, formats.get_format(format), shape)
+    assert list(specs) == list(written)
+    assert list(specs) == [f"{EXPERT}.{suffix}" for suffix in dialect.suffixes[format]]
+    for name, spec in specs.items():
+        assert (written[name].dtype, tuple(written[name].shape)) == (spec.dtype, spec.shape)
+
+
+@every_pair
+@pytest.mark.parametrize("shape", [(256, 384), (0, 256)])
+def test_from_disk_inverts_to_disk(dialect, format, shape):
+    q = quantized(format, shape)
+    dialect = get_dialect(dialect)
+    on_disk = load(save({k: v.contiguous() for k, v in dialect.to_disk(EXPERT, q).items()}))
+    on_disk["model.norm.weight"] = torch.ones(3)
+    assert_same_weight(dialect.from_disk(EXPERT, format, on_disk), q)
+
+
+@every_pair
+def test_a_weight_of_a_batch_is_written_like_a_single_one(dialect, format):
+    q = quantized(format, (3, 128, 128))[1]
+    dialect = get_dialect(dialect)
+    assert_same_weight(dialect.from_disk(EXPERT, format, dialect.to_disk(EXPERT, q)), q)
+
+
+@every_pair
+def test_a_batch_is_refused(dialect, format):
+    with pytest.raises(UnsupportedError, match=r"down_proj.*\[2, 128, 128\]"):
+        get_dialect(dialect).to_disk(EXPERT, quantized(format, (2, 128, 128)))
+
+
+@every_pair
+def test_a_shape_the_format_cannot_hold_is_refused(dialect, format):
+    # One row and column beyond the largest block there is.
+    with pytest.raises(UnsupportedError, match=r"down_proj.*129"):
+        get_dialect(dialect).check(EXPERT, formats.get_format(format), (129, 129))
+
+
+@pytest.mark.parametrize("dialect", dialects.REGISTRY)
+def test_a_format_the_dialect_does_not_carry_is_refused(dialect):
+    dialect = get_dialect(dialect)
+    missing = [f for f in formats.REGISTRY.values() if f.name not in dialect.suffixes]
+    for format in missing:
+        with pytest.raises(UnsupportedError, match=rf"down_proj.*{format.name}"):
+            dialect.check(EXPERT, format, (128, 128))
+        with pytest.raises(UnsupportedError, match=format.name):
+            dialect.to_disk(EXPERT, quantized(format.name))
+        with pytest.raises(UnsupportedError, match=format.name):
+            dialect.from_disk(EXPERT, format.name, {})
+        with pytest.raises(UnsupportedError, match=format.name):
+            dialect.quantization_config({EXPERT: format.name}, [], {})
+
+
+REQUIRED = [
+    (d, f, suffix)
+    for d, f in PAIRS
+    for suffix in dialects.REGISTRY[d].suffixes[f]
+    if suffix != "weight_shape"
+]
+
+
+@pytest.mark.parametrize(("dialect", "format", "suffix"), REQUIRED)
+def test_a_missing_tensor_is_named(dialect, format, suffix):
+    dialect = get_dialect(dialect)
+    tensors = dialect.to_disk(EXPERT, quantized(format))
+    del tensors[f"{EXPERT}.{suffix}"]
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}\.{suffix} is missing"):
+        dialect.from_disk(EXPERT, format, tensors)
+
+
+EVERY_TENSOR = [(d, f, s) for d, f in PAIRS for s in dialects.REGISTRY[d].suffixes[f]]
+
+
+@pytest.mark.parametrize(("dialect", "format", "suffix"), EVERY_TENSOR)
+def test_a_wrong_dtype_is_named_with_the_one_wanted(dialect, format, suffix):
+    dialect = get_dialect(dialect)
+    tensors = dialect.to_disk(EXPERT, quantized(format))
+    name = f"{EXPERT}.{suffix}"
+    wanted = str(tensors[name].dtype).removeprefix("torch.")
+    tensors[name] = torch.zeros(tensors[name].shape, dtype=torch.float64)
+    with pytest.raises(CheckpointError, match=rf"{name}: dtype float64, not .*{wanted}"):
+        dialect.from_disk(EXPERT, format, tensors)
+
+
+@pytest.mark.parametrize(("dialect", "format", "suffix"), EVERY_TENSOR)
+def test_a_wrong_shape_is_refused(dialect, format, suffix):
+    dialect = get_dialect(dialect)
+    tensors = dialect.to_disk(EXPERT, quantized(format))
+    name = f"{EXPERT}.{suffix}"
+    good = tensors[name]
+    for bad in (torch.cat([good, good]), good[None], good[:0]):
+        with pytest.raises(CheckpointError, match=rf"{EXPERT}\.\w+: .*not "):
+            dialect.from_disk(EXPERT, format, tensors | {name: bad})
+
+
+@every_pair
+def test_the_config_says_of_every_module_what_was_done(dialect, format):
+    writer = get_dialect(dialect)
+    config = writer.quantization_config({EXPERT: format}, KEPT, {format: {}})
+    config = json.loads(json.dumps(config))
+    assert find_dialect(config) is writer
+    read = writer.reader(config)
+    assert read(EXPERT) == format
+    assert [read(module) for module in [*KEPT, "lm_head"]] == [None] * (len(KEPT) + 1)
+    assert writer.format_of(EXPERT, config) == format
+
+
+@every_pair
+def test_the_config_does_not_depend_on_the_order_of_modules(dialect, format):
+    dialect = get_dialect(dialect)
+    modules = [f"model.layers.{i}.mlp.experts.{i}.up_proj" for i in range(4)]
+    one = dialect.quantization_config(dict.fromkeys(modules, format), KEPT, {})
+    two = dialect.quantization_config(dict.fromkeys(modules[::-1], format), KEPT[::-1], {})
+    assert json.dumps(one) == json.dumps(two)
+
+
+@every_pair
+def test_warnings_are_sentences_that_name_an_engine_and_its_version(dialect, format):
+    for sentence in get_dialect(dialect).warnings(format, ["model.layers.0.mlp.experts.0.up_proj"]):
+        assert sentence.endswith(".")
+        assert any(f"{e} " in sentence for e in ("transformers 5.23", "SGLang 0.5.23", "vLLM 0.33"))
+
+
+@pytest.mark.parametrize("config", [None, [], "fp8", 3, {1: 2}])
+def test_a_quantization_config_that_is_no_object_is_refused(config):
+    with pytest.raises(CheckpointError, match="quantization_config is"):
+        find_dialect(config)
+
+
+@pytest.mark.parametrize("method", ["awq", None, ["fp8"], {}])
+def test_an_unknown_method_is_refused_with_what_was_found(method):
+    with pytest.raises(UnsupportedError, match=r"quant_method is .*; moequant reads fp8, "):
+        find_dialect({"quant_method": method})
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+def paths(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else ()
+    for key, inner in items:
+        yield from paths(inner, (*path, key))
+
+
+def replaced(value, path, junk):
+    if not path:
+        return junk
+    key, *rest = path
+    return value | {key: replaced(value[key], rest, junk)}
+
+
+# Odd but valid regular expressions make `re` announce changes to its syntax.
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@every_pair
+@given(data=st.data())
+def test_a_hostile_config_gives_no_other_error_than_ours(dialect, format, data):
+    dialect = get_dialect(dialect)
+    config = dialect.quantization_config({EXPERT: format}, KEPT, {})
+    path = data.draw(st.sampled_from(list(paths(config))))
+    config = replaced(config, path, data.draw(junk | st.lists(st.text().map("re:".__add__))))
+    try:
+        dialect = find_dialect(config)
+        found = [dialect.format_of(module, config) for module in (EXPERT, *KEPT)]
+    except MoequantError:
+        return
+    assert set(found) <= {*formats.REGISTRY, None}

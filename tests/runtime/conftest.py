@@ -1,0 +1,95 @@
+"""Small layers of experts, routings for them, and their evaluation in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from moequant.formats import REGISTRY, dequantize, get_format
+from moequant.runtime import ExpertWeights
+from moequant.verification.reference import evaluate_layer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Experts, the BF16 weights they were made from, and a call of them."""
+
+    weights: ExpertWeights
+    source: dict[str, Tensor]
+    hidden: Tensor
+    ids: Tensor
+    topk_weights: Tensor
+
+    @property
+    def call(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.hidden, self.ids, self.topk_weights
+
+    def evaluate(
+        self,
+        hidden: Tensor | None = None,
+        ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and bound, float64, with what `dequantize` makes of the weights."""
+        decoded = {name: dequantize(q).double() for name, q in self.weights.projections().items()}
+        return evaluate_layer(
+            self.hidden if hidden is None else hidden,
+            self.ids if ids is None else ids,
+            self.topk_weights if topk_weights is None else topk_weights,
+            gate=decoded["gate"].__getitem__,
+            up=decoded["up"].__getitem__,
+            down=decoded["down"].__getitem__,
+            dtype=dtype,
+        )
+
+
+class Layers:
+    """Makes layers; the same arguments make the same layer."""
+
+    def make(
+        self,
+        format: str = "fp8_block",
+        *,
+        E: int = 6,
+        H: int = 256,
+        I: int = 128,
+        M: int = 13,
+        T: int = 3,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Layer:
+        g = torch.Generator().manual_seed(seed)
+        shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+        source = {
+            name: (torch.randn(shape, generator=g) * shape[2] ** -0.5).bfloat16()
+            for name, shape in shapes.items()
+        }
+        fmt = get_format(format)
+        gate, up = fmt.quantize_fused([source["gate"], source["up"]], names=["gate", "up"])
+        scores = torch.rand(M, E, generator=g)
+        topk_weights, ids = scores.topk(T)
+        return Layer(
+            weights=ExpertWeights(gate=gate, up=up, down=fmt.quantize(source["down"])),
+            source=source,
+            hidden=torch.randn(M, H, generator=g).to(dtype),
+            ids=ids,
+            topk_weights=topk_weights / topk_weights.sum(1, keepdim=True),
+        )
+
+
+@pytest.fixture(params=list(REGISTRY))
+def every_format(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def layers() -> Layers:
+    return Layers()

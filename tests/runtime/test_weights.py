@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import quantize
+from moequant.runtime import ExpertWeights
+
+
+def weight(*shape, format="mxfp4"):
+    return quantize(torch.ones(shape), format)
+
+
+def experts(**changes):
+    parts = {"gate": weight(2, 64, 32), "up": weight(2, 64, 32), "down": weight(2, 32, 64)}
+    return ExpertWeights(**{**parts, **changes})
+
+
+def test_sizes_are_read_from_the_gate(every_format):
+    shapes = {"gate": (2, 256, 128), "up": (2, 256, 128), "down": (2, 128, 256)}
+    w = ExpertWeights(
+        **{name: weight(*shape, format=every_format) for name, shape in shapes.items()}
+    )
+    assert (w.format, w.experts, w.intermediate, w.hidden) == (every_format, 2, 256, 128)
+    assert w.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"up": weight(2, 32, 32)}, r"up is \[2, 32, 32\], but gate is \[2, 64, 32\]"),
+        ({"down": weight(2, 64, 32)}, r"down is \[2, 64, 32\].*must be \[2, 32, 64\]"),
+        ({"down": weight(3, 32, 64)}, r"down is \[3, 32, 64\]"),
+        ({"gate": weight(64, 32)}, r"gate is \[64, 32\], but experts are \[E, I, H\]"),
+        ({"gate": weight(2, 0, 32)}, r"gate is \[2, 0, 32\].*at least 1"),
+    ],
+)
+def test_shapes_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        experts(**changes)
+
+
+def test_mixed_formats_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"gate mxfp4, up mxfp4, down nvfp4"):
+        experts(down=weight(2, 32, 64, format="nvfp4"))
+
+
+def test_an_unknown_format_is_refused_by_name():
+    unknown = {n: replace(q, format="fp3") for n, q in experts().projections().items()}
+    with pytest.raises(UnsupportedError, match="no format is called 'fp3'"):
+        ExpertWeights(**unknown)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qdata": torch.zeros(2, 64, 32, dtype=torch.uint8)}, r"up.qdata is .*\[2, 64, 32\]"),
+        ({"scale": torch.ones(2, 64, 1)}, r"up.scale is torch.float32 .*float8_e8m0fnu"),
+        ({"global_scale": torch.ones(2)}, "up has qdata, scale, global_scale; mxfp4 has"),
+    ],
+)
+def test_parts_that_are_not_the_format_s_are_refused_by_name(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        experts(up=replace(weight(2, 64, 32), **changes))
+
+
+def test_weights_on_two_devices_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"gate.qdata on cpu.*up.qdata on meta"):
+        experts(up=weight(2, 64, 32).to("meta"))

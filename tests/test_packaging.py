@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import moequant
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
+
+# Each may import what stands left of it, and itself.
+ORDER = [
+    "_version",
+    "errors",
+    "progress",
+    "formats",
+    "layouts",
+    "dialects",
+    "models",
+    "checkpoint",
+    "conversion",
+    "preparation",
+    "runtime",
+    "verification",
+    "cli",
+]
+
+
+def modules():
+    """Path by dotted name of every module that installs."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path):
+    """Every module an import statement of the file names, also within functions and for types."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # `from moequant import errors` names moequant.errors.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_packages_listed_are_those_on_disk():
+    on_disk = {n for n, path in MODULES.items() if path.name == "__init__.py"}
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(on_disk)
+    folders = {path.parent for path in MODULES.values()}
+    assert folders == {path.parent for path in MODULES.values() if path.name == "__init__.py"}
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.count(".")])
+def test_imports_point_one_way(name):
+    layer = name.split(".")[1]
+    if layer in ("__main__", "kernels", "recipes"):
+        return
+    allowed = ORDER[: ORDER.index(layer) + 1]
+    own = {i for i in imports(MODULES[name]) if i.startswith("moequant.")}
+    assert {i for i in own if i.split(".")[1] not in allowed} == set()
+
+
+def test_every_module_has_its_place_in_the_order():
+    top = {n.split(".")[1] for n in MODULES if n.count(".")}
+    assert top - {"__main__", "kernels", "recipes"} == set(ORDER)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_numpy_is_not_imported(name):
+    assert "numpy" not in {i.split(".")[0] for i in imports(MODULES[name])}
+
+
+def test_only_base_dependencies_are_imported_outside_kernels_and_backends():
+    base = {r.split(">")[0].strip() for r in PROJECT["project"]["dependencies"]}
+    foreign = {
+        i.split(".")[0]
+        for name, path in MODULES.items()
+        if not name.startswith(("moequant.kernels", "moequant.runtime.backends"))
+        for i in imports(path)
+    }
+    assert foreign - sys.stdlib_module_names - base - {"moequant"} <= {"typing_extensions"}
+
+
+def test_public_names_are_sorted_and_there():
+    assert moequant.__all__ == sorted(moequant.__all__)
+    assert set(moequant.__all__) <= set(dir(moequant))
+    assert all(getattr(moequant, name) is not None for name in moequant.__all__)
+
+
+def test_public_names_are_these():
+    assert moequant.__all__ == [
+        "CheckpointError",
+        "ConversionResult",
+        "FusedExperts",
+        "MoequantError",
+        "NonFiniteError",
+        "NumericsError",
+        "PreparedResult",
+        "QuantizedWeight",
+        "Recipe",
+        "RecipeError",
+        "Report",
+        "UnsupportedError",
+        "__version__",
+        "convert",
+        "dequantize",
+        "load_experts",
+        "prepare",
+        "quantize",
+        "verify",
+    ]
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        _ = moequant.quantise
+
+
+def test_type_checkers_see_the_names_that_load_late():
+    (branch,) = [n for n in ast.parse(MODULES["moequant"].read_text()).body if isinstance(n, ast.If)]
+    for_types = {
+        (node.module, alias.name)
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    late = {(f"moequant.{module}", name) for module, names in moequant._HOME.items() for name in names}
+    assert for_types == late
+    assert {name for _, name in late} | {"__version__"} == set(moequant.__all__)
+
+
+def python(code, **env):
+    """What a fresh interpreter prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=True,
+        cwd="/",
+        env={**os.environ, **env},
+    )
+    return json.loads(done.stdout)
+
+
+def test_import_is_instant_and_loads_nothing():
+    seconds, loaded = python(
+        "import json, sys, time; import torch; before = set(sys.modules); t = time.perf_counter();"
+        "import moequant; t = time.perf_counter() - t;"
+        "print(json.dumps([t, sorted(set(sys.modules) - before)]))"
+    )
+    assert [name for name in loaded if name.startswith("moequant")] == [
+        "moequant",
+        "moequant._version",
+    ]
+    # 1 ms measured; the rest is room for a machine under load.
+    assert seconds < 0.2
+
+
+def test_quantizing_imports_torch_alone_and_leaves_cuda_alone():
+    loaded, initialized = python(
+        "import json, sys, torch; before = set(sys.modules); import moequant;"
+        "moequant.dequantize(moequant.quantize(torch.ones(128, 128), 'nvfp4'));"
+        "print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"
+    )
+    assert not initialized
+    late = {"transformers", "triton", "pydantic", "huggingface_hub", "safetensors", "rich", "click"}
+    assert late & {name.split(".")[0] for name in loaded} == set()
+
+
+def test_every_public_name_loads_without_cuda_and_optional_packages():
+    seconds, loaded, initialized = python(
+        "import json, sys, time, torch; before = set(sys.modules); t = time.perf_counter();"
+        "from moequant import *; t = time.perf_counter() - t;"
+        "print(json.dumps([t, sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"
+    )
+    assert not initialized
+    late = {"transformers", "triton", "huggingface_hub", "compressed_tensors", "rich", "click"}
+    assert late & {name.split(".")[0] for name in loaded} == set()
+    # 0.3 s measured, nearly all of it pydantic.
+    assert seconds < 3
+
+
+def test_command_line_starts_without_torch():
+    loaded = python(
+        "import io, json, sys; from contextlib import redirect_stdout;"
+        "from moequant.cli import cli\n"
+        "with redirect_stdout(io.StringIO()): cli.main(['--help'], standalone_mode=False)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    assert {"torch", "rich", "pydantic", "huggingface_hub"} & set(loaded) == set()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy: setuptools leaves files in the folder it builds."""
+    folder = tmp_path_factory.mktemp("build")
+    for name in ("pyproject.toml", PROJECT["project"]["readme"], "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in set(FOLDERS.values()):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+        + ["--disable-pip-version-check", "--no-index", "-w", folder / "dist", folder],
+        check=True,
+    )
+    (path,) = (folder / "dist").glob("*.whl")
+    return path
+
+
+def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl")
+    files = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
+    wanted |= {f"moequant/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.toml")}
+    for name, path in MODULES.items():
+        tail = "/__init__.py" if path.name == "__init__.py" else ".py"
+        wanted.add(name.replace(".", "/") + tail)
+    assert files == wanted
+
+
+def test_wheel_runs_from_elsewhere(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    done = subprocess.run(
+        [sys.executable, "-m", "moequant", "recipes", "--json"],
+        capture_output=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )
+    assert len(json.loads(done.stdout)["recipes"]) == len(list((ROOT / "recipes").glob("*.toml")))
+    where = python(
+        "import json, moequant.cli; print(json.dumps([moequant.__file__, moequant.cli.__file__]))",
+        PYTHONPATH=str(tmp_path / "site"),
+    )
+    assert all(path.startswith(str(tmp_path)) for path in where)
