@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -16,10 +20,12 @@ from transformers import (
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
-from moequant.formats import dequantize
+from moequant.formats import REGISTRY, dequantize
+from moequant.models import PROJECTIONS
 from moequant.runtime import load_experts
 from moequant.verification.reference import evaluate_layer
 
+EXPERTS = 4
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 256,
@@ -35,18 +41,22 @@ SIZES = {
 MODELS = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SIZES, intermediate_size=512, moe_intermediate_size=256, num_experts=4, head_dim=64
+            **SIZES,
+            intermediate_size=512,
+            moe_intermediate_size=256,
+            num_experts=EXPERTS,
+            head_dim=64,
         )
     ),
     "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(**SIZES, intermediate_size=256, num_local_experts=4)
+        MixtralConfig(**SIZES, intermediate_size=256, num_local_experts=EXPERTS)
     ),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
             **SIZES,
             intermediate_size=512,
             moe_intermediate_size=256,
-            n_routed_experts=4,
+            n_routed_experts=EXPERTS,
             n_shared_experts=1,
             n_group=2,
             topk_group=1,
@@ -89,12 +99,22 @@ def converted(sources, tmp_path_factory):
     return make
 
 
-def load(path):
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, output_loading_info=True
-    )
-    assert not any(report.values()), report
-    return model
+@pytest.fixture(scope="module")
+def loaded(sources, converted):
+    """`loaded(model, format)`: what transformers loads; format None is the source."""
+    models = {}
+
+    def load(name, format):
+        if (name, format) not in models:
+            path = converted(name, format) if format else sources[name]
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.bfloat16, output_loading_info=True
+            )
+            assert not any(report.values()), report
+            models[name, format] = model
+        return models[name, format]
+
+    return load
 
 
 def experts_of(model, layer):
@@ -109,83 +129,108 @@ def decoded(path, layer, expert, projection):
 
 @pytest.mark.parametrize("format", LOADED)
 @pytest.mark.parametrize("name", MODELS)
-def test_from_pretrained_loads_our_weights_exactly(sources, converted, name, format):
+def test_from_pretrained_loads_our_weights_exactly(converted, loaded, name, format):
     path = converted(name, format)
-    model = load(path)
-    source = load(sources[name])
+    model = loaded(name, format)
     layers = ConvertedCheckpoint.open(path).expert_layers()
     assert layers
     for layer in layers:
         _, gate_up, down = experts_of(model, layer)
-        for expert in range(4):
+        for expert in range(EXPERTS):
             wanted = torch.cat([decoded(path, layer, expert, p) for p in ("gate", "up")])
             assert torch.equal(gate_up[expert], wanted.bfloat16())
             assert torch.equal(down[expert], decoded(path, layer, expert, "down").bfloat16())
-    for (key, ours), (_, theirs) in zip(
-        model.state_dict().items(), source.state_dict().items(), strict=True
-    ):
+    source = loaded(name, None).state_dict()
+    for (key, ours), (_, theirs) in zip(model.state_dict().items(), source.items(), strict=True):
         if ".mlp.experts." not in key:
             assert torch.equal(ours, theirs), key
 
 
-@pytest.mark.parametrize("format", LOADED)
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_the_runtime_equals_transformers_own_block(converted, name, format):
-    """Within accumulation error, with the routing that the block itself chose.
+def decoded_by_libraries(path, layer, format, loaded_model):
+    """gate_up_proj [E, 2I, H] and down_proj [E, H, I] in BF16, as nobody here decoded them."""
+    if format in LOADED:
+        _, gate_up, down = experts_of(loaded_model(), layer)
+        return gate_up.detach(), down.detach()
+    converted = ConvertedCheckpoint.open(path)
+    config = QuantizationConfig.model_validate(converted.quantization_config)
+    scheme = config.config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
 
-    The block runs in float32 on the weights that transformers decoded (BF16). Both it and the
-    runtime are compared with the FP64 evaluation of those same weights; its bound covers float32
-    accumulation in any order. The runtime uses the unrounded weights, whose rounding to BF16 moves
-    each by 2**-9 of itself at most: where that happens, the decoded weights are made equal first.
+    def decompress(expert, projection):
+        module = converted.expert_module(layer, expert, projection)
+        names = converted.tensor_names(module, format)
+        tensors = {n.removeprefix(f"{module}."): converted.checkpoint.read(n) for n in names}
+        return compressor.decompress(tensors, scheme)["weight"]
+
+    gate_up = [torch.cat([decompress(e, p) for p in ("gate", "up")]) for e in range(EXPERTS)]
+    return torch.stack(gate_up), torch.stack([decompress(e, "down") for e in range(EXPERTS)])
+
+
+def run_block(model, layer, hidden, gate_up, down):
+    """Output, ids and weights of transformers' own experts, in float32 on the given weights."""
+    block, _, _ = experts_of(model, layer)
+    block = copy.deepcopy(block).float()
+    block.experts.gate_up_proj.data = gate_up.float()
+    block.experts.down_proj.data = down.float()
+    seen = {}
+    run = block.experts.forward
+
+    def spy(hidden_states, ids, weights):
+        seen["output"] = run(hidden_states, ids, weights)
+        seen["ids"], seen["weights"] = ids, weights
+        return seen["output"]
+
+    block.experts.forward = spy
+    with torch.no_grad():
+        block(hidden[None])
+    M = len(hidden)
+    return seen["output"].reshape(M, -1), seen["ids"].reshape(M, -1), seen["weights"].reshape(M, -1)
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_runtime_equals_transformers_own_block(converted, loaded, name, format):
+    """Within the rounding of float32 accumulation, whatever its order, on the block's own routing.
+
+    Either side is held against a dense FP64 loop over its own weights, whose bound is derived in
+    verification/reference.py: the block's were decoded to BF16 by the libraries, the runtime's by
+    `dequantize`. They are the same numbers but for w4a8, whose products BF16 has to round.
     """
     path = converted(name, format)
     layer = ConvertedCheckpoint.open(path).expert_layers()[0]
-    model = load(path).float()
-    block, gate_up, down = experts_of(model, layer)
-    gate_up.data = torch.stack(
-        [
-            torch.cat([decoded(path, layer, e, "gate"), decoded(path, layer, e, "up")])
-            for e in range(4)
-        ]
+    gate_up, down = decoded_by_libraries(path, layer, format, lambda: loaded(name, format))
+    hidden = torch.randn(9, 256, generator=torch.Generator().manual_seed(1))
+    theirs, ids, weights = run_block(loaded(name, None), layer, hidden, gate_up, down)
+    ours = load_experts(path, layer, activations="none")(hidden, ids, weights)
+
+    ours_gate, ours_up, ours_down = (
+        [decoded(path, layer, e, p) for e in range(EXPERTS)] for p in PROJECTIONS
     )
-    down.data = torch.stack([decoded(path, layer, e, "down") for e in range(4)])
-
-    chosen = {}
-    run = block.experts.forward
-
-    def spy(hidden_states, top_k_index, top_k_weights):
-        chosen.update(ids=top_k_index, weights=top_k_weights)
-        chosen["output"] = run(hidden_states, top_k_index, top_k_weights)
-        return chosen["output"]
-
-    block.experts.forward = spy
-    hidden = torch.randn(1, 9, 256, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        block(hidden)
-    rows = hidden.reshape(9, 256)
-    ids, weights = chosen["ids"].reshape(9, 2), chosen["weights"].reshape(9, 2).float()
-    experts = load_experts(path, layer, activations="none")
-    ours = experts(rows, ids, weights)
-    expected, bound = evaluate_layer(
-        rows.double(),
-        ids,
-        weights.double(),
-        gate=lambda e: gate_up[e, :256].detach().double(),
-        up=lambda e: gate_up[e, 256:].detach().double(),
-        down=lambda e: down[e].detach().double(),
-    )
-    assert expected.abs().max() > 0
-    for output in (ours, chosen["output"].reshape(9, 256)):
+    half = gate_up.shape[1] // 2
+    if format != "w4a8":
+        assert torch.equal(gate_up[:, :half].float(), torch.stack(ours_gate))
+        assert torch.equal(gate_up[:, half:].float(), torch.stack(ours_up))
+        assert torch.equal(down.float(), torch.stack(ours_down))
+    for output, matrices in (
+        (ours, (ours_gate, ours_up, ours_down)),
+        (theirs, (gate_up[:, :half], gate_up[:, half:], down)),
+    ):
+        gate, up, down_ = ((lambda e, w=w: w[e].double()) for w in matrices)
+        expected, bound = evaluate_layer(
+            hidden.double(), ids, weights.double(), gate=gate, up=up, down=down_
+        )
+        # The worst case of all roundings stays far below any mistake in weights or routing.
+        assert bound.max() < 0.01 * expected.abs().max()
         assert ((output.double() - expected).abs() <= bound).all()
 
 
-def test_the_transformers_that_reads_nvfp4_right_will_be_noticed(converted):
+def test_the_transformers_that_reads_nvfp4_right_will_be_noticed(converted, loaded):
     """`convert` warns that transformers drops the global scale; this fails when it no longer does.
 
     Then the warning goes, and nvfp4 joins LOADED.
     """
     path = converted("qwen3_moe", "nvfp4")
-    _, _, down = experts_of(load(path), 0)
+    _, _, down = experts_of(loaded("qwen3_moe", "nvfp4"), 0)
     ours = decoded(path, 0, 0, "down")
     global_scale = ConvertedCheckpoint.open(path).read_expert(0, 0, "down").global_scale
     assert torch.equal(down[0].float() * global_scale, ours)
