@@ -70,10 +70,11 @@ class Unit:
     def working_bytes(self) -> int:
         """Upper bound of the memory converting this unit takes."""
         format = get_format(self.format)
-        return sum(
-            weight.info.size_bytes + format.working_bytes(weight.info.shape)
-            for weight in self.weights
-        )
+        shapes = [weight.info.shape for weight in self.weights]
+        results = sum(s.size_bytes for shape in shapes for s in format.specs(shape).values())
+        # Results exist twice, while tiles are joined and while codes are put in disk form.
+        workspace = max(format.workspace_bytes(shape) for shape in shapes)
+        return self.source_bytes + 2 * results + workspace
 
 
 def assign(

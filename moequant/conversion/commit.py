@@ -28,7 +28,7 @@ RECORD_FILE = "moequant.json"
 PREPARED_FOLDER = "moequant-prepared"
 
 # Left by an earlier quantization; engines would believe them over config.json.
-_OTHER_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+OTHER_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def commit(
@@ -46,7 +46,7 @@ def commit(
         if (journal.shards / shard.file).exists():
             (journal.shards / shard.file).replace(output / shard.file)
     for file in source.sidecars():
-        if file.name in _OTHER_QUANTIZATION:
+        if file.name in OTHER_QUANTIZATION:
             continue
         _copy_file(source.path / file, output / file, journal)
     _write_json(output / RECORD_FILE, _record(plan, shards, provenance))

@@ -231,13 +231,11 @@ class Format(ABC):
         global_scale = self._global_scale(weights, resolved) if self.has_global_scale else None
         return [self._quantize_in_tiles(w, resolved, global_scale) for w in weights]
 
-    def working_bytes(self, shape: Sequence[int]) -> int:
-        """Upper bound of what `quantize` of one weight [N, K] allocates, result included."""
-        result = sum(spec.size_bytes for spec in self.specs(shape).values())
+    def workspace_bytes(self, shape: Sequence[int]) -> int:
+        """Upper bound of what `quantize` of one weight [N, K] allocates beside its result."""
         tile_bytes = self._tile_rows(shape[-1]) * shape[-1] * torch.float32.itemsize
-        # Magnitudes, for the check of the values; the result twice, while its parts are joined.
-        magnitudes = math.prod(shape) * torch.float32.itemsize
-        return max(magnitudes, 2 * result + _TILE_COPIES * tile_bytes)
+        magnitudes = math.prod(shape) * torch.float32.itemsize  # of the check of the values
+        return max(magnitudes, _TILE_COPIES * tile_bytes)
 
     def _tile_rows(self, K: int) -> int:
         """Rows worked on at a time: whole blocks, about _TILE_ELEMENTS elements."""

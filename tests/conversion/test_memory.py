@@ -1,0 +1,68 @@
+"""A conversion holds a few experts in memory, however large the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moequant.conversion import convert
+from moequant.formats import REGISTRY
+
+# Peak resident memory, mapped file pages included, beyond what importing torch takes.
+MEASURED = """
+import re, sys
+from pathlib import Path
+import torch
+
+def peak_bytes():
+    # Not getrusage, whose peak a child process inherits from the process that forked it.
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+before = peak_bytes()
+from moequant.conversion import convert
+
+convert(sys.argv[1], sys.argv[2], format=sys.argv[3], workers=2)
+print(peak_bytes() - before)
+"""
+
+
+def peak_of_conversion(source, output, format):
+    command = [sys.executable, "-c", MEASURED, str(source), str(output), format]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
+    return int(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def sized(make_checkpoint):
+    """About 160 MB in two shards, of experts of 0.8 MB each."""
+    return make_checkpoint(
+        layers=1, experts=64, hidden=1024, intermediate=384, vocabulary=2048, shard_bytes=80_000_000
+    )
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+def test_the_peak_stays_below_the_plans(sized, tmp_path, format):
+    plan = convert(sized, tmp_path / "out", format=format, dry_run=True).plan
+    peak = peak_of_conversion(sized, tmp_path / "out", format)
+    # Modules and torch's own first use beyond `import torch`.
+    modules_bytes = 60e6
+    assert peak < plan.peak_bytes(workers=2) + modules_bytes
+
+
+@pytest.fixture(scope="module")
+def large(make_checkpoint):
+    """4.8 GB of BF16 experts of the sizes of Qwen3-30B-A3B."""
+    return make_checkpoint(
+        layers=4, experts=128, hidden=2048, intermediate=768, shard_bytes=1_000_000_000
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", REGISTRY)
+def test_4_5_gb_convert_in_1_5_gb(large, tmp_path, format):
+    total = json.loads((large / "model.safetensors.index.json").read_text())["metadata"]
+    assert total["total_size"] > 4.5e9
+    assert peak_of_conversion(large, tmp_path / "out", format) < 1.5e9
