@@ -7,6 +7,7 @@ and `moequant --help`, a mistyped option or a completion should not wait for it.
 from __future__ import annotations
 
 import signal
+import warnings
 
 import click
 
@@ -27,6 +28,8 @@ for module in (convert, inspect, prepare, verify, formats, recipes, demo):
 
 def main() -> None:
     """Run the command line; what the `moequant` script calls."""
+    # torch says so at its first step where NumPy is missing; nothing here uses NumPy.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     # `kill` and a cluster's time limit end a run as Ctrl-C does: its finished work can be resumed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cli.main(prog_name="moequant")

@@ -11,7 +11,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult, InterruptedWork
-from moequant.cli.output import Output, size
+from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,7 +128,13 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         size_bytes = copy.info.size_bytes
         add(plan.roles[copy.name].role, None, 1, size_bytes, size_bytes)
     return [
-        {"role": role, "format": format, "tensors": n, "source_bytes": before, "output_bytes": after}
+        {
+            "role": role,
+            "format": format,
+            "tensors": n,
+            "source_bytes": before,
+            "output_bytes": after,
+        }
         for (role, format), (n, before, after) in groups.items()
     ]
 
@@ -153,7 +159,8 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
             "shards": plan["shards"],
             "dialect": plan["dialect"],
-            "peak memory": f"{size(plan['peak_bytes'])} with {plan['workers']} workers, beside torch",
+            "peak memory": f"{size(plan['peak_bytes'])} with {count(plan['workers'], 'worker')}, "
+            "besides torch",
         }
     )
 
@@ -165,7 +172,7 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
         rate = size(int(result["source_bytes"] / max(result["seconds"], 1e-3)))
         out.line(
             f"{result['output']}: {size(result['source_bytes'])} -> {size(result['output_bytes'])} "
-            f"in {result['shards']} shards, {result['seconds']:.1f} s, {rate}/s"
+            f"in {count(result['shards'], 'shard')}, {result['seconds']:.1f} s, {rate}/s"
         )
         if result["resumed_shards"]:
             out.line(f"{result['resumed_shards']} of them an earlier run had finished")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from moequant.cli import options
 from moequant.cli.output import Output, size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from moequant.progress import Progress
 
@@ -46,11 +47,28 @@ def command(output: str, as_json: bool, quiet: bool) -> None:
     _claim(folder)
     source = folder / "source"
     write_demo_checkpoint(source)
-    with out.progress() as progress:
+    with out.progress() as progress, _one_thread():
         rows = [_run(source, folder / format, format, progress) for format in REGISTRY]
     document = {"source": str(source), "formats": rows}
     (folder / RESULT_FILE).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
     out.result(document, _show)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch on one core.
+
+    The matrices are so small that two threads gain nothing, and on a busy machine wait for each
+    other: a demonstration of 3 s then took 70 s.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _claim(folder: Path) -> None:

@@ -7,13 +7,15 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEBUG_VARIABLE = "MOEQUANT_DEBUG"
 INTERRUPTED = 130

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output, size
+from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -131,8 +131,8 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
         "layers": f"{checkpoint['layers']}, with experts: {_ranges(checkpoint['expert_layers'])}",
         "experts": f"{checkpoint['experts']} a layer, {checkpoint['top_k']} a token",
         "sizes": f"hidden {checkpoint['hidden']}, intermediate {checkpoint['intermediate']}",
-        "weights": f"{size(checkpoint['bytes'])} in {checkpoint['tensors']} tensors, "
-        f"{len(checkpoint['files'])} files",
+        "weights": f"{size(checkpoint['bytes'])} in {count(checkpoint['tensors'], 'tensor')}, "
+        f"{count(len(checkpoint['files']), 'file')}",
         "quantization": "none",
     }
     if checkpoint["dialect"]:

@@ -38,7 +38,7 @@ class Output:
     ) -> None:
         """Print a command's result: the document as JSON, or as `show` puts it for people."""
         if self.as_json:
-            click.echo(json.dumps(document, indent=2))
+            click.echo(json.dumps(document, indent=2, allow_nan=False))
         elif not self.quiet:
             show(self, document)
 
@@ -149,3 +149,8 @@ def size(size_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things for people: 1 shard, 2 shards."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

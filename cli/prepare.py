@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output, size
+from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,8 +44,9 @@ def command(converted: str, target: str, overwrite: bool, as_json: bool, quiet: 
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
-    layouts = sorted({f"{x['format']} as {x['layout']}" for x in document["layers"].values()})
-    amount = f"{len(document['layers'])} layers, {size(document['bytes'])}, {', '.join(layouts)}"
+    layers = document["layers"].values()
+    layouts = ", ".join(sorted({f"{layer['format']} as {layer['layout']}" for layer in layers}))
+    amount = f"{count(len(layers), 'layer')}, {size(document['bytes'])}, {layouts}"
     if document["state"] == "already prepared":
         out.line(f"{document['folder']}: already prepared, nothing to do ({amount})")
     else:

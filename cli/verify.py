@@ -8,7 +8,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output
+from moequant.cli.output import Output, count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,20 +46,14 @@ def command(
 
     Exit code 5, with the reasons, if it is not.
     """
-    from moequant.conversion import DEFAULT_WORKERS
     from moequant.errors import NumericsError
     from moequant.verification import verify
 
     out = Output(as_json=as_json, quiet=quiet)
+    # What was not asked for is the library's to choose.
+    asked = {k: v for k, v in {"layers": layers, "workers": workers}.items() if v is not None}
     with out.progress() as progress:
-        report = verify(
-            converted,
-            against=source,
-            revision=revision,
-            layers=layers,
-            workers=workers or DEFAULT_WORKERS,
-            progress=progress,
-        )
+        report = verify(converted, against=source, revision=revision, progress=progress, **asked)
     if not report.ok:
         raise FailedResult(NumericsError(_explain(report)), report.to_json())
     out.result(report.to_json(), _show)
@@ -69,20 +63,21 @@ def _explain(report: Report) -> str:
     shown = [f"  {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
     left_out = report.problem_count - len(shown)
     more = [f"  and {left_out} more"] if left_out else []
-    headline = f"{report.converted}: {report.problem_count} problems against {report.source}"
+    headline = (
+        f"{report.converted}: {count(report.problem_count, 'problem')} against {report.source}"
+    )
     return "\n".join([headline, *shown, *more])
 
 
 _METHODS = {
-    "bytes": "every byte is what the recorded recipe makes of the source",
-    "bounds": "every weight is within the bounds of its format",
-    None: "nothing was converted",
+    "bytes": "Every byte is what the recorded recipe makes of the source.",
+    "bounds": "Written by another tool; every weight is within the bounds of its format.",
 }
 
 
 def _show(out: Output, report: Mapping[str, Any]) -> None:
     out.line(f"{report['converted']}: right against {report['source']}")
-    out.line(f"{_METHODS[report['method']]}; {report['dialect']}")
+    out.line(_METHODS[report["method"]])
     out.line()
     out.table(
         ["format", ">weights", ">SQNR", ">error", "worst weight"],
@@ -108,7 +103,7 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
                     str(layer["experts"]),
                     _number(layer["layer_error"], "{:.3%}"),
                     _number(layer["quantized_activations_error"], "{:.3%}"),
-                    _number(layer["runtime_error"], "{:.3f}"),
+                    _number(layer["runtime_error"], "{:.2g}"),
                 )
                 for layer in report["layers"]
             ],

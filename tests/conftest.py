@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+# Tests run in parallel; OpenMP threads of several processes on few cores would wait for each other.
+torch.set_num_threads(1)
+
 HEAD_DIM = 64
 SIDECARS = {
     "tokenizer.json": {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}},

@@ -155,7 +155,7 @@ def _resume_or_begin(
     journal: Journal, plan: Plan, checkpoint: Checkpoint, overwrite: bool
 ) -> dict[str, FinishedShard]:
     """Shards an earlier run of this plan has left; without such a run, a fresh work folder."""
-    record = {"plan_sha256": plan.digest, "source_state": checkpoint.file_state()}
+    record: dict[str, Any] = {"plan_sha256": plan.digest, "source_state": checkpoint.file_state()}
     recorded = journal.read_plan()
     if recorded == record:
         return journal.finished()

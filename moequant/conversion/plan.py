@@ -258,7 +258,8 @@ def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
             if (reason := _refusal(unit, weight, dialect)) is None:
                 continue
             # Weights of one kind are refused for one reason, in messages that differ by name.
-            kind = (unit.format, weight.role, str(weight.info.shape[-2:]), weight.info.dtype)
+            kind: tuple[str, ...]
+            kind = (unit.format, weight.role, str(weight.info.shape), weight.info.dtype)
             first.setdefault(kind, reason)
             count[kind] += 1
     for kind, reason in first.items():

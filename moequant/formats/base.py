@@ -253,8 +253,8 @@ class Format(ABC):
         if w.ndim > 2 or w.shape[-2] <= rows:
             return self._quantize(w.float().contiguous(), options, global_scale)
         tiles = [
-            self._quantize(tile.float().contiguous(), options, global_scale)
-            for tile in w.split(rows, dim=-2)
+            self._quantize(w[row : row + rows].float().contiguous(), options, global_scale)
+            for row in range(0, len(w), rows)
         ]
         return QuantizedWeight(
             format=self.name,

@@ -56,9 +56,10 @@ def load_experts(
     _check(converted, layer)
     everything = range(converted.moe.experts)
     chosen = list(everything if experts is None else experts)
-    if len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
+    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
         raise UnsupportedError(
-            f"experts {chosen}: wanted are different numbers from 0 to {converted.moe.experts - 1}"
+            f"experts {chosen}: wanted is at least one, all different, from 0 to "
+            f"{converted.moe.experts - 1}"
         )
     if prepared:
         weights = [_take(q, chosen) for q in prepared.read_layer(layer)]

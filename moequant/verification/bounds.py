@@ -5,12 +5,12 @@ Given the scale s of its block, an element of the weight may lie
 * half a step of the element type at that magnitude from its code, times s;
 * or beyond the largest code and clipped to it, as far as the rules that tools make s by let it:
 
-| format | largest code | weight at most, in s | because |
+| format | codes end at | weights, in s, at | because |
 |---|---|---|---|
 | fp8_block | 448 | 448 | s is amax / 448, or that rounded up |
 | nvfp4 | 6 | 6 (1 + u / s) | s is amax / 6 rounded to E4M3, u half a unit in its last place |
-| mxfp4 | 6 | 8 | OCP's rule, 2**(floor(log2(amax)) - 2) |
-| w4a8 | -8 and 7 | 8 | s is amax / 7, / 7.5 or / 8 |
+| mxfp4 | 6 | 8 | OCP's rule, 2**(floor(log2(amax)) - 2); others clip less |
+| w4a8 | -8, 7 | 17/16 of -9, 8 | ours, rounded to E4M3 in a row; amax / 7 to / 8 clip less |
 
 * or clipped from further away, if the squared error of its block is within the budget of the one
   that our quantizer makes with default options: tools that search for scales clip where it pays.
@@ -61,7 +61,8 @@ class OutOfBound:
     def __str__(self) -> str:
         return (
             f"element {list(self.index)} is {self.decoded:.6g} for {self.weight:.6g} with scale "
-            f"{self.scale:.6g}, which is not the nearest code; {self.count} such elements"
+            f"{self.scale:.6g}, further off than rounding or clipping explains; {self.count} such "
+            "elements"
         )
 
 
@@ -78,26 +79,36 @@ def find_out_of_bound(
     """
     rule = _RULES[q.format]
     block = get_format(q.format).block
-    scale = expand_blocks(_block_scale(q), block, q.shape)
-    decoded = dequantize(q)
-    error = (w - decoded).abs()
-    magnitude = w.abs()
+
+    def spread(blocks: Tensor) -> Tensor:
+        return expand_blocks(blocks, block, q.shape)
+
+    decoded, scale = dequantize(q), spread(_block_scale(q))
+    error, magnitude = (w - decoded).abs(), w.abs()
     allowance = _ALLOWANCE * magnitude
     # A zero scale leaves no codes to choose from, and no quotient.
     in_steps = torch.where(scale > 0, magnitude / scale, 0.0)
+    end = _toward(w, rule.codes) * scale
     # Written so that NaN, which compares false, is beyond its bound.
-    bad = ~(error <= rule.half_step(in_steps) * scale + allowance)
-    if not bad.any():
-        return None
-    clipped = error <= magnitude - torch.where(w < 0, rule.lowest, rule.highest) * scale + allowance
-    reach = expand_blocks(rule.reach(q), block, q.shape)
-    bad &= ~(clipped & (magnitude <= reach + allowance))
+    nearest = error <= rule.half_step(in_steps) * scale + allowance
+    bad = ~(nearest & (magnitude <= end + allowance))
     if bad.any():
-        budget = 10 ** (max_lost_db / 10)
-        pays = _block_error(w, decoded, block) <= budget * _block_error(
-            w, dequantize(reference), block
-        )
-        bad &= ~(clipped & expand_blocks(pays, block, q.shape))
+        clipped = error <= magnitude - end + allowance
+        meant = magnitude <= _toward(w, rule.weights) * spread(rule.unit(q)) + allowance
+        bad &= ~(clipped & meant)
+    if bad.any():
+        budget = 10 ** (max_lost_db / 10) * _block_error(w, dequantize(reference), block)
+        bad &= ~(clipped & spread(_block_error(w, decoded, block) <= budget))
+    return _first(bad, w, decoded, scale)
+
+
+def _toward(w: Tensor, ends: tuple[float, float]) -> Tensor:
+    """Magnitude of the end of a range that lies on each weight's side of zero."""
+    lowest, highest = ends
+    return torch.where(w < 0, -lowest, highest)
+
+
+def _first(bad: Tensor, w: Tensor, decoded: Tensor, scale: Tensor) -> OutOfBound | None:
     if not bad.any():
         return None
     index = tuple(bad.nonzero()[0].tolist())
@@ -116,15 +127,15 @@ class _Rule:
 
     Attributes:
         half_step: from |w| / s, half the distance of the codes around it.
-        lowest: magnitude of the largest negative code.
-        highest: the largest positive code.
-        reach: from a weight, the largest magnitude each block's scale is meant for.
+        codes: the lowest and the highest.
+        weights: likewise, the weights that rules for the scale let occur, in units of `unit`.
+        unit: the largest scale that each block's may have been rounded from.
     """
 
     half_step: Callable[[Tensor], Tensor]
-    lowest: float
-    highest: float
-    reach: Callable[[QuantizedWeight], Tensor]
+    codes: tuple[float, float]
+    weights: tuple[float, float]
+    unit: Callable[[QuantizedWeight], Tensor]
 
 
 def _block_scale(q: QuantizedWeight) -> Tensor:
@@ -149,33 +160,36 @@ def _half_step_int4(x: Tensor) -> Tensor:
     return torch.full_like(x, 0.5)
 
 
-def _reach_nvfp4(q: QuantizedWeight) -> Tensor:
+def _unrounded_nvfp4(q: QuantizedWeight) -> Tensor:
     assert q.global_scale is not None
     scale = q.scale.float()
-    return E2M1_MAX * (scale + _half_step_e4m3(scale)) * q.global_scale
+    return (scale + _half_step_e4m3(scale)) * q.global_scale
 
 
 _RULES = {
     "fp8_block": _Rule(
         half_step=_half_step_e4m3,
-        lowest=E4M3_MAX,
-        highest=E4M3_MAX,
-        reach=lambda q: E4M3_MAX * _block_scale(q),
+        codes=(-E4M3_MAX, E4M3_MAX),
+        weights=(-E4M3_MAX, E4M3_MAX),
+        unit=_block_scale,
     ),
     "nvfp4": _Rule(
-        half_step=_half_step_e2m1, lowest=E2M1_MAX, highest=E2M1_MAX, reach=_reach_nvfp4
+        half_step=_half_step_e2m1,
+        codes=(-E2M1_MAX, E2M1_MAX),
+        weights=(-E2M1_MAX, E2M1_MAX),
+        unit=_unrounded_nvfp4,
     ),
     "mxfp4": _Rule(
         half_step=_half_step_e2m1,
-        lowest=E2M1_MAX,
-        highest=E2M1_MAX,
-        reach=lambda q: 8.0 * _block_scale(q),
+        codes=(-E2M1_MAX, E2M1_MAX),
+        weights=(-8.0, 8.0),
+        unit=_block_scale,
     ),
     "w4a8": _Rule(
         half_step=_half_step_int4,
-        lowest=float(-INT4_MIN),
-        highest=float(INT4_MAX),
-        reach=lambda q: 8.0 * _block_scale(q),
+        codes=(INT4_MIN, INT4_MAX),
+        weights=(-9 * 17 / 16, 8 * 17 / 16),
+        unit=_block_scale,
     ),
 }
 

@@ -117,7 +117,7 @@ def evaluate_layer(
     """
     x, weight = hidden.double(), topk_weights.double()
     value, magnitude, error = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
-    for e in topk_ids.unique().tolist():
+    for e in sorted(set(topk_ids.flatten().tolist())):
         if e < 0:
             continue
         token, slot = (topk_ids == e).nonzero(as_tuple=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.writer import sha256_of
-from moequant.conversion.commit import RECORD_FILE
+from moequant.conversion.commit import OTHER_QUANTIZATION, RECORD_FILE
 from moequant.errors import MoequantError
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
@@ -100,14 +100,21 @@ def check_shards(path: Path, record: Mapping[str, Any], findings: Findings) -> N
 def check_sidecars(
     source: Checkpoint, path: Path, findings: Findings, *, by_moequant: bool
 ) -> None:
-    """Tokenizer and other files came along bit for bit."""
+    """Tokenizer and other files came along bit for bit, and no older quantization's config did."""
     for file in source.sidecars():
         # A model card speaks of one checkpoint; other tools write their own.
         if not by_moequant and file == Path("README.md"):
             continue
-        if not (path / file).is_file():
+        copied = (path / file).is_file()
+        same = copied and filecmp.cmp(source.path / file, path / file, shallow=False)
+        if file.name in OTHER_QUANTIZATION:
+            if same:
+                findings.add(
+                    "sidecars", str(file), "speaks of the source's quantization; remove it"
+                )
+        elif not copied:
             findings.add("sidecars", str(file), "missing; the source has it")
-        elif not filecmp.cmp(source.path / file, path / file, shallow=False):
+        elif not same:
             findings.add("sidecars", str(file), "not the source's bytes")
 
 

@@ -219,7 +219,8 @@ def test_a_rank_loads_its_experts_alone(converted):
     ]
     # One float32 addition instead of two in a row: each rounds once, by 2**-24 of what it sums.
     assert torch.allclose(whole, sum(halves), rtol=0, atol=2**-22 * whole.abs().max())
-    with pytest.raises(UnsupportedError, match=r"experts \[4\]"):
-        load_experts(path, 0, experts=[4])
+    for wrong in ([4], [], [1, 1], [-1]):
+        with pytest.raises(UnsupportedError, match=r"experts \[.*at least one"):
+            load_experts(path, 0, experts=wrong)
     with pytest.raises(CheckpointError, match="layer 9 holds no experts"):
         load_experts(path, 9)
