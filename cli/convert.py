@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 @options.overwrite_option
 @options.json_option
 @options.quiet_option
-@click.pass_context
 def command(
-    ctx: click.Context,
     source: str,
     output: str,
     format: str | None,
@@ -51,7 +49,7 @@ def command(
     or a --recipe. The same command again continues an interrupted conversion.
     """
     if (format is None) == (recipe is None):
-        raise click.UsageError("give either --format or --recipe", ctx)
+        raise click.UsageError("give either --format or --recipe")
     from moequant.conversion import DEFAULT_WORKERS, convert
     from moequant.errors import UnsupportedError
 
@@ -169,11 +167,13 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
     if result["state"] == "already converted":
         out.line(f"{result['output']}: already converted, nothing to do")
     else:
-        rate = size(int(result["source_bytes"] / max(result["seconds"], 1e-3)))
-        out.line(
+        line = (
             f"{result['output']}: {size(result['source_bytes'])} -> {size(result['output_bytes'])} "
-            f"in {count(result['shards'], 'shard')}, {result['seconds']:.1f} s, {rate}/s"
+            f"in {count(result['shards'], 'shard')}, {result['seconds']:.1f} s"
         )
         if result["resumed_shards"]:
-            out.line(f"{result['resumed_shards']} of them an earlier run had finished")
+            out.line(f"{line}; an earlier run had finished {result['resumed_shards']} of them")
+        else:
+            rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
+            out.line(f"{line}, {size(rate)}/s")
     out.line(f"To check it: {result['next']}")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from moequant.cli.output import print_document
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 DEBUG_VARIABLE = "MOEQUANT_DEBUG"
 INTERRUPTED = 130
@@ -37,16 +38,25 @@ class FailedResult(Exception):  # noqa: N818 - carries an error rather than bein
 class CommandGroup(click.Group):
     """A group whose commands end as this module says, under `main()` and in tests alike."""
 
-    def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run a command and exit; see `click.Command.main`."""
-        if not standalone_mode:
-            return super().main(args, *rest, standalone_mode=False, **extra)
         arguments = sys.argv[1:] if args is None else list(args)
         try:
-            code = super().main(arguments, *rest, standalone_mode=False, **extra)
+            code = super().main(arguments, prog_name, complete_var, standalone_mode=False, **extra)
         except (Exception, KeyboardInterrupt) as error:
+            if not standalone_mode:
+                raise
             code = _report(error, arguments)
-        sys.exit(code)
+        if standalone_mode:
+            sys.exit(code)
+        return code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +75,13 @@ def _report(error: BaseException, arguments: list[str]) -> int:
         return _close_stdout()
     result: Mapping[str, Any] = {}
     if isinstance(error, FailedResult):
-        error, result = error.error, error.result
+        result = error.result
+        error = error.error
     failure = _describe(error, arguments)
     if not failure.foreseen or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
+    if isinstance(error, InterruptedWork):
+        click.echo(err=True)  # closes the line on which the terminal put ^C
     if isinstance(error, click.UsageError):
         error.show()
     else:
@@ -80,7 +93,8 @@ def _report(error: BaseException, arguments: list[str]) -> int:
             "message": failure.message,
             "exit_code": failure.exit_code,
         }
-        click.echo(json.dumps({**result, "error": fields}, indent=2))
+        with suppress(OSError):  # stdout may be what failed
+            print_document({**result, "error": fields})
     return failure.exit_code
 
 
@@ -99,7 +113,7 @@ def _describe(error: BaseException, arguments: list[str]) -> _Failure:
             return _Failure(kind=kind, message=error.format_message(), exit_code=error.exit_code)
         case OSError():
             return _Failure(kind=kind, message=_explain(error), exit_code=1)
-    message = "a bug in moequant; please report it with the lines above"
+    message = f"{kind}: {error}; a bug in moequant, please report it with its traceback"
     return _Failure(kind=kind, message=message, exit_code=1, foreseen=False)
 
 

@@ -86,10 +86,11 @@ def _converted_module(name: str, converted: ConvertedCheckpoint) -> tuple[str, s
     """The module and format of which the tensor is a part, if it was converted."""
     module = name.rpartition(".")[0]
     format = converted.format_of(module)
-    if format is None or name not in converted.tensor_names(module, format):
+    if format is None:
         return None
-    # A config may pass over modules it does not mean, such as embeddings: no scale, no format.
-    return (module, format) if len(converted.tensor_names(module, format)) > 1 else None
+    parts = converted.tensor_names(module, format)
+    # Of embeddings and norms a config may say nothing; what has no scale was not converted.
+    return (module, format) if name in parts and len(parts) > 1 else None
 
 
 def _groups(rows: Iterable[_Row]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -10,79 +10,7 @@ from click.shell_completion import CompletionItem
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-
-class Name(click.ParamType):
-    """One of the names of a registry, read when it is needed: registries import torch."""
-
-    def __init__(self, name: str, load: Callable[[], Iterable[str]]) -> None:
-        self.name = name
-        self._load = load
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Accept a known name; anything else is wrong usage."""
-        known = list(self._load())
-        if value not in known:
-            self.fail(f"{value!r} is not a {self.name}; there are: {', '.join(known)}", param, ctx)
-        return value
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Names that begin with `incomplete`."""
-        return [CompletionItem(name) for name in self._load() if name.startswith(incomplete)]
-
-
-class RecipeName(click.ParamType):
-    """The name of a recipe that comes with moequant, or a file; the library tells which."""
-
-    name = "recipe"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Shipped names that begin with `incomplete`, and files."""
-        from moequant.conversion import shipped_recipes
-
-        names = [n for n in shipped_recipes() if n.startswith(incomplete)]
-        return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
-
-
-class Size(click.ParamType):
-    """A number of bytes such as 5GB, handed on as it was written."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Accept what the library can read; anything else is wrong usage."""
-        from moequant.conversion.recipe import parse_size
-
-        try:
-            parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return value
-
-
-class LayerCount(click.ParamType):
-    """A number of layers, or the words `first` and `all`."""
-
-    name = "layers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A word stays one; a number becomes an int."""
-        if value in _LAYER_WORDS:
-            return value
-        if not value.isascii() or not value.isdigit():
-            self.fail(f"{value!r} is not a number, nor first or all", param, ctx)
-        return int(value)
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The words."""
-        return [CompletionItem(word) for word in _LAYER_WORDS if word.startswith(incomplete)]
-
-
+_Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
 _LAYER_WORDS = ("first", "all")
 
 
@@ -104,25 +32,76 @@ def _targets() -> Iterable[str]:
     return TARGETS
 
 
+def _name_option(
+    flag: str, load: Callable[[], Iterable[str]], **attributes: Any
+) -> Callable[[_Command], _Command]:
+    """An option that takes one of a registry's names.
+
+    They are loaded when a value is there to be checked or completed: registries import torch.
+    """
+
+    def check(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        if value is not None and value not in (known := list(load())):
+            raise click.BadParameter(f"{value!r} is none of {', '.join(known)}", ctx, param)
+        return value
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        return [name for name in load() if name.startswith(incomplete)]
+
+    return click.option(flag, metavar="NAME", callback=check, shell_complete=complete, **attributes)
+
+
+def complete_recipe(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Names of shipped recipes that begin with `incomplete`, and files."""
+    from moequant.conversion import shipped_recipes
+
+    names = [name for name in shipped_recipes() if name.startswith(incomplete)]
+    return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+def _check_size(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """A size the library can read, handed on as it was written."""
+    if value is None:
+        return None
+    from moequant.conversion.recipe import parse_size
+
+    try:
+        parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+    return value
+
+
+def _check_layers(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> str | int | None:
+    """A number of layers, or one of the words for it."""
+    if value is None or value in _LAYER_WORDS:
+        return value
+    if value.isascii() and value.isdigit():
+        return int(value)
+    raise click.BadParameter(f"{value!r} is not a number, nor first or all", ctx, param)
+
+
 DIRECTORY = click.Path(file_okay=False)
 """Completed as a directory. Whether one is there the library says: it may be a hub repository."""
 
-format_option = click.option(
+format_option = _name_option(
     "--format",
-    type=Name("format", _formats),
-    metavar="NAME",
+    _formats,
     help="Convert the routed experts, and nothing else, into this format; see `moequant formats`.",
 )
 recipe_option = click.option(
     "--recipe",
-    type=RecipeName(),
     metavar="NAME-OR-FILE",
+    shell_complete=complete_recipe,
     help="Convert as a recipe says; see `moequant recipes`.",
 )
-dialect_option = click.option(
+dialect_option = _name_option(
     "--dialect",
-    type=Name("dialect", _dialects),
-    metavar="NAME",
+    _dialects,
     help="Names and config of the output, in place of the recipe's or the format's own.",
 )
 revision_option = click.option(
@@ -135,20 +114,22 @@ workers_option = click.option(
     help="Units of work done at the same time.  [default: one a core, at most 8]",
 )
 max_shard_size_option = click.option(
-    "--max-shard-size", type=Size(), metavar="SIZE", help="Upper bound of a shard.  [default: 5GB]"
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=_check_size,
+    help="Upper bound of a shard.  [default: the recipe's, or 5GB]",
 )
-target_option = click.option(
+target_option = _name_option(
     "--target",
-    type=Name("target", _targets),
-    metavar="NAME",
+    _targets,
     required=True,
     help="Whose kernels: sm90 (Hopper) or sm100 (Blackwell).",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what is already there.")
 layers_option = click.option(
     "--layers",
-    type=LayerCount(),
     metavar="N",
+    callback=_check_layers,
     help="How many expert layers to run: a number, first or all; weights are verified in every "
     "one.  [default: 3]",
 )

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
     from moequant.progress import Progress
 
-_PIPE_WIDTH = 1000
-"""Columns to fill where no terminal says: a name cut in two cannot be searched for."""
+_NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
+_MOST_FOLDED = 500
+"""Rows of a table that is folded to the terminal."""
 
 
 class Output:
@@ -38,7 +40,7 @@ class Output:
     ) -> None:
         """Print a command's result: the document as JSON, or as `show` puts it for people."""
         if self.as_json:
-            click.echo(json.dumps(document, indent=2, allow_nan=False))
+            print_document(document)
         elif not self.quiet:
             show(self, document)
 
@@ -57,54 +59,83 @@ class Output:
             self.line(f"{name:<{width}}  {value}")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table; a column named with a leading `>` is aligned to the right."""
-        from rich.box import SIMPLE
-        from rich.console import Console
-        from rich.table import Table
+        """Print a table; a column named with a leading `>` is aligned to the right.
 
-        table = Table(box=SIMPLE, pad_edge=False, show_edge=False, header_style="bold")
-        for column in columns:
-            right = column.startswith(">")
-            table.add_column(
-                column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
-            )
-        for row in rows:
-            table.add_row(*row)
-        console = Console(markup=False, highlight=False, emoji=False)
-        if not console.is_terminal:
-            console.width = _PIPE_WIDTH
-        console.print(table)
+        A terminal gets it folded to its width. Elsewhere each row is one line, so that a name can
+        be searched for; so is each of many rows, for folding takes a second for a few thousand.
+        """
+        lines = list(rows)
+        if sys.stdout.isatty() and len(lines) <= _MOST_FOLDED:
+            _print_folded(columns, lines)
+        else:
+            for line in _align(columns, lines):
+                self.line(line)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """Bars on stderr while people watch it, silence otherwise."""
-        hidden = self.as_json or self.quiet or _bars_disabled() or not sys.stderr.isatty()
-        if hidden:
+        if self.as_json or self.quiet:
+            # A download's own bars: the hub library reads this when it is imported, later.
+            os.environ[_NO_BARS] = "1"
+        if not sys.stderr.isatty() or _bars_disabled():
             yield SilentProgress()
             return
-        with _make_bars() as bars:
+        bars = _make_bars()
+        try:
             yield _BarProgress(bars)
+        finally:
+            bars.stop()
 
 
 class _BarProgress:
-    """A bar a task."""
+    """A bar for the task at hand; none before its start, when a download may show its own."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
-        self._task = bars.add_task("", total=None, visible=False, current="")
+        self._task: TaskID | None = None
 
     def start(self, description: str, total_bytes: int) -> None:
         """Show a new bar."""
-        self._bars.remove_task(self._task)
+        if self._task is not None:
+            self._bars.remove_task(self._task)
         self._task = self._bars.add_task(description, total=total_bytes, current="")
+        self._bars.start()
 
     def advance(self, done_bytes: int, current: str) -> None:
         """Move the bar on."""
-        self._bars.update(self._task, advance=done_bytes, current=current)
+        if self._task is not None:
+            self._bars.update(self._task, advance=done_bytes, current=current)
 
     def finish(self) -> None:
-        """Take what is being worked on away."""
-        self._bars.update(self._task, current="")
+        """Take away what was worked on."""
+        if self._task is not None:
+            self._bars.update(self._task, current="")
+
+
+def _print_folded(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False, show_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(markup=False, highlight=False, emoji=False).print(table)
+
+
+def _align(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    titles = [column.removeprefix(">") for column in columns]
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows):
+        cells = zip(row, widths, columns, strict=True)
+        aligned = (
+            text.rjust(width) if column.startswith(">") else text.ljust(width)
+            for text, width, column in cells
+        )
+        yield "   ".join(aligned).rstrip()
 
 
 def _make_bars() -> Bars:
@@ -136,9 +167,13 @@ def _make_bars() -> Bars:
 
 
 def _bars_disabled() -> bool:
-    """Whether the hub's own variable asks for no bars, spelt as the hub spells it."""
-    value = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "")
-    return value.upper() in ("1", "ON", "YES", "TRUE")
+    """Whether the hub's variable asks for no bars, spelt as the hub spells it."""
+    return os.environ.get(_NO_BARS, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print a JSON document on stdout; the only one a command prints."""
+    click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
 def size(size_bytes: int) -> str:

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 @click.command("recipes", short_help="List the recipes, or print one.")
-@click.argument("name", required=False, type=options.RecipeName(), metavar="[NAME-OR-FILE]")
+@click.argument(
+    "name",
+    required=False,
+    metavar="[NAME-OR-FILE]",
+    shell_complete=options.complete_recipe,
+)
 @options.json_option
 def command(name: str | None, as_json: bool) -> None:
     """List the recipes that come with moequant, or check and print the one called NAME.

@@ -8,7 +8,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, count
+from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,9 @@ def command(
 
     out = Output(as_json=as_json, quiet=quiet)
     # What was not asked for is the library's to choose.
-    asked = {k: v for k, v in {"layers": layers, "workers": workers}.items() if v is not None}
+    asked: dict[str, Any] = {
+        k: v for k, v in {"layers": layers, "workers": workers}.items() if v is not None
+    }
     with out.progress() as progress:
         report = verify(converted, against=source, revision=revision, progress=progress, **asked)
     if not report.ok:
@@ -77,7 +79,11 @@ _METHODS = {
 
 def _show(out: Output, report: Mapping[str, Any]) -> None:
     out.line(f"{report['converted']}: right against {report['source']}")
-    out.line(_METHODS[report["method"]])
+    counts = report["counts"]
+    out.line(
+        f"{count(counts['converted'], 'weight')} converted, {counts['copied']} copied, "
+        f"{size(counts['bytes'])}. {_METHODS[report['method']]}"
+    )
     out.line()
     out.table(
         ["format", ">weights", ">SQNR", ">error", "worst weight"],

@@ -135,14 +135,18 @@ def test_unknown_name_is_an_attribute_error():
 
 
 def test_type_checkers_see_the_names_that_load_late():
-    (branch,) = [n for n in ast.parse(MODULES["moequant"].read_text()).body if isinstance(n, ast.If)]
+    (branch,) = [
+        n for n in ast.parse(MODULES["moequant"].read_text()).body if isinstance(n, ast.If)
+    ]
     for_types = {
         (node.module, alias.name)
         for node in branch.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    late = {(f"moequant.{module}", name) for module, names in moequant._HOME.items() for name in names}
+    late = {
+        (f"moequant.{module}", name) for module, names in moequant._HOME.items() for name in names
+    }
     assert for_types == late
     assert {name for _, name in late} | {"__version__"} == set(moequant.__all__)
 
@@ -216,9 +220,9 @@ def wheel(tmp_path_factory):
     for name in set(FOLDERS.values()):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-        + ["--disable-pip-version-check", "--no-index", "-w", folder / "dist", folder],
+        [sys.executable, "-m", "pip", "wheel", "-q", *options, "-w", folder / "dist", folder],
         check=True,
     )
     (path,) = (folder / "dist").glob("*.whl")

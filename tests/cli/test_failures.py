@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_bug_shows_its_traceback_and_still_one_document(run, convert_raises):
     result = run(*COMMANDS, "--json")
     assert result.exit_code == 1
     assert result.document["error"]["type"] == "ZeroDivisionError"
+    assert "of the author's making" in result.document["error"]["message"]
     assert "Traceback" in result.stderr
     assert "of the author's making" in result.stderr
 
@@ -109,3 +111,15 @@ def test_reader_that_closes_the_pipe_ends_the_command_quietly(converted, argumen
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_full_disk_under_stdout_is_a_message():
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "moequant", "recipes", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"Error: No space left on device\n")

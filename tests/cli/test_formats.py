@@ -35,7 +35,9 @@ def test_every_dialect_is_listed_with_what_it_carries(document):
 
 def test_every_backend_runs_every_format_here_or_says_why_not(document):
     rows = document["backends"]
-    assert {(r["backend"], r["format"]) for r in rows} == {(b, f) for b in BACKENDS for f in FORMATS}
+    assert {(r["backend"], r["format"]) for r in rows} == {
+        (b, f) for b in BACKENDS for f in FORMATS
+    }
     assert all(row["runs"] == (row["reason"] is None) for row in rows)
     by_default = {r["format"] for r in rows if r["device"] == "cpu" and r["by_default"]}
     assert by_default == set(FORMATS)

@@ -63,7 +63,8 @@ def test_tensor_list_is_what_the_files_hold(run, converted):
     wanted = {}
     for path in converted.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            wanted |= {n: (file.get_slice(n).get_shape(), path.name) for n in file.keys()}
+            names = file.keys()
+            wanted |= {n: (file.get_slice(n).get_shape(), path.name) for n in names}
     assert found == wanted
     assert document["tensors"] == len(wanted)
     (one,) = [

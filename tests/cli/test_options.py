@@ -16,9 +16,7 @@ def complete(*words):
     return [item.value for item in completion.get_completions(before, last)]
 
 
-@pytest.mark.parametrize(
-    ("option", "names"), [("--format", FORMATS), ("--dialect", DIALECTS)]
-)
+@pytest.mark.parametrize(("option", "names"), [("--format", FORMATS), ("--dialect", DIALECTS)])
 def test_names_of_a_registry_complete(option, names):
     assert complete("convert", option, "") == list(names)
     first = next(iter(names))
@@ -51,4 +49,4 @@ def test_wrong_usage_exits_2_before_anything_is_read(run, tmp_path, arguments):
     result = run("convert", tmp_path / "missing", tmp_path / "out", *arguments, "--json")
     assert result.exit_code == 2
     assert result.document["error"]["exit_code"] == 2
-    assert "Usage: moequant convert" in result.stderr or "Usage: cli convert" in result.stderr
+    assert result.stderr.startswith("Usage: ")

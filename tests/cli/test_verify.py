@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+
+@pytest.fixture
+def copy(converted, tmp_path):
+    """The converted checkpoint, to be damaged."""
+    return shutil.copytree(converted, tmp_path / "copy")
+
+
+def test_right_conversion_exits_0_with_its_errors(run, source, converted):
+    result = run("verify", converted, "--against", source, "--json")
+    assert result.exit_code == 0
+    assert result.document["ok"]
+    assert result.document["method"] == "bytes"
+    (summary,) = result.document["formats"]
+    assert (summary["format"], summary["weights"]) == ("nvfp4", 24)
+    assert [layer["layer"] for layer in result.document["layers"]] == [0, 1]
+
+
+@pytest.mark.parametrize(("layers", "run_layers"), [("0", []), ("first", [0]), ("all", [0, 1])])
+def test_layers_to_run_are_chosen(run, source, converted, layers, run_layers):
+    result = run("verify", converted, "--against", source, "--layers", layers, "--json")
+    assert [layer["layer"] for layer in result.document["layers"]] == run_layers
+
+
+@pytest.mark.parametrize("layers", ["some", "-1", "1.5", "²"])
+def test_other_layers_are_wrong_usage(run, source, converted, layers):
+    result = run("verify", converted, "--against", source, "--layers", layers, "--json")
+    assert result.exit_code == 2
+
+
+def test_edited_config_exits_5_with_the_reason(run, source, copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["rms_norm_eps"] = 0.5
+    (copy / "config.json").write_text(json.dumps(config))
+    result = run("verify", copy, "--against", source, "--json")
+    assert result.exit_code == 5
+    assert not result.document["ok"]
+    (problem,) = result.document["problems"]
+    assert "rms_norm_eps" in problem["name"]
+    assert result.document["error"]["type"] == "NumericsError"
+    assert "rms_norm_eps" in result.document["error"]["message"]
+
+
+def test_changed_weight_exits_5_and_is_named_even_if_quiet(run, source, copy):
+    (shard,) = copy.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    name = "model.layers.1.mlp.experts.2.up_proj.weight_scale"
+    content[8 + int.from_bytes(content[:8], "little") + header[name]["data_offsets"][0]] ^= 1
+    shard.write_bytes(content)
+    result = run("verify", copy, "--against", source, "--quiet")
+    assert (result.exit_code, result.stdout) == (5, "")
+    assert name in result.stderr
+
+
+def test_missing_source_exits_3(run, converted, tmp_path):
+    result = run("verify", converted, "--against", tmp_path / "missing", "--json")
+    assert result.exit_code == 3
+
+
+def test_people_see_formats_and_layers(run, source, converted):
+    shown = run("verify", converted, "--against", source).stdout
+    assert "nvfp4" in shown
+    assert "right against" in shown
