@@ -6,6 +6,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= auto
+# Tests run side by side; OpenMP threads of several processes on few cores wait for each other.
+export OMP_NUM_THREADS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
