@@ -92,6 +92,15 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """Correctly rounded float32 quotients, on every device.
+
+    Given a number, torch multiplies by its rounded reciprocal on CUDA, which is another result for
+    divisors such as 448.
+    """
+    return x / torch.tensor(divisor, dtype=x.dtype, device=x.device)
+
+
 def exponent_of(x: Tensor) -> Tensor:
     """floor(log2(x)) of positive normal float32 [...], int32, read from the exponent bits."""
     return (x.view(torch.int32) >> 23) - 127

@@ -14,6 +14,7 @@ from moequant.formats.elements import (
     E4M3_MAX,
     FLOAT32_TINY,
     ceil_exponent_of,
+    divide,
     encode_e4m3,
     power_of_two,
 )
@@ -51,7 +52,7 @@ class Fp8Block(Format):
     ) -> QuantizedWeight:
         w = w.clamp(-E4M3_FLOAT32_MAX, E4M3_FLOAT32_MAX)
         amax = block_amax(w, self.block)
-        scale = amax / E4M3_MAX
+        scale = divide(amax, E4M3_MAX)
         if options["scale"] == "power_of_two":
             scale = power_of_two(ceil_exponent_of(scale))
         scale = torch.where(amax == 0, 1.0, scale.clamp(min=FLOAT32_TINY))

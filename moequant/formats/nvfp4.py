@@ -17,6 +17,7 @@ from moequant.formats.elements import (
     FLOAT32_TINY,
     ceil_exponent_of,
     decode_e2m1,
+    divide,
     encode_e2m1,
     encode_e4m3,
     pack_nibbles,
@@ -68,7 +69,7 @@ class Nvfp4(Format):
 
     def _global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
         amax = torch.stack([matrix_amax(w) for w in weights]).amax(0)
-        scale = amax / (E2M1_MAX * E4M3_MAX)
+        scale = divide(amax, E2M1_MAX * E4M3_MAX)
         if options["global_scale"] == "power_of_two":
             scale = power_of_two(ceil_exponent_of(scale))
         return torch.where(amax == 0, 1.0, scale.clamp(min=FLOAT32_TINY))
@@ -81,7 +82,7 @@ class Nvfp4(Format):
         per_group = global_scale[..., None, None]
         amax = group_amax(w, _GROUP)
         # Global scale first: amax / 6 may be too small for a float32 where the quotient is not.
-        scale = encode_e4m3(amax / per_group / E2M1_MAX).float().clamp(min=E4M3_SMALLEST)
+        scale = encode_e4m3(divide(amax / per_group, E2M1_MAX)).float().clamp(min=E4M3_SMALLEST)
         scale = torch.where(amax == 0, 1.0, scale)
         if options["search"] == "mse":
             scale = _least_squares(grouped(w, _GROUP) / per_group[..., None], scale)

@@ -27,6 +27,7 @@ from moequant.formats.elements import (
     INT4_MAX,
     INT4_MIN,
     decode_int4,
+    divide,
     encode_e4m3,
     encode_int4,
     pack_nibbles,
@@ -166,7 +167,7 @@ def _codes(q: QuantizedWeight) -> Tensor:
 def _step(groups: Tensor) -> Tensor:
     """The step each group [..., 128] asks for, at least 0: float32 [...]."""
     low, high = torch.aminmax(groups, dim=-1)
-    return torch.maximum(high / (INT4_MAX + 1), low / (INT4_MIN - 1))
+    return torch.maximum(divide(high, INT4_MAX + 1), divide(low, INT4_MIN - 1))
 
 
 def _best_factor(groups: Tensor, step: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ def _best_factor(groups: Tensor, step: Tensor) -> Tensor:
     least = torch.full_like(step, torch.inf)
     for factor in _SEARCH_FACTORS:
         # In place: a large expert has hundreds of MB here.
-        residual = (x / factor).round_().clamp_(INT4_MIN, INT4_MAX).mul_(factor).sub_(x)
+        residual = divide(x, factor).round_().clamp_(INT4_MIN, INT4_MAX).mul_(factor).sub_(x)
         error = group_sum(residual.square_())
         best = torch.where(error < least, factor, best)
         least = torch.minimum(error, least)
@@ -198,4 +199,4 @@ def _row_max(scale: Tensor) -> Tensor:
 
 def _channel_scale(row_max: Tensor) -> Tensor:
     """What the loader divides a row of scales by before it rounds them to E4M3."""
-    return (row_max / E4M3_MAX).clamp(min=CHANNEL_SCALE_MIN)
+    return divide(row_max, E4M3_MAX).clamp(min=CHANNEL_SCALE_MIN)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.formats.blocks import block_amax, expand_blocks
-from moequant.formats.elements import E4M3_MAX, encode_e4m3
+from moequant.formats.elements import E4M3_MAX, divide, encode_e4m3
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def quantize_activations(x: Tensor, scheme: str) -> Activations:
     block = _block(scheme, x.shape[1])
     amax = block_amax(x, block)
     # amax / 448 of the smallest denormals underflows to 0; 2**-149 keeps the division finite.
-    scale = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp(min=_FP32_SMALLEST))
+    scale = torch.where(amax == 0, 1.0, divide(amax, E4M3_MAX).clamp(min=_FP32_SMALLEST))
     qdata = encode_e4m3(x / expand_blocks(scale, block, x.shape))
     return Activations(scheme=scheme, qdata=qdata, scale=scale)
 

@@ -1,5 +1,6 @@
 """Is a converted checkpoint right: structure, weights, layers."""
 
+from moequant.verification.pipeline import verify
 from moequant.verification.report import (
     FormatSummary,
     LayerError,
@@ -7,6 +8,5 @@ from moequant.verification.report import (
     Report,
     WeightError,
 )
-from moequant.verification.verify import verify
 
 __all__ = ["FormatSummary", "LayerError", "Problem", "Report", "WeightError", "verify"]

@@ -97,6 +97,11 @@ class FormatSummary:
     weights: int
     worst: str
 
+    @property
+    def format(self) -> str:
+        """The format's name."""
+        return self.total.format
+
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys."""
         total = self.total.to_json()
@@ -114,6 +119,7 @@ class LayerError:
         experts: how many of them took part.
         tokens: how many were sent through.
         runtime_error: largest |y - reference| over its bound; above 1 the runtime is wrong.
+        runtime_relative_error: ||y - reference|| / ||reference||, which has a bound of its own.
         layer_error: ||y - source|| / ||source|| with activations as they are.
         quantized_activations_error: the same with activations as the format's GEMM takes them.
     """
@@ -123,6 +129,7 @@ class LayerError:
     experts: int
     tokens: int
     runtime_error: float
+    runtime_relative_error: float
     layer_error: float
     quantized_activations_error: float
 

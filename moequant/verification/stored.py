@@ -19,7 +19,7 @@ from moequant.conversion.journal import WORK_FOLDER, Journal
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from moequant.checkpoint.headers import TensorInfo
@@ -37,12 +37,14 @@ class StoredCheckpoint:
         checkpoint: config.json, empty if unreadable, and the tensors of the readable files.
         record: moequant.json, None where it is unreadable or not there.
         has_record: whether it is there.
+        has_config: whether config.json could be read.
         lost: tensors the index puts into files that cannot be read.
     """
 
     checkpoint: Checkpoint
     record: Mapping[str, Any] | None
     has_record: bool
+    has_config: bool
     lost: frozenset[str]
 
 
@@ -57,29 +59,21 @@ def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
     index = None
     if has_record or len(present) != 1 or (path / INDEX_FILE).exists():
         index = _read_json(path, INDEX_FILE, "index", findings)
-    weight_map = _weight_map(index or {}, findings)
+    weight_map = {} if index is None else _weight_map(index, findings)
     named = Counter(weight_map.values()) if weight_map else Counter(present)
     _compare_files(named, present, findings)
-    files: dict[str, FixedFile] = {}
-    headers: dict[str, dict[str, TensorInfo]] = {}
-    for file in sorted(named.keys() & present, key=natural_key):
-        try:
-            files[file] = FixedFile.at(path / file)
-            headers[file] = read_header(path / file, file)
-        except CheckpointError as error:
-            findings.add("files", file, str(error).removeprefix(f"{path / file}: "))
-        else:
-            _compare_with_safetensors(path / file, headers[file], findings)
+    files, headers = _read_headers(path, named.keys() & present, findings)
     tensors = _tensors(headers, weight_map)
     lost = {name for name, file in weight_map.items() if file not in headers} - tensors.keys()
     if weight_map:
         _check_weight_map(weight_map, headers, findings)
-    if index and not lost:
+    if index is not None and not lost:
         _check_total_size(index, tensors, findings)
     return StoredCheckpoint(
         checkpoint=Checkpoint(path=path, config=config or {}, tensors=tensors, _files=files),
         record=record,
         has_record=has_record,
+        has_config=config is not None,
         lost=frozenset(lost),
     )
 
@@ -94,11 +88,34 @@ def _read_json(path: Path, file: str, check: Check, findings: Findings) -> dict[
 
 
 def _weight_map(index: Mapping[str, Any], findings: Findings) -> dict[str, str]:
-    weight_map = index.get("weight_map", {})
-    if isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values()):
-        return weight_map
-    findings.add("index", INDEX_FILE, "weight_map is not an object of files by tensor")
-    return {}
+    """The index's map of files by tensor; empty where it has none, which is a problem."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        findings.add("index", INDEX_FILE, "no weight_map of files by tensor")
+        return {}
+    wrong = [name for name, file in weight_map.items() if not isinstance(file, str)]
+    for name in wrong:
+        findings.add("index", name, f"the index says {weight_map[name]!r}, which is no file")
+    return {name: file for name, file in weight_map.items() if isinstance(file, str)}
+
+
+def _read_headers(
+    path: Path, names: Iterable[str], findings: Findings
+) -> tuple[dict[str, FixedFile], dict[str, dict[str, TensorInfo]]]:
+    """The files that can be read, and their headers."""
+    files: dict[str, FixedFile] = {}
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    for name in sorted(names, key=natural_key):
+        try:
+            # Before the header: what changes from now on shows when it is read.
+            file = FixedFile.at(path / name)
+            headers[name] = read_header(path / name, name)
+        except CheckpointError as error:
+            findings.add("files", name, str(error).removeprefix(f"{path / name}: "))
+            continue
+        files[name] = file
+        _compare_with_safetensors(path / name, headers[name], findings)
+    return files, headers
 
 
 def _compare_files(named: Counter[str], present: set[str], findings: Findings) -> None:

@@ -102,8 +102,7 @@ def _check_unit(
 ) -> _Result:
     result = _Result()
     if expected.method == "bytes":
-        wanted = convert_unit(source, unit, expected.dialect)
-        _compare_bytes(stored.checkpoint, expected, wanted, result)
+        _compare_bytes(source, stored.checkpoint, expected, unit, result)
     weights = {w.info.name: source.read(w.info.name) for w in unit.weights}
     references = _references(unit, weights) if expected.method == "bounds" else {}
     found = {w.info.name: _read_stored(stored, expected, unit, w, result) for w in unit.weights}
@@ -121,9 +120,9 @@ def _check_unit(
 
 
 def _compare_bytes(
-    stored: Checkpoint, expected: Expectation, wanted: Mapping[str, Tensor], result: _Result
+    source: Checkpoint, stored: Checkpoint, expected: Expectation, unit: Unit, result: _Result
 ) -> None:
-    for name, tensor in wanted.items():
+    for name, tensor in convert_unit(source, unit, expected.dialect).items():
         if not _is_as_expected(name, stored, expected):
             continue
         pair = tensor_bytes(stored.read(name)), tensor_bytes(tensor.contiguous())
@@ -184,7 +183,7 @@ def _measure(
 
 def _norm(x: Tensor) -> float:
     """Frobenius norm; float64, for squares of float32 overflow and underflow."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).item()
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _check_bounds(

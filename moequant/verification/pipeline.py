@@ -90,7 +90,7 @@ def verify(
     if expected is not None:
         task = progress or SilentProgress()
         check_tensors(stored, expected, findings)
-        if stored.checkpoint.config:
+        if stored.has_config:
             check_config(source.checkpoint, stored.checkpoint, expected, source.roles, findings)
         weights = check_weights(
             source.checkpoint, stored, expected, workers=workers, progress=task, findings=findings
@@ -100,8 +100,8 @@ def verify(
     return Report(
         converted=str(converted),
         source=str(against),
-        dialect=expected and expected.dialect.name,
-        method=expected and expected.method,
+        dialect=expected.dialect.name if expected else None,
+        method=expected.method if expected else None,
         problems=tuple(findings.problems),
         problem_count=findings.count,
         counts={
