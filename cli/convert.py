@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moequant.conversion import ConversionResult, Plan
+    from moequant.conversion.units import Unit, Weight
 
 
 @click.command("convert", short_help="Convert a checkpoint's experts into a format.")
@@ -73,8 +74,8 @@ def command(
     document = _describe(result, workers, time.monotonic() - started)
     for warning in result.plan.warnings:
         out.warn(warning)
-    if result.plan.refusals:
-        raise FailedResult(UnsupportedError("\n".join(result.plan.refusals)), document)
+    if result.refusals:
+        raise FailedResult(UnsupportedError("\n".join(result.refusals)), document)
     document["next"] = _next_command(source, output, settings["revision"])
     out.result(document, _show_plan if dry_run else _show_result)
 
@@ -89,10 +90,10 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
     return {
         "state": result.state,
         "output": str(result.output),
-        "architecture": plan.architecture.name,
+        "architecture": plan.model.architecture.name,
         "dialect": plan.dialect.name,
-        "expert_layers": list(plan.layers),
-        "experts": plan.moe.experts,
+        "expert_layers": list(plan.model.layers),
+        "experts": plan.model.moe.experts,
         "groups": _groups(plan),
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
@@ -102,14 +103,20 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "peak_bytes": plan.peak_bytes(workers),
         "seconds": round(seconds, 3),
         "warnings": list(plan.warnings),
-        "refusals": list(plan.refusals),
+        "refusals": list(result.refusals),
     }
 
 
-def _groups(plan: Plan) -> list[dict[str, Any]]:
-    """Counts and bytes by role and format; a format of None is kept as it was."""
-    from moequant.formats import get_format
+def _written_bytes(plan: Plan, unit: Unit, weight: Weight) -> int:
+    specs = plan.dialect.specs(weight.module, unit.format, weight.info.shape)
+    return sum(spec.size_bytes for spec in specs.values())
 
+
+def _groups(plan: Plan) -> list[dict[str, Any]]:
+    """Counts and bytes by role and format; a format of None is kept as it was.
+
+    What is refused has no form on disk: its bytes there are 0.
+    """
     groups: dict[tuple[str, str | None], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(role: str, format: str | None, *amounts: int) -> None:
@@ -117,14 +124,12 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         group[:] = [old + new for old, new in zip(group, amounts, strict=True)]
 
     for unit in plan.units:
-        format = get_format(unit.format)
         for weight in unit.weights:
-            specs = plan.dialect.specs(weight.module, format, weight.info.shape).values()
-            written = sum(spec.size_bytes for spec in specs)
+            written = 0 if plan.refusals else _written_bytes(plan, unit, weight)
             add(weight.role, unit.format, 1, weight.info.size_bytes, written)
     for copy in plan.copies:
         size_bytes = copy.info.size_bytes
-        add(plan.roles[copy.name].role, None, 1, size_bytes, size_bytes)
+        add(plan.model.roles[copy.name].role, None, 1, size_bytes, size_bytes)
     return [
         {
             "role": role,

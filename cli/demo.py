@@ -105,7 +105,7 @@ def _run(source: Path, converted: Path, format: str, progress: Progress) -> dict
         "format": format,
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
-        "sqnr_db": report.formats[0].to_json()["sqnr_db"],
+        "sqnr_db": report.formats[0].total.sqnr_db,
         "layer_error": max(layer.layer_error for layer in report.layers),
         "quantized_activations_error": max(
             layer.quantized_activations_error for layer in report.layers

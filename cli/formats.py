@@ -105,10 +105,10 @@ def _devices() -> Iterator[torch.device]:
 
 def _refusal(backend: Backend, format: Format, device: torch.device) -> str | None:
     """Why the backend does not run a layer of common sizes, those of Qwen3-30B-A3B."""
-    from moequant.runtime.backends import Problem
+    from moequant.runtime.backends import Workload
 
     return backend.supports(
-        Problem(
+        Workload(
             format=format.name,
             activations=format.activations,
             experts=128,

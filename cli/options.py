@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
-_LAYER_WORDS = ("first", "all")
 
 
 def _formats() -> Iterable[str]:
@@ -77,12 +76,12 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: str | None) -
 def _check_layers(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> str | int | None:
-    """A number of layers, or one of the words for it."""
-    if value is None or value in _LAYER_WORDS:
+    """A number of layers, or the word for all of them."""
+    if value is None or value == "all":
         return value
     if value.isascii() and value.isdigit():
         return int(value)
-    raise click.BadParameter(f"{value!r} is not a number, nor first or all", ctx, param)
+    raise click.BadParameter(f"{value!r} is not a number, nor all", ctx, param)
 
 
 DIRECTORY = click.Path(file_okay=False)
@@ -130,8 +129,8 @@ layers_option = click.option(
     "--layers",
     metavar="N",
     callback=_check_layers,
-    help="How many expert layers to run: a number, first or all; weights are verified in every "
-    "one.  [default: 3]",
+    help="How many expert layers to run: a number, or all; weights are verified in every one.  "
+    "[default: 3]",
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document, also for an error."

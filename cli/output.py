@@ -77,7 +77,7 @@ class Output:
         if self.as_json or self.quiet:
             # A download's own bars: the hub library reads this when it is imported, later.
             os.environ[_NO_BARS] = "1"
-        if not sys.stderr.isatty() or _bars_disabled():
+        if sys.stderr is None or not sys.stderr.isatty() or _bars_disabled():
             yield SilentProgress()
             return
         bars = _make_bars()

@@ -37,12 +37,12 @@ def command(
     converted: str,
     source: str,
     revision: str | None,
-    layers: Literal["first", "all"] | int | None,
+    layers: Literal["all"] | int | None,
     workers: int | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Prove that CONVERTED is what SOURCE converts to: structure, weights, layers.
+    """Prove that CONVERTED is what SOURCE converts to: structure, weights, prepared files, layers.
 
     Exit code 5, with the reasons, if it is not.
     """
@@ -84,6 +84,8 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
         f"{count(counts['converted'], 'weight')} converted, {counts['copied']} copied, "
         f"{size(counts['bytes'])}. {_METHODS[report['method']]}"
     )
+    if report["prepared"]:
+        out.line(f"Prepared for {' and '.join(report['prepared'])}, with the same weights.")
     out.line()
     out.table(
         ["format", ">weights", ">SQNR", ">error", "worst weight"],

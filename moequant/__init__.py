@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from moequant.formats import QuantizedWeight, dequantize, quantize
-    from moequant.preparation import PreparedResult, prepare
+    from moequant.preparation import PreparationResult, prepare
     from moequant.runtime import FusedExperts, load_experts
     from moequant.verification import Report, verify
 else:
@@ -37,7 +37,7 @@ else:
             "UnsupportedError",
         ),
         "formats": ("QuantizedWeight", "dequantize", "quantize"),
-        "preparation": ("PreparedResult", "prepare"),
+        "preparation": ("PreparationResult", "prepare"),
         "runtime": ("FusedExperts", "load_experts"),
         "verification": ("Report", "verify"),
     }
@@ -62,7 +62,7 @@ __all__ = [
     "MoequantError",
     "NonFiniteError",
     "NumericsError",
-    "PreparedResult",
+    "PreparationResult",
     "QuantizedWeight",
     "Recipe",
     "RecipeError",

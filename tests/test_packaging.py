@@ -113,7 +113,7 @@ def test_public_names_are_these():
         "MoequantError",
         "NonFiniteError",
         "NumericsError",
-        "PreparedResult",
+        "PreparationResult",
         "QuantizedWeight",
         "Recipe",
         "RecipeError",

@@ -20,6 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PREPARED_FOLDER,
+    RECORD_FILE,
+    SINGLE_FILE,
+)
 from moequant.checkpoint.headers import DTYPES, TensorInfo, parse_object, read_header
 from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
@@ -30,9 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Buffer
 
-CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _OTHER_WEIGHTS = (
@@ -44,7 +48,7 @@ _NOT_DOWNLOADED = [
     *(f"*{suffix}" for suffix in _OTHER_WEIGHTS), "original/*", "consolidated*.safetensors",
 ]  # fmt: skip
 # What a conversion writes itself, at the top of a checkpoint.
-_WRITTEN = (CONFIG_FILE, INDEX_FILE, "moequant.json", "moequant-prepared")
+_WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 
 
@@ -117,6 +121,17 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {', '.join(files)}: no tensors; fetch it again")
         tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
         return cls(path=path, config=config, tensors=tensors, _files=fixed)
+
+    @classmethod
+    def of_files(
+        cls,
+        path: Path,
+        config: dict[str, Any],
+        tensors: dict[str, TensorInfo],
+        files: dict[str, FixedFile],
+    ) -> Checkpoint:
+        """What is readable of a checkpoint that `open` refuses, for whoever reports its faults."""
+        return cls(path=path, config=config, tensors=tensors, _files=files)
 
     @property
     def file_bytes(self) -> dict[str, int]:
@@ -228,7 +243,11 @@ def _download(repo_id: str, revision: str | None) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                repo_id, revision=revision, ignore_patterns=_NOT_DOWNLOADED
+                repo_id,
+                revision=revision,
+                ignore_patterns=_NOT_DOWNLOADED,
+                # Said outright: offline, a full commit hash is else looked up on the hub.
+                local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
             )
         )
     # What its transports raise (requests, httpx, xet) has no common base across its versions.

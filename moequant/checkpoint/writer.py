@@ -112,10 +112,10 @@ class ShardWriter:
         self._data_start = len(header)
         # Ranges and not a sum: a slice written twice must not hide one that never came.
         self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in slots}
-        with _explained(path, "created"):
+        with explained(path, "created"):
             self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            with _explained(path, f"given its {self.size_bytes} bytes"):
+            with explained(path, f"given its {self.size_bytes} bytes"):
                 _reserve(self._fd, self.size_bytes)
             self._write_at(0, memoryview(header))
         except BaseException:
@@ -154,14 +154,14 @@ class ShardWriter:
                 _ensure(start == position, f"{name}: byte {min(start, position)} written not once")
                 position = stop
             _ensure(position == slot.size_bytes, f"{name}: {position} of {slot.size_bytes} bytes")
-        with _explained(self.path, "finished"):
+        with explained(self.path, "finished"):
             os.fsync(self._descriptor())
             self._close()
         return self.size_bytes, sha256_of(self.path)
 
     def abort(self) -> None:
         """Close the file, if it is open, and remove it, if it is there."""
-        with _explained(self.path, "removed"):
+        with explained(self.path, "removed"):
             try:
                 self._close()
             finally:
@@ -178,7 +178,7 @@ class ShardWriter:
             os.close(fd)
 
     def _write_at(self, position: int, view: memoryview) -> None:
-        with _explained(self.path, "written"):
+        with explained(self.path, "written"):
             _write_all(self._descriptor(), position, view)
 
 
@@ -189,7 +189,7 @@ def replace_file(path: Path, data: bytes) -> None:
         MoequantError: it cannot be written; says what to do.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with _explained(path, "written"):
+    with explained(path, "written"):
         try:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             try:
@@ -210,7 +210,7 @@ def fsync_directory(path: Path) -> None:
     Raises:
         MoequantError: it cannot be done; says what to do.
     """
-    with _explained(path, "brought to disk"):
+    with explained(path, "brought to disk"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -228,7 +228,7 @@ def sha256_of(path: Path) -> str:
     Raises:
         MoequantError: it cannot be read; says what to do.
     """
-    with _explained(path, "read"), path.open("rb", buffering=0) as file:
+    with explained(path, "read"), path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -256,7 +256,7 @@ def _ensure(condition: bool, fault: str) -> None:
 
 
 @contextmanager
-def _explained(path: Path, participle: str) -> Iterator[None]:
+def explained(path: Path, participle: str) -> Iterator[None]:
     """Turn an OSError into a MoequantError that says what to do."""
     try:
         yield

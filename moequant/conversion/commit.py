@@ -7,14 +7,16 @@ loads. Every step can be repeated: a crash in between is mended by running the s
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moequant._version import __version__
-from moequant.checkpoint.source import INDEX_FILE
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, PREPARED_FOLDER, RECORD_FILE
 from moequant.checkpoint.writer import fsync_directory, replace_file
+from moequant.conversion.target import read_record, recorded_sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     from moequant.conversion.journal import FinishedShard, Journal
     from moequant.conversion.plan import Plan
 
-RECORD_FILE = "moequant.json"
-PREPARED_FOLDER = "moequant-prepared"
+_STAGE = "sidecars"
 
 # Left by an earlier quantization; engines would believe them over config.json.
 OTHER_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -36,23 +37,27 @@ def commit(
     plan: Plan,
     journal: Journal,
     finished: Iterable[FinishedShard],
+    sidecars: Iterable[Path],
     provenance: Mapping[str, Any],
 ) -> None:
     """Move shards into place, then the files that come along, the record, the index, the config."""
     output = journal.output
     shards = list(finished)
+    staged = [_stage(source.path, file, journal) for file in sidecars]
+    record = _encode(_record(plan, shards, provenance))
+    index = _encode(plan.index())
+    config = _encode(converted_config(source.config, plan.quantization_config))
     _retire_old_output(output, keep={shard.file for shard in shards})
     for shard in shards:
         if (journal.shards / shard.file).exists():
             (journal.shards / shard.file).replace(output / shard.file)
-    for file in source.sidecars():
-        if file.name in OTHER_QUANTIZATION:
-            continue
-        _copy_file(source.path / file, output / file, journal)
-    _write_json(output / RECORD_FILE, _record(plan, shards, provenance))
-    _write_json(output / INDEX_FILE, plan.index())
+    for file in staged:
+        (output / file).parent.mkdir(parents=True, exist_ok=True)
+        (journal.folder / _STAGE / file).replace(output / file)
+    replace_file(output / RECORD_FILE, record)
+    replace_file(output / INDEX_FILE, index)
     fsync_directory(output)
-    _write_json(output / "config.json", converted_config(source.config, plan.quantization_config))
+    replace_file(output / CONFIG_FILE, config)
     shutil.rmtree(journal.folder)
 
 
@@ -70,8 +75,12 @@ def converted_config(
 
 def _retire_old_output(output: Path, keep: set[str]) -> None:
     """Remove an earlier conversion, its config first so that it never loads half replaced."""
-    for name in ("config.json", INDEX_FILE, RECORD_FILE):
-        (output / name).unlink(missing_ok=True)
+    stale = recorded_sidecars(read_record(output))
+    for name in (CONFIG_FILE, INDEX_FILE, RECORD_FILE, *OTHER_QUANTIZATION, *stale):
+        path = output / name
+        # A record may have been edited: nothing outside the output is removed by it.
+        if path.resolve().is_relative_to(output.resolve()):
+            path.unlink(missing_ok=True)
     for path in output.glob("*.safetensors"):
         if path.name not in keep:
             path.unlink()
@@ -79,15 +88,19 @@ def _retire_old_output(output: Path, keep: set[str]) -> None:
     fsync_directory(output)
 
 
-def _copy_file(source: Path, target: Path, journal: Journal) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = journal.folder / "sidecar.partial"
-    shutil.copyfile(source, partial)
-    partial.replace(target)
+def _stage(folder: Path, file: Path, journal: Journal) -> Path:
+    """Bring a file that comes along to the output's disk, where it need only be renamed."""
+    staged = journal.folder / _STAGE / file
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / file, staged)
+    with staged.open("rb") as copy:
+        os.fsync(copy.fileno())
+    return file
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    replace_file(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+def _encode(content: Mapping[str, Any]) -> bytes:
+    # ASCII, as transformers writes it; the rest is escaped, lone surrogates too.
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _record(
@@ -99,7 +112,7 @@ def _record(
         "moequant": __version__,
         "torch": torch.__version__,
         "source": {**provenance, "files": plan.source_files},
-        "architecture": plan.architecture.name,
+        "architecture": plan.model.architecture.name,
         "dialect": plan.dialect.name,
         "recipe": plan.recipe.model_dump(mode="json"),
         "plan_sha256": plan.digest,

@@ -13,22 +13,20 @@ there; anything else is written again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.files import WORK_FOLDER
+from moequant.checkpoint.lock import exclusive
 from moequant.checkpoint.writer import fsync_directory, replace_file, sha256_of
-from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
-
-WORK_FOLDER = ".moequant"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ class Journal:
         """What `begin` recorded; empty if that is unreadable."""
         try:
             recorded = json.loads(self._plan.read_text("utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return recorded if isinstance(recorded, dict) else {}
 
@@ -70,26 +68,13 @@ class Journal:
         self.shards.mkdir(parents=True)
         replace_file(self._plan, json.dumps(record, indent=2).encode())
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Hold the output directory against a second run.
 
         Raises:
             MoequantError: another process holds it.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise MoequantError(
-                f"{self.output}: another conversion is writing here; wait for it, or end it"
-            ) from None
-        try:
-            yield
-        finally:
-            os.close(descriptor)
+        return exclusive(self.folder, "conversion")
 
     def partial(self, file: str) -> Path:
         """Where a shard is written before it is whole."""
@@ -123,8 +108,17 @@ class Journal:
         except (OSError, UnicodeDecodeError):
             return
         for line in lines:
-            try:
-                yield FinishedShard(**json.loads(line))
-            except (ValueError, TypeError):
-                # The line being written when the power went; its shard is written again.
-                continue
+            # None for the line being written when the power went; its shard is written again.
+            if (shard := _parse(line)) is not None:
+                yield shard
+
+
+def _parse(line: str) -> FinishedShard | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    types = {"file": str, "bytes": int, "sha256": str}
+    if not isinstance(entry, dict) or {k: type(v) for k, v in entry.items()} != types:
+        return None
+    return FinishedShard(**entry)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moequant.checkpoint.source import INDEX_FILE, Checkpoint, locate
-from moequant.conversion.commit import RECORD_FILE, commit
-from moequant.conversion.journal import WORK_FOLDER, Journal
+from moequant.checkpoint.source import Checkpoint, locate
+from moequant.checkpoint.writer import explained
+from moequant.conversion.commit import OTHER_QUANTIZATION, commit
+from moequant.conversion.identity import source_digests, source_state
+from moequant.conversion.journal import Journal
 from moequant.conversion.plan import Plan, make_plan
-from moequant.conversion.recipe import Recipe, load_recipe, parse_size
+from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.run import write_shards
+from moequant.conversion.target import check_apart, check_space, is_work_left
 from moequant.errors import MoequantError, RecipeError, UnsupportedError
 from moequant.progress import SilentProgress
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from moequant.conversion.journal import FinishedShard
     from moequant.progress import Progress
 
-DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
+DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +39,14 @@ class ConversionResult:
         plan: what was planned.
         state: "converted", "already converted" or, with `dry_run`, "planned".
         resumed_shards: finished shards an earlier, interrupted run had left.
+        refusals: with `dry_run`, why the conversion would be refused.
     """
 
     output: Path
     plan: Plan
     state: Literal["converted", "already converted", "planned"]
     resumed_shards: int = 0
+    refusals: tuple[str, ...] = ()
 
 
 def convert(
@@ -82,87 +87,114 @@ def convert(
         UnsupportedError: an architecture, a shape or a format and dialect we cannot do.
         MoequantError: `output` holds something else, or cannot be written.
     """
-    chosen = _choose_recipe(format, recipe)
+    if workers < 1:
+        raise MoequantError(f"workers = {workers}, but at least one has to do the work")
+    chosen = _choose_recipe(format, recipe).with_output(
+        dialect=dialect, max_shard_size=max_shard_size
+    )
     path = locate(source, revision)
     checkpoint = Checkpoint.open(path)
-    plan = plan_checkpoint(checkpoint, chosen, dialect=dialect, max_shard_size=max_shard_size)
-    target = Path(output)
+    plan = plan_checkpoint(checkpoint, chosen)
+    # Now, so that a file that cannot come along is found before anything is written.
+    sidecars = [f for f in checkpoint.sidecars() if f.name not in OTHER_QUANTIZATION]
+    target = _output_path(output)
+    work = _Work(
+        checkpoint=checkpoint,
+        plan=plan,
+        sidecars=sidecars,
+        provenance=_provenance(source, path, revision),
+        journal=Journal(target),
+        overwrite=overwrite,
+    )
     if dry_run:
-        return ConversionResult(output=target, plan=plan, state="planned")
+        refusals = (*plan.refusals, *_refusals(work))
+        return ConversionResult(output=target, plan=plan, state="planned", refusals=refusals)
     if plan.refusals:
         raise UnsupportedError("\n".join(plan.refusals))
-    _check_apart(path, target)
-    provenance = _provenance(source, path, revision)
-    return _convert(
-        checkpoint, plan, target, provenance, workers, overwrite, progress or SilentProgress()
-    )
+    check_apart(path, target)
+    with explained(target, "written"):
+        return _convert(work, workers, progress or SilentProgress())
 
 
-def plan_checkpoint(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    *,
-    dialect: str | None = None,
-    max_shard_size: str | None = None,
-) -> Plan:
+def plan_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
+    return make_plan(checkpoint.tensors, checkpoint.config, checkpoint.file_bytes, recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """One conversion: what is read, what is planned, where it goes."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    sidecars: list[Path]
+    provenance: Mapping[str, Any]
+    journal: Journal
+    overwrite: bool
+
+    def is_left(self) -> bool:
+        """Whether there is anything to do; see `is_work_left`."""
+        return is_work_left(self.journal, self.plan.digest, self.digests, self.overwrite)
+
+    def digests(self) -> dict[str, Any]:
+        """Digests of the source's contents."""
+        return source_digests(self.checkpoint, self.sidecars)
+
+
+def _refusals(work: _Work) -> list[str]:
+    """Why the output directory would be refused; nothing is touched."""
     try:
-        max_shard_bytes = parse_size(max_shard_size or recipe.output.max_shard_size)
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
-    return make_plan(
-        checkpoint.tensors,
-        checkpoint.config,
-        checkpoint.file_bytes,
-        recipe,
-        dialect=dialect,
-        max_shard_bytes=max_shard_bytes,
-    )
+        check_apart(work.checkpoint.path, work.journal.output)
+        work.is_left()
+    except MoequantError as error:
+        return [str(error)]
+    return []
 
 
-def _convert(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    output: Path,
-    provenance: Mapping[str, Any],
-    workers: int,
-    overwrite: bool,
-    progress: Progress,
-) -> ConversionResult:
-    journal = Journal(output)
-    _check_target(journal, plan, overwrite)
+def _output_path(output: str | Path) -> Path:
+    if "\0" in str(output):
+        raise MoequantError(f"{output!r}: no path; it holds a NUL character")
+    # Not Path.expanduser, which raises for ~ of an unknown user.
+    return Path(os.path.expanduser(output))  # noqa: PTH111
+
+
+def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
+    plan, journal = work.plan, work.journal
+    result = partial(ConversionResult, output=journal.output, plan=plan)
+    if not work.is_left():
+        return result(state="already converted")
     with journal.lock():
         # Again, now that no other run can change what is here.
-        if not _check_target(journal, plan, overwrite):
+        if not work.is_left():
             shutil.rmtree(journal.folder)
-            return ConversionResult(output=output, plan=plan, state="already converted")
-        finished = _resume_or_begin(journal, plan, checkpoint, overwrite)
+            return result(state="already converted")
+        finished = _resume_or_begin(work)
         resumed = len(finished)
         todo = [shard for shard in plan.shards if shard.file not in finished]
-        _check_space(output, sum(shard.size_bytes for shard in todo))
+        check_space(journal.output, sum(shard.size_bytes for shard in todo))
         progress.start("converting", sum(shard.work_bytes for shard in todo))
         for shard in write_shards(
-            checkpoint, plan, todo, journal, workers=workers, progress=progress
+            work.checkpoint, plan, todo, journal, workers=workers, progress=progress
         ):
             finished[shard.file] = shard
         progress.finish()
         ordered = [finished[shard.file] for shard in plan.shards]
-        commit(checkpoint, plan, journal, ordered, provenance)
-    return ConversionResult(output=output, plan=plan, state="converted", resumed_shards=resumed)
+        provenance = {**work.provenance, **work.digests()}
+        commit(work.checkpoint, plan, journal, ordered, work.sidecars, provenance)
+    return result(state="converted", resumed_shards=resumed)
 
 
-def _resume_or_begin(
-    journal: Journal, plan: Plan, checkpoint: Checkpoint, overwrite: bool
-) -> dict[str, FinishedShard]:
+def _resume_or_begin(work: _Work) -> dict[str, FinishedShard]:
     """Shards an earlier run of this plan has left; without such a run, a fresh work folder."""
-    record: dict[str, Any] = {"plan_sha256": plan.digest, "source_state": checkpoint.file_state()}
+    journal, state = work.journal, source_state(work.checkpoint, work.sidecars)
+    record = {"plan_sha256": work.plan.digest, "source_state": state}
     recorded = journal.read_plan()
     if recorded == record:
         return journal.finished()
-    if journal.exists and not overwrite:
-        changed = _changed_file(recorded.get("source_state"), record["source_state"])
+    if journal.exists and not work.overwrite:
+        changed = _changed_file(recorded.get("source_state"), state)
         raise MoequantError(
-            f"{checkpoint.path / changed}: changed since the conversion into {journal.output} "
+            f"{work.checkpoint.path / changed}: changed since the conversion into {journal.output} "
             "began; start over with --overwrite"
         )
     journal.begin(record)
@@ -174,56 +206,6 @@ def _changed_file(before: Any, now: Mapping[str, Any]) -> str:
     return next((file for file, state in now.items() if known.get(file) != state), "")
 
 
-def _check_target(journal: Journal, plan: Plan, overwrite: bool) -> bool:
-    """Whether there is work to do; False if this very conversion is already finished.
-
-    Raises:
-        MoequantError: the directory holds something else, and `overwrite` was not given.
-    """
-    output = journal.output
-    if output.exists() and not output.is_dir():
-        raise MoequantError(f"{output}: is a file; name a directory to write into")
-    if overwrite or not output.exists():
-        return True
-    if journal.exists:
-        if journal.read_plan().get("plan_sha256") == plan.digest:
-            return True
-        raise MoequantError(
-            f"{output}: holds an unfinished conversion with other settings or of another source; "
-            "repeat its command to finish it, or start this one over with --overwrite"
-        )
-    if all(path.name == WORK_FOLDER for path in output.iterdir()):
-        return True
-    record = _read_record(output)
-    if record.get("plan_sha256") != plan.digest:
-        raise MoequantError(
-            f"{output}: not empty, and not this conversion; choose another directory, or replace "
-            "what is there with --overwrite"
-        )
-    _check_whole(output, record)
-    return False
-
-
-def _read_record(output: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((output / RECORD_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
-    """Refuse to call an output finished that lost a file since."""
-    sizes = {file: entry["bytes"] for file, entry in record["shards"].items()}
-    for file, size in {**sizes, INDEX_FILE: None, "config.json": None}.items():
-        path = output / file
-        if not path.is_file() or size not in (None, path.stat().st_size):
-            raise MoequantError(
-                f"{path}: missing or cut short since this conversion was finished; convert again "
-                "with --overwrite"
-            )
-
-
 def _choose_recipe(format: str | None, recipe: Recipe | str | Path | None) -> Recipe:
     if (format is None) == (recipe is None):
         raise RecipeError("name either a format or a recipe")
@@ -233,23 +215,6 @@ def _choose_recipe(format: str | None, recipe: Recipe | str | Path | None) -> Re
         return recipe
     assert recipe is not None
     return load_recipe(recipe)
-
-
-def _check_apart(source: Path, output: Path) -> None:
-    one, other = source.resolve(), output.resolve()
-    if one == other or one in other.parents or other in one.parents:
-        raise MoequantError(
-            f"{output}: lies in the source {source} or around it; choose a directory apart from it"
-        )
-
-
-def _check_space(output: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(output).free
-    if free_bytes < needed_bytes:
-        raise MoequantError(
-            f"{output}: {free_bytes / 1e9:.1f} GB free, but {needed_bytes / 1e9:.1f} GB are still "
-            "to be written; make room or choose another disk, then repeat the command"
-        )
 
 
 def _provenance(source: str | Path, path: Path, revision: str | None) -> dict[str, Any]:

@@ -14,42 +14,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
-from moequant.checkpoint.headers import dtype_name
+from moequant.checkpoint.headers import DTYPE_BITS, dtype_name
 from moequant.checkpoint.writer import TensorSlot, lay_out
-from moequant.conversion.assign import Unit, Weight, assign
+from moequant.conversion.assign import assign
+from moequant.conversion.recipe import parse_size
+from moequant.conversion.units import Copy, Unit
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import default_dialect, get_dialect
-from moequant.errors import CheckpointError, MoequantError, RecipeError, UnsupportedError
-from moequant.formats import get_format
-from moequant.models import check_complete, check_shapes, classify_all, find_architecture
+from moequant.errors import CheckpointError, RecipeError, UnsupportedError
+from moequant.models import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from moequant.checkpoint.headers import TensorInfo
     from moequant.conversion.recipe import Recipe
+    from moequant.conversion.units import Weight
     from moequant.dialects.base import Dialect
-    from moequant.models import Architecture, MoeConfig, TensorRole
+    from moequant.models import Architecture, Model
+
+# What a quantized checkpoint holds and a plain one does not, in any known dialect.
+_QUANTIZED_DTYPES = {name for name, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
+_QUANTIZED_NAMES = (
+    "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
+    "weight_zero_point", "input_scale", "input_global_scale", "qweight", "qzeros", "_blocks",
+    "_scales", ".scales",
+)  # fmt: skip
 
 _Output = tuple[str, str, tuple[int, ...]]
 """Name, safetensors dtype and shape of a tensor to be written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copy:
-    """A tensor that comes along bit for bit."""
-
-    info: TensorInfo
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self.info.name
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes read."""
-        return self.info.size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +77,11 @@ class Plan:
     """Everything a conversion will do.
 
     Attributes:
-        architecture: the family the source belongs to.
-        moe: sizes of its expert layers.
-        layers: the layers that hold experts.
-        recipe: what was asked for.
+        model: what the source is.
+        recipe: what was asked for, complete.
         dialect: whose names and config the output has.
-        roles: the role of every source tensor.
-        shards: the output files.
+        items: what is converted and what is copied, in order.
+        shards: the output files; none if there are refusals.
         quantization_config: the new entry of config.json.
         source_files: size and header digest of every weight file read.
         warnings: what the user should know before going on; one sentence each.
@@ -98,12 +89,10 @@ class Plan:
         digest: SHA-256 over all that decides the output's bytes.
     """
 
-    architecture: Architecture
-    moe: MoeConfig
-    layers: tuple[int, ...]
+    model: Model
     recipe: Recipe
     dialect: Dialect
-    roles: Mapping[str, TensorRole]
+    items: tuple[Unit | Copy, ...]
     shards: tuple[PlannedShard, ...]
     quantization_config: Mapping[str, Any]
     source_files: Mapping[str, Mapping[str, Any]]
@@ -112,24 +101,19 @@ class Plan:
     digest: str
 
     @property
-    def items(self) -> Iterator[Unit | Copy]:
-        """Units and copies of all shards, in order."""
-        return (item for shard in self.shards for item in shard.items)
-
-    @property
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> tuple[Unit, ...]:
         """What is converted, in order."""
-        return (item for item in self.items if isinstance(item, Unit))
+        return tuple(item for item in self.items if isinstance(item, Unit))
 
     @property
-    def copies(self) -> Iterator[Copy]:
+    def copies(self) -> tuple[Copy, ...]:
         """What is copied, in order."""
-        return (item for item in self.items if isinstance(item, Copy))
+        return tuple(item for item in self.items if isinstance(item, Copy))
 
     @property
     def source_bytes(self) -> int:
         """Bytes of all source tensors."""
-        return sum(shard.work_bytes for shard in self.shards)
+        return sum(item.source_bytes for item in self.items)
 
     @property
     def output_bytes(self) -> int:
@@ -146,7 +130,9 @@ class Plan:
         }
 
     def peak_bytes(self, workers: int) -> int:
-        """Memory `workers` may hold at once, beyond the interpreter and torch."""
+        """Memory `workers` may hold at once, beyond the interpreter and torch; 0 if refused."""
+        if self.refusals:
+            return 0
         unit = max((unit.working_bytes for unit in self.units), default=0)
         return workers * max(unit, 2 * COPY_CHUNK_BYTES)
 
@@ -160,9 +146,6 @@ def make_plan(
     config: Mapping[str, Any],
     file_bytes: Mapping[str, int],
     recipe: Recipe,
-    *,
-    dialect: str | None = None,
-    max_shard_bytes: int,
 ) -> Plan:
     """Plan a conversion.
 
@@ -170,63 +153,81 @@ def make_plan(
         tensors: every tensor of the source, in natural order.
         config: the source's config.json.
         file_bytes: size of every weight file of the source.
-        recipe: what to convert into what.
-        dialect: overrides the recipe's and the formats' own.
-        max_shard_bytes: a shard is closed before it would grow beyond this.
+        recipe: what to convert into what, and how to write it.
 
     Raises:
         CheckpointError: the source is incomplete or contradicts its config.
-        UnsupportedError: an unknown architecture, or an expert no rule explains.
+        UnsupportedError: an unknown architecture, an expert no rule explains, or no such dialect.
         RecipeError: the recipe is for other architectures, splits what must stay together, or
             matches nothing.
     """
-    architecture = find_architecture(config)
-    _check_architecture(recipe, architecture, config)
-    roles = classify_all(architecture, tensors)
-    moe = architecture.read_config(config)
-    layers = check_complete(architecture, moe, roles)
-    check_shapes(moe, roles, tensors)
-
-    units, warnings = assign(tensors, roles, recipe, moe.layers)
+    _check_plain(tensors)
+    model = read_model(config, tensors)
+    _check_architecture(recipe, model.architecture, config)
+    units, warnings = assign(tensors, model.roles, recipe, model.moe.layers)
     formats = list(dict.fromkeys(unit.format for unit in units))
-    writer = _choose_dialect(dialect or recipe.output.dialect, formats)
-    converted = {w.module: unit.format for unit in units for w in unit.weights}
-    kept = [
-        m for name, info in tensors.items() if (m := _module(name, info)) not in converted and m
-    ]
-    refusals = [*_refusals(units, writer)]
+    dialect = _choose_dialect(recipe.output.dialect, formats)
+    converted = {weight.module: unit.format for unit in units for weight in unit.weights}
+    modules = (_module(name, info) for name, info in tensors.items())
+    kept = [module for module in modules if module is not None and module not in converted]
+    items = tuple(_items(tensors, units))
+    refusals = tuple(_refusals(units, dialect))
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
     if not refusals:
-        shards = _shards(_items(tensors, units), writer, max_shard_bytes)
-        options = {unit.format: dict(unit.options) for unit in units}
-        quantization_config = writer.quantization_config(converted, kept, options)
+        shards = _shards(items, dialect, parse_size(recipe.output.max_shard_size))
+        quantization_config = dialect.quantization_config(converted, kept)
     source_files = _describe_files(tensors, file_bytes)
+    if config.get("quantization_config"):
+        warnings.append(
+            "the source's config.json has a quantization_config although its weights are plain; "
+            "ours takes its place"
+        )
+    warnings += _engine_warnings(units, dialect, kept)
     return Plan(
-        architecture=architecture,
-        moe=moe,
-        layers=layers,
+        model=model,
         recipe=recipe,
-        dialect=writer,
-        roles=roles,
+        dialect=dialect,
+        items=items,
         shards=shards,
         quantization_config=quantization_config,
         source_files=source_files,
-        warnings=(*warnings, *dict.fromkeys(w for f in formats for w in writer.warnings(f, kept))),
-        refusals=tuple(refusals),
-        digest=_digest(recipe, writer, shards, quantization_config, source_files),
+        warnings=tuple(warnings),
+        refusals=refusals,
+        digest=_digest(units, dialect, shards, quantization_config, source_files),
     )
+
+
+def _engine_warnings(units: Sequence[Unit], dialect: Dialect, kept: Sequence[str]) -> list[str]:
+    """What engines get wrong with this output, each thing said once."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for unit in units:
+        shapes.setdefault(unit.format, set()).update(w.info.shape for w in unit.weights)
+    sentences = (s for format in shapes for s in dialect.warnings(format, shapes[format], kept))
+    return list(dict.fromkeys(sentences))
+
+
+def _check_plain(tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse a source that holds quantized tensors: copied, they would lose their config."""
+    for name, info in tensors.items():
+        if info.dtype in _QUANTIZED_DTYPES or name.endswith(_QUANTIZED_NAMES):
+            raise UnsupportedError(
+                f"{name}: stored as {info.dtype}, so this checkpoint is quantized already; "
+                "conversion starts from BF16, F16 or F32: take the unquantized release of this "
+                "model"
+            )
 
 
 def _check_architecture(
     recipe: Recipe, architecture: Architecture, config: Mapping[str, Any]
 ) -> None:
     classes = config.get("architectures")
-    names = {architecture.name, *(classes if isinstance(classes, list) else ())}
+    listed = classes if isinstance(classes, list) else []
+    names = {architecture.name, *(name for name in listed if isinstance(name, str))}
     if recipe.architectures and not names & set(recipe.architectures):
         raise RecipeError(
             f"the recipe is for {', '.join(recipe.architectures)}, but this checkpoint is "
-            f"{', '.join(sorted(map(str, names)))}"
+            f"{', '.join(sorted(names))}"
         )
 
 
@@ -268,12 +269,10 @@ def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
 
 
 def _refusal(unit: Unit, weight: Weight, dialect: Dialect) -> str | None:
-    format = get_format(unit.format)
     try:
         weight.check_dtype()
-        format.check_shape(weight.info.shape, weight.info.name)
-        dialect.check(weight.module, format, weight.info.shape)
-    except MoequantError as error:
+        dialect.check(weight.module, unit.format, weight.info.shape)
+    except UnsupportedError as error:
         return str(error)
     return None
 
@@ -292,11 +291,10 @@ def _items(tensors: Mapping[str, TensorInfo], units: Sequence[Unit]) -> Iterator
 def _outputs(item: Unit | Copy, dialect: Dialect) -> list[_Output]:
     if isinstance(item, Copy):
         return [(item.info.name, item.info.dtype, item.info.shape)]
-    format = get_format(item.format)
     return [
         (name, dtype_name(spec.dtype), spec.shape)
         for weight in item.weights
-        for name, spec in dialect.specs(weight.module, format, weight.info.shape).items()
+        for name, spec in dialect.specs(weight.module, item.format, weight.info.shape).items()
     ]
 
 
@@ -352,7 +350,7 @@ def _describe_files(
 
 
 def _digest(
-    recipe: Recipe,
+    units: Iterable[Unit],
     dialect: Dialect,
     shards: Iterable[PlannedShard],
     quantization_config: Mapping[str, Any],
@@ -361,7 +359,7 @@ def _digest(
     return _sha256_of_json(
         {
             "moequant": __version__,
-            "recipe": recipe.model_dump(mode="json"),
+            "units": [[[w.info.name for w in u.weights], u.format, dict(u.options)] for u in units],
             "dialect": dialect.name,
             "quantization_config": quantization_config,
             "source_files": source_files,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
+from moequant.dialects import get_dialect
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 
@@ -45,9 +55,23 @@ def _regex(text: str) -> str:
 
 
 def _layer_slice(text: str) -> str:
-    if not re.fullmatch(r"-?\d*:-?\d*|-?\d+", text):
+    if not re.fullmatch(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?|-?[0-9]{1,6}", text):
         raise ValueError(f'{text!r} is not a layer or a slice such as "3:" or ":-1"')
     return text
+
+
+def _integer(value: object) -> object:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+def _dialect(name: str) -> str:
+    try:
+        get_dialect(name)
+    except MoequantError as error:
+        raise ValueError(str(error)) from None
+    return name
 
 
 def _size(text: str) -> str:
@@ -104,29 +128,18 @@ class Output(_Strict):
         max_shard_size: upper bound of a shard, unless one tensor alone is larger.
     """
 
-    dialect: str | None = None
+    dialect: Annotated[str, AfterValidator(_dialect)] | None = None
     max_shard_size: Annotated[str, AfterValidator(_size)] = "5GB"
-
-
-class Verify(_Strict):
-    """Budgets of `moequant verify`, relative to what our quantizer reaches on the same tensor.
-
-    Attributes:
-        max_sqnr_loss_db: how far a weight of a checkpoint that another tool wrote may fall below.
-    """
-
-    max_sqnr_loss_db: Annotated[float, Field(ge=0)] = 1.0
 
 
 class Recipe(_Strict):
     """A whole recipe; the first rule that matches a weight decides, unmatched ones are kept."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[Literal[1], BeforeValidator(_integer)] = 1
     summary: str = ""
     architectures: tuple[str, ...] = ()
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
     output: Output = Output()
-    verify: Verify = Verify()
 
     @classmethod
     def for_format(cls, format: str) -> Recipe:
@@ -141,6 +154,20 @@ class Recipe(_Strict):
             rules=(Rule(roles=("routed_experts",), format=format),),
         )
 
+    def with_output(self, *, dialect: str | None, max_shard_size: str | None) -> Recipe:
+        """This recipe with another dialect or shard size, where they are given.
+
+        Raises:
+            RecipeError: not a size.
+        """
+        given = {"dialect": dialect, "max_shard_size": max_shard_size}
+        changed = {key: value for key, value in given.items() if value is not None}
+        try:
+            output = Output.model_validate(self.output.model_dump() | changed)
+        except ValidationError as error:
+            raise RecipeError(_explain(error)) from None
+        return self.model_copy(update={"output": output})
+
     def rule_for(self, name: str, role: TensorRole, layer_count: int) -> Rule | None:
         """The first rule that matches, or None."""
         return next((r for r in self.rules if r.matches(name, role, layer_count)), None)
@@ -151,10 +178,11 @@ def _layers(text: str, layer_count: int) -> range:
         index = int(text) + (layer_count if int(text) < 0 else 0)
         return range(index, index + 1)
     start, stop = (int(part) if part else None for part in text.split(":"))
+    if stop is not None:
+        return range(layer_count)[start:stop]
     # An open end reaches the multi-token-prediction layers, which stand behind the last layer.
-    open_ended = range(2**31) if stop is None else range(layer_count)
-    first = 0 if start is None else start + (layer_count if start < 0 else 0)
-    return open_ended[first:stop]
+    first = start or 0
+    return range(max(first + layer_count, 0) if first < 0 else first, sys.maxsize)
 
 
 def shipped_recipes() -> list[str]:

@@ -10,16 +10,16 @@ import torch
 
 from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion.journal import FinishedShard
-from moequant.conversion.plan import COPY_CHUNK_BYTES, Copy
-from moequant.conversion.units import convert_unit
+from moequant.conversion.plan import COPY_CHUNK_BYTES
+from moequant.conversion.units import Copy, convert_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from moequant.checkpoint.source import Checkpoint
-    from moequant.conversion.assign import Unit
     from moequant.conversion.journal import Journal
     from moequant.conversion.plan import Plan, PlannedShard
+    from moequant.conversion.units import Unit
     from moequant.progress import Progress
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moequant.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.formats import Format, QuantizedWeight, TensorSpec
+    from moequant.dialects.encodings import Encoding
+    from moequant.formats import QuantizedWeight, TensorSpec
 
 
 class Dialect(ABC):
-    """Names, dtypes, shapes and config of one consumer: one file, and one line in REGISTRY.
+    """A table of encodings and a config: one file for each consumer, and one line in REGISTRY.
 
     A *module* is a tensor name without its `.weight`, for example
     `model.layers.3.mlp.experts.7.down_proj`. All tensor names below are full names.
@@ -26,46 +29,71 @@ class Dialect(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    suffixes: ClassVar[Mapping[str, tuple[str, ...]]]
-    """For each format it can carry: the names after `module.` that it writes, the codes first."""
+    encodings: ClassVar[Mapping[str, Encoding]]
+    """How the parts of each format it can carry lie on disk."""
 
-    @abstractmethod
-    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
+    @property
+    def suffixes(self) -> dict[str, tuple[str, ...]]:
+        """For each format it can carry: the names after `module.` that it writes, codes first."""
+        return {format: encoding.suffixes for format, encoding in self.encodings.items()}
+
+    def check(self, module: str, format: str, shape: Sequence[int]) -> None:
         """Refuse a weight [N, K] that the consumers of this dialect would load wrong.
 
         Raises:
             UnsupportedError: a format the dialect cannot carry, or such a shape; names the module.
         """
+        self._encoding(module, format).check(module, shape)
 
-    @abstractmethod
-    def specs(self, module: str, format: Format, shape: Sequence[int]) -> dict[str, TensorSpec]:
-        """What `to_disk` writes for a weight [N, K], in the order of `suffixes`."""
+    def specs(self, module: str, format: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
+        """What `to_disk` writes for a weight [N, K], in the order of `suffixes`.
 
-    @abstractmethod
+        Raises:
+            UnsupportedError: as `check`.
+        """
+        self.check(module, format, shape)
+        return self._encoding(module, format).specs(module, shape)
+
     def to_disk(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors of one weight as they go to disk; equal to `specs` in names and shapes."""
+        """The tensors of one weight as they go to disk; equal to `specs` in names and shapes.
 
-    @abstractmethod
+        Exact, unless the encoding says otherwise.
+
+        Raises:
+            UnsupportedError: as `check`.
+        """
+        self.check(module, q.format, q.shape)
+        return self._encoding(module, q.format).encode(module, q)
+
     def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Inverse of `to_disk`. `tensors` may hold more than this module's.
+        """Inverse of `to_disk`; also reads what other writers leave, as the encoding says.
+
+        `tensors` may hold more than this module's.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
+            UnsupportedError: a format the dialect cannot carry, or a scale with values that the
+                format's scale dtype cannot hold.
         """
+        return self._encoding(module, format).decode(module, tensors)
+
+    def _encoding(self, module: str, format: str) -> Encoding:
+        if format not in self.encodings:
+            raise UnsupportedError(
+                f"{module}: the dialect {self.name} does not carry {format}, only "
+                f"{', '.join(self.encodings)}; choose another dialect or format"
+            )
+        return self.encodings[format]
 
     @abstractmethod
     def quantization_config(
-        self,
-        formats: Mapping[str, str],
-        kept: Iterable[str],
-        options: Mapping[str, Mapping[str, str]],
+        self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
-        """The `quantization_config` of config.json.
+        """The `quantization_config` of config.json; options of formats leave no trace in it.
 
         Args:
             formats: format by converted module.
             kept: every other module with a two-dimensional weight.
-            options: resolved options by format.
 
         Raises:
             UnsupportedError: the dialect cannot carry this mixture of formats.
@@ -77,29 +105,28 @@ class Dialect(ABC):
 
     @abstractmethod
     def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """Parse the config once; the function returned is `format_of` for any number of modules.
+        """Parse the config once, and look up any number of modules.
 
         config.json speaks of linear layers. Embeddings, norms and routers it may pass over in
         silence, so ask about a module whose codes are on disk, or one known to be linear.
 
+        Returns:
+            From a module's name the format config.json gives it, or None where it is kept as it
+            was. Raises UnsupportedError, with the name of the field, for a scheme of this dialect
+            that we have no format for.
+
         Raises:
             CheckpointError: a field has the wrong type; names it.
         """
 
-    def format_of(self, module: str, quantization_config: Mapping[str, Any]) -> str | None:
-        """The format config.json gives `module`, or None where it is kept as it was.
-
-        Raises:
-            CheckpointError: a field has the wrong type; names it.
-            UnsupportedError: a scheme of this dialect that we have no format for; names the field.
-        """
-        return self.reader(quantization_config)(module)
-
-    def warnings(self, format: str, kept: Iterable[str]) -> list[str]:
+    def warnings(
+        self, format: str, shapes: Iterable[Sequence[int]], kept: Iterable[str]
+    ) -> list[str]:
         """What known engines get wrong with `format` in this dialect, a sentence each.
 
         Args:
             format: name of a format.
+            shapes: [N, K] of the weights that get it.
             kept: the modules that stay as they are.
         """
         return []

@@ -32,14 +32,9 @@ from moequant.dialects.config_fields import as_mapping, mapping_field, names_fie
 from moequant.dialects.encodings import Encoding, Fp8Blocks, Int4Packed, Mxfp4Packed, Nvfp4Packed
 from moequant.dialects.names import NamePatterns, block_pattern, kept_blocks, target_patterns
 from moequant.errors import UnsupportedError
-from moequant.formats import get_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from moequant.formats import Format, QuantizedWeight, TensorSpec
 
 _WHERE = "quantization_config"
 
@@ -153,37 +148,12 @@ class CompressedTensors(Dialect):
 
     name = "compressed-tensors"
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
-    suffixes = {name: scheme.encoding.suffixes for name, scheme in _SCHEMES.items()}  # noqa: RUF012
-
-    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
-        """As Dialect; N and K of `fp8_block` must be multiples of 128."""
-        self._encoding(module, format.name).check(module, format, shape)
-
-    def specs(self, module: str, format: Format, shape: Sequence[int]) -> dict[str, TensorSpec]:
-        """As Dialect; errors as `check`."""
-        self.check(module, format, shape)
-        return self._encoding(module, format.name).specs(module, format, shape)
-
-    def to_disk(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
-        """As Dialect; errors as `check`.
-
-        Exact, but for an `nvfp4` global scale that is no power of two: see
-        `moequant.dialects.encodings.Nvfp4Packed`.
-        """
-        self.check(module, get_format(q.format), q.shape)
-        return self._encoding(module, q.format).encode(module, q)
-
-    def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As Dialect; also takes what llm-compressor leaves out or stores in another dtype."""
-        return self._encoding(module, format).decode(module, tensors)
+    encodings = {name: scheme.encoding for name, scheme in _SCHEMES.items()}  # noqa: RUF012
 
     def quantization_config(
-        self,
-        formats: Mapping[str, str],
-        kept: Iterable[str],
-        options: Mapping[str, Mapping[str, str]],
+        self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
-        """As Dialect; the options leave no trace."""
+        """As Dialect."""
         for module, format in formats.items():
             self._encoding(module, format)
         targets = _targets(formats)
@@ -233,23 +203,22 @@ class CompressedTensors(Dialect):
 
         return format_of
 
-    def warnings(self, format: str, kept: Iterable[str]) -> list[str]:
+    def warnings(
+        self, format: str, shapes: Iterable[Sequence[int]], kept: Iterable[str]
+    ) -> list[str]:
         """As Dialect."""
         sentences = list(_SCHEMES[format].warnings) if format in _SCHEMES else []
+        if format == "w4a8" and any(extent % 256 for shape in shapes for extent in shape):
+            sentences.append(
+                "vLLM 0.33 runs W4A8 experts only where hidden and intermediate size, the latter "
+                "divided by the tensor-parallel ranks, are multiples of 256; it stops otherwise."
+            )
         if any(".experts." in module for module in kept):
             sentences.append(
                 "transformers 5.23 does not load this dialect where some layers' experts are kept: "
                 "it waits for quantized tensors in every layer."
             )
         return sentences
-
-    def _encoding(self, module: str, format: str) -> Encoding:
-        if format not in _SCHEMES:
-            raise UnsupportedError(
-                f"{module}: the dialect {self.name} does not carry {format}; it carries "
-                f"{', '.join(_SCHEMES)}"
-            )
-        return _SCHEMES[format].encoding
 
 
 def _targets(formats: Mapping[str, str]) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from moequant.dialects.tensors import (
     read_tensor,
 )
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import QuantizedWeight, TensorSpec
+from moequant.formats import QuantizedWeight, TensorSpec, get_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,22 +40,24 @@ _NIBBLE_SIGNS = 0x88
 class Encoding(ABC):
     """Names, dtypes and shapes of one format's tensors in a dialect, both ways."""
 
+    format: ClassVar[Format]
+    """What it holds."""
     suffixes: tuple[str, ...]
     """Names after `module.` in the order they are written, the codes first."""
 
-    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
+    def check(self, module: str, shape: Sequence[int]) -> None:
         """Refuse a weight that is no [N, K] of this format, or that readers would get wrong.
 
         Raises:
             UnsupportedError: names the module.
         """
-        format.check_shape(shape, module)
+        self.format.check_shape(shape, module)
         if len(shape) != 2:
             raise UnsupportedError(f"{module}: shape {list(shape)}; a dialect writes single [N, K]")
 
-    def specs(self, module: str, format: Format, shape: Sequence[int]) -> dict[str, TensorSpec]:
+    def specs(self, module: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
         """What `encode` makes of a weight [N, K], by full name."""
-        parts = self._specs(format.specs(shape), shape)
+        parts = self._specs(self.format.specs(shape, module), shape)
         return dict(zip(self._names(module), parts, strict=True))
 
     def encode(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
@@ -84,6 +86,18 @@ class Encoding(ABC):
     def _names(self, module: str) -> list[str]:
         return [f"{module}.{suffix}" for suffix in self.suffixes]
 
+    def _read_scale(
+        self,
+        tensors: Mapping[str, Tensor],
+        name: str,
+        shape: Sequence[int],
+        *dtypes: torch.dtype,
+    ) -> Tensor:
+        """The scale called `name`, of one of `dtypes`, of a weight of `shape` [N, K]."""
+        scale = read_tensor(tensors, name, *dtypes)
+        check_shape(name, scale, self.format.specs(shape)["scale"].shape)
+        return scale
+
 
 class Fp8Blocks(Encoding):
     """`fp8_block`: both parts as they are in memory; only the scale's name is the dialect's.
@@ -92,37 +106,38 @@ class Fp8Blocks(Encoding):
     blocks are read, though `check` of the dialects refuses to write them.
     """
 
+    format = get_format("fp8_block")
+
     def __init__(self, scale: str) -> None:
         self.suffixes = ("weight", scale)
 
-    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
-        """As Encoding; N and K must be multiples of 128."""
-        super().check(module, format, shape)
-        for axis, extent in zip("NK", shape, strict=True):
-            if extent % 128:
+    def check(self, module: str, shape: Sequence[int]) -> None:
+        """As Encoding; N and K must be multiples of the block."""
+        super().check(module, shape)
+        for axis, extent, multiple in zip("NK", shape, self.format.block, strict=True):
+            if extent % multiple:
                 raise UnsupportedError(
-                    f"{module}: {axis} = {extent} is not a multiple of 128; the format could hold "
-                    "the ragged block, but transformers reads it wrong without an error, and "
-                    "vLLM and SGLang refuse it in experts. Keep this weight as it is or choose "
-                    "another format"
+                    f"{module}: {axis} = {extent} is not a multiple of {multiple}; the format "
+                    "could hold the ragged block, but transformers reads it wrong without an "
+                    "error, and vLLM and SGLang refuse it in experts. Keep it in its source dtype "
+                    '(format = "keep" in a recipe) or choose another format'
                 )
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """As Encoding."""
         weight, scale = self._names(module)
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
-        N, K = qdata.shape
-        values = read_tensor(
+        values = self._read_scale(
             tensors,
             scale,
+            qdata.shape,
             torch.float32,
             torch.bfloat16,
             torch.float16,
             torch.float8_e8m0fnu,
         )
-        check_shape(scale, values, (-(-N // 128), -(-K // 128)))
         return QuantizedWeight(
-            format="fp8_block",
+            format=self.format.name,
             qdata=qdata,
             scale=values.float(),
             global_scale=None,
@@ -147,6 +162,7 @@ class Nvfp4Packed(Encoding):
     reciprocals in a row equal one, for every float32 whose reciprocal is a normal number.
     """
 
+    format = get_format("nvfp4")
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -154,9 +170,8 @@ class Nvfp4Packed(Encoding):
         packed, scale, divisor = self._names(module)
         qdata = read_matrix(tensors, packed, torch.uint8)
         N, K = qdata.shape[0], 2 * qdata.shape[1]
-        check_columns(packed, K, 16)
-        values = read_tensor(tensors, scale, torch.float8_e4m3fn)
-        check_shape(scale, values, (N, K // 16))
+        check_columns(packed, K, self.format.block[1])
+        values = self._read_scale(tensors, scale, (N, K), torch.float8_e4m3fn)
         reciprocal = read_tensor(tensors, divisor, torch.float32)
         check_shape(divisor, reciprocal, (1,), ())
         global_scale = reciprocal.reshape(()).reciprocal()
@@ -166,7 +181,7 @@ class Nvfp4Packed(Encoding):
                 "finite, as must its reciprocal; fetch or convert the checkpoint again"
             )
         return QuantizedWeight(
-            format="nvfp4",
+            format=self.format.name,
             qdata=qdata,
             scale=values,
             global_scale=global_scale,
@@ -186,6 +201,7 @@ class Nvfp4Packed(Encoding):
 class Mxfp4Packed(Encoding):
     """`mxfp4`: the E8M0 scale is stored as a plain byte."""
 
+    format = get_format("mxfp4")
     suffixes = ("weight_packed", "weight_scale")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -193,11 +209,10 @@ class Mxfp4Packed(Encoding):
         packed, scale = self._names(module)
         qdata = read_matrix(tensors, packed, torch.uint8)
         N, K = qdata.shape[0], 2 * qdata.shape[1]
-        check_columns(packed, K, 32)
-        values = read_tensor(tensors, scale, torch.uint8, torch.float8_e8m0fnu)
-        check_shape(scale, values, (N, K // 32))
+        check_columns(packed, K, self.format.block[1])
+        values = self._read_scale(tensors, scale, (N, K), torch.uint8, torch.float8_e8m0fnu)
         return QuantizedWeight(
-            format="mxfp4",
+            format=self.format.name,
             qdata=qdata,
             scale=values.view(torch.float8_e8m0fnu),
             global_scale=None,
@@ -220,6 +235,7 @@ class Int4Packed(Encoding):
     `qdata` with the sign bit of every nibble flipped.
     """
 
+    format = get_format("w4a8")
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -227,12 +243,13 @@ class Int4Packed(Encoding):
         packed, scale, shape = self._names(module)
         words = read_matrix(tensors, packed, torch.int32)
         N, K = words.shape[0], 8 * words.shape[1]
-        check_columns(packed, K, 128)
-        values = read_tensor(tensors, scale, torch.bfloat16, torch.float16, torch.float32)
-        check_shape(scale, values, (N, K // 128))
+        check_columns(packed, K, self.format.block[1])
+        values = self._read_scale(
+            tensors, scale, (N, K), torch.bfloat16, torch.float16, torch.float32
+        )
         _check_logical_shape(tensors, shape, (N, K))
         return QuantizedWeight(
-            format="w4a8",
+            format=self.format.name,
             qdata=words.contiguous().view(torch.uint8) ^ _NIBBLE_SIGNS,
             scale=cast_exactly(scale, values, torch.bfloat16),
             global_scale=None,

@@ -26,18 +26,12 @@ from moequant.dialects.config_fields import as_mapping, names_field, show
 from moequant.dialects.encodings import Fp8Blocks
 from moequant.dialects.names import compile_regex, kept_blocks
 from moequant.errors import UnsupportedError
-from moequant.formats import get_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch import Tensor
-
-    from moequant.formats import Format, QuantizedWeight, TensorSpec
-
 _WHERE = "quantization_config"
 _FORMAT = "fp8_block"
-_ENCODING = Fp8Blocks(scale="weight_scale_inv")
 
 # Fields that decide what the tensors are, with the values we read; None where it may be missing.
 _READABLE: dict[str, tuple[object, ...]] = {
@@ -56,37 +50,14 @@ class Fp8(Dialect):
 
     name = "fp8"
     summary = "vLLM, SGLang and transformers; how DeepSeek-V3 and Qwen3 FP8 were released"
-    suffixes = {_FORMAT: _ENCODING.suffixes}  # noqa: RUF012
-
-    def check(self, module: str, format: Format, shape: Sequence[int]) -> None:
-        """As Dialect; N and K must be multiples of 128."""
-        self._check_format(module, format.name)
-        _ENCODING.check(module, format, shape)
-
-    def specs(self, module: str, format: Format, shape: Sequence[int]) -> dict[str, TensorSpec]:
-        """As Dialect; errors as `check`."""
-        self.check(module, format, shape)
-        return _ENCODING.specs(module, format, shape)
-
-    def to_disk(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
-        """As Dialect; errors as `check`."""
-        self.check(module, get_format(q.format), q.shape)
-        return _ENCODING.encode(module, q)
-
-    def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As Dialect; also takes ragged last blocks, and scales in BF16, FP16 or E8M0."""
-        self._check_format(module, format)
-        return _ENCODING.decode(module, tensors)
+    encodings = {_FORMAT: Fp8Blocks(scale="weight_scale_inv")}  # noqa: RUF012
 
     def quantization_config(
-        self,
-        formats: Mapping[str, str],
-        kept: Iterable[str],
-        options: Mapping[str, Mapping[str, str]],
+        self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
-        """As Dialect; the options leave no trace, see `scale_fmt` above."""
+        """As Dialect."""
         for module, format in formats.items():
-            self._check_format(module, format)
+            self._encoding(module, format)
         blocks, others = kept_blocks(kept)
         return {
             "quant_method": "fp8",
@@ -122,13 +93,6 @@ class Fp8(Dialect):
             return _FORMAT
 
         return format_of
-
-    def _check_format(self, module: str, format: str) -> None:
-        if format not in self.suffixes:
-            raise UnsupportedError(
-                f"{module}: the dialect {self.name} carries {_FORMAT} only, not {format}; "
-                "choose the dialect compressed-tensors"
-            )
 
 
 class _KeptModules:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import dtype_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,8 +27,8 @@ def read_tensor(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) 
         raise CheckpointError(f"{name} is missing, but config.json says its module is quantized")
     tensor = tensors[name]
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(_dtype_name(d) for d in dtypes)
-        raise CheckpointError(f"{name}: dtype {_dtype_name(tensor.dtype)}, not {wanted}; {_NEXT}")
+        wanted = " or ".join(map(dtype_text, dtypes))
+        raise CheckpointError(f"{name}: dtype {dtype_text(tensor.dtype)}, not {wanted}; {_NEXT}")
     return tensor
 
 
@@ -69,11 +70,7 @@ def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype)
     if not torch.equal(cast.float(), tensor.float()):
         raise UnsupportedError(
-            f"{name}: {_dtype_name(tensor.dtype)} values that {_dtype_name(dtype)} cannot hold, "
+            f"{name}: {dtype_text(tensor.dtype)} values that {dtype_text(dtype)} cannot hold, "
             "and we keep these scales in that; reading them would change the weight"
         )
     return cast
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,6 +1,17 @@
 """What the numbers are: pure functions of tensors, no files, no choice of device.
 
-Adding a format is one file here and one line in REGISTRY; tests and the command line read it.
+Adding a format is one file here, one line in REGISTRY, and what its numbers alone do not say;
+tests/test_registries.py fails for each of these that is left out:
+
+* `dialects/encodings.py`: an Encoding, how its parts lie on disk; and a row in the table of a
+  dialect that carries it, `_SCHEMES` of compressed-tensors or `encodings` of another;
+* `layouts/targets.py`: a row for each target whose kernels take it;
+* `verification/bounds.py`: how far rounding and clipping by other tools may go;
+* `verification/decode.py`: its block and elements once more, written from the standards;
+* `runtime/activations.py`: a scheme, if its GEMM is fed as no other format's is.
+
+All else reads REGISTRY, the command line too. The budgets in tests/formats/test_every_format.py say
+how good the format must be.
 """
 
 from __future__ import annotations
@@ -8,13 +19,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
-from moequant.formats.base import Format, QuantizedWeight, TensorSpec, stack
+from moequant.formats.base import (
+    Format,
+    QuantizedWeight,
+    TensorSpec,
+    check_tensors,
+    dtype_text,
+    stack,
+)
 from moequant.formats.fp8_block import Fp8Block
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
 REGISTRY: dict[str, Format] = {f.name: f for f in (Fp8Block(), Nvfp4(), Mxfp4(), W4A8())}
@@ -41,12 +61,33 @@ def dequantize(q: QuantizedWeight) -> Tensor:
     return get_format(q.format).dequantize(q)
 
 
+def check_parts(
+    tensors: Mapping[str, Tensor], format: str, shape: Sequence[int], name: str
+) -> None:
+    """Refuse parts that are not those of a weight [..., N, K] of the format called `format`.
+
+    Args:
+        tensors: by field of QuantizedWeight.
+        format: name of a format.
+        shape: [..., N, K], logical.
+        name: what errors call the weight.
+
+    Raises:
+        CheckpointError: a part is missing, one too many, or of the wrong dtype or shape.
+        UnsupportedError: no format is called that, or it cannot hold `shape`.
+    """
+    check_tensors(tensors, get_format(format).specs(shape, name), name)
+
+
 __all__ = [
     "REGISTRY",
     "Format",
     "QuantizedWeight",
     "TensorSpec",
+    "check_parts",
+    "check_tensors",
     "dequantize",
+    "dtype_text",
     "effective_weight",
     "get_format",
     "quantize",

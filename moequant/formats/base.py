@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from moequant.errors import NonFiniteError, RecipeError, UnsupportedError
+from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +43,9 @@ class TensorSpec:
     def size_bytes(self) -> int:
         """Bytes the tensor takes, in memory and on disk."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{dtype_text(self.dtype)} {list(self.shape)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,7 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 class Format(ABC):
-    """What the numbers are. A subclass is one file in this folder and one line in REGISTRY.
+    """What the numbers are; `moequant.formats` says what a new subclass needs besides its file.
 
     Subclasses implement `_quantize` on float32 and `dequantize`; the checks every format shares
     are made here, once.
@@ -166,16 +169,16 @@ class Format(ABC):
             if not self.ragged and extent % multiple:
                 raise UnsupportedError(
                     f"{name}: {axis} = {extent} is not a multiple of {multiple} ({self.name}); "
-                    "keep this weight in its source dtype or choose fp8_block"
+                    'keep it in its source dtype (format = "keep" in a recipe)'
                 )
 
-    def specs(self, shape: Sequence[int]) -> dict[str, TensorSpec]:
+    def specs(self, shape: Sequence[int], name: str = "weight") -> dict[str, TensorSpec]:
         """What `quantize` makes of a weight of `shape`, by field of QuantizedWeight.
 
         Raises:
             UnsupportedError: as `check_shape`.
         """
-        self.check_shape(shape)
+        self.check_shape(shape, name)
         *lead, N, K = shape
         block_n, block_k = self.block
         specs = {
@@ -279,6 +282,31 @@ class Format(ABC):
         """Decode to [..., N, K] float32: code * scale, and * global scale if there is one."""
 
 
+def check_tensors(
+    tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], name: str
+) -> None:
+    """Refuse parts of the weight called `name` that are not what `specs` says, no more, no less.
+
+    Raises:
+        CheckpointError: names the weight, the part, its dtype and shape, and those wanted.
+    """
+    found = {
+        part: TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape))
+        for part, tensor in tensors.items()
+    }
+    for part in {**specs, **found}:
+        if found.get(part) != specs.get(part):
+            raise CheckpointError(
+                f"{name}.{part} is {found.get(part, 'missing')}, but it should be "
+                f"{specs.get(part, 'missing')}; prepare or convert the checkpoint again"
+            )
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """`dtype` as messages say it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_values(w: Tensor, name: str) -> None:
     """Refuse a source dtype we do not quantize from, and any NaN or Inf.
 
@@ -287,8 +315,8 @@ def check_values(w: Tensor, name: str) -> None:
         NonFiniteError: names the tensor, the index and the value of the first one found.
     """
     if w.dtype not in SOURCE_DTYPES:
-        wanted = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
-        raise UnsupportedError(f"{name}: dtype {str(w.dtype).removeprefix('torch.')}, not {wanted}")
+        wanted = ", ".join(map(dtype_text, SOURCE_DTYPES))
+        raise UnsupportedError(f"{name}: dtype {dtype_text(w.dtype)}, not {wanted}")
     # amax passes NaN on, and costs a tenth of isfinite over every element.
     if w.numel() and not torch.isfinite(w.abs().amax()):
         index = (~torch.isfinite(w)).nonzero()[0].tolist()

@@ -101,13 +101,8 @@ def divide(x: Tensor, divisor: float) -> Tensor:
     return x / torch.tensor(divisor, dtype=x.dtype, device=x.device)
 
 
-def exponent_of(x: Tensor) -> Tensor:
-    """floor(log2(x)) of positive normal float32 [...], int32, read from the exponent bits."""
-    return (x.view(torch.int32) >> 23) - 127
-
-
 def ceil_exponent_of(x: Tensor) -> Tensor:
-    """ceil(log2(x)) of positive normal float32 [...], int32, from the bits."""
+    """ceil(log2(x)) of positive normal float32 [...], int32, read from the exponent bits."""
     return ((x.view(torch.int32) + 0x7FFFFF) >> 23) - 127
 
 

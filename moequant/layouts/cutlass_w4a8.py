@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats.base import QuantizedWeight, TensorSpec
+from moequant.errors import UnsupportedError
+from moequant.formats.base import QuantizedWeight, TensorSpec, check_tensors
 from moequant.formats.elements import encode_e4m3, pack_nibbles, unpack_nibbles
 from moequant.formats.w4a8 import GROUP, W4A8, join_scale, split_scale
 
@@ -41,14 +41,12 @@ TABLE_ENTRIES = 8
 _N_MULTIPLE, _K_MULTIPLE = 16, 256
 
 
-def encode_int4(code: Tensor) -> Tensor:
-    """Two's complement nibbles, uint8 0..15 [...], to table index and sign: 1..7 become 7..1."""
+def table_code(code: Tensor) -> Tensor:
+    """Two's complement nibbles, uint8 0..15 [...], to table index and sign: 1..7 become 7..1.
+
+    Its own inverse.
+    """
     return torch.where(code < 8, (8 - code) & 7, code)
-
-
-def decode_int4(encoded: Tensor) -> Tensor:
-    """Inverse of `encode_int4`, which undoes itself."""
-    return encode_int4(encoded)
 
 
 def reorder(qdata: Tensor) -> Tensor:
@@ -82,7 +80,7 @@ def restore(qdata: Tensor) -> Tensor:
     return rows.view(torch.uint8)
 
 
-def pack_scales(scale: Tensor, *, name: str = "weight") -> tuple[Tensor, Tensor]:
+def pack_scales(scale: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
     """Split scales as vLLM's loader does and tabulate every group's multiples.
 
     Args:
@@ -117,7 +115,7 @@ def unpack_scales(scale_table: Tensor, row_scale: Tensor) -> Tensor:
     return join_scale(-scale_table[..., -1].float().mT, row_scale).contiguous()
 
 
-def specs(shape: Sequence[int], *, name: str = "weight") -> dict[str, TensorSpec]:
+def specs(shape: Sequence[int], name: str = "weight") -> dict[str, TensorSpec]:
     """What `pack_w4a8` makes of a weight of `shape` [..., N, K].
 
     Raises:
@@ -140,7 +138,7 @@ def specs(shape: Sequence[int], *, name: str = "weight") -> dict[str, TensorSpec
     }
 
 
-def pack_w4a8(q: QuantizedWeight, *, name: str = "weight") -> dict[str, Tensor]:
+def pack_w4a8(q: QuantizedWeight, name: str = "weight") -> dict[str, Tensor]:
     """The tensors of `specs` for a w4a8 weight [..., N, K].
 
     Raises:
@@ -150,9 +148,9 @@ def pack_w4a8(q: QuantizedWeight, *, name: str = "weight") -> dict[str, Tensor]:
     if q.format != W4A8.name:
         raise UnsupportedError(f"{name}: the CUTLASS W4A8 layout holds w4a8, not {q.format}")
     lead, (N, K) = q.shape[:-2], q.shape[-2:]
-    layout = specs(q.shape, name=name)["packed_layout"]
-    scale_table, row_scale = pack_scales(q.scale, name=name)
-    encoded = pack_nibbles(encode_int4(unpack_nibbles(q.qdata)))
+    layout = specs(q.shape, name)["packed_layout"]
+    scale_table, row_scale = pack_scales(q.scale, name)
+    encoded = pack_nibbles(table_code(unpack_nibbles(q.qdata)))
     extents = (N // 16, K // 32, 32 * N)
     return {
         "qdata": reorder(encoded).view(torch.int32),
@@ -165,27 +163,19 @@ def pack_w4a8(q: QuantizedWeight, *, name: str = "weight") -> dict[str, Tensor]:
 
 
 def unpack_w4a8(
-    tensors: Mapping[str, Tensor], shape: Sequence[int], *, name: str = "weight"
+    tensors: Mapping[str, Tensor], shape: Sequence[int], name: str = "weight"
 ) -> QuantizedWeight:
     """Inverse of `pack_w4a8`: the w4a8 weight of `shape` [..., N, K], bit for bit.
 
     Raises:
-        CheckpointError: a tensor is missing, or its dtype or shape is not that of `specs`.
+        CheckpointError: a tensor is missing, one too many, or not what `specs` says.
         UnsupportedError: as `specs`.
     """
-    for key, spec in specs(shape, name=name).items():
-        tensor = tensors.get(key)
-        if tensor is None:
-            raise CheckpointError(f"{name}: {key} is missing; prepare the checkpoint again")
-        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise CheckpointError(
-                f"{name}: {key} is {tensor.dtype} {list(tensor.shape)}, not {spec.dtype} "
-                f"{list(spec.shape)}; prepare the checkpoint again"
-            )
+    check_tensors(tensors, specs(shape, name), name)
     encoded = restore(tensors["qdata"].contiguous().view(torch.uint8))
     return QuantizedWeight(
         format=W4A8.name,
-        qdata=pack_nibbles(decode_int4(unpack_nibbles(encoded))),
+        qdata=pack_nibbles(table_code(unpack_nibbles(encoded))),
         scale=unpack_scales(tensors["scale_table"], tensors["row_scale"]),
         global_scale=None,
         shape=torch.Size(shape),

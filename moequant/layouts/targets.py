@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import QuantizedWeight, get_format
+from moequant.formats import QuantizedWeight, check_parts, get_format
 from moequant.layouts import cutlass_w4a8, deepgemm_scale, swizzle_128x4
 
 if TYPE_CHECKING:
@@ -21,30 +21,37 @@ if TYPE_CHECKING:
 
 TARGETS = ("sm90", "sm100")
 
+ROW_MAJOR_VERSION = 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLayout:
     """The form in which one target's kernels take weights of one format.
 
     Attributes:
+        format: name of the format.
         name: what the manifest of a prepared folder calls it.
         version: raised when the bytes of the same weight change.
-        pack: weight [..., N, K] to tensors by name; leading dimensions stay in front.
-        unpack: tensors and the logical shape [..., N, K] back to the weight.
+        pack: weight [..., N, K], and what errors call it, to tensors by name; leading dimensions
+            stay in front.
+        unpack: tensors, the logical shape [..., N, K], and what errors call the weight, back to the
+            weight.
     """
 
+    format: str
     name: str
     version: int
-    pack: Callable[[QuantizedWeight], dict[str, Tensor]]
-    unpack: Callable[[Mapping[str, Tensor], torch.Size], QuantizedWeight]
+    pack: Callable[[QuantizedWeight, str], dict[str, Tensor]]
+    unpack: Callable[[Mapping[str, Tensor], torch.Size, str], QuantizedWeight]
 
 
 def kernel_layout(format: str, target: str) -> KernelLayout:
     """The layout of `format` on `target`.
 
     Raises:
-        UnsupportedError: no such target, or no kernel there takes the format.
+        UnsupportedError: no such format, no such target, or no kernel there takes the format.
     """
+    get_format(format)
     if target not in TARGETS:
         raise UnsupportedError(f"no target is called {target!r}; there are: {', '.join(TARGETS)}")
     layout = _LAYOUTS.get((format, target))
@@ -59,25 +66,35 @@ def kernel_layout(format: str, target: str) -> KernelLayout:
 def _row_major(format: str) -> KernelLayout:
     """Codes and scales as they are in memory."""
 
-    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
-        return _weight(format, tensors, _part(tensors, "scale"), shape)
+    def pack(q: QuantizedWeight, name: str) -> dict[str, Tensor]:
+        return q.tensors()
 
-    return KernelLayout(name="row_major", version=1, pack=QuantizedWeight.tensors, unpack=unpack)
+    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size, name: str) -> QuantizedWeight:
+        return _weight(format, tensors, shape, name)
+
+    return KernelLayout(
+        format=format, name="row_major", version=ROW_MAJOR_VERSION, pack=pack, unpack=unpack
+    )
 
 
 def _swizzled(format: str) -> KernelLayout:
     """Codes row-major, scales in the 128x4 tiles of tcgen05."""
 
-    def pack(q: QuantizedWeight) -> dict[str, Tensor]:
+    def pack(q: QuantizedWeight, name: str) -> dict[str, Tensor]:
         return {**q.tensors(), "scale": swizzle_128x4.swizzle(q.scale)}
 
-    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
-        rows, cols = get_format(format).specs(shape)["scale"].shape[-2:]
-        scale = swizzle_128x4.unswizzle(_part(tensors, "scale"), rows, cols)
-        return _weight(format, tensors, scale, shape)
+    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size, name: str) -> QuantizedWeight:
+        rows, cols = get_format(format).specs(shape, name)["scale"].shape[-2:]
+        swizzled = _scale(tensors, name)
+        scale = swizzle_128x4.unswizzle(swizzled, rows, cols, name=f"{name}.scale")
+        return _weight(format, {**tensors, "scale": scale}, shape, name)
 
     return KernelLayout(
-        name="swizzle_128x4", version=swizzle_128x4.VERSION, pack=pack, unpack=unpack
+        format=format,
+        name="swizzle_128x4",
+        version=swizzle_128x4.VERSION,
+        pack=pack,
+        unpack=unpack,
     )
 
 
@@ -85,47 +102,50 @@ def _packed_ue8m0(format: str) -> KernelLayout:
     """Codes row-major, scales as DeepGEMM reads them on SM100."""
     block_n = get_format(format).block[0]
 
-    def pack(q: QuantizedWeight) -> dict[str, Tensor]:
-        scale = deepgemm_scale.pack_ue8m0(q.scale, q.shape[-2], block_n=block_n)
+    def pack(q: QuantizedWeight, name: str) -> dict[str, Tensor]:
+        scale = deepgemm_scale.pack_ue8m0(
+            q.scale, q.shape[-2], block_n=block_n, name=f"{name}.scale"
+        )
         return {**q.tensors(), "scale": scale}
 
-    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size) -> QuantizedWeight:
-        spec = get_format(format).specs(shape)["scale"]
+    def unpack(tensors: Mapping[str, Tensor], shape: torch.Size, name: str) -> QuantizedWeight:
+        spec = get_format(format).specs(shape, name)["scale"]
         scale = deepgemm_scale.unpack_ue8m0(
-            _part(tensors, "scale"), shape[-2], spec.shape[-1], block_n=block_n, dtype=spec.dtype
+            _scale(tensors, name),
+            shape[-2],
+            spec.shape[-1],
+            block_n=block_n,
+            dtype=spec.dtype,
+            name=f"{name}.scale",
         )
-        return _weight(format, tensors, scale, shape)
+        return _weight(format, {**tensors, "scale": scale}, shape, name)
 
     return KernelLayout(
-        name="deepgemm_ue8m0", version=deepgemm_scale.VERSION, pack=pack, unpack=unpack
+        format=format,
+        name="deepgemm_ue8m0",
+        version=deepgemm_scale.VERSION,
+        pack=pack,
+        unpack=unpack,
     )
 
 
-def _part(tensors: Mapping[str, Tensor], part: str) -> Tensor:
-    if part not in tensors:
-        raise CheckpointError(f"{part} is missing; prepare the checkpoint again")
-    return tensors[part]
+def _scale(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if "scale" not in tensors:
+        raise CheckpointError(f"{name}.scale is missing; prepare the checkpoint again")
+    return tensors["scale"]
 
 
 def _weight(
-    format: str, tensors: Mapping[str, Tensor], scale: Tensor, shape: torch.Size
+    format: str, parts: Mapping[str, Tensor], shape: torch.Size, name: str
 ) -> QuantizedWeight:
-    q = QuantizedWeight(
+    check_parts(parts, format, shape, name)
+    return QuantizedWeight(
         format=format,
-        qdata=_part(tensors, "qdata"),
-        scale=scale,
-        global_scale=tensors.get("global_scale"),
+        qdata=parts["qdata"],
+        scale=parts["scale"],
+        global_scale=parts.get("global_scale"),
         shape=shape,
     )
-    for part, spec in get_format(format).specs(shape).items():
-        tensor = q.tensors().get(part)
-        found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
-        if found != (spec.dtype, spec.shape):
-            raise CheckpointError(
-                f"{part} is {found}, but {format} {list(shape)} has {(spec.dtype, spec.shape)}; "
-                "prepare the checkpoint again"
-            )
-    return q
 
 
 _LAYOUTS = {
@@ -136,6 +156,7 @@ _LAYOUTS = {
     ("mxfp4", "sm90"): _row_major("mxfp4"),
     ("mxfp4", "sm100"): _swizzled("mxfp4"),
     ("w4a8", "sm90"): KernelLayout(
+        format="w4a8",
         name="cutlass_w4a8",
         version=cutlass_w4a8.VERSION,
         pack=cutlass_w4a8.pack_w4a8,

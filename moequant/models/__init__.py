@@ -11,13 +11,20 @@ from moequant.models.architecture import (
     find_architecture,
     fused_sets,
 )
-from moequant.models.experts import check_complete, check_shapes, classify_all
+from moequant.models.experts import (
+    Model,
+    check_complete,
+    check_shapes,
+    classify_all,
+    read_model,
+)
 
 __all__ = [
     "CONVERTIBLE_ROLES",
     "PROJECTIONS",
     "ROUTED_EXPERTS",
     "Architecture",
+    "Model",
     "MoeConfig",
     "TensorRole",
     "architectures",
@@ -26,4 +33,5 @@ __all__ = [
     "classify_all",
     "find_architecture",
     "fused_sets",
+    "read_model",
 ]

@@ -31,7 +31,9 @@ _COMMON_KEYS = {
 }
 # No size in a real config comes near; a larger one is a damaged or hostile file.
 _LARGEST = 1_000_000
-_FIELDS = {"{layer}": r"(?P<layer>\d+)", "{expert}": r"(?P<expert>\d+)"}
+# As engines write them: no leading zeros, ASCII digits, and no number beyond _LARGEST.
+_NUMBER = "0|[1-9][0-9]{0,5}"
+_FIELDS = {"{layer}": f"(?P<layer>{_NUMBER})", "{expert}": f"(?P<expert>{_NUMBER})"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moequant.errors import CheckpointError
-from moequant.models.architecture import PROJECTIONS, ROUTED_EXPERTS
+from moequant.models.architecture import PROJECTIONS, ROUTED_EXPERTS, find_architecture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +20,38 @@ class HasShape(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Extents as stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a checkpoint is, read from its config and headers.
+
+    Attributes:
+        architecture: the family it belongs to.
+        moe: sizes of its expert layers.
+        roles: the role of every tensor.
+        layers: the layers that hold experts, each complete.
+    """
+
+    architecture: Architecture
+    moe: MoeConfig
+    roles: Mapping[str, TensorRole]
+    layers: tuple[int, ...]
+
+
+def read_model(config: Mapping[str, Any], tensors: Mapping[str, HasShape]) -> Model:
+    """Say what the tensors of a plain checkpoint are.
+
+    Raises:
+        UnsupportedError: an unknown architecture, or an expert that no rule explains.
+        CheckpointError: experts are missing, too many, or not of the shapes config.json promises.
+    """
+    architecture = find_architecture(config)
+    roles = classify_all(architecture, tensors)
+    moe = architecture.read_config(config)
+    layers = check_complete(architecture, moe, roles)
+    check_shapes(moe, roles, tensors)
+    return Model(architecture=architecture, moe=moe, roles=roles, layers=layers)
 
 
 def classify_all(architecture: Architecture, names: Mapping[str, object]) -> dict[str, TensorRole]:

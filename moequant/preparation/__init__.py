@@ -1,6 +1,6 @@
 """Kernel-ready copies of a converted checkpoint, beside the portable files."""
 
-from moequant.preparation.pipeline import PreparedResult, prepare
+from moequant.preparation.pipeline import PreparationResult, prepare
 from moequant.preparation.read import PreparedCheckpoint, is_prepared_folder
 
-__all__ = ["PreparedCheckpoint", "PreparedResult", "is_prepared_folder", "prepare"]
+__all__ = ["PreparationResult", "PreparedCheckpoint", "is_prepared_folder", "prepare"]

@@ -1,17 +1,24 @@
-"""One layer between its portable weights and its kernel-ready file, an expert at a time."""
+"""One layer between its portable weights and its kernel-ready file, an expert at a time.
+
+The file holds w13 and w2 of all experts, [E, ...] each, under names that say which layer it is:
+`layers.3.w13.qdata`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from moequant.checkpoint.buffers import tensor_bytes
-from moequant.checkpoint.headers import dtype_name
-from moequant.checkpoint.writer import ShardWriter, lay_out
+from moequant.checkpoint.headers import DTYPES, dtype_name, read_header
+from moequant.checkpoint.reader import FixedFile
+from moequant.checkpoint.writer import ShardWriter, lay_out, sha256_of
+from moequant.errors import CheckpointError
 from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 from moequant.models import PROJECTIONS
-from moequant.preparation.manifest import OriginalsDigest
+from moequant.preparation.manifest import OriginalsDigest, PreparedLayer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,36 +27,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.checkpoint.converted import ConvertedCheckpoint
+    from moequant.checkpoint.headers import TensorInfo
     from moequant.formats import QuantizedWeight
     from moequant.layouts.targets import KernelLayout
     from moequant.models import MoeConfig
     from moequant.progress import Progress
 
-
-def prepared_layer_file(layer: int) -> str:
-    """Name of a layer's file in the prepared folder."""
-    return f"layer-{layer:05d}.safetensors"
+_REMEDY = "run moequant prepare --overwrite"
 
 
 def write_layer(
     converted: ConvertedCheckpoint,
     layer: int,
     layout: KernelLayout,
-    path: Path,
+    folder: Path,
     progress: Progress,
-) -> tuple[int, str, str]:
-    """Write w13 and w2 of all experts of a layer, [E, ...] each.
-
-    Returns:
-        Size and SHA-256 of the file, and the digest of the portable weights read.
-    """
+) -> PreparedLayer:
+    """Write w13 and w2 of all experts of a layer, and say what the manifest shall say of them."""
+    path = folder / f"layer-{layer:05d}.safetensors"
     digest = OriginalsDigest()
     writer: ShardWriter | None = None
     try:
         for expert in range(converted.moe.experts):
             weights = [converted.read_expert(layer, expert, p) for p in PROJECTIONS]
             digest.update(weights)
-            tensors = _pack_expert(weights, layout)
+            module = converted.expert_module(layer, expert, "gate").rpartition(".")[0]
+            tensors = _pack_expert(weights, layout, layer, module)
             if writer is None:
                 writer = _open_writer(path, tensors, converted.moe.experts)
             for name, tensor in tensors.items():
@@ -61,33 +64,111 @@ def write_layer(
         if writer is not None:
             writer.abort()
         raise
-    return size, sha256, digest.hexdigest()
+    return PreparedLayer(
+        file=path.name,
+        bytes=size,
+        mtime_ns=FixedFile.at(path).mtime_ns,
+        sha256=sha256,
+        format=layout.format,
+        layout=layout.name,
+        layout_version=layout.version,
+        originals_sha256=digest.hexdigest(),
+    )
 
 
-def unpack_expert(
-    tensors: Mapping[str, Tensor], layout: KernelLayout, format: str, moe: MoeConfig
-) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
-    """Gate, up and down, portable, from the tensors of one expert or of a batch [E, ...]."""
-    lead = tensors["w2.qdata"].shape[: tensors["w2.qdata"].ndim - 2]
-    rows = 2 * padded_rows(format, moe.intermediate)
-    shapes = {
-        "w13": torch.Size((*lead, rows, moe.hidden)),
-        "w2": torch.Size((*lead, moe.hidden, moe.intermediate)),
-    }
-    w13, w2 = (layout.unpack(_parts_of(weight, tensors), shape) for weight, shape in shapes.items())
-    gate, up = split_gate_up(w13, moe.intermediate)
-    return gate, up, w2
+@dataclass(frozen=True, kw_only=True)
+class LayerFile:
+    """A prepared layer's file, read one expert at a time.
+
+    Attributes:
+        layer: the layer it holds.
+        file: where it is.
+        tensors: every tensor, by name.
+    """
+
+    layer: int
+    file: FixedFile
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, folder: Path, layer: int, entry: PreparedLayer, experts: int) -> LayerFile:
+        """Check that the file is the one that was written for this layer.
+
+        Raises:
+            CheckpointError: it is not there, damaged, or another layer's.
+        """
+        path = folder / entry.file
+        file = FixedFile.at(path)
+        if file.size_bytes != entry.bytes:
+            raise CheckpointError(
+                f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; {_REMEDY}"
+            )
+        tensors = read_header(path, entry.file)
+        for info in tensors.values():
+            _check_header(path, layer, info, experts)
+        if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:
+            raise CheckpointError(
+                f"{path}: damaged: its SHA-256 is not the one in its manifest; {_REMEDY}"
+            )
+        return cls(layer=layer, file=file, tensors=tensors)
+
+    def read(
+        self, expert: int, layout: KernelLayout, moe: MoeConfig
+    ) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
+        """Gate, up and down of one expert, portable.
+
+        Raises:
+            CheckpointError: unreadable, or not what the layout makes of such an expert.
+        """
+        shapes = {
+            "w13": (2 * padded_rows(layout.format, moe.intermediate), moe.hidden),
+            "w2": (moe.hidden, moe.intermediate),
+        }
+        names = {w: f"{self.file.path}: expert {expert} of layers.{self.layer}.{w}" for w in shapes}
+        w13, w2 = (
+            layout.unpack(self._parts(weight, expert), torch.Size(shape), names[weight])
+            for weight, shape in shapes.items()
+        )
+        gate, up = split_gate_up(w13, moe.intermediate, name=names["w13"])
+        return gate, up, w2
+
+    def _parts(self, weight: str, expert: int) -> dict[str, Tensor]:
+        """What the kernel reads of one weight of an expert, by the layout's names."""
+        prefix = f"layers.{self.layer}.{weight}."
+        parts = {}
+        for name, info in self.tensors.items():
+            if name.startswith(prefix):
+                part = torch.empty(info.shape[1:], dtype=DTYPES[info.dtype], device="cpu")
+                self.file.read_into(info.start + expert * part.nbytes, tensor_bytes(part))
+                parts[name.removeprefix(prefix)] = part
+        return parts
 
 
-def _pack_expert(weights: list[QuantizedWeight], layout: KernelLayout) -> dict[str, Tensor]:
+def _check_header(path: Path, layer: int, info: TensorInfo, experts: int) -> None:
+    if not info.name.startswith(f"layers.{layer}."):
+        raise CheckpointError(
+            f"{path}: holds {info.name}, but layer {layer} is wanted here; {_REMEDY}"
+        )
+    if info.dtype not in DTYPES or info.shape[:1] != (experts,):
+        raise CheckpointError(
+            f"{path}: {info.name} is {info.dtype} {list(info.shape)}, but the first dimension "
+            f"should be the {experts} experts of config.json; {_REMEDY}"
+        )
+
+
+def _pack_expert(
+    weights: list[QuantizedWeight], layout: KernelLayout, layer: int, module: str
+) -> dict[str, Tensor]:
+    """The tensors of one expert by their names in the file; errors say MODULE.w13 or MODULE.w2."""
     gate, up, down = weights
-    packed = {"w13": layout.pack(stack_gate_up(gate, up)), "w2": layout.pack(down)}
-    return {f"{w}.{part}": t for w, parts in packed.items() for part, t in parts.items()}
-
-
-def _parts_of(weight: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = f"{weight}."
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    w13 = stack_gate_up(gate, up, name=f"{module}.w13")
+    packed = {
+        "w13": layout.pack(w13, f"{module}.w13"),
+        "w2": layout.pack(down, f"{module}.w2"),
+    }
+    return {
+        f"layers.{layer}.{w}.{part}": t for w, parts in packed.items() for part, t in parts.items()
+    }
 
 
 def _open_writer(path: Path, tensors: Mapping[str, Tensor], experts: int) -> ShardWriter:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.files import MANIFEST_FILE
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.formats import QuantizedWeight
-
-MANIFEST_FILE = "manifest.json"
 
 
 class _Strict(BaseModel):
@@ -29,6 +28,8 @@ class PreparedLayer(_Strict):
     Attributes:
         file: its name in the prepared folder.
         bytes: its size.
+        mtime_ns: its modification time. A file of this size and time is taken to be the one that
+            was written, as make does; at another time its digest decides.
         sha256: its digest.
         format: the format of the experts in it.
         layout: kernel layout of the weights.
@@ -36,8 +37,9 @@ class PreparedLayer(_Strict):
         originals_sha256: digest over the bytes of the portable tensors it was made from.
     """
 
-    file: str
+    file: Annotated[str, Field(pattern=r"^layer-[0-9]+\.safetensors$")]
     bytes: int
+    mtime_ns: int
     sha256: str
     format: str
     layout: str
@@ -52,13 +54,18 @@ class Manifest(_Strict):
         schema_version: of this file.
         moequant: version that wrote it.
         target: "sm90" or "sm100".
-        originals: the converted checkpoint's weight files: size, modification time in ns.
+        gate_up_version: version of how w13 is stacked, whatever the layout.
+        originals: [size, modification time in ns] of every weight file of the converted checkpoint
+            before it was read. Where all are the same now, so are the weights, as make has it.
+            Other names or sizes: the folder is stale. Other times alone, as after a copy or a
+            download: `originals_sha256` of the layer that is read decides; `prepare` writes anew.
         layers: by layer number.
     """
 
     schema_version: Literal[1] = 1
     moequant: str
     target: str
+    gate_up_version: int
     originals: dict[str, list[int]]
     layers: dict[int, PreparedLayer]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,27 +10,27 @@ from typing import TYPE_CHECKING, Literal
 
 from moequant._version import __version__
 from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.writer import fsync_directory, replace_file
+from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
+from moequant.checkpoint.lock import exclusive
+from moequant.checkpoint.reader import FixedFile
+from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
 from moequant.models import PROJECTIONS
-from moequant.preparation.layers import prepared_layer_file, write_layer
-from moequant.preparation.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    PreparedLayer,
-    read_manifest,
-)
+from moequant.preparation.layers import write_layer
+from moequant.preparation.manifest import Manifest, read_manifest
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
-    from moequant.progress import Progress
+    from collections.abc import Mapping
 
-PREPARED_FOLDER = "moequant-prepared"
+    from moequant.layouts.targets import KernelLayout
+    from moequant.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedResult:
+class PreparationResult:
     """What `prepare` did.
 
     Attributes:
@@ -49,11 +50,11 @@ def prepare(
     target: str,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> PreparedResult:
+) -> PreparationResult:
     """Write kernel-ready tensors of a converted checkpoint to its folder moequant-prepared/TARGET.
 
-    The portable files stay as they are. A folder made from other originals is replaced: it holds
-    nothing that cannot be made again.
+    The portable files stay as they are. A folder made from other originals, or by another version
+    of a layout, is replaced: it holds nothing that cannot be made again.
 
     Args:
         converted: a converted checkpoint.
@@ -64,85 +65,110 @@ def prepare(
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one.
         UnsupportedError: no kernel of the target takes the format, or not in this shape.
-        MoequantError: the folder cannot be written.
+        MoequantError: the folder cannot be written, or another run is writing it.
     """
-    checkpoint = ConvertedCheckpoint.open(Path(converted))
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    checkpoint = ConvertedCheckpoint.open(Path(os.path.expanduser(converted)))  # noqa: PTH111
+    layouts = _expert_layouts(checkpoint, target)
     folder = checkpoint.checkpoint.path / PREPARED_FOLDER / target
-    formats = _expert_formats(checkpoint)
-    layouts = {format: kernel_layout(format, target) for format in formats.values()}
-    if not overwrite and _fits(folder, checkpoint):
-        return PreparedResult(
-            folder=folder, manifest=read_manifest(folder), state="already prepared"
-        )
-    report = progress or SilentProgress()
-    report.start(f"preparing for {target}", _total_bytes(checkpoint, formats))
-    partial = folder.with_name(f".{target}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        before = checkpoint.checkpoint.file_state()
-        layers = {}
-        for layer, format in formats.items():
-            layout = layouts[format]
-            file = prepared_layer_file(layer)
-            size, sha256, originals = write_layer(checkpoint, layer, layout, partial / file, report)
-            layers[layer] = PreparedLayer(
-                file=file,
-                bytes=size,
-                sha256=sha256,
-                format=format,
-                layout=layout.name,
-                layout_version=layout.version,
-                originals_sha256=originals,
-            )
-        manifest = Manifest(moequant=__version__, target=target, originals=before, layers=layers)
-        replace_file(partial / MANIFEST_FILE, manifest.model_dump_json(indent=2).encode() + b"\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        fsync_directory(folder.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    report.finish()
-    return PreparedResult(folder=folder, manifest=manifest, state="prepared")
+    manifest = None if overwrite else _fitting_manifest(folder, checkpoint, target, layouts)
+    if manifest is not None:
+        return PreparationResult(folder=folder, manifest=manifest, state="already prepared")
+    work = folder.with_name(f".{target}.partial")
+    with exclusive(work, "preparation"):
+        try:
+            manifest = _write(work / "files", checkpoint, target, layouts, progress)
+            _put_in_place(work / "files", folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return PreparationResult(folder=folder, manifest=manifest, state="prepared")
 
 
-def _expert_formats(converted: ConvertedCheckpoint) -> dict[int, str]:
-    """The format of every layer whose routed experts were converted."""
-    formats = {}
+def _expert_layouts(converted: ConvertedCheckpoint, target: str) -> dict[int, KernelLayout]:
+    """The kernel layout of every layer whose routed experts were converted."""
+    layouts = {}
     for layer in converted.expert_layers():
-        module = converted.expert_module(layer, 0, "gate")
-        if (format := converted.format_of(module)) is not None:
-            formats[layer] = format
-    if not formats:
+        format = converted.format_of(converted.expert_module(layer, 0, "gate"))
+        if format is not None:
+            layouts[layer] = kernel_layout(format, target)
+    if not layouts:
         raise UnsupportedError(
             f"{converted.checkpoint.path}: no routed experts were converted, so there is nothing "
             "to prepare"
         )
-    return formats
+    return layouts
 
 
-def _total_bytes(converted: ConvertedCheckpoint, formats: dict[int, str]) -> int:
+def _fitting_manifest(
+    folder: Path,
+    converted: ConvertedCheckpoint,
+    target: str,
+    layouts: Mapping[int, KernelLayout],
+) -> Manifest | None:
+    """The folder's manifest, if `prepare` would write this very folder again; reads no weights."""
+    try:
+        manifest = read_manifest(folder)
+        files = {n: FixedFile.at(folder / e.file) for n, e in manifest.layers.items()}
+    except CheckpointError:
+        return None
+    made = {n: (e.format, e.layout, e.layout_version) for n, e in manifest.layers.items()}
+    wanted = {n: (layout.format, layout.name, layout.version) for n, layout in layouts.items()}
+    written = {n: (e.bytes, e.mtime_ns) for n, e in manifest.layers.items()}
+    fits = (
+        (manifest.target, manifest.gate_up_version) == (target, gate_up.VERSION)
+        and made == wanted
+        and manifest.originals == converted.checkpoint.file_state()
+        and written == {n: (file.size_bytes, file.mtime_ns) for n, file in files.items()}
+    )
+    return manifest if fits else None
+
+
+def _write(
+    folder: Path,
+    converted: ConvertedCheckpoint,
+    target: str,
+    layouts: Mapping[int, KernelLayout],
+    progress: Progress | None,
+) -> Manifest:
+    """Write every layer's file, and the manifest, into `folder`."""
+    with explained(folder, "made"):
+        if folder.exists():  # a run was killed
+            shutil.rmtree(folder)
+        folder.mkdir()
+    report = progress or SilentProgress()
+    report.start(f"preparing for {target}", _total_bytes(converted, layouts))
+    originals = converted.checkpoint.file_state()
+    manifest = Manifest(
+        moequant=__version__,
+        target=target,
+        gate_up_version=gate_up.VERSION,
+        originals=originals,
+        layers={
+            layer: write_layer(converted, layer, layout, folder, report)
+            for layer, layout in layouts.items()
+        },
+    )
+    replace_file(folder / MANIFEST_FILE, manifest.model_dump_json(indent=2).encode() + b"\n")
+    report.finish()
+    return manifest
+
+
+def _put_in_place(written: Path, folder: Path) -> None:
+    with explained(folder, "replaced"):
+        if folder.exists():
+            shutil.rmtree(folder)
+        written.rename(folder)
+    fsync_directory(folder.parent)
+
+
+def _total_bytes(converted: ConvertedCheckpoint, layouts: Mapping[int, KernelLayout]) -> int:
     """Bytes of the portable weights, which those of the prepared ones come close to."""
     return sum(
         converted.checkpoint.tensors[name].size_bytes
-        for layer, format in formats.items()
+        for layer, layout in layouts.items()
         for expert in range(converted.moe.experts)
         for projection in PROJECTIONS
         for name in converted.tensor_names(
-            converted.expert_module(layer, expert, projection), format
+            converted.expert_module(layer, expert, projection), layout.format
         )
     )
-
-
-def _fits(folder: Path, converted: ConvertedCheckpoint) -> bool:
-    """Whether the folder is whole and was made from these very files."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        return False
-    whole = all(
-        (folder / layer.file).is_file() and (folder / layer.file).stat().st_size == layer.bytes
-        for layer in manifest.layers.values()
-    )
-    return whole and manifest.originals == converted.checkpoint.file_state()

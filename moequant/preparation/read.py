@@ -7,27 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.buffers import tensor_bytes
 from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.headers import DTYPES, read_header
-from moequant.checkpoint.reader import FixedFile
+from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.errors import CheckpointError
+from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
 from moequant.models import PROJECTIONS
-from moequant.preparation.layers import unpack_expert
-from moequant.preparation.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    OriginalsDigest,
-    read_manifest,
-)
+from moequant.preparation.layers import LayerFile
+from moequant.preparation.manifest import Manifest, OriginalsDigest, read_manifest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from torch import Tensor
-
     from moequant.formats import QuantizedWeight
+    from moequant.layouts.targets import KernelLayout
     from moequant.preparation.manifest import PreparedLayer
 
 
@@ -58,11 +52,23 @@ class PreparedCheckpoint:
             CheckpointError: no manifest, or the originals are not where they must be.
         """
         manifest = read_manifest(folder)
-        converted = ConvertedCheckpoint.open(folder.resolve().parent.parent)
+        home = folder.resolve().parent
+        if home.name != PREPARED_FOLDER:
+            raise CheckpointError(
+                f"{folder}: lies in {home}, but a prepared folder is read where it was written, in "
+                f"CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
+            )
+        converted = ConvertedCheckpoint.open(home.parent)
         return cls(folder=folder, manifest=manifest, converted=converted)
 
-    def read_layer(self, layer: int) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
+    def read_layer(
+        self, layer: int, experts: Sequence[int] | None = None
+    ) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
         """Gate, up and down [E, N, K] of a layer, in their portable form.
+
+        Args:
+            layer: index of the layer.
+            experts: read these alone, at least one, in this order; by default all.
 
         Raises:
             CheckpointError: the layer is not there, damaged, or stale: made from other originals
@@ -72,30 +78,28 @@ class PreparedCheckpoint:
         if entry is None:
             have = ", ".join(map(str, self.manifest.layers))
             raise CheckpointError(f"{self.folder}: no layer {layer}; prepared are {have}")
-        layout = kernel_layout(entry.format, self.manifest.target)
-        if (layout.name, layout.version) != (entry.layout, entry.layout_version):
-            raise self._stale(
-                layer,
-                f"layout {entry.layout} version {entry.layout_version}, but this moequant reads "
-                f"{layout.name} version {layout.version}",
-            )
+        layout = self._layout(layer, entry)
         self._check_originals(layer, entry)
-        tensors = self._read_file(self.folder / entry.file, entry)
-        return unpack_expert(tensors, layout, entry.format, self.converted.moe)
+        moe = self.converted.moe
+        file = LayerFile.open(self.folder, layer, entry, moe.experts)
+        chosen = range(moe.experts) if experts is None else experts
+        return _batch((file.read(expert, layout, moe) for expert in chosen), len(chosen))
 
-    def _read_file(self, path: Path, entry: PreparedLayer) -> dict[str, Tensor]:
-        file = FixedFile.at(path)
-        if file.size_bytes != entry.bytes:
-            raise CheckpointError(
-                f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; "
-                "run moequant prepare --overwrite"
-            )
-        infos = read_header(path, entry.file)
-        tensors = {}
-        for name, info in infos.items():
-            tensors[name] = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
-            file.read_into(info.start, tensor_bytes(tensors[name]))
-        return tensors
+    def _layout(self, layer: int, entry: PreparedLayer) -> KernelLayout:
+        """The layout of this moequant, if the layer was made by it."""
+        layout = kernel_layout(entry.format, self.manifest.target)
+        versions = (
+            (entry.layout, entry.layout_version, layout.name, layout.version),
+            ("gate_up", self.manifest.gate_up_version, "gate_up", gate_up.VERSION),
+        )
+        for found, version, wanted, wanted_version in versions:
+            if (found, version) != (wanted, wanted_version):
+                raise self._stale(
+                    layer,
+                    f"layout {found} version {version}, but this moequant reads {wanted} version "
+                    f"{wanted_version}",
+                )
+        return layout
 
     def _check_originals(self, layer: int, entry: PreparedLayer) -> None:
         """Refuse a layer made from other weights than those that lie beside it now.
@@ -121,3 +125,22 @@ class PreparedCheckpoint:
             f"{self.folder}: layer {layer} is stale: {reason}; run moequant prepare "
             f"{self.converted.checkpoint.path} --target {self.manifest.target}"
         )
+
+
+def _batch(
+    experts: Iterable[tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]], count: int
+) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
+    """Gate, up and down of `count` experts, [count, ...] each; holds one expert beside them."""
+    batches: list[QuantizedWeight] = []
+    for row, weights in enumerate(experts):
+        if not batches:
+            batches = [_room_for(count, q) for q in weights]
+        for batch, q in zip(batches, weights, strict=True):
+            for part, tensor in q.tensors().items():
+                batch.tensors()[part][row].copy_(tensor)
+    gate, up, down = batches
+    return gate, up, down
+
+
+def _room_for(count: int, q: QuantizedWeight) -> QuantizedWeight:
+    return q.map(lambda t: t.new_empty((count, *t.shape)), torch.Size((count, *q.shape)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, get_format
 from moequant.runtime.activations import quantize_activations
-from moequant.runtime.backends import Problem
+from moequant.runtime.backends import Workload
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES, permute, reduce, route
 from moequant.runtime.select import select
 from moequant.runtime.weights import ExpertWeights
@@ -59,20 +59,30 @@ class FusedExperts(nn.Module):
         for name, q in weights.projections().items():
             for part, tensor in q.tensors().items():
                 self.register_buffer(f"{name}_{part}", tensor)
-        self._format = weights.format
-        self._shapes = {name: q.shape for name, q in weights.projections().items()}
+        self._weights = weights
         self.backend = backend
         self.activations = activations
         self.expert_map: Tensor | None
         self.register_buffer("expert_map", expert_map, persistent=False)
         if expert_map is not None:
             _check_expert_map(expert_map, weights)
-        select(_problem(weights, activations), backend)
+        select(_workload(weights, activations), backend)
 
     @property
     def weights(self) -> ExpertWeights:
         """The experts, where they are now."""
-        return ExpertWeights(**{name: self._projection(name) for name in self._shapes})
+        # Made and checked anew only where a buffer has been replaced: by a move, or by
+        # load_state_dict(assign=True).
+        if any(
+            self._buffers[f"{name}_{part}"] is not tensor
+            for name, q in self._weights.projections().items()
+            for part, tensor in q.tensors().items()
+        ):
+            projections = self._weights.projections()
+            self._weights = ExpertWeights(
+                **{n: self._rebuilt(n, q) for n, q in projections.items()}
+            )
+        return self._weights
 
     def forward(
         self,
@@ -89,7 +99,7 @@ class FusedExperts(nn.Module):
         Args:
             hidden_states: [M, H] bfloat16, float16 or float32.
             topk_ids: [M, T] int32 or int64; -1 contributes nothing.
-            topk_weights: [M, T] float32 or bfloat16.
+            topk_weights: [M, T] float32, bfloat16 or float16.
             expert_map: instead of the module's own.
             apply_router_weight_on_input: multiply the weight into the input, in float32, and not
                 into the result; for T = 1 only.
@@ -103,8 +113,8 @@ class FusedExperts(nn.Module):
                 runs this.
         """
         weights = self.weights
-        problem = _problem(weights, self.activations if activations is None else activations)
-        backend = select(problem, self.backend)
+        workload = _workload(weights, self.activations if activations is None else activations)
+        backend = select(workload, self.backend)
         expert_map = self._expert_map(weights, expert_map)
         _check_inputs(hidden_states, topk_ids, topk_weights, weights)
         if apply_router_weight_on_input and topk_ids.shape[1] != 1:
@@ -119,24 +129,25 @@ class FusedExperts(nn.Module):
                 x = x.float() * routing.weight
                 routing = routing.unweighted()
             permutation = permute(routing, weights.experts)
-            rows = backend.run(quantize_activations(x, problem.activations), weights, permutation)
+            rows = backend.run(quantize_activations(x, workload.activations), weights, permutation)
             return reduce(rows, routing, permutation).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         """Format, sizes and choices, for `print`."""
-        experts, intermediate, hidden = self._shapes["gate"]
+        w = self._weights
         return (
-            f"{self._format}, experts={experts}, hidden={hidden}, intermediate={intermediate}, "
+            f"{w.format}, experts={w.experts}, hidden={w.hidden}, intermediate={w.intermediate}, "
             f"backend={self.backend}, activations={self.activations}"
         )
 
-    def _projection(self, name: str) -> QuantizedWeight:
+    def _rebuilt(self, name: str, q: QuantizedWeight) -> QuantizedWeight:
+        """The weight `q` with the buffers there are now for its parts."""
         return QuantizedWeight(
-            format=self._format,
+            format=q.format,
             qdata=self.get_buffer(f"{name}_qdata"),
             scale=self.get_buffer(f"{name}_scale"),
             global_scale=self._buffers.get(f"{name}_global_scale"),
-            shape=self._shapes[name],
+            shape=q.shape,
         )
 
     def _expert_map(self, weights: ExpertWeights, expert_map: Tensor | None) -> Tensor | None:
@@ -152,14 +163,15 @@ class FusedExperts(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        _ = self.weights  # lets go of the tensors left behind
         return self
 
 
-def _problem(weights: ExpertWeights, activations: str) -> Problem:
+def _workload(weights: ExpertWeights, activations: str) -> Workload:
     if activations not in ("format", "none"):
         raise UnsupportedError(f'activations is {activations!r}, but it is "format" or "none"')
     scheme = get_format(weights.format).activations if activations == "format" else "none"
-    return Problem(
+    return Workload(
         format=weights.format,
         activations=scheme,
         experts=weights.experts,

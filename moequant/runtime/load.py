@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -36,7 +37,8 @@ def load_experts(
     """Load the routed experts of one layer.
 
     Args:
-        path: a converted checkpoint, or a folder that `moequant prepare` wrote in one.
+        path: a converted checkpoint, or a folder that `moequant prepare` wrote in one; of either
+            only the weights wanted are read.
         layer: index of the layer.
         device: where to put them.
         backend: name of a backend; by default the best that can run them there.
@@ -46,11 +48,13 @@ def load_experts(
 
     Raises:
         CheckpointError: not a converted checkpoint, a damaged one, no such layer, or a prepared
-            folder that is stale.
-        UnsupportedError: the layer was not converted, its activation is not one we compute, or no
-            backend runs it there.
+            folder that is stale or lies elsewhere.
+        UnsupportedError: the layer was not converted, its activation is not one we compute, there
+            is no such device here, or no backend runs it there.
     """
-    folder = Path(path)
+    place = _device(device)
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111
     prepared = PreparedCheckpoint.open(folder) if is_prepared_folder(folder) else None
     converted = prepared.converted if prepared else ConvertedCheckpoint.open(folder)
     _check(converted, layer)
@@ -62,20 +66,35 @@ def load_experts(
             f"{converted.moe.experts - 1}"
         )
     if prepared:
-        weights = [_take(q, chosen) for q in prepared.read_layer(layer)]
+        gate, up, down = prepared.read_layer(layer, chosen)
     else:
-        weights = [_read(converted, layer, chosen, projection) for projection in PROJECTIONS]
-    gate, up, down = (q.to(device) for q in weights)
+        gate, up, down = (_read(converted, layer, chosen, p) for p in PROJECTIONS)
     expert_map = None
     if experts is not None:
-        expert_map = torch.full((converted.moe.experts,), -1, dtype=torch.int32, device=device)
-        expert_map[chosen] = torch.arange(len(chosen), dtype=torch.int32, device=device)
+        expert_map = torch.full((converted.moe.experts,), -1, dtype=torch.int32, device=place)
+        expert_map[chosen] = torch.arange(len(chosen), dtype=torch.int32, device=place)
     return FusedExperts(
-        ExpertWeights(gate=gate, up=up, down=down),
+        ExpertWeights(gate=gate.to(place), up=up.to(place), down=down.to(place)),
         backend=backend,
         activations=activations,
         expert_map=expert_map,
     )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """The device, if it is one that this machine and this build of torch have."""
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)
+    # What torch raises depends on the kind of device: for CUDA it is an AssertionError.
+    except (AssertionError, ImportError, RuntimeError) as error:
+        # Its first sentence: the rest is about torch's dispatcher.
+        reason = str(error).split("\n")[0].split(". ")[0]
+        raise UnsupportedError(
+            f"device {str(device)!r} cannot be used: {reason}; choose one that this machine and "
+            'this build of torch have, such as "cpu"'
+        ) from error
+    return place
 
 
 def _check(converted: ConvertedCheckpoint, layer: int) -> None:
@@ -96,7 +115,3 @@ def _read(
     converted: ConvertedCheckpoint, layer: int, experts: Sequence[int], projection: str
 ) -> QuantizedWeight:
     return stack([converted.read_expert(layer, expert, projection) for expert in experts])
-
-
-def _take(q: QuantizedWeight, experts: Sequence[int]) -> QuantizedWeight:
-    return stack([q[expert] for expert in experts])

@@ -16,7 +16,7 @@ NOWHERE = -1
 """Id of an expert that is not here; a slot that holds it contributes nothing."""
 
 ID_DTYPES = (torch.int32, torch.int64)
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)

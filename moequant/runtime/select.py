@@ -8,42 +8,42 @@ from moequant.errors import UnsupportedError
 from moequant.runtime.backends import REGISTRY
 
 if TYPE_CHECKING:
-    from moequant.runtime.backends import Backend, Problem
+    from moequant.runtime.backends import Backend, Workload
 
 
-def select(problem: Problem, backend: str | None = None) -> Backend:
-    """The backend called `backend`, or else the best that runs `problem` on its device unasked.
+def select(workload: Workload, backend: str | None = None) -> Backend:
+    """The backend called `backend`, or else the best that runs `workload` on its device unasked.
 
     Raises:
         UnsupportedError: there is none; lists every backend with its reason.
     """
     if backend is None:
         for candidate in REGISTRY.values():
-            if _reason(candidate, problem) is None:
+            if _reason(candidate, workload) is None:
                 return candidate
-    elif backend in REGISTRY and REGISTRY[backend].supports(problem) is None:
+    elif backend in REGISTRY and REGISTRY[backend].supports(workload) is None:
         return REGISTRY[backend]
-    raise UnsupportedError(_refusal(problem, backend))
+    raise UnsupportedError(_refusal(workload, backend))
 
 
-def _reason(backend: Backend, problem: Problem) -> str | None:
-    """Why `backend` is not chosen for `problem` unasked; None where it may be."""
-    reason = backend.supports(problem)
-    if reason is None and problem.device.type not in backend.default_on:
-        return f'runs on {problem.device.type} only when named, backend="{backend.name}"'
+def _reason(backend: Backend, workload: Workload) -> str | None:
+    """Why `backend` is not chosen for `workload` unasked; None where it may be."""
+    reason = backend.supports(workload)
+    if reason is None and workload.device.type not in backend.default_on:
+        return f'runs on {workload.device.type} only when named, backend="{backend.name}"'
     return reason
 
 
-def _refusal(problem: Problem, backend: str | None) -> str:
+def _refusal(workload: Workload, backend: str | None) -> str:
     if backend is None:
         subject = "no backend runs"
     elif backend in REGISTRY:
         subject = f"backend {backend!r} does not run"
     else:
         subject = f"there is no backend {backend!r} to run"
-    reasons = [f"{b.name}: {_reason(b, problem) or 'runs it'}" for b in REGISTRY.values()]
+    reasons = [f"{b.name}: {_reason(b, workload) or 'runs it'}" for b in REGISTRY.values()]
     return (
-        f"{subject} {problem.format} with activations {problem.activations}, "
-        f"E {problem.experts}, H {problem.hidden}, I {problem.intermediate} "
-        f"on {problem.device}. {'; '.join(reasons)}"
+        f"{subject} {workload.format} with activations {workload.activations}, "
+        f"E {workload.experts}, H {workload.hidden}, I {workload.intermediate} "
+        f"on {workload.device}. {'; '.join(reasons)}"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import get_format
+from moequant.formats import check_parts
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class ExpertWeights:
         _check_same_format(self.projections())
         _check_shapes(self.projections())
         for name, q in self.projections().items():
-            _check_parts(name, q)
+            check_parts(q.tensors(), q.format, q.shape, name)
         _check_same_device(self.projections())
 
     def projections(self) -> dict[str, QuantizedWeight]:
@@ -90,19 +90,6 @@ def _check_shapes(weights: dict[str, QuantizedWeight]) -> None:
             raise CheckpointError(
                 f"{name} is {list(weights[name].shape)}, but gate is {shape}, so {name} must be "
                 f"{wanted}"
-            )
-
-
-def _check_parts(name: str, q: QuantizedWeight) -> None:
-    specs, parts = get_format(q.format).specs(q.shape), q.tensors()
-    if parts.keys() != specs.keys():
-        raise CheckpointError(f"{name} has {', '.join(parts)}; {q.format} has {', '.join(specs)}")
-    for part, spec in specs.items():
-        found = (parts[part].dtype, tuple(parts[part].shape))
-        if found != (spec.dtype, spec.shape):
-            raise CheckpointError(
-                f"{name}.{part} is {found[0]} {list(found[1])}, but {q.format} holds "
-                f"{list(q.shape)} in {spec.dtype} {list(spec.shape)}"
             )
 
 

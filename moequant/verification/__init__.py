@@ -1,12 +1,12 @@
-"""Is a converted checkpoint right: structure, weights, layers."""
+"""Is a converted checkpoint right: structure, weights, prepared files, layers."""
 
 from moequant.verification.pipeline import verify
 from moequant.verification.report import (
     FormatSummary,
-    LayerError,
+    LayerCheck,
     Problem,
     Report,
-    WeightError,
+    WeightCheck,
 )
 
-__all__ = ["FormatSummary", "LayerError", "Problem", "Report", "WeightError", "verify"]
+__all__ = ["FormatSummary", "LayerCheck", "Problem", "Report", "WeightCheck", "verify"]

@@ -8,32 +8,57 @@ Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0); OCP 8-bit Floating Point v1
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.formats import QuantizedWeight
 
-_BLOCKS = {"fp8_block": (128, 128), "nvfp4": (1, 16), "mxfp4": (1, 32), "w4a8": (1, 128)}
+
+@dataclass(frozen=True, kw_only=True)
+class _Definition:
+    """What the bytes of a format mean.
+
+    Attributes:
+        element: value of every code, float64.
+        block: rows and columns that share a scale.
+    """
+
+    element: Tensor
+    block: tuple[int, int]
 
 
 def decode(q: QuantizedWeight) -> Tensor:
-    """A weight [N, K] as float64, exact: code times scale times global scale."""
+    """A weight [N, K] as float64, exact: code times scale times global scale.
+
+    Raises:
+        UnsupportedError: a format that is not defined here.
+    """
+    if q.format not in _DEFINITIONS:
+        raise UnsupportedError(
+            f"{q.format}: no second decoder knows this format; define it in "
+            "moequant/verification/decode.py"
+        )
+    definition = _DEFINITIONS[q.format]
     N, K = q.shape
-    block_n, block_k = _BLOCKS[q.format]
+    block_n, block_k = definition.block
     scale = _values(q.scale)[torch.arange(N) // block_n][:, torch.arange(K) // block_k]
-    w = _codes(q) * scale
+    w = definition.element[_codes(q.qdata, len(definition.element)).long()] * scale
     return w if q.global_scale is None else w * q.global_scale.double()
 
 
-def _codes(q: QuantizedWeight) -> Tensor:
-    if q.format == "fp8_block":
-        return _values(q.qdata)
-    nibble = torch.stack([q.qdata % 16, q.qdata // 16], dim=-1).reshape(q.shape)
-    return (_INT4 if q.format == "w4a8" else _E2M1)[nibble.long()]
+def _codes(qdata: Tensor, count: int) -> Tensor:
+    """Codes [N, K] uint8: a byte each, or of 16 two a byte, the even column in the low nibble."""
+    stored = qdata.view(torch.uint8)
+    if count == 256:
+        return stored
+    return torch.stack([stored % 16, stored // 16], dim=-1).flatten(-2)
 
 
 def _values(stored: Tensor) -> Tensor:
@@ -66,3 +91,9 @@ _E2M1 = torch.tensor([_e2m1(code) for code in range(16)], dtype=torch.float64)
 _E4M3 = torch.tensor([_e4m3(code) for code in range(256)], dtype=torch.float64)
 _E8M0 = torch.tensor([_e8m0(code) for code in range(256)], dtype=torch.float64)
 _INT4 = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float64)
+_DEFINITIONS = {
+    "fp8_block": _Definition(element=_E4M3, block=(128, 128)),
+    "nvfp4": _Definition(element=_E2M1, block=(1, 16)),
+    "mxfp4": _Definition(element=_E2M1, block=(1, 32)),
+    "w4a8": _Definition(element=_INT4, block=(1, 128)),
+}

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
+from moequant._version import __version__
+from moequant.checkpoint.files import CONFIG_FILE, RECORD_FILE
 from moequant.conversion import Recipe, plan_checkpoint
-from moequant.conversion.assign import Unit, Weight
-from moequant.conversion.commit import RECORD_FILE, converted_config
-from moequant.conversion.recipe import Verify
+from moequant.conversion.assign import check_whole_layers, group_fused
+from moequant.conversion.commit import converted_config
+from moequant.conversion.units import Unit, Weight
 from moequant.dialects import find_dialect
-from moequant.errors import MoequantError
+from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
-from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, fused_sets
+from moequant.models import CONVERTIBLE_ROLES
 from moequant.verification.differences import differences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
@@ -47,24 +49,27 @@ class Expectation:
     """What must be there.
 
     Attributes:
-        method: "bytes" where everything is known to the last byte, else "bounds".
+        plan: where it could be made again, and everything is known to the last byte; else None.
         dialect: whose names the tensors have.
         units: what is converted.
         copies: tensors of the source that come along bit for bit.
         tensors: dtype and shape, as a header has them, of every tensor known beforehand.
         possible: names of tensors whose dtype and shape the dialect judges when it reads them.
         config: config.json.
-        max_lost_db: how far the SQNR of a weight may fall below what our quantizer reaches.
     """
 
-    method: Literal["bytes", "bounds"]
+    plan: Plan | None
     dialect: Dialect
     units: tuple[Unit, ...]
     copies: tuple[TensorInfo, ...]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
     config: Mapping[str, Any]
-    max_lost_db: float
+
+    @property
+    def method(self) -> Literal["bytes", "bounds"]:
+        """How weights are compared with the source."""
+        return "bounds" if self.plan is None else "bytes"
 
     def formats(self) -> dict[str, str]:
         """Format by converted module."""
@@ -78,23 +83,15 @@ def expect_by_record(
     plan = _plan_again(source, record, findings)
     if plan is None:
         return None
-    claims = {key: record.get(key) for key in ("architecture", "source")}
-    recorded_source = claims["source"] if isinstance(claims["source"], dict) else {}
-    wanted = {
-        "architecture": plan.architecture.name,
-        "source": {**recorded_source, "files": plan.source_files},
-    }
-    for place, message in differences(claims, wanted, RECORD_FILE):
-        findings.add("record", place, f"{message}, by the source given")
+    _check_claims(record, plan, findings)
     return Expectation(
-        method="bytes",
+        plan=plan,
         dialect=plan.dialect,
-        units=tuple(plan.units),
+        units=plan.units,
         copies=tuple(copy.info for copy in plan.copies),
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
         config=converted_config(source.config, plan.quantization_config),
-        max_lost_db=plan.recipe.verify.max_sqnr_loss_db,
     )
 
 
@@ -104,8 +101,7 @@ def _plan_again(source: Checkpoint, record: Mapping[str, Any], findings: Finding
         findings.add("record", RECORD_FILE, f"schema_version is {found!r}, and we know 1 only")
         return None
     try:
-        recipe = Recipe.model_validate(record.get("recipe"))
-        plan = plan_checkpoint(source, recipe, dialect=str(record.get("dialect")))
+        plan = plan_checkpoint(source, Recipe.model_validate(record.get("recipe")))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, (RECORD_FILE, "recipe", *first["loc"])))
@@ -117,6 +113,23 @@ def _plan_again(source: Checkpoint, record: Mapping[str, Any], findings: Finding
     for refusal in plan.refusals:
         findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {refusal}")
     return None if plan.refusals else plan
+
+
+def _check_claims(record: Mapping[str, Any], plan: Plan, findings: Findings) -> None:
+    """What the record says beside the recipe, so far as source and plan tell it too."""
+    recorded_source = record.get("source")
+    hub = recorded_source if isinstance(recorded_source, dict) else {}
+    wanted = {
+        "architecture": plan.model.architecture.name,
+        "dialect": plan.dialect.name,
+        "source": {**hub, "files": plan.source_files},
+    }
+    # The digest covers the version, whose next may plan the same bytes.
+    if record.get("moequant") == __version__:
+        wanted["plan_sha256"] = plan.digest
+    claims = {key: record[key] for key in wanted if key in record}
+    for place, message in differences(claims, wanted, RECORD_FILE):
+        findings.add("record", place, f"{message}, by the source given")
 
 
 def expect_by_config(
@@ -131,14 +144,17 @@ def expect_by_config(
         format_of = dialect.reader(stored.config["quantization_config"])
         formats = _formats(source, roles, stored, format_of)
     except MoequantError as error:
-        findings.add("config", "config.json", str(error))
+        findings.add("config", CONFIG_FILE, str(error))
         return None
-    _check_whole_layers(formats, roles, findings)
+    try:
+        check_whole_layers(formats, roles)
+    except RecipeError as error:
+        findings.add("config", CONFIG_FILE, str(error))
     units = _units(source, roles, formats, findings)
     converted = {weight.info.name: unit for unit in units for weight in unit.weights}
     copies = tuple(info for name, info in source.tensors.items() if name not in formats)
     return Expectation(
-        method="bounds",
+        plan=None,
         dialect=dialect,
         units=units,
         copies=copies,
@@ -149,7 +165,6 @@ def expect_by_config(
             for suffix in dialect.suffixes[unit.format]
         ),
         config=_foreign_config(source.config, stored.config),
-        max_lost_db=Verify().max_sqnr_loss_db,
     )
 
 
@@ -183,22 +198,6 @@ def _lies_as_in_source(info: TensorInfo, stored: Checkpoint) -> bool:
     return found is not None and (found.dtype, found.shape) == (info.dtype, info.shape)
 
 
-def _check_whole_layers(
-    formats: Mapping[str, str], roles: Mapping[str, TensorRole], findings: Findings
-) -> None:
-    """Engines run all experts of a layer through one kernel."""
-    first: dict[int | None, tuple[str, str | None]] = {}
-    for name, role in roles.items():
-        if role.role != ROUTED_EXPERTS:
-            continue
-        format = formats.get(name)
-        reference, wanted = first.setdefault(role.layer, (name, format))
-        if format != wanted:
-            findings.add(
-                "config", name, f"{format or 'not converted'}, but {reference} is {wanted or 'not'}"
-            )
-
-
 def _units(
     source: Checkpoint,
     roles: Mapping[str, TensorRole],
@@ -206,8 +205,7 @@ def _units(
     findings: Findings,
 ) -> tuple[Unit, ...]:
     """Converted weights in the sets that engines fuse; options are our defaults."""
-    set_of = {leaf: i for i, leaves in enumerate(fused_sets()) for leaf in leaves}
-    groups: dict[tuple[str, object, str], list[Weight]] = {}
+    weights: dict[str, dict[str, Weight]] = {}
     for name, format in formats.items():
         weight = Weight(info=source.tensors[name], role=roles[name].role)
         weight.check_dtype()
@@ -216,16 +214,23 @@ def _units(
         except MoequantError as error:
             findings.add("config", name, str(error).removeprefix(f"{name}: "))
             continue
-        parent, _, leaf = weight.module.rpartition(".")
-        groups.setdefault((parent, set_of.get(leaf, leaf), format), []).append(weight)
+        weights.setdefault(format, {})[name] = weight
     return tuple(
         Unit(
-            weights=tuple(weights),
+            weights=tuple(of_format[name] for name in names),
             format=format,
-            options=tuple(get_format(format).resolve_options().items()),
+            options=get_format(format).resolve_options(),
         )
-        for (_, _, format), weights in groups.items()
+        for format, of_format in weights.items()
+        for names in _sets(of_format, roles)
     )
+
+
+def _sets(names: Iterable[str], roles: Mapping[str, TensorRole]) -> Iterator[tuple[str, ...]]:
+    """The sets that engines fuse; weights that no recipe converts stand alone."""
+    names = tuple(names)
+    yield from group_fused(names, roles)
+    yield from ((name,) for name in names if roles[name].role not in CONVERTIBLE_ROLES)
 
 
 def _foreign_config(source: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

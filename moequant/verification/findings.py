@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from moequant.verification.report import FormatSummary, Problem, WeightError
+from moequant.verification.report import FormatSummary, Problem, WeightCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +32,10 @@ class Findings:
         """All that were found."""
         return self._counts.total()
 
+    def has(self, check: Check) -> bool:
+        """Whether a check found anything."""
+        return check in self._counts
+
     def add(self, check: Check, name: str, message: str) -> None:
         """Note that `name` is not as it must be."""
         self.extend([Problem(check=check, name=name, message=message)])
@@ -44,14 +48,14 @@ class Findings:
                 self.problems.append(problem)
 
 
-class WeightErrors:
+class WeightChecks:
     """Errors of weights: sums by format, and the worst ones."""
 
     def __init__(self) -> None:
-        self._worst: list[tuple[float, str, WeightError]] = []
+        self._worst: list[tuple[float, str, WeightCheck]] = []
         self._by_format: dict[str, _Sum] = {}
 
-    def add(self, error: WeightError) -> None:
+    def add(self, error: WeightCheck) -> None:
         """Take one weight in."""
         entry = (_rank(error), error.name, error)
         heapq.heappush(self._worst, entry)
@@ -59,7 +63,7 @@ class WeightErrors:
             heapq.heappop(self._worst)
         self._by_format.setdefault(error.format, _Sum(error)).add(error)
 
-    def worst(self) -> tuple[WeightError, ...]:
+    def worst(self) -> tuple[WeightCheck, ...]:
         """The worst, worst first."""
         return tuple(error for _, _, error in sorted(self._worst, reverse=True))
 
@@ -71,12 +75,12 @@ class WeightErrors:
 class _Sum:
     """Squared norms of all weights of a format."""
 
-    def __init__(self, first: WeightError) -> None:
+    def __init__(self, first: WeightCheck) -> None:
         self._worst = first
         self._count = 0
         self._squares: dict[str, float] = {}
 
-    def add(self, error: WeightError) -> None:
+    def add(self, error: WeightCheck) -> None:
         self._count += 1
         self._worst = max(self._worst, error, key=_rank)
         for kind in ("signal", "noise", "effective_noise", "reference_noise"):
@@ -85,10 +89,10 @@ class _Sum:
 
     def summary(self) -> FormatSummary:
         norms = {kind: math.sqrt(square) for kind, square in self._squares.items()}
-        total = WeightError(name="", format=self._worst.format, **norms)
+        total = WeightCheck(name="", format=self._worst.format, **norms)
         return FormatSummary(total=total, weights=self._count, worst=self._worst.name)
 
 
-def _rank(error: WeightError) -> float:
+def _rank(error: WeightCheck) -> float:
     """NaN has no order; a weight that holds it is worse than any other."""
     return math.inf if math.isnan(error.relative_error) else error.relative_error

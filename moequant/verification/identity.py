@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.checkpoint.headers import DTYPE_BITS, DTYPES
+from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.headers import DTYPE_BITS, DTYPES, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,6 +31,12 @@ class ByteDifference:
 
     def __str__(self) -> str:
         return f"{self.element}; {self.count} of {self.total} elements differ"
+
+
+def compare_tensors(found: Tensor, wanted: Tensor) -> ByteDifference | None:
+    """How `found` differs from `wanted`, of the same dtype and shape."""
+    pair = tensor_bytes(found.contiguous()), tensor_bytes(wanted.contiguous())
+    return find_difference([pair], dtype_name(found.dtype), found.shape)
 
 
 def find_difference(

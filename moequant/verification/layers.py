@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,21 +23,23 @@ from moequant.models import PROJECTIONS, ROUTED_EXPERTS
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.verification.decode import decode
 from moequant.verification.reference import evaluate_layer
-from moequant.verification.report import LayerError
+from moequant.verification.report import LayerCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from concurrent.futures import Executor
+    from typing import Literal
 
     from torch import Tensor
 
     from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.checkpoint.source import Checkpoint
-    from moequant.conversion.assign import Unit
+    from moequant.conversion.units import Unit
     from moequant.models import MoeConfig, TensorRole
     from moequant.progress import Progress
     from moequant.verification.findings import Findings
 
-    Layers = Literal["all", "first"] | int
+    Layers = Literal["all"] | int
 
 DEFAULT_LAYERS = 3
 TOKENS = 16
@@ -74,10 +76,10 @@ def converted_layers(units: Iterable[Unit], roles: Mapping[str, TensorRole]) -> 
 
 
 def choose_layers(layers: Sequence[int], wanted: Layers) -> list[int]:
-    """All, the first, or a number of them spread evenly: three are first, middle and last."""
+    """All, or a number of them spread evenly: three are first, middle and last."""
     if wanted == "all":
         return list(layers)
-    count = min(1 if wanted == "first" else wanted, len(layers))
+    count = min(wanted, len(layers))
     last = len(layers) - 1
     return [layers[i * last // max(count - 1, 1)] for i in range(count)]
 
@@ -87,10 +89,19 @@ def check_layers(
     converted: ConvertedCheckpoint,
     formats: Mapping[int, str],
     *,
+    pool: Executor,
     progress: Progress,
     findings: Findings,
-) -> list[LayerError]:
+) -> list[LayerCheck]:
     """Run some experts of every layer in `formats`.
+
+    Args:
+        source: what was converted.
+        converted: what came of it.
+        formats: format by layer.
+        pool: its threads, of one intra-op thread each, run a layer, and one runs at a time.
+        progress: told what is done.
+        findings: where problems go.
 
     Raises:
         CheckpointError: the source cannot be read.
@@ -99,28 +110,36 @@ def check_layers(
     batch = _make_batch(moe)
     expert_bytes = 3 * moe.hidden * moe.intermediate * len(batch.experts)
     progress.start("layers", expert_bytes * len(formats))
-    errors = []
-    for layer, format in formats.items():
+    checks = []
+
+    def run(layer: int) -> None:
         try:
             weights = _read(converted, layer, batch.experts)
             experts = FusedExperts(weights, expert_map=_expert_map(moe, batch.experts))
         except MoequantError as error:
             findings.add("layers", f"layer {layer}", str(error))
-            continue
-        row = _check(source, converted, layer, batch, experts)
-        errors.append(row)
-        if not (row.runtime_error <= 1 and row.runtime_relative_error <= MOST_RELATIVE_ERROR):
-            findings.add(
-                "layers",
-                f"layer {layer}",
-                f"the runtime is off from the reference evaluation of its {format} weights by "
-                f"{row.runtime_error:.3g} of the bound on an element, and by "
-                f"{row.runtime_relative_error:.3g} in norm, where accumulation in float32 explains "
-                f"1 and {MOST_RELATIVE_ERROR:.3g}",
-            )
+        else:
+            check = _measure(source, converted, layer, batch, experts)
+            checks.append(check)
+            _judge(check, findings)
         progress.advance(expert_bytes, f"layer {layer}")
+
+    for layer in formats:
+        pool.submit(run, layer).result()
     progress.finish()
-    return errors
+    return checks
+
+
+def _judge(check: LayerCheck, findings: Findings) -> None:
+    if not (check.runtime_error <= 1 and check.runtime_relative_error <= MOST_RELATIVE_ERROR):
+        findings.add(
+            "layers",
+            f"layer {check.layer}",
+            f"the runtime is off from the reference evaluation of its {check.format} weights by "
+            f"{check.runtime_error:.3g} of the bound on an element, and by "
+            f"{check.runtime_relative_error:.3g} in norm, where accumulation in float32 explains "
+            f"1 and {MOST_RELATIVE_ERROR:.3g}",
+        )
 
 
 def _make_batch(moe: MoeConfig) -> _Batch:
@@ -153,13 +172,13 @@ def _read(converted: ConvertedCheckpoint, layer: int, experts: Sequence[int]) ->
     return ExpertWeights(gate=gate, up=up, down=down)
 
 
-def _check(
+def _measure(
     source: Checkpoint,
     converted: ConvertedCheckpoint,
     layer: int,
     batch: _Batch,
     experts: FusedExperts,
-) -> LayerError:
+) -> LayerCheck:
     local = {expert: i for i, expert in enumerate(batch.experts)}
     projections = experts.weights.projections()
 
@@ -175,7 +194,7 @@ def _check(
     inputs = batch.hidden, batch.topk_ids, batch.topk_weights
     plain = experts(*inputs, activations="none").double()
     with_activations = experts(*inputs, activations="format").double()
-    return LayerError(
+    return LayerCheck(
         layer=layer,
         format=experts.weights.format,
         experts=len(batch.experts),

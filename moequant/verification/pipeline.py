@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.checkpoint.source import Checkpoint, locate
 from moequant.conversion import DEFAULT_WORKERS
-from moequant.errors import CheckpointError, UnsupportedError
-from moequant.models import check_complete, check_shapes, classify_all, find_architecture
+from moequant.conversion.run import worker_pool
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.models import read_model
 from moequant.progress import SilentProgress
 from moequant.runtime.load import ACTIVATIONS
 from moequant.verification.expectation import expect_by_config, expect_by_record
-from moequant.verification.findings import Findings, WeightErrors
+from moequant.verification.findings import Findings, WeightChecks
 from moequant.verification.layers import (
     DEFAULT_LAYERS,
     check_layers,
     choose_layers,
     converted_layers,
 )
+from moequant.verification.prepared import check_prepared
 from moequant.verification.report import Report
 from moequant.verification.stored import read_stored
 from moequant.verification.structure import (
     check_config,
+    check_plan,
     check_shards,
     check_sidecars,
     check_tensors,
@@ -32,13 +36,14 @@ from moequant.verification.structure import (
 from moequant.verification.weights import check_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
+    from concurrent.futures import Executor
 
-    from moequant.models import Architecture, MoeConfig, TensorRole
+    from moequant.models import Model
     from moequant.progress import Progress
     from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
-    from moequant.verification.report import LayerError
+    from moequant.verification.report import LayerCheck
     from moequant.verification.stored import StoredCheckpoint
 
 
@@ -60,8 +65,8 @@ def verify(
         converted: directory of the converted checkpoint, by moequant or another tool.
         against: the source: a directory, or id of a repository on the Hugging Face hub.
         revision: branch, tag or commit of a hub repository.
-        layers: which expert layers to run: "all", "first", or a number of them spread evenly; the
-            default of three means the first, a middle one and the last.
+        layers: how many expert layers to run, spread evenly, or "all"; the default of three means
+            the first, a middle one and the last.
         workers: units compared at the same time.
         progress: told what is done.
 
@@ -69,34 +74,32 @@ def verify(
         CheckpointError: the source is damaged, incomplete or contradicts itself, there is no
             directory `converted`, or a file cannot be read or changes meanwhile.
         UnsupportedError: an architecture, or a source dtype, that we do not know.
+        MoequantError: `layers` or `workers` is not as above.
     """
-    source = _Source.open(against, revision)
-    path = Path(converted)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
-    if layers != 0 and source.moe.activation not in ACTIVATIONS:
+    if workers < 1:
+        raise MoequantError(f"workers = {workers}, but at least one has to do the work")
+    if layers != "all" and not (isinstance(layers, int) and layers >= 0):
+        raise MoequantError(f'layers = {layers!r}, but a number of layers or "all" is wanted')
+    source = Checkpoint.open(locate(against, revision))
+    model = read_model(source.config, source.tensors)
+    path = _directory(converted)
+    if layers != 0 and model.moe.activation not in ACTIVATIONS:
         raise UnsupportedError(
-            f"config.json: activation {source.moe.activation!r}, but the runtime computes "
+            f"config.json: activation {model.moe.activation!r}, but the runtime computes "
             f"{', '.join(ACTIVATIONS)}; verify with layers = 0 to run none"
         )
     findings = Findings()
     stored = read_stored(path, findings)
-    check_sidecars(source.checkpoint, path, findings, by_moequant=stored.has_record)
+    check_sidecars(source, path, findings, by_moequant=stored.has_record)
     if stored.record is not None:
         check_shards(path, stored.record, findings)
-    weights = WeightErrors()
-    layer_errors: list[LayerError] = []
-    expected = _expect(source, stored, findings)
+    expected = _expect(source, model, stored, findings)
+    measured = _Measured()
     if expected is not None:
+        _check_structure(source, model, stored, expected, findings)
         task = progress or SilentProgress()
-        check_tensors(stored, expected, findings)
-        if stored.has_config:
-            check_config(source.checkpoint, stored.checkpoint, expected, source.roles, findings)
-        weights = check_weights(
-            source.checkpoint, stored, expected, workers=workers, progress=task, findings=findings
-        )
-        layer_errors = _check_layers(source, stored, expected, layers, task, findings)
-    tensors = stored.checkpoint.tensors
+        with worker_pool(workers) as pool:
+            measured = _check_numbers(source, model, stored, expected, layers, pool, task, findings)
     return Report(
         converted=str(converted),
         source=str(against),
@@ -104,63 +107,94 @@ def verify(
         method=expected.method if expected else None,
         problems=tuple(findings.problems),
         problem_count=findings.count,
-        counts={
-            "tensors": len(tensors),
-            "bytes": sum(info.size_bytes for info in tensors.values()),
-            "copied": len(expected.copies) if expected else 0,
-            "converted": sum(len(unit.weights) for unit in expected.units) if expected else 0,
-        },
-        formats=weights.summaries(),
-        worst_weights=weights.worst(),
-        layers=tuple(layer_errors),
+        counts=_count(stored, expected),
+        formats=measured.weights.summaries(),
+        worst_weights=measured.weights.worst(),
+        layers=tuple(measured.layers),
+        prepared=measured.prepared,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source:
-    """The source, checked to be whole."""
+class _Measured:
+    """What of a report only the data of tensors tells."""
 
-    checkpoint: Checkpoint
-    architecture: Architecture
-    moe: MoeConfig
-    roles: Mapping[str, TensorRole]
-
-    @classmethod
-    def open(cls, source: str | Path, revision: str | None) -> _Source:
-        checkpoint = Checkpoint.open(locate(source, revision))
-        architecture = find_architecture(checkpoint.config)
-        moe = architecture.read_config(checkpoint.config)
-        roles = classify_all(architecture, checkpoint.tensors)
-        check_complete(architecture, moe, roles)
-        check_shapes(moe, roles, checkpoint.tensors)
-        return cls(checkpoint=checkpoint, architecture=architecture, moe=moe, roles=roles)
+    weights: WeightChecks = field(default_factory=WeightChecks)
+    prepared: tuple[str, ...] = ()
+    layers: Sequence[LayerCheck] = ()
 
 
-def _expect(source: _Source, stored: StoredCheckpoint, findings: Findings) -> Expectation | None:
+def _directory(converted: str | Path) -> Path:
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    path = Path(os.path.expanduser(converted))  # noqa: PTH111
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
+    return path
+
+
+def _expect(
+    source: Checkpoint, model: Model, stored: StoredCheckpoint, findings: Findings
+) -> Expectation | None:
     """By the record if it can be used, else by config.json."""
     if stored.record is not None:
-        expected = expect_by_record(source.checkpoint, stored.record, findings)
+        expected = expect_by_record(source, stored.record, findings)
         if expected is not None:
             return expected
-    return expect_by_config(source.checkpoint, source.roles, stored.checkpoint, findings)
+    return expect_by_config(source, model.roles, stored.checkpoint, findings)
 
 
-def _check_layers(
-    source: _Source,
+def _check_structure(
+    source: Checkpoint,
+    model: Model,
+    stored: StoredCheckpoint,
+    expected: Expectation,
+    findings: Findings,
+) -> None:
+    check_tensors(stored, expected, findings)
+    if expected.plan is not None:
+        check_plan(stored, expected.plan, findings)
+    if stored.has_config:
+        check_config(source, stored.checkpoint, expected, model.roles, findings)
+
+
+def _check_numbers(
+    source: Checkpoint,
+    model: Model,
     stored: StoredCheckpoint,
     expected: Expectation,
     layers: Layers,
+    pool: Executor,
     progress: Progress,
     findings: Findings,
-) -> list[LayerError]:
+) -> _Measured:
+    # Under the config it should have; what config.json says was checked on its own.
     converted = ConvertedCheckpoint(
         checkpoint=stored.checkpoint,
         dialect=expected.dialect,
-        # As expected, for what config.json says of these was checked on its own.
-        architecture=source.architecture,
-        moe=source.moe,
+        architecture=model.architecture,
+        moe=model.moe,
         format_of=expected.formats().get,
     )
-    formats = converted_layers(expected.units, source.roles)
+    formats = converted_layers(expected.units, model.roles)
     chosen = {layer: formats[layer] for layer in choose_layers(list(formats), layers)}
-    return check_layers(source.checkpoint, converted, chosen, progress=progress, findings=findings)
+    return _Measured(
+        weights=check_weights(
+            source, stored, expected, pool=pool, progress=progress, findings=findings
+        ),
+        prepared=check_prepared(
+            converted, formats, pool=pool, progress=progress, findings=findings
+        ),
+        layers=check_layers(
+            source, converted, chosen, pool=pool, progress=progress, findings=findings
+        ),
+    )
+
+
+def _count(stored: StoredCheckpoint, expected: Expectation | None) -> dict[str, int]:
+    tensors = stored.checkpoint.tensors
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(info.size_bytes for info in tensors.values()),
+        "copied": len(expected.copies) if expected else 0,
+        "converted": sum(len(unit.weights) for unit in expected.units) if expected else 0,
+    }

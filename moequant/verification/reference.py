@@ -99,7 +99,6 @@ def evaluate_layer(
     gate: Callable[[int], Tensor],
     up: Callable[[int], Tensor],
     down: Callable[[int], Tensor],
-    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Evaluate a layer of experts, activations not quantized.
 
@@ -110,7 +109,6 @@ def evaluate_layer(
         gate: weight [I, H] float64 of an expert; each is asked for once, and only if used.
         up: likewise [I, H].
         down: likewise [H, I].
-        dtype: what the evaluation to be judged rounds its result to.
 
     Returns:
         output [M, H] float64, and the bound [M, H] float64 on |evaluation - output|.
@@ -127,17 +125,9 @@ def evaluate_layer(
         magnitude.index_add_(0, token, w.abs() * y.magnitude)
         error.index_add_(0, token, w.abs() * y.error + _TINY)
     error += _gamma(topk_ids.shape[1] + 1) * magnitude
-    return value, error + _final_rounding(value.abs() + error, dtype)
+    return value, error
 
 
 def _gamma(n: int) -> float:
     """Bound on the relative error of n float32 roundings."""
     return n * _U / (1 - n * _U)
-
-
-def _final_rounding(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half a step of `dtype` at `magnitude`; nothing for float32, which the sum is already in."""
-    if dtype == torch.float32:
-        return torch.zeros_like(magnitude)
-    info = torch.finfo(dtype)
-    return info.eps / 2 * magnitude.clamp(min=info.tiny)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Check = Literal["files", "index", "config", "record", "sidecars", "tensors", "weights", "layers"]
+Check = Literal[
+    "files", "index", "config", "record", "sidecars", "tensors", "weights", "prepared", "layers"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightError:
+class WeightCheck:
     """How far one converted weight, or all of a format together, lies from its source.
 
     Attributes:
@@ -93,7 +95,7 @@ class FormatSummary:
         worst: name of the one with the largest relative error.
     """
 
-    total: WeightError
+    total: WeightCheck
     weights: int
     worst: str
 
@@ -110,7 +112,7 @@ class FormatSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerError:
+class LayerCheck:
     """One expert layer, run.
 
     Attributes:
@@ -154,6 +156,7 @@ class Report:
         formats: errors by format.
         worst_weights: the weights of largest relative error, worst first.
         layers: the layers that were run.
+        prepared: targets whose prepared folder was found and checked.
     """
 
     converted: str
@@ -164,8 +167,9 @@ class Report:
     problem_count: int
     counts: Mapping[str, int]
     formats: tuple[FormatSummary, ...]
-    worst_weights: tuple[WeightError, ...]
-    layers: tuple[LayerError, ...]
+    worst_weights: tuple[WeightCheck, ...]
+    layers: tuple[LayerCheck, ...]
+    prepared: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -186,6 +190,7 @@ class Report:
             "formats": [summary.to_json() for summary in self.formats],
             "worst_weights": [weight.to_json() for weight in self.worst_weights],
             "layers": [layer.to_json() for layer in self.layers],
+            "prepared": list(self.prepared),
         }
 
 

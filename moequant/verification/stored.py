@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
 from moequant.checkpoint.headers import parse_object, read_header
 from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.source import CONFIG_FILE, INDEX_FILE, Checkpoint, natural_key
-from moequant.conversion.commit import RECORD_FILE
-from moequant.conversion.journal import WORK_FOLDER, Journal
+from moequant.checkpoint.source import Checkpoint, natural_key
+from moequant.conversion.journal import Journal
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class StoredCheckpoint:
 
     Attributes:
         checkpoint: config.json, empty if unreadable, and the tensors of the readable files.
+        files: those files, by name.
+        index: the index, None where it is unreadable or not there.
         record: moequant.json, None where it is unreadable or not there.
         has_record: whether it is there.
         has_config: whether config.json could be read.
@@ -42,6 +44,8 @@ class StoredCheckpoint:
     """
 
     checkpoint: Checkpoint
+    files: Mapping[str, FixedFile]
+    index: Mapping[str, Any] | None
     record: Mapping[str, Any] | None
     has_record: bool
     has_config: bool
@@ -70,7 +74,9 @@ def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
     if index is not None and not lost:
         _check_total_size(index, tensors, findings)
     return StoredCheckpoint(
-        checkpoint=Checkpoint(path=path, config=config or {}, tensors=tensors, _files=files),
+        checkpoint=Checkpoint.of_files(path, config or {}, tensors, files),
+        files=files,
+        index=index,
         record=record,
         has_record=has_record,
         has_config=config is not None,

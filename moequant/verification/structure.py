@@ -6,8 +6,9 @@ import filecmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.writer import sha256_of
-from moequant.conversion.commit import OTHER_QUANTIZATION, RECORD_FILE
+from moequant.conversion.commit import OTHER_QUANTIZATION
 from moequant.errors import MoequantError
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
@@ -16,12 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moequant.checkpoint.source import Checkpoint
+    from moequant.conversion import Plan
     from moequant.models import TensorRole
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings
     from moequant.verification.stored import StoredCheckpoint
-
-CONFIG = "config.json"
 
 
 def check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Findings) -> None:
@@ -50,9 +50,9 @@ def check_config(
     findings: Findings,
 ) -> None:
     """config.json is the source's but for its `quantization_config`, and tells all formats."""
-    for place, message in differences(stored.config, expected.config, CONFIG):
+    for place, message in differences(stored.config, expected.config, CONFIG_FILE):
         findings.add("config", place, message)
-    if expected.method == "bytes":
+    if expected.plan is not None:
         _check_readable(source, stored, expected, roles, findings)
 
 
@@ -76,10 +76,10 @@ def _check_readable(
                 findings.add(
                     "config",
                     name,
-                    f"{CONFIG} says {found or 'not converted'}, but it is {wanted or 'kept'}",
+                    f"{CONFIG_FILE} says {found or 'not converted'}, but it is {wanted or 'kept'}",
                 )
     except MoequantError as error:
-        findings.add("config", CONFIG, str(error))
+        findings.add("config", CONFIG_FILE, str(error))
 
 
 def check_shards(path: Path, record: Mapping[str, Any], findings: Findings) -> None:
@@ -98,6 +98,22 @@ def check_shards(path: Path, record: Mapping[str, Any], findings: Findings) -> N
             findings.add("record", file, f"missing, but {RECORD_FILE} records it")
     for file in sorted(present - shards.keys()):
         findings.add("record", file, f"not recorded in {RECORD_FILE}")
+
+
+def check_plan(stored: StoredCheckpoint, plan: Plan, findings: Findings) -> None:
+    """Shards, their headers and the index are the plan's.
+
+    Files that cannot be read, and an index that contradicts them, were named when they were read.
+    """
+    headers = {shard.file: shard.header for shard in plan.shards}
+    for name, file in stored.files.items():
+        if name not in headers:
+            findings.add("files", name, "not a shard of what the recorded recipe makes")
+        elif file.read(0, min(len(headers[name]), file.size_bytes)) != headers[name]:
+            findings.add("files", name, "its header is not the one the recorded recipe makes")
+    if not findings.has("index"):
+        for place, message in differences(stored.index, plan.index(), INDEX_FILE):
+            findings.add("index", place, message)
 
 
 def check_sidecars(

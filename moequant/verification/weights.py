@@ -3,7 +3,8 @@
 Copied tensors must be the source's, byte for byte. Converted ones are converted again where the
 record says how, and must be the same bytes; where another tool made them, every element must lie
 within the bound of `moequant.verification.bounds`, and every weight within a budget of decibels.
-Either way the error of what is on disk is measured. A worker has one unit in memory at a time.
+Either way the error of what is on disk is measured. A worker has one unit in memory at a time, and
+reads source and result once.
 """
 
 from __future__ import annotations
@@ -14,24 +15,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.checkpoint.buffers import tensor_bytes
-from moequant.conversion.assign import Unit
 from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.run import worker_pool
-from moequant.conversion.units import convert_unit
+from moequant.conversion.units import Unit, quantize_unit
 from moequant.errors import MoequantError
 from moequant.formats import dequantize, effective_weight, get_format
-from moequant.verification.bounds import find_out_of_bound
-from moequant.verification.findings import WeightErrors
-from moequant.verification.identity import find_difference
-from moequant.verification.report import Problem, WeightError
+from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
+from moequant.verification.findings import WeightChecks
+from moequant.verification.identity import compare_tensors, find_difference
+from moequant.verification.report import Problem, WeightCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from concurrent.futures import Executor
 
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
-    from moequant.conversion.assign import Weight
+    from moequant.conversion.units import Weight
     from moequant.formats import QuantizedWeight
     from moequant.progress import Progress
     from moequant.verification.expectation import Expectation
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 @dataclass
 class _Result:
     problems: list[Problem] = field(default_factory=list)
-    errors: list[WeightError] = field(default_factory=list)
+    checks: list[WeightCheck] = field(default_factory=list)
 
     def add(self, name: str, message: object) -> None:
         self.problems.append(Problem(check="weights", name=name, message=str(message)))
@@ -53,11 +52,19 @@ def check_weights(
     stored: StoredCheckpoint,
     expected: Expectation,
     *,
-    workers: int,
+    pool: Executor,
     progress: Progress,
     findings: Findings,
-) -> WeightErrors:
+) -> WeightChecks:
     """Compare every tensor; those that `check_tensors` found missing or misshapen are passed over.
+
+    Args:
+        source: what was converted.
+        stored: what came of it.
+        expected: what must be there.
+        pool: its threads work on a tensor or a unit each, with one intra-op thread.
+        progress: told what is done.
+        findings: where problems go.
 
     Returns:
         The errors of converted weights.
@@ -75,15 +82,14 @@ def check_weights(
             progress.advance(item.size_bytes, item.name)
         return result
 
-    errors = WeightErrors()
+    checks = WeightChecks()
     progress.start("weights", sum(info.size_bytes for info in source.tensors.values()))
-    with worker_pool(workers) as pool:
-        for result in pool.map(check, (*expected.copies, *expected.units)):
-            findings.extend(result.problems)
-            for error in result.errors:
-                errors.add(error)
+    for result in pool.map(check, (*expected.copies, *expected.units)):
+        findings.extend(result.problems)
+        for weight in result.checks:
+            checks.add(weight)
     progress.finish()
-    return errors
+    return checks
 
 
 def _check_copy(source: Checkpoint, stored: Checkpoint, info: TensorInfo) -> _Result:
@@ -101,62 +107,54 @@ def _check_unit(
     source: Checkpoint, stored: StoredCheckpoint, expected: Expectation, unit: Unit
 ) -> _Result:
     result = _Result()
-    if expected.method == "bytes":
-        _compare_bytes(source, stored.checkpoint, expected, unit, result)
-    weights = {w.info.name: source.read(w.info.name) for w in unit.weights}
-    references = _references(unit, weights) if expected.method == "bounds" else {}
-    found = {w.info.name: _read_stored(stored, expected, unit, w, result) for w in unit.weights}
-    for name, q in found.items():
-        if q is None:
-            continue
-        w, reference = weights[name].float(), references.get(name)
-        error = _measure(name, w, q, reference)
-        result.errors.append(error)
-        if reference is not None:
-            _check_bounds(error, w, q, reference, expected.max_lost_db, result)
-    if expected.method == "bounds":
+    names = [weight.info.name for weight in unit.weights]
+    weights = [source.read(name) for name in names]
+    wanted: Mapping[str, Tensor] = {}
+    references: Sequence[QuantizedWeight | None] = [None] * len(weights)
+    if expected.plan is None:
+        references = get_format(unit.format).quantize_fused(weights, unit.options, names=names)
+    else:
+        wanted = quantize_unit(weights, unit, expected.dialect)
+    found: dict[str, QuantizedWeight] = {}
+    for weight, w, reference in zip(unit.weights, weights, references, strict=True):
+        q = _read_weight(stored, expected, unit.format, weight, wanted, result)
+        if q is not None:
+            found[weight.info.name] = q
+            _measure(weight.info.name, w.float(), q, reference, result)
+    if expected.plan is None:
         _check_shared_scale(found, result)
     return result
 
 
-def _compare_bytes(
-    source: Checkpoint, stored: Checkpoint, expected: Expectation, unit: Unit, result: _Result
-) -> None:
-    for name, tensor in convert_unit(source, unit, expected.dialect).items():
-        if not _is_as_expected(name, stored, expected):
-            continue
-        pair = tensor_bytes(stored.read(name)), tensor_bytes(tensor.contiguous())
-        difference = find_difference([pair], *expected.tensors[name])
-        if difference is not None:
-            result.add(name, difference)
-
-
-def _is_as_expected(name: str, stored: Checkpoint, expected: Expectation) -> bool:
-    found = stored.tensors.get(name)
-    return found is not None and (found.dtype, found.shape) == expected.tensors[name]
-
-
-def _references(unit: Unit, weights: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
-    """What our quantizer makes of a unit."""
-    quantized = get_format(unit.format).quantize_fused(
-        list(weights.values()), dict(unit.options), names=list(weights)
-    )
-    return dict(zip(weights, quantized, strict=True))
-
-
-def _read_stored(
-    stored: StoredCheckpoint, expected: Expectation, unit: Unit, weight: Weight, result: _Result
+def _read_weight(
+    stored: StoredCheckpoint,
+    expected: Expectation,
+    format: str,
+    weight: Weight,
+    wanted: Mapping[str, Tensor],
+    result: _Result,
 ) -> QuantizedWeight | None:
-    """A converted weight as it lies on disk; None where a problem names what is wrong with it."""
+    """A converted weight as it lies on disk; None where a problem names what is wrong with it.
+
+    Args:
+        stored: what is read.
+        expected: what must be there.
+        format: the weight's.
+        weight: which.
+        wanted: what its tensors must be, byte for byte; empty where that is not known.
+        result: where problems go.
+    """
+    names = [f"{weight.module}.{suffix}" for suffix in expected.dialect.suffixes[format]]
     files = stored.checkpoint
-    suffixes = expected.dialect.suffixes[unit.format]
-    names = [f"{weight.module}.{suffix}" for suffix in suffixes]
-    known = expected.method == "bytes"
-    if any(n in stored.lost or (known and not _is_as_expected(n, files, expected)) for n in names):
-        return None
     try:
-        tensors = {n: files.read(n) for n in names if n in files.tensors}
-        q = expected.dialect.from_disk(weight.module, unit.format, tensors)
+        tensors = {n: files.read(n) for n in names if _is_as_expected(n, files, expected)}
+        for name, tensor in tensors.items():
+            if name in wanted and (difference := compare_tensors(tensor, wanted[name])):
+                result.add(name, difference)
+        # What is lost, missing or misshapen was named before.
+        if any(n in stored.lost or (n in wanted and n not in tensors) for n in names):
+            return None
+        q = expected.dialect.from_disk(weight.module, format, tensors)
     except MoequantError as error:
         result.add(weight.info.name, error)
         return None
@@ -168,10 +166,19 @@ def _read_stored(
     return q
 
 
+def _is_as_expected(name: str, stored: Checkpoint, expected: Expectation) -> bool:
+    """Whether a tensor is there, with the dtype and shape wanted where they are known."""
+    if name not in stored.tensors:
+        return False
+    found = stored.tensors[name].dtype, stored.tensors[name].shape
+    return expected.tensors.get(name, found) == found
+
+
 def _measure(
-    name: str, w: Tensor, q: QuantizedWeight, reference: QuantizedWeight | None
-) -> WeightError:
-    return WeightError(
+    name: str, w: Tensor, q: QuantizedWeight, reference: QuantizedWeight | None, result: _Result
+) -> None:
+    """Note the error of a weight [N, K] float32, and judge it where there is a reference."""
+    check = WeightCheck(
         name=name,
         format=q.format,
         signal=_norm(w),
@@ -179,6 +186,12 @@ def _measure(
         effective_noise=_norm(w - effective_weight(q)) if q.format == "w4a8" else None,
         reference_noise=None if reference is None else _norm(w - dequantize(reference)),
     )
+    result.checks.append(check)
+    if reference is not None:
+        beyond = find_out_of_bound(w, q, reference)
+        if beyond is not None:
+            result.add(name, beyond)
+        _check_budget(check, result)
 
 
 def _norm(x: Tensor) -> float:
@@ -186,33 +199,19 @@ def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def _check_bounds(
-    error: WeightError,
-    w: Tensor,
-    q: QuantizedWeight,
-    reference: QuantizedWeight,
-    max_lost_db: float,
-    result: _Result,
-) -> None:
-    beyond = find_out_of_bound(w, q, reference, max_lost_db)
-    if beyond is not None:
-        result.add(error.name, beyond)
+def _check_budget(check: WeightCheck, result: _Result) -> None:
     # Without noise there are no decibels to lose from; the bound of every element still holds.
-    if error.reference_noise and error.lost_db is not None and not error.lost_db <= max_lost_db:
+    if check.reference_noise and check.lost_db is not None and not check.lost_db <= MAX_LOST_DB:
         result.add(
-            error.name,
-            f"SQNR {error.sqnr_db:.2f} dB, {error.lost_db:.2f} dB below what our quantizer "
-            f"reaches, and the budget is {max_lost_db:g} dB",
+            check.name,
+            f"SQNR {check.sqnr_db:.2f} dB, {check.lost_db:.2f} dB below what our quantizer "
+            f"reaches, and the budget is {MAX_LOST_DB:g} dB",
         )
 
 
-def _check_shared_scale(found: Mapping[str, QuantizedWeight | None], result: _Result) -> None:
+def _check_shared_scale(found: Mapping[str, QuantizedWeight], result: _Result) -> None:
     """Engines that fuse weights take the global scale of the first for all."""
-    scales = {
-        n: q.global_scale.item()
-        for n, q in found.items()
-        if q is not None and q.global_scale is not None
-    }
+    scales = {n: q.global_scale.item() for n, q in found.items() if q.global_scale is not None}
     if len(set(scales.values())) > 1:
         listed = " and ".join(f"{scale:.6g} of {name}" for name, scale in scales.items())
         result.add(next(iter(scales)), f"global scales differ within a fused set: {listed}")

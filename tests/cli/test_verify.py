@@ -22,13 +22,13 @@ def test_right_conversion_exits_0_with_its_errors(run, source, converted):
     assert [layer["layer"] for layer in result.document["layers"]] == [0, 1]
 
 
-@pytest.mark.parametrize(("layers", "run_layers"), [("0", []), ("first", [0]), ("all", [0, 1])])
+@pytest.mark.parametrize(("layers", "run_layers"), [("0", []), ("1", [0]), ("all", [0, 1])])
 def test_layers_to_run_are_chosen(run, source, converted, layers, run_layers):
     result = run("verify", converted, "--against", source, "--layers", layers, "--json")
     assert [layer["layer"] for layer in result.document["layers"]] == run_layers
 
 
-@pytest.mark.parametrize("layers", ["some", "-1", "1.5", "²"])
+@pytest.mark.parametrize("layers", ["some", "first", "-1", "1.5", "²"])
 def test_other_layers_are_wrong_usage(run, source, converted, layers):
     result = run("verify", converted, "--against", source, "--layers", layers, "--json")
     assert result.exit_code == 2
@@ -68,3 +68,14 @@ def test_people_see_formats_and_layers(run, source, converted):
     shown = run("verify", converted, "--against", source).stdout
     assert "nvfp4" in shown
     assert "right against" in shown
+
+
+def test_prepared_folders_are_verified_too(run, source, copy):
+    assert run("prepare", copy, "--target", "sm100").exit_code == 0
+    shown = run("verify", copy, "--against", source)
+    assert (shown.exit_code, "Prepared for sm100" in shown.stdout) == (0, True)
+    (copy / "moequant-prepared" / "sm100" / "layer-00001.safetensors").unlink()
+    result = run("verify", copy, "--against", source, "--json")
+    assert result.exit_code == 5
+    (problem,) = result.document["problems"]
+    assert (problem["check"], problem["name"]) == ("prepared", "sm100/layer-00001.safetensors")

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import Recipe, convert
 from moequant.conversion.recipe import Rule
 from moequant.dialects import get_dialect
@@ -21,7 +22,7 @@ from moequant.errors import (
     RecipeError,
     UnsupportedError,
 )
-from moequant.formats import REGISTRY, get_format
+from moequant.formats import REGISTRY, dequantize, get_format
 
 SHARDS = "1MB"
 
@@ -219,9 +220,14 @@ def test_a_refused_shape_is_named_before_anything_is_written(make_checkpoint, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_a_single_expert_of_ragged_rows_converts(make_checkpoint, tmp_path):
-    small = make_checkpoint(experts=1, top_k=1)
-    assert convert(small, tmp_path / "out", format="nvfp4").state == "converted"
+def test_a_layer_of_one_expert_converts(make_checkpoint, tmp_path):
+    small = make_checkpoint(experts=1, top_k=1, intermediate=208)
+    out = convert(small, tmp_path / "out", format="nvfp4").output
+    name = "model.layers.1.mlp.experts.0.down_proj"
+    decoded = dequantize(ConvertedCheckpoint.open(out).read(name))
+    source = load(small)[f"{name}.weight"].float()
+    assert decoded.shape == (256, 208)
+    assert (decoded - source).norm() < 0.12 * source.norm()
 
 
 @pytest.mark.parametrize("arguments", [{}, {"format": "mxfp4", "recipe": "mxfp4-experts"}])
@@ -240,6 +246,54 @@ def test_a_recipe_may_mix_formats_where_a_dialect_carries_them(source, tmp_path)
     plan = convert(source, tmp_path / "out", recipe=recipe, dry_run=True).plan
     assert plan.dialect is get_dialect("compressed-tensors")
     assert {unit.format for unit in plan.units} == {"mxfp4", "nvfp4"}
+
+
+def test_a_file_that_cannot_come_along_is_found_before_the_old_output_goes(own_source, tmp_path):
+    out = convert(own_source, tmp_path / "out", format="mxfp4").output
+    before = snapshot(out)
+    (tmp_path / "elsewhere").write_text("not part of the model")
+    (own_source / "notes.txt").symlink_to(tmp_path / "elsewhere")
+    for dry_run in (True, False):
+        with pytest.raises(CheckpointError, match=r"notes\.txt"):
+            convert(own_source, out, format="nvfp4", overwrite=True, dry_run=dry_run)
+        assert snapshot(out) == before
+
+
+def test_the_record_repeats_the_conversion(source, tmp_path):
+    first = convert(
+        source,
+        tmp_path / "one",
+        format="fp8_block",
+        dialect="compressed-tensors",
+        max_shard_size=SHARDS,
+    )
+    recorded = json.loads((first.output / "moequant.json").read_text())["recipe"]
+    again = convert(source, tmp_path / "two", recipe=Recipe.model_validate(recorded))
+    assert snapshot(again.output) == snapshot(first.output)
+
+
+def test_a_format_and_its_recipe_are_the_same_conversion(source, tmp_path):
+    convert(source, tmp_path / "out", format="nvfp4")
+    assert convert(source, tmp_path / "out", recipe="nvfp4-experts").state == "already converted"
+
+
+def test_a_finished_output_may_be_read_only(source, tmp_path, monkeypatch):
+    convert(source, tmp_path / "out", format="nvfp4")
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("nothing is created in a finished output")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert convert(source, tmp_path / "out", format="nvfp4").state == "already converted"
+
+
+def test_an_output_that_cannot_be_made_is_an_error_with_advice(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MoequantError, match="Not a directory"):
+        convert(source, tmp_path / "file" / "out", format="nvfp4")
+    with pytest.raises(MoequantError, match="workers = 0"):
+        convert(source, tmp_path / "out", format="nvfp4", workers=0)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_source_is_refused(own_source, tmp_path):

@@ -61,9 +61,9 @@ MOMENTS = {
     "between two shards": ("moequant.conversion.journal", "Journal", "record", 2, "after"),
     "after the last shard": ("moequant.conversion.pipeline", "", "commit", 1, "before"),
     "while shards move": ("pathlib", "Path", "replace", 6, "after"),
-    "before the index": ("moequant.conversion.commit", "", "_write_json", 2, "before"),
-    "before the config": ("moequant.conversion.commit", "", "_write_json", 3, "before"),
-    "after the config": ("moequant.conversion.commit", "", "_write_json", 3, "after"),
+    "before the index": ("moequant.conversion.commit", "", "replace_file", 2, "before"),
+    "before the config": ("moequant.conversion.commit", "", "replace_file", 3, "before"),
+    "after the config": ("moequant.conversion.commit", "", "replace_file", 3, "after"),
 }
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from moequant.checkpoint.headers import DTYPE_BITS, TensorInfo
 from moequant.checkpoint.source import natural_key
-from moequant.conversion.plan import Copy, make_plan
+from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe, Rule
+from moequant.conversion.units import Copy
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
 from moequant.formats import REGISTRY
 
@@ -66,16 +67,12 @@ def headers(dtype="BF16", **kwargs):
     return infos
 
 
-def plan(recipe="fp8_block", *, tensors=None, config=None, **kwargs):
+def plan(recipe="fp8_block", *, tensors=None, config=None, dialect=None, max_shard_bytes=10**9):
     tensors = headers() if tensors is None else tensors
     recipe = Recipe.for_format(recipe) if isinstance(recipe, str) else recipe
-    kwargs.setdefault("max_shard_bytes", 10**9)
+    recipe = recipe.with_output(dialect=dialect, max_shard_size=str(max_shard_bytes))
     return make_plan(
-        tensors,
-        CONFIG if config is None else config,
-        {"model.safetensors": 10**9},
-        recipe,
-        **kwargs,
+        tensors, CONFIG if config is None else config, {"model.safetensors": 10**9}, recipe
     )
 
 
@@ -177,6 +174,29 @@ def test_the_same_inputs_give_the_same_digest_and_others_another():
     assert len(digests) == len(others) + 1
 
 
+def test_the_same_work_spelled_otherwise_has_the_same_digest():
+    spelled = Recipe(
+        summary="Said differently.",
+        rules=(
+            Rule(
+                match=r".*\.experts\.\d+\..*",
+                format="fp8_block",
+                options={"scale": "power_of_two"},
+            ),
+        ),
+    )
+    assert plan(spelled).digest == plan().digest
+
+
+def test_equal_options_spelled_otherwise_do_not_split_a_fused_set():
+    default = {"global_scale": "power_of_two"}
+    rules = (
+        Rule(match=r".*experts\.\d+\.gate_proj.*", format="nvfp4", options=default),
+        Rule(roles=("routed_experts",), format="nvfp4"),
+    )
+    assert {len(unit.weights) for unit in plan(Recipe(rules=rules)).units} == {1, 2}
+
+
 def test_roles_layers_and_options_choose_what_a_recipe_converts():
     recipe = Recipe(
         rules=(
@@ -237,16 +257,45 @@ def test_a_shape_the_format_or_dialect_cannot_hold_is_refused_before_anything_is
     )
     assert not planned.shards
     assert planned.refusals
+    assert planned.source_bytes > 0
     assert all(str(odd) in refusal for refusal in planned.refusals)
     assert any("more like it" in refusal for refusal in planned.refusals)
 
 
 def test_a_quantized_source_is_refused_by_dtype():
-    assert any("F8_E4M3" in refusal for refusal in plan(tensors=headers("F8_E4M3")).refusals)
+    with pytest.raises(UnsupportedError, match=r"F8_E4M3.*quantized already"):
+        plan(tensors=headers("F8_E4M3"))
+    assert any("F64" in refusal for refusal in plan(tensors=headers("F64")).refusals)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype"),
+    [("weight", "F8_E4M3"), ("weight_scale_inv", "F32"), ("weight_packed", "I32"), ("x", "U8")],
+)
+def test_a_source_quantized_in_part_is_refused_by_name(leaf, dtype):
+    tensors = headers()
+    name = f"model.layers.3.self_attn.o_proj.{leaf}"
+    norm = tensors["model.norm.weight"]
+    tensors[name] = TensorInfo(
+        name=name, dtype=dtype, shape=(1,), file=norm.file, start=norm.start, stop=norm.stop
+    )
+    with pytest.raises(UnsupportedError, match=rf"o_proj\.{leaf}.*unquantized release"):
+        plan(tensors=tensors)
+
+
+def test_a_stale_quantization_config_is_said():
+    planned = plan(config=CONFIG | {"quantization_config": {"quant_method": "fp8"}})
+    assert any("quantization_config" in warning for warning in planned.warnings)
+    assert not any("quantization_config" in warning for warning in plan().warnings)
+
+
+@pytest.mark.parametrize("classes", [[{}], [[]], "Qwen2MoeForCausalLM", None, [1, None]])
+def test_hostile_class_names_do_no_harm(classes):
+    assert plan(config=CONFIG | {"architectures": classes}).shards
 
 
 def test_an_unknown_dialect_or_one_that_lacks_the_format_is_refused():
-    with pytest.raises(UnsupportedError, match="no dialect"):
+    with pytest.raises(RecipeError, match="no dialect"):
         plan(dialect="gguf")
     assert plan("nvfp4", dialect="fp8").refusals
 
@@ -256,26 +305,6 @@ def test_a_missing_tensor_is_an_error_and_not_a_refusal():
     del tensors["model.layers.4.mlp.experts.1.up_proj.weight"]
     with pytest.raises(CheckpointError, match=r"layers\.4\.mlp\.experts\.1\.up_proj"):
         plan(tensors=tensors)
-
-
-def test_a_source_that_holds_a_name_we_would_write_is_refused():
-    tensors = headers()
-    router = tensors["model.layers.1.mlp.gate.weight"]
-    name = "model.layers.1.mlp.shared_expert.up_proj.weight_scale_inv"
-    tensors[name] = TensorInfo(
-        name=name, dtype="F32", shape=(1,), file=router.file, start=router.start, stop=router.stop
-    )
-    recipe = Recipe(rules=(Rule(roles=("shared_experts",), format="fp8_block"),))
-    with pytest.raises(UnsupportedError, match="looks like an expert"):
-        plan(recipe, tensors=tensors)
-    tensors = headers()
-    name = "model.layers.1.self_attn.q_proj.weight_scale_inv"
-    tensors[name] = TensorInfo(
-        name=name, dtype="F32", shape=(1,), file=router.file, start=router.start, stop=router.stop
-    )
-    recipe = Recipe(rules=(Rule(roles=("attention",), format="fp8_block"),))
-    with pytest.raises(CheckpointError, match="would be written as"):
-        plan(recipe, tensors=tensors)
 
 
 def test_sizes_add_up():

@@ -42,6 +42,9 @@ def test_a_format_alone_means_the_routed_experts():
         (":-1", {0, 1, 2, 3}),
         ("1:3", {1, 2}),
         ("-2:", {3, 4, 5}),
+        ("-100:", {0, 1, 2, 3, 4, 5}),
+        ("-50:4", {0, 1, 2, 3}),
+        (":", {0, 1, 2, 3, 4, 5}),
     ],
 )
 def test_layers_count_as_python_slices_do(layers, chosen):
@@ -114,6 +117,12 @@ def test_a_recipe_that_is_not_there_names_those_that_are(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(RecipeError, match="UTF-8"):
         load_recipe(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize("layers", ["-:3", "1:2:3", "a:", "1:-", "--1"])
+def test_what_is_no_slice_is_refused(layers):
+    with pytest.raises(ValueError, match="slice"):
+        Rule(roles=("routed_experts",), layers=layers, format="fp8_block")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from moequant import dialects, formats
 from moequant.dialects import default_dialect, find_dialect, get_dialect
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
-PAIRS = [(d, f) for d in dialects.REGISTRY for f in dialects.REGISTRY[d].suffixes]
+PAIRS = [(d, f) for d in dialects.REGISTRY for f in dialects.REGISTRY[d].encodings]
+NOT_CARRIED = [(d, f) for d in dialects.REGISTRY for f in formats.REGISTRY if (d, f) not in PAIRS]
 EXPERT = "model.layers.3.mlp.experts.7.down_proj"
 KEPT = [
     "model.embed_tokens",
@@ -64,7 +65,7 @@ def test_unknown_names_are_refused_with_those_there_are():
 def test_specs_are_what_to_disk_writes(dialect, format, shape):
     dialect = get_dialect(dialect)
     written = dialect.to_disk(EXPERT, quantized(format, shape))
-    specs = dialect.specs(EXPERT, formats.get_format(format), shape)
+    specs = dialect.specs(EXPERT, format, shape)
     assert list(specs) == list(written)
     assert list(specs) == [f"{EXPERT}.{suffix}" for suffix in dialect.suffixes[format]]
     for name, spec in specs.items():
@@ -98,22 +99,37 @@ def test_a_batch_is_refused(dialect, format):
 def test_a_shape_the_format_cannot_hold_is_refused(dialect, format):
     # One row and column beyond the largest block there is.
     with pytest.raises(UnsupportedError, match=r"down_proj.*129"):
-        get_dialect(dialect).check(EXPERT, formats.get_format(format), (129, 129))
+        get_dialect(dialect).check(EXPERT, format, (129, 129))
+
+
+@pytest.mark.parametrize(("dialect", "format"), NOT_CARRIED)
+def test_a_format_the_dialect_does_not_carry_is_refused(dialect, format):
+    dialect = get_dialect(dialect)
+    message = f"down_proj: .*{dialect.name} does not carry {format}, only .*choose another"
+    with pytest.raises(UnsupportedError, match=message):
+        dialect.check(EXPERT, format, (128, 128))
+    with pytest.raises(UnsupportedError, match=message):
+        dialect.specs(EXPERT, format, (128, 128))
+    with pytest.raises(UnsupportedError, match=message):
+        dialect.to_disk(EXPERT, quantized(format))
+    with pytest.raises(UnsupportedError, match=message):
+        dialect.from_disk(EXPERT, format, {})
+    with pytest.raises(UnsupportedError, match=message):
+        dialect.quantization_config({EXPERT: format}, [])
 
 
 @pytest.mark.parametrize("dialect", dialects.REGISTRY)
-def test_a_format_the_dialect_does_not_carry_is_refused(dialect):
+def test_an_unknown_format_is_refused_with_those_the_dialect_carries(dialect):
     dialect = get_dialect(dialect)
-    missing = [f for f in formats.REGISTRY.values() if f.name not in dialect.suffixes]
-    for format in missing:
-        with pytest.raises(UnsupportedError, match=rf"down_proj.*{format.name}"):
-            dialect.check(EXPERT, format, (128, 128))
-        with pytest.raises(UnsupportedError, match=format.name):
-            dialect.to_disk(EXPERT, quantized(format.name))
-        with pytest.raises(UnsupportedError, match=format.name):
-            dialect.from_disk(EXPERT, format.name, {})
-        with pytest.raises(UnsupportedError, match=format.name):
-            dialect.quantization_config({EXPERT: format.name}, [], {})
+    with pytest.raises(UnsupportedError, match=rf"carry int3, only {', '.join(dialect.encodings)}"):
+        dialect.check(EXPERT, "int3", (128, 128))
+
+
+@every_pair
+def test_every_encoding_stands_under_the_name_of_its_format(dialect, format):
+    encoding = get_dialect(dialect).encodings[format]
+    assert encoding.format is formats.get_format(format)
+    assert get_dialect(dialect).suffixes[format] == encoding.suffixes
 
 
 REQUIRED = [
@@ -141,7 +157,7 @@ def test_a_wrong_dtype_is_named_with_the_one_wanted(dialect, format, suffix):
     dialect = get_dialect(dialect)
     tensors = dialect.to_disk(EXPERT, quantized(format))
     name = f"{EXPERT}.{suffix}"
-    wanted = str(tensors[name].dtype).removeprefix("torch.")
+    wanted = formats.dtype_text(tensors[name].dtype)
     tensors[name] = torch.zeros(tensors[name].shape, dtype=torch.float64)
     with pytest.raises(CheckpointError, match=rf"{name}: dtype float64, not .*{wanted}"):
         dialect.from_disk(EXPERT, format, tensors)
@@ -161,27 +177,28 @@ def test_a_wrong_shape_is_refused(dialect, format, suffix):
 @every_pair
 def test_the_config_says_of_every_module_what_was_done(dialect, format):
     writer = get_dialect(dialect)
-    config = writer.quantization_config({EXPERT: format}, KEPT, {format: {}})
+    config = writer.quantization_config({EXPERT: format}, KEPT)
     config = json.loads(json.dumps(config))
     assert find_dialect(config) is writer
     read = writer.reader(config)
     assert read(EXPERT) == format
     assert [read(module) for module in [*KEPT, "lm_head"]] == [None] * (len(KEPT) + 1)
-    assert writer.format_of(EXPERT, config) == format
 
 
 @every_pair
 def test_the_config_does_not_depend_on_the_order_of_modules(dialect, format):
     dialect = get_dialect(dialect)
     modules = [f"model.layers.{i}.mlp.experts.{i}.up_proj" for i in range(4)]
-    one = dialect.quantization_config(dict.fromkeys(modules, format), KEPT, {})
-    two = dialect.quantization_config(dict.fromkeys(modules[::-1], format), KEPT[::-1], {})
+    one = dialect.quantization_config(dict.fromkeys(modules, format), KEPT)
+    two = dialect.quantization_config(dict.fromkeys(modules[::-1], format), KEPT[::-1])
     assert json.dumps(one) == json.dumps(two)
 
 
 @every_pair
 def test_warnings_are_sentences_that_name_an_engine_and_its_version(dialect, format):
-    for sentence in get_dialect(dialect).warnings(format, ["model.layers.0.mlp.experts.0.up_proj"]):
+    for sentence in get_dialect(dialect).warnings(
+        format, [(128, 384)], ["model.layers.0.mlp.experts.0.up_proj"]
+    ):
         assert sentence.endswith(".")
         assert any(f"{e} " in sentence for e in ("transformers 5.23", "SGLang 0.5.23", "vLLM 0.33"))
 
@@ -225,12 +242,12 @@ def replaced(value, path, junk):
 @given(data=st.data())
 def test_a_hostile_config_gives_no_other_error_than_ours(dialect, format, data):
     dialect = get_dialect(dialect)
-    config = dialect.quantization_config({EXPERT: format}, KEPT, {})
+    config = dialect.quantization_config({EXPERT: format}, KEPT)
     path = data.draw(st.sampled_from(list(paths(config))))
     config = replaced(config, path, data.draw(junk | st.lists(st.text().map("re:".__add__))))
     try:
-        dialect = find_dialect(config)
-        found = [dialect.format_of(module, config) for module in (EXPERT, *KEPT)]
+        read = find_dialect(config).reader(config)
+        found = [read(module) for module in (EXPERT, *KEPT)]
     except MoequantError:
         return
     assert set(found) <= {*formats.REGISTRY, None}

@@ -14,7 +14,7 @@ EXPERT = "model.layers.1.mlp.experts.0.up_proj"
 
 
 def config_of(modules, kept=()):
-    return FP8.quantization_config(dict.fromkeys(modules, "fp8_block"), kept, {})
+    return FP8.quantization_config(dict.fromkeys(modules, "fp8_block"), kept)
 
 
 @pytest.mark.parametrize("scale", ["power_of_two", "float32"])
@@ -117,18 +117,18 @@ def test_every_kept_module_is_listed_by_its_full_name_and_experts_by_their_block
 def test_a_kept_name_covers_what_it_covers_in_transformers(field, name, module, kept):
     config = config_of([EXPERT])
     del config["modules_to_not_convert"]
-    assert FP8.format_of(module, config | {field: [name]}) == (None if kept else "fp8_block")
+    assert FP8.reader(config | {field: [name]})(module) == (None if kept else "fp8_block")
 
 
 def test_lm_head_is_kept_even_where_nothing_is_listed():
     config = config_of([EXPERT]) | {"modules_to_not_convert": None}
-    assert FP8.format_of("lm_head", config) is None
-    assert FP8.format_of(EXPERT, config) == "fp8_block"
+    assert FP8.reader(config)("lm_head") is None
+    assert FP8.reader(config)(EXPERT) == "fp8_block"
 
 
 def test_fields_with_defaults_may_be_missing():
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
-    assert FP8.format_of(EXPERT, config | {"weight_block_size": [128, 128]}) == "fp8_block"
+    assert FP8.reader(config | {"weight_block_size": [128, 128]})(EXPERT) == "fp8_block"
 
 
 @pytest.mark.parametrize(
@@ -148,16 +148,16 @@ def test_fields_with_defaults_may_be_missing():
 def test_another_kind_of_fp8_checkpoint_is_refused_by_field(field, value):
     config = config_of([EXPERT]) | {field: value}
     with pytest.raises(UnsupportedError, match=rf"{EXPERT}: quantization_config\.{field} is "):
-        FP8.format_of(EXPERT, config)
-    assert FP8.format_of("lm_head", config) is None
+        FP8.reader(config)(EXPERT)
+    assert FP8.reader(config)("lm_head") is None
 
 
 @pytest.mark.parametrize("value", ["lm_head", [1], {"a": 1}])
 def test_a_list_of_names_that_is_none_is_refused(value):
     with pytest.raises(CheckpointError, match=r"modules_to_not_convert is .*not a list of names"):
-        FP8.format_of(EXPERT, config_of([EXPERT]) | {"modules_to_not_convert": value})
+        FP8.reader(config_of([EXPERT]) | {"modules_to_not_convert": value})(EXPERT)
 
 
 def test_a_broken_pattern_is_refused():
     with pytest.raises(CheckpointError, match="modules_to_not_convert"):
-        FP8.format_of(EXPERT, config_of([EXPERT]) | {"modules_to_not_convert": ["(layers"]})
+        FP8.reader(config_of([EXPERT]) | {"modules_to_not_convert": ["(layers"]})(EXPERT)

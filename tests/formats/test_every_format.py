@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from moequant.errors import NonFiniteError, RecipeError, UnsupportedError
-from moequant.formats import REGISTRY, Format, QuantizedWeight, get_format, stack
+from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
+from moequant.formats import (
+    REGISTRY,
+    Format,
+    QuantizedWeight,
+    check_parts,
+    dtype_text,
+    get_format,
+    stack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -119,6 +127,18 @@ def test_a_batch_equals_its_members_byte_for_byte(fmt: Format, options: dict[str
 
 
 @every_option
+def test_a_weight_quantized_in_tiles_equals_the_same_quantized_whole(
+    fmt: Format, options: dict[str, str]
+) -> None:
+    w = normal(600, 4096) * torch.exp2(torch.arange(600) % 7 - 3)[:, None].bfloat16()
+    w[130:140] = 0
+    # Several tiles, the last incomplete; a batch goes whole.
+    assert 600 // fmt._tile_rows(4096) > 2
+    assert 600 % fmt._tile_rows(4096) > 0
+    assert_same_bytes(fmt.quantize(w, options), fmt.quantize(w[None], options)[0])
+
+
+@every_option
 def test_two_leading_dimensions_equal_one(fmt: Format, options: dict[str, str]) -> None:
     w = normal(6, 8, 256)
     folded = fmt.quantize(w.reshape(2, 3, 8, 256), options)
@@ -169,8 +189,7 @@ def test_nan_and_inf_are_refused_by_name_index_and_value(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int64, torch.bool], ids=str)
 @every_format
 def test_other_dtypes_are_refused(fmt: Format, dtype: torch.dtype) -> None:
-    found = str(dtype).removeprefix("torch.")
-    with pytest.raises(UnsupportedError, match=f"w1: dtype {found}, not bfloat16"):
+    with pytest.raises(UnsupportedError, match=f"w1: dtype {dtype_text(dtype)}, not bfloat16"):
         fmt.quantize(torch.zeros(4, 256, dtype=dtype), name="w1")
 
 
@@ -195,7 +214,9 @@ def test_a_shape_the_blocks_do_not_divide_is_refused_by_name(fmt: Format) -> Non
         w = normal(*shape)
         assert fmt.dequantize(fmt.quantize(w)).shape == fmt.specs(shape)["qdata"].shape == shape
         return
-    message = rf"w1: K = {shape[1]} is not a multiple of {block_k} \({fmt.name}\)"
+    message = (
+        rf"w1: K = {shape[1]} is not a multiple of {block_k} \({fmt.name}\); keep it in .*\"keep\""
+    )
     with pytest.raises(UnsupportedError, match=message):
         fmt.quantize(normal(*shape), name="w1")
     with pytest.raises(UnsupportedError, match=f"K = {shape[1]}"):
@@ -206,6 +227,43 @@ def test_a_shape_the_blocks_do_not_divide_is_refused_by_name(fmt: Format) -> Non
 def test_a_vector_is_refused_by_name(fmt: Format) -> None:
     with pytest.raises(UnsupportedError, match=r"bias: shape \[256\], but \w+ wants \[..., N, K\]"):
         fmt.quantize(normal(256), name="bias")
+    with pytest.raises(UnsupportedError, match=r"scalar: shape \[\], but \w+ wants \[..., N, K\]"):
+        fmt.quantize(torch.tensor(1.0), name="scalar")
+
+
+def broken_parts(q: QuantizedWeight) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+    """Part, what an error must say of it, and the parts of `q` with that one broken."""
+    parts = q.tensors()
+    for part, tensor in parts.items():
+        wanted = rf"should be {dtype_text(tensor.dtype)} \[{', '.join(map(str, tensor.shape))}\]"
+        yield part, rf"is missing, but it {wanted}", {k: t for k, t in parts.items() if k != part}
+        yield part, rf"is float64 .*{wanted}", {**parts, part: torch.zeros(tensor.shape).double()}
+        yield part, rf"is \w+ \[1, .*{wanted}", {**parts, part: tensor[None]}
+    extra = {**parts, "row_scale": torch.ones(8)}
+    yield "row_scale", r"is float32 \[8\], but it should be missing", extra
+
+
+@every_format
+def test_parts_that_are_not_the_format_s_are_refused_by_weight_and_part(fmt: Format) -> None:
+    q = fmt.quantize(normal(3, 8, 256))
+    check_parts(q.tensors(), fmt.name, q.shape, "w13")
+    for part, said, parts in broken_parts(q):
+        with pytest.raises(CheckpointError, match=rf"^w13\.{part} {said}; .* again$"):
+            check_parts(parts, fmt.name, q.shape, "w13")
+
+
+def test_parts_are_checked_against_a_shape_and_format_that_exist() -> None:
+    with pytest.raises(UnsupportedError, match="no format is called 'fp5'"):
+        check_parts({}, "fp5", (8, 256), "w2")
+    with pytest.raises(UnsupportedError, match="w2: K = 40 is not a multiple of 32"):
+        check_parts({}, "mxfp4", (8, 40), "w2")
+
+
+@every_format
+def test_specs_say_what_they_are_as_messages_do(fmt: Format) -> None:
+    assert str(fmt.specs((2, 8, 256))["qdata"]) == (
+        f"{str(fmt.qdata_dtype).removeprefix('torch.')} [2, 8, {256 // fmt.codes_per_byte}]"
+    )
 
 
 @every_format
@@ -232,13 +290,16 @@ def test_an_unknown_format_is_refused_with_those_there_are() -> None:
 
 @every_option
 def test_the_number_of_threads_changes_no_byte(fmt: Format, options: dict[str, str]) -> None:
-    w = normal(2, 256, 1024)  # beyond torch's grain of 32768 elements, so that threads share it
+    # In tiles, as conversion does, and whole; both beyond torch's grain of 32768 elements, so that
+    # threads share the work.
+    weights = [normal(600, 1024), normal(2, 256, 1024)]
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = fmt.quantize(w, options)
+        alone = [fmt.quantize(w, options) for w in weights]
         torch.set_num_threads(3)
-        assert_same_bytes(fmt.quantize(w, options), alone)
+        for w, q in zip(weights, alone, strict=True):
+            assert_same_bytes(fmt.quantize(w, options), q)
     finally:
         torch.set_num_threads(threads)
 

@@ -190,6 +190,10 @@ def test_a_promise_of_too_many_experts_costs_no_memory():
         "model.layers.0.mlp.experts.0.w1.weight",
         "model.layers.0.mlp.experts.0.gate_proj.weight_scale_inv",
         "model.layers.0.mlp.Expert.7.weight",
+        "model.layers.00.mlp.experts.0.gate_proj.weight",
+        "model.layers.0.mlp.experts.07.gate_proj.weight",
+        "model.layers.0.mlp.experts.\u0663.gate_proj.weight",
+        f"model.layers.{'9' * 5000}.mlp.experts.0.gate_proj.weight",
     ],
 )
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])

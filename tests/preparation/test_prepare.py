@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.conversion import convert
+from moequant.checkpoint.headers import read_header
+from moequant.checkpoint.lock import exclusive
+from moequant.checkpoint.reader import FixedFile
+from moequant.conversion import Recipe, convert
+from moequant.conversion.recipe import Rule
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import REGISTRY
 from moequant.layouts.gate_up import padded_rows
 from moequant.layouts.swizzle_128x4 import swizzle
-from moequant.layouts.targets import TARGETS, kernel_layout
+from moequant.layouts.targets import TARGETS
 from moequant.models import PROJECTIONS
 from moequant.preparation import PreparedCheckpoint, is_prepared_folder, prepare
 from moequant.runtime import load_experts
@@ -93,9 +97,10 @@ def test_scales_for_sm100_are_swizzled_per_expert(own, format):
     source = ConvertedCheckpoint.open(path)
     for expert in range(source.moe.experts):
         scale = swizzle(source.read_expert(0, expert, "down").scale)
-        assert torch.equal(bytes_of(tensors["w2.scale"][expert]), bytes_of(scale))
+        assert torch.equal(bytes_of(tensors["layers.0.w2.scale"][expert]), bytes_of(scale))
     half = padded_rows(format, source.moe.intermediate)
-    assert tensors["w13.qdata"].shape == (source.moe.experts, 2 * half, source.moe.hidden // 2)
+    w13 = tensors["layers.0.w13.qdata"]
+    assert w13.shape == (source.moe.experts, 2 * half, source.moe.hidden // 2)
 
 
 def test_a_second_run_finds_the_folder_whole_and_a_damaged_one_is_made_again(own):
@@ -116,7 +121,7 @@ def test_a_copied_checkpoint_with_other_times_is_not_stale(own, tmp_path):
     path = own("nvfp4")
     prepare(path, target="sm90")
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    for file in copy.glob("*.safetensors"):
+    for file in copy.glob("**/*.safetensors"):
         os.utime(file)
     assert load_experts(copy / "moequant-prepared" / "sm90", 0).weights.experts == 4
 
@@ -155,14 +160,54 @@ def test_a_folder_made_from_other_files_is_refused_by_name(own, make_checkpoint)
         load_experts(folder, 0)
 
 
-def test_a_folder_of_another_layout_version_is_stale(own):
+def edit_manifest(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda m: m["layers"]["0"].update(layout_version=2),
+            "layout swizzle_128x4 version 2, but this moequant reads swizzle_128x4 version 1",
+        ),
+        (
+            lambda m: m["layers"]["0"].update(layout="row_major"),
+            "layout row_major version 1, but this moequant reads swizzle_128x4 version 1",
+        ),
+        (
+            lambda m: m.update(gate_up_version=2),
+            "layout gate_up version 2, but this moequant reads gate_up version 1",
+        ),
+    ],
+)
+def test_a_folder_of_another_layout_version_is_stale_and_made_again(own, change, said):
     path = own("mxfp4")
     folder = prepare(path, target="sm100").folder
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["layers"]["0"]["layout_version"] += 1
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"stale: layout swizzle_128x4 version 2"):
+    edit_manifest(folder, change)
+    with pytest.raises(CheckpointError, match=f"layer 0 is stale: {said}; run moequant prepare"):
         load_experts(folder, 0)
+    assert prepare(path, target="sm100").state == "prepared"
+    assert load_experts(folder, 0).weights.experts == 4
+    assert prepare(path, target="sm100").state == "already prepared"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.update(target="sm90"),
+        lambda m: m["layers"].pop("1"),
+        lambda m: m["layers"]["1"].update(format="nvfp4"),
+    ],
+)
+def test_a_folder_of_another_target_layer_or_format_is_made_again(own, change):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm100").folder
+    edit_manifest(folder, change)
+    assert prepare(path, target="sm100").state == "prepared"
+    assert load_experts(folder, 1).weights.experts == 4
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 2}', "\xff"])
@@ -201,10 +246,138 @@ def test_a_checkpoint_that_was_not_converted_is_refused(make_checkpoint):
         load_experts(make_checkpoint(), 0)
 
 
-def test_every_layout_names_what_it_misses():
-    for format, target in PREPARABLE:
-        with pytest.raises(CheckpointError, match="missing"):
-            kernel_layout(format, target).unpack({}, torch.Size((256, 256)))
+def test_layer_files_that_changed_places_are_noticed_whatever_their_times(own):
+    path = own("nvfp4")
+    result = prepare(path, target="sm90")
+    files = [result.folder / result.manifest.layers[layer].file for layer in (0, 1)]
+    contents = [file.read_bytes() for file in files]
+    for layer, (file, content) in enumerate(zip(files, reversed(contents), strict=True)):
+        file.write_bytes(content)
+        os.utime(file, ns=(0, result.manifest.layers[layer].mtime_ns))
+    with pytest.raises(CheckpointError, match=r"00000\S+: holds layers\.1\..*layer 0 is wanted"):
+        load_experts(result.folder, 0)
+    prepare(path, target="sm90", overwrite=True)
+    assert load_experts(result.folder, 0).weights.experts == 4
+
+
+def test_a_byte_changed_since_is_noticed_and_the_folder_made_again(own):
+    path = own("nvfp4")
+    result = prepare(path, target="sm90")
+    file = result.folder / result.manifest.layers[0].file
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(CheckpointError, match=r"layer-00000\S+: damaged: its SHA-256"):
+        load_experts(result.folder, 0)
+    assert load_experts(result.folder, 1).weights.experts == 4
+    assert prepare(path, target="sm90").state == "prepared"
+    assert load_experts(result.folder, 0).weights.experts == 4
+
+
+def test_a_file_of_more_experts_than_the_config_says_is_refused(own):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm90").folder
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_experts": 3}))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.w13.*should be the 3 experts of config"):
+        load_experts(folder, 0)
+
+
+def test_a_folder_moved_out_of_its_checkpoint_is_refused(own, tmp_path):
+    folder = prepare(own("mxfp4"), target="sm90").folder
+    moved = Path(shutil.move(folder, tmp_path / "sm90"))
+    with pytest.raises(CheckpointError, match=r"was written, in CONVERTED/moequant-prepared; move"):
+        load_experts(moved, 0)
+
+
+def test_a_damaged_tensor_is_named_with_layer_and_expert(own):
+    path = own("fp8_block")
+    result = prepare(path, target="sm100")
+    entry = result.manifest.layers[1]
+    file = result.folder / entry.file
+    info = read_header(file, entry.file)["layers.1.w13.scale"]
+    raw = bytearray(file.read_bytes())
+    # 2 scales along K take the low half of an int32; the other half is padding.
+    raw[info.start + 2 * info.size_bytes // 4 + 3] = 1
+    file.write_bytes(raw)
+    os.utime(file, ns=(0, entry.mtime_ns))
+    said = r"layer-00001\.safetensors: expert 2 of layers\.1\.w13\.scale: padding"
+    with pytest.raises(CheckpointError, match=said):
+        load_experts(result.folder, 1)
+    assert load_experts(result.folder, 1, experts=[3, 0]).weights.experts == 2
+
+
+def test_a_weight_that_cannot_be_prepared_is_named(make_checkpoint, tmp_path):
+    rule = Rule(roles=("routed_experts",), format="fp8_block", options={"scale": "float32"})
+    path = convert(make_checkpoint(), tmp_path / "out", recipe=Recipe(rules=(rule,))).output
+    said = r"^model\.layers\.0\.mlp\.experts\.0\.w13\.scale: .* not a power of two"
+    with pytest.raises(UnsupportedError, match=said):
+        prepare(path, target="sm100")
+    assert list((path / "moequant-prepared").iterdir()) == []
+
+
+def test_two_runs_on_one_target_do_not_share_a_folder(own):
+    path = own("fp8_block")
+    work = path / "moequant-prepared" / ".sm90.partial"
+    with exclusive(work, "preparation"):
+        (work / "files").mkdir()
+        (work / "files" / "theirs").touch()
+        with pytest.raises(MoequantError, match=r"\.sm90\.partial: another preparation"):
+            prepare(path, target="sm90")
+        assert (work / "files" / "theirs").exists()
+        assert prepare(path, target="sm100").state == "prepared"
+    # As if the other run had been killed: what it left behind goes.
+    folder = prepare(path, target="sm90").folder
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["sm100", "sm90"]
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("obstacle", ["moequant-prepared", "moequant-prepared/sm90"])
+def test_a_folder_that_cannot_be_made_is_explained(own, obstacle):
+    path = own("mxfp4")
+    (path / obstacle).parent.mkdir(exist_ok=True)
+    (path / obstacle).touch()
+    with pytest.raises(MoequantError, match=rf"{obstacle}.*: cannot be .* again"):
+        prepare(path, target="sm90")
+
+
+def test_a_path_may_begin_with_a_tilde(own, monkeypatch):
+    path = own("mxfp4")
+    monkeypatch.setenv("HOME", str(path.parent))
+    folder = prepare("~/mxfp4", target="sm90").folder
+    assert folder == path / "moequant-prepared" / "sm90"
+    for given in ("~/mxfp4", "~/mxfp4/moequant-prepared/sm90"):
+        assert load_experts(given, 0).weights.experts == 4
+    with pytest.raises(CheckpointError, match=r"~no-such-user/model"):
+        prepare("~no-such-user/model", target="sm90")
+    with pytest.raises(CheckpointError, match=r"~no-such-user/model"):
+        load_experts("~no-such-user/model", 0)
+
+
+@pytest.mark.parametrize(("format", "target"), PREPARABLE)
+def test_a_rank_reads_the_bytes_of_its_experts_alone(own, monkeypatch, format, target):
+    path = own(format)
+    result = prepare(path, target=target)
+    layer_file = result.folder / result.manifest.layers[0].file
+    tensors = read_header(layer_file, layer_file.name).values()
+    data = range(min(t.start for t in tensors), layer_file.stat().st_size)
+    taken = []
+    read_into = FixedFile.read_into
+
+    def spy(self, start, buffer):
+        if self.path == layer_file and start in data:
+            taken.append(buffer.nbytes)
+        read_into(self, start, buffer)
+
+    portable = load_experts(path, 0, experts=[2, 0]).state_dict()
+    monkeypatch.setattr(FixedFile, "read_into", spy)
+    prepared = load_experts(result.folder, 0, experts=[2, 0]).state_dict()
+    assert sum(taken) * 4 == len(data) * 2
+    assert prepared.keys() == portable.keys()
+    for name, tensor in portable.items():
+        assert torch.equal(bytes_of(prepared[name]), bytes_of(tensor))
+        assert prepared[name].is_contiguous()  # or safetensors would not save it
 
 
 def test_a_rank_loads_its_experts_alone(converted):

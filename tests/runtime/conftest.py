@@ -38,17 +38,22 @@ class Layer:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor]:
-        """Output and bound, float64, with what `dequantize` makes of the weights."""
+        """Output and bound, float64, for a result in `dtype`, with what `dequantize` makes of the
+        weights.
+        """
         decoded = {name: dequantize(q).double() for name, q in self.weights.projections().items()}
-        return evaluate_layer(
+        output, bound = evaluate_layer(
             self.hidden if hidden is None else hidden,
             self.ids if ids is None else ids,
             self.topk_weights if topk_weights is None else topk_weights,
             gate=decoded["gate"].__getitem__,
             up=decoded["up"].__getitem__,
             down=decoded["down"].__getitem__,
-            dtype=dtype,
         )
+        if dtype != torch.float32:  # which the sum is already in
+            info = torch.finfo(dtype)
+            bound += info.eps / 2 * (output.abs() + bound).clamp(min=info.tiny)
+        return output, bound
 
 
 class Layers:

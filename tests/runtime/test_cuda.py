@@ -48,10 +48,10 @@ def test_a_device_packs_to_the_same_bytes(format, target):
         assert (format, target) == ("w4a8", "sm100")
         return
     q = quantize(weight(), format)
-    here, there = layout.pack(q), layout.pack(q.to("cuda"))
+    here, there = layout.pack(q, "w"), layout.pack(q.to("cuda"), "w")
     for part, tensor in here.items():
         assert torch.equal(bytes_of(there[part]), bytes_of(tensor))
-    again = layout.unpack(there, q.shape)
+    again = layout.unpack(there, q.shape, "w")
     assert torch.equal(bytes_of(again.qdata), bytes_of(q.qdata))
     assert torch.equal(bytes_of(again.scale), bytes_of(q.scale))
 

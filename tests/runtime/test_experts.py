@@ -7,11 +7,12 @@ holds for every element of any correct float32 evaluation.
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import REGISTRY, dequantize
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.backends import torch_reference
@@ -40,9 +41,6 @@ def assert_within(result, expected, bound):
     excess = (result.double() - expected).abs() - bound
     worst = excess.argmax() if excess.numel() else 0
     assert (excess <= 0).all(), (excess.flatten()[worst], bound.flatten()[worst])
-
-
-# ------------------------------------------------------------------ numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -101,9 +99,6 @@ def test_int32_and_int64_ids_mean_the_same(layers):
     layer = layers.make()
     narrow = plain(layer)(layer.hidden, layer.ids.int(), layer.topk_weights)
     assert torch.equal(narrow, plain(layer)(*layer.call))
-
-
-# ------------------------------------------------------------------ routing
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])
@@ -240,9 +235,6 @@ def test_only_active_experts_are_decoded_once_each_and_one_at_a_time(layers, mon
     assert decoded == [(128, 256), (128, 256), (256, 128)] * 2
 
 
-# ------------------------------------------------------------------ router weight on the input
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_weight_on_input_weights_the_input_and_not_the_result(layers, every_format, dtype):
     layer = layers.make(every_format, T=1, dtype=dtype)
@@ -268,9 +260,6 @@ def test_router_weight_on_input_is_refused_for_more_than_one_expert_a_token(laye
     layer = layers.make(T=2)
     with pytest.raises(UnsupportedError, match=r"wants one expert a token.*\[13, 2\]"):
         plain(layer)(*layer.call, apply_router_weight_on_input=True)
-
-
-# ------------------------------------------------------------------ repeatability
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])
@@ -318,9 +307,6 @@ def assert_split_changes_no_bit(layer, activations, split):
     assert torch.equal(torch.cat(parts), whole)
 
 
-# ------------------------------------------------------------------ as a module
-
-
 def test_nothing_is_recorded_for_autograd(layers):
     layer = layers.make()
     assert not plain(layer)(layer.hidden.requires_grad_(), *layer.call[1:]).requires_grad
@@ -361,14 +347,36 @@ def test_state_dict_carries_the_weights_and_not_the_expert_map(layers, every_for
     assert torch.equal(copy.deepcopy(module)(*layer.call), module(*layer.call))
 
 
+def test_weights_are_made_anew_only_where_buffers_were_replaced(layers, every_format):
+    layer, other = layers.make(every_format), layers.make(every_format, seed=1)
+    module = plain(layer)
+    weights = module.weights
+    module(*layer.call)
+    module.half().load_state_dict(plain(other).state_dict())
+    assert module.weights is weights
+    module.load_state_dict(plain(layer).state_dict(), assign=True)
+    assert module.weights is not weights
+    assert torch.equal(module(*layer.call), plain(layer)(*layer.call))
+    broken = {**module.state_dict(), "gate_scale": module.weights.gate.scale.double()}
+    module.load_state_dict(broken, assign=True)
+    with pytest.raises(CheckpointError, match=r"gate\.scale is float64"):
+        module(*layer.call)
+
+
+def test_a_module_that_moved_keeps_nothing_where_it_was(layers):
+    layer = layers.make()
+    module = plain(layer)
+    left = weakref.ref(layer.weights.gate.qdata)
+    del layer
+    module.to("meta")
+    assert left() is None
+
+
 def test_its_repr_says_format_and_sizes(layers):
     assert repr(plain(layers.make("mxfp4"))) == (
         "FusedExperts(mxfp4, experts=6, hidden=256, intermediate=128, backend=None, "
         "activations=none)"
     )
-
-
-# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize("bad", [6, -2, 2**31 - 1])
@@ -415,7 +423,7 @@ def test_a_bad_expert_map_is_refused(layers, expert_map, message):
         (1, lambda t: t[:, :2], r"topk_ids is \[13, 2\] and topk_weights \[13, 3\]"),
         (1, lambda t: t[:, 0], r"topk_ids is \[13\]"),
         (1, lambda t: t.to("meta"), "topk_ids is on meta"),
-        (2, lambda t: t.half(), "topk_weights is torch.float16"),
+        (2, lambda t: t.double(), "topk_weights is torch.float64"),
         (2, lambda t: t.to("meta"), "topk_weights is on meta"),
     ],
 )
@@ -433,3 +441,16 @@ def test_unknown_activations_are_refused(layers):
         FusedExperts(layer.weights, activations="fp8")
     with pytest.raises(UnsupportedError, match=r"activations is 'fp8'"):
         plain(layer)(*layer.call, activations="fp8")
+
+
+@pytest.mark.parametrize("activations", ["format", "none"])
+def test_torchs_default_dtype_changes_nothing(layers, every_format, activations):
+    layer = layers.make(every_format)
+    experts = FusedExperts(layer.weights, activations=activations)
+    before = experts(*layer.call)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        after = experts(*layer.call)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(before, after)

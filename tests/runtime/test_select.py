@@ -9,9 +9,9 @@ from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.backends import REGISTRY as BACKENDS
-from moequant.runtime.backends import Problem
+from moequant.runtime.backends import Workload
 
-PROBLEM = Problem(
+WORKLOAD = Workload(
     format="nvfp4",
     activations="none",
     experts=8,
@@ -19,14 +19,14 @@ PROBLEM = Problem(
     intermediate=128,
     device=torch.device("cpu"),
 )
-ON_CUDA = replace(PROBLEM, device=torch.device("cuda", 0))
+ON_CUDA = replace(WORKLOAD, device=torch.device("cuda", 0))
 
 
 def test_the_reference_is_the_default_on_a_cpu_for_every_format():
     for name, fmt in REGISTRY.items():
         for activations in ("none", fmt.activations):
-            problem = replace(PROBLEM, format=name, activations=activations)
-            assert select(problem).name == "torch_reference"
+            workload = replace(WORKLOAD, format=name, activations=activations)
+            assert select(workload).name == "torch_reference"
 
 
 def test_the_reference_runs_on_cuda_only_when_named():
@@ -37,14 +37,14 @@ def test_the_reference_runs_on_cuda_only_when_named():
 
 def test_an_unknown_backend_is_refused_with_every_backend_s_answer():
     with pytest.raises(UnsupportedError, match=r"no backend 'deepgem'") as error:
-        select(PROBLEM, "deepgem")
+        select(WORKLOAD, "deepgem")
     assert all(f"{name}: runs it" in str(error.value) for name in BACKENDS)
 
 
 @pytest.mark.parametrize("backend", [None, "torch_reference"])
 def test_a_backend_that_cannot_run_it_says_why(backend):
     with pytest.raises(UnsupportedError, match="cannot quantize activations to fp4_group16"):
-        select(replace(PROBLEM, activations="fp4_group16"), backend)
+        select(replace(WORKLOAD, activations="fp4_group16"), backend)
 
 
 def test_a_module_is_refused_when_it_is_made_and_again_when_it_has_moved(layers):

@@ -57,9 +57,12 @@ def test_an_unknown_format_is_refused_by_name():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qdata": torch.zeros(2, 64, 32, dtype=torch.uint8)}, r"up.qdata is .*\[2, 64, 32\]"),
-        ({"scale": torch.ones(2, 64, 1)}, r"up.scale is torch.float32 .*float8_e8m0fnu"),
-        ({"global_scale": torch.ones(2)}, "up has qdata, scale, global_scale; mxfp4 has"),
+        (
+            {"qdata": torch.zeros(2, 64, 32, dtype=torch.uint8)},
+            r"up\.qdata is uint8 \[2, 64, 32\].*\[2, 64, 16\]",
+        ),
+        ({"scale": torch.ones(2, 64, 1)}, r"up\.scale is float32 .*float8_e8m0fnu"),
+        ({"global_scale": torch.ones(2)}, r"up\.global_scale is float32 \[2\]"),
     ],
 )
 def test_parts_that_are_not_the_format_s_are_refused_by_name(changes, message):

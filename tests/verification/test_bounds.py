@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from moequant.dialects import get_dialect
+from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY, QuantizedWeight, get_format, quantize
 from moequant.formats.elements import pack_nibbles
-from moequant.verification.bounds import find_out_of_bound
+from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
 from moequant.verification.decode import decode
 
-LOSS_DB = 1.0
 # Under this budget clipping never pays.
 NO_LOSS = -1000.0
 
@@ -25,11 +26,12 @@ def block_of(format, codes, scale=1.0):
     f = get_format(format)
     row = torch.zeros(1, f.block[1], dtype=torch.uint8)
     row[0, : len(codes)] = torch.tensor(codes)
+    specs = f.specs(row.shape)
     return QuantizedWeight(
         format=format,
         qdata=row.view(f.qdata_dtype) if f.codes_per_byte == 1 else pack_nibbles(row),
-        scale=torch.tensor([[scale]]).to(f.scale_dtype),
-        global_scale=torch.tensor(1.0) if f.has_global_scale else None,
+        scale=torch.full(specs["scale"].shape, scale).to(specs["scale"].dtype),
+        global_scale=torch.tensor(1.0) if "global_scale" in specs else None,
         shape=row.shape,
     )
 
@@ -61,7 +63,7 @@ CASES = [
 def test_what_our_quantizer_makes_with_any_option_is_within_the_bound(format, options):
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * 0.02
     q = quantize(w, format, **options)
-    assert find_out_of_bound(w, q, quantize(w, format), LOSS_DB) is None
+    assert find_out_of_bound(w, q, quantize(w, format)) is None
 
 
 @pytest.mark.parametrize("format", REGISTRY)
@@ -118,13 +120,13 @@ def test_a_scale_that_is_not_a_number_is_beyond_the_bound(format):
 
 def test_clipping_further_is_allowed_where_it_pays():
     # With scale 1, 31 weights of 0.5 are exact and the first is clipped to 6. Our scale is 2, where
-    # 0.5 is a tie that becomes 0: 31 * 0.25 squared. 1 dB is a factor of 1.26.
+    # 0.5 is a tie that becomes 0: 31 * 0.25 squared. 1.5 dB is a factor of 1.41.
     small = [(0.5, 1)] * 31
     # 9 becomes 8 under scale 2 and costs 1: 8.75, and 9 against it is within the budget.
-    assert allows("mxfp4", 9.0, 7, others=small, loss_db=LOSS_DB)
+    assert allows("mxfp4", 9.0, 7, others=small, loss_db=MAX_LOST_DB)
     assert not allows("mxfp4", 9.0, 7, others=small, loss_db=0.0)
     # 12 is exact under scale 2: 36 against 7.75.
-    assert not allows("mxfp4", 12.0, 7, others=small, loss_db=LOSS_DB)
+    assert not allows("mxfp4", 12.0, 7, others=small, loss_db=MAX_LOST_DB)
 
 
 def test_the_first_element_beyond_its_bound_is_named():
@@ -133,9 +135,16 @@ def test_the_first_element_beyond_its_bound_is_named():
     q = quantize(w, "mxfp4")
     damaged = q.map(torch.clone)
     damaged.qdata[1, 1:3] ^= 0x80
-    found = find_out_of_bound(w, damaged, q, LOSS_DB)
+    found = find_out_of_bound(w, damaged, q)
     assert found is not None
     assert (found.index, found.weight, found.decoded, found.count) == ((1, 3), 3.0, -3.0, 2)
+
+
+def test_a_format_without_a_bound_is_refused():
+    w = torch.zeros(1, 32)
+    q = quantize(w, "mxfp4")
+    with pytest.raises(UnsupportedError, match=r"fp3: .*bounds\.py"):
+        find_out_of_bound(w, replace(q, format="fp3"), q)
 
 
 @pytest.mark.parametrize(
@@ -169,4 +178,4 @@ def test_what_compressed_tensors_makes_of_a_weight_is_within_the_bound(
     stored = BaseCompressor.get_value_from_registry(stored_as).compress(state, scheme)
     dialect = get_dialect("compressed-tensors")
     q = dialect.from_disk("m", format, {f"m.{name}": tensor for name, tensor in stored.items()})
-    assert find_out_of_bound(w.float(), q, quantize(w, format), LOSS_DB) is None
+    assert find_out_of_bound(w.float(), q, quantize(w, format)) is None

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
+from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY, QuantizedWeight, dequantize, get_format, quantize
 from moequant.verification.decode import decode
 
@@ -20,14 +23,15 @@ ELEMENTS = {
 def all_codes(format):
     """Every code of the format's element in one row, under the scale 1."""
     f = get_format(format)
-    qdata = torch.arange(256, dtype=torch.uint8)[None]
-    K = 256 * f.codes_per_byte
+    shape = torch.Size((1, 256 * f.codes_per_byte))
+    specs = f.specs(shape)
+    qdata = torch.arange(256, dtype=torch.uint8).view(f.qdata_dtype)
     return QuantizedWeight(
         format=format,
-        qdata=qdata.view(f.qdata_dtype),
-        scale=torch.ones(1, K // f.block[1]).to(f.scale_dtype),
-        global_scale=torch.tensor(1.0) if f.has_global_scale else None,
-        shape=torch.Size((1, K)),
+        qdata=qdata.reshape(specs["qdata"].shape),
+        scale=torch.ones(specs["scale"].shape).to(specs["scale"].dtype),
+        global_scale=torch.tensor(1.0) if "global_scale" in specs else None,
+        shape=shape,
     )
 
 
@@ -66,3 +70,9 @@ def test_every_e8m0_scale_is_what_ml_dtypes_makes_of_it():
     )
     wanted = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     np.testing.assert_array_equal(decode(q)[0, ::32].numpy(), wanted)
+
+
+def test_a_format_that_is_not_defined_is_refused():
+    q = quantize(torch.ones(1, 32), "mxfp4")
+    with pytest.raises(UnsupportedError, match=r"fp3: .*decode\.py"):
+        decode(replace(q, format="fp3"))

@@ -14,14 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moequant.checkpoint.headers import read_header
+from moequant.checkpoint.source import Checkpoint
+from moequant.checkpoint.writer import sha256_of
 from moequant.conversion import Recipe, convert
 from moequant.conversion.recipe import Rule
 from moequant.dialects import default_dialect, get_dialect
-from moequant.errors import CheckpointError, NonFiniteError
+from moequant.errors import CheckpointError, MoequantError, NonFiniteError
 from moequant.formats import REGISTRY, QuantizedWeight, dequantize, get_format, quantize
 from moequant.formats.elements import encode_e4m3, encode_int4, pack_nibbles
 from moequant.runtime.backends import torch_reference
 from moequant.verification import verify
+from moequant.verification.bounds import MAX_LOST_DB
 
 INDEX = "model.safetensors.index.json"
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -206,7 +209,7 @@ def test_the_report_does_not_depend_on_workers(source, converted):
 
 @pytest.mark.parametrize(
     ("layers", "wanted"),
-    [("all", [0, 1, 2, 3]), ("first", [0]), (0, []), (1, [0]), (2, [0, 3]), (3, [0, 1, 3])],
+    [("all", [0, 1, 2, 3]), (0, []), (1, [0]), (2, [0, 3]), (3, [0, 1, 3]), (9, [0, 1, 2, 3])],
 )
 def test_layers_are_chosen_evenly(make_checkpoint, tmp_path, layers, wanted):
     source = make_checkpoint(layers=4, experts=2, hidden=128, intermediate=128)
@@ -214,6 +217,58 @@ def test_layers_are_chosen_evenly(make_checkpoint, tmp_path, layers, wanted):
     report = verify(output, against=source, layers=layers)
     assert report.ok
     assert [layer.layer for layer in report.layers] == wanted
+
+
+@pytest.mark.parametrize("asked", [{"layers": -1}, {"layers": "first"}, {"workers": 0}])
+def test_other_numbers_of_layers_and_workers_are_refused(source, clean, asked):
+    (name,) = asked
+    with pytest.raises(MoequantError, match=f"{name} = "):
+        verify(clean("mxfp4"), against=source, **asked)
+
+
+def test_a_home_directory_is_found(source, clean, monkeypatch):
+    monkeypatch.setenv("HOME", str(clean("mxfp4").parent))
+    assert verify("~/converted", against=source, layers=0).ok
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_every_tensor_is_read_once(source, converted, monkeypatch, record):
+    folder = converted(record=record)
+    reads = []
+
+    def spy(method):
+        def call(self, name, *args):
+            reads.append((self.path, name))
+            return method(self, name, *args)
+
+        return call
+
+    for name in ("read", "chunks"):
+        monkeypatch.setattr(Checkpoint, name, spy(getattr(Checkpoint, name)))
+    assert verify(folder, against=source, layers=0).ok
+    wanted = [(path, name) for path in (folder, source) for name in load(path)]
+    assert sorted(reads) == sorted(wanted)
+
+
+def test_numbers_of_threads_are_the_caller_s_again_and_one_in_the_runtime(
+    source, clean, monkeypatch
+):
+    seen = set()
+    silu = torch_reference._silu
+
+    def spy(x):
+        seen.add(torch.get_num_threads())
+        return silu(x)
+
+    monkeypatch.setattr(torch_reference, "_silu", spy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert verify(clean("mxfp4"), against=source, workers=2).ok
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
 
 
 @pytest.mark.parametrize("format", REGISTRY)
@@ -341,7 +396,7 @@ def test_a_wrong_total_size_is_named(source, converted):
 def test_a_lost_index_is_named(source, converted, damage):
     folder = converted()
     damage(folder / INDEX)
-    report = verify(folder, against=source, layers="first")
+    report = verify(folder, against=source, layers=1)
     assert list(problems(report)) == [INDEX]
     assert report.layers[0].runtime_error <= 1
 
@@ -401,6 +456,49 @@ def test_a_tensor_of_another_dtype_or_shape_is_named(source, converted, change):
     assert "BF16 [4, 256] is wanted" in found[ROUTER]
 
 
+def record_as_it_lies(folder):
+    """Make the record's sizes and digests those of the files that are there."""
+    shards = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(folder.glob("*.safetensors"))
+    }
+    edit_json(folder, "moequant.json", lambda record: record.update(shards=shards))
+
+
+def test_a_header_that_is_not_the_plan_s_is_named(source, converted):
+    folder = converted()
+    file = info_of(folder, ROUTER).file
+    tensors = {n: t for n, t in load(folder).items() if weight_map(folder)[n] == file}
+    save_file(tensors, folder / file, metadata={"format": "np"})
+    record_as_it_lies(folder)
+    found = problems(verify(folder, against=source, layers=0))
+    assert list(found) == [file]
+    assert "header" in found[file]
+
+
+def test_shards_that_are_not_the_plan_s_are_named(source, converted):
+    folder = converted()
+    tensors = load(folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    save_file(tensors, folder / "all.safetensors", metadata={"format": "pt"})
+    edit_json(
+        folder, INDEX, lambda i: i.update(weight_map=dict.fromkeys(tensors, "all.safetensors"))
+    )
+    record_as_it_lies(folder)
+    report = verify(folder, against=source, layers=0)
+    assert "not a shard" in problems(report, "files")["all.safetensors"]
+    assert f"{INDEX}.weight_map.lm_head.weight" in problems(report, "index")
+    assert {problem.check for problem in report.problems} == {"files", "index"}
+
+
+def test_what_the_index_holds_besides_is_named(source, converted):
+    folder = converted()
+    edit_json(folder, INDEX, lambda index: index["metadata"].update(total_parameters=1))
+    found = problems(verify(folder, against=source, layers=0))
+    assert list(found) == [f"{INDEX}.metadata.total_parameters"]
+
+
 @pytest.mark.parametrize("record", [True, False])
 def test_an_edited_config_is_named(source, converted, record):
     folder = converted(record=record)
@@ -441,6 +539,22 @@ def test_an_entry_dropped_from_ignore_is_named(source, converted):
     assert found[f"{entry}.weight"] == "config.json says mxfp4, but it is kept"
     (folder / "moequant.json").unlink()
     assert any(entry in name for name in problems(verify(folder, against=source, layers=0)))
+
+
+def test_experts_of_one_layer_in_different_formats_are_named(source, converted):
+    folder = converted(record=False)
+    tensors = {n: t for n, t in load(folder).items() if not n.startswith(f"{EXPERT}.")}
+    tensors[f"{EXPERT}.weight"] = load(source)[f"{EXPERT}.weight"]
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    edit_json(
+        folder, "config.json", lambda config: config["quantization_config"]["ignore"].append(EXPERT)
+    )
+    report = verify(folder, against=source, layers=0)
+    (problem,) = report.problems
+    assert (problem.check, problem.name) == ("config", "config.json")
+    assert "must share a format" in problem.message
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -498,6 +612,14 @@ def record_layers(record):
     record["recipe"]["rules"][0]["layers"] = "0"
 
 
+def test_a_record_of_another_shard_size_is_not_believed(source, converted):
+    folder = converted()
+    edit_json(folder, "moequant.json", lambda r: r["recipe"]["output"].update(max_shard_size="1MB"))
+    report = verify(folder, against=source, layers=0)
+    assert {problem.check for problem in report.problems} == {"record", "files", "index"}
+    assert "moequant.json.plan_sha256" in problems(report)
+
+
 @pytest.mark.parametrize("edit", [record_format, record_option, record_layers])
 def test_a_record_of_another_recipe_is_not_believed(source, converted, edit):
     folder = converted()
@@ -512,8 +634,13 @@ def test_a_record_of_another_recipe_is_not_believed(source, converted, edit):
     ("edit", "place"),
     [
         (lambda record: record.update(schema_version=2), "moequant.json"),
-        (lambda record: record.update(dialect="fp8"), "moequant.json"),
-        (lambda record: record.update(dialect="nonsense"), "moequant.json"),
+        (lambda record: record.update(dialect="fp8"), "moequant.json.dialect"),
+        (lambda record: record.update(dialect=["fp8"]), "moequant.json.dialect"),
+        (lambda record: record.pop("dialect"), "moequant.json.dialect"),
+        (lambda record: record["recipe"]["output"].update(dialect="fp8"), "moequant.json"),
+        (lambda record: record["recipe"]["output"].update(dialect="nonsense"), "moequant.json"),
+        (lambda record: record.update(plan_sha256="00"), "moequant.json.plan_sha256"),
+        (lambda record: record.pop("plan_sha256"), "moequant.json.plan_sha256"),
         (lambda record: record["recipe"].update(rules=[]), "moequant.json.recipe.rules"),
         (lambda record: record.pop("recipe"), "moequant.json.recipe"),
         (lambda record: record.update(architecture="mixtral"), "moequant.json.architecture"),
@@ -527,6 +654,12 @@ def test_a_record_that_cannot_be_true_is_named(source, converted, edit, place):
     found = problems(verify(folder, against=source, layers=0))
     assert all(name.startswith(place) for name in found)
     assert found
+
+
+def test_the_plan_of_another_version_may_have_another_digest(source, converted):
+    folder = converted()
+    edit_json(folder, "moequant.json", lambda r: r.update(moequant="0.0.1", plan_sha256="00"))
+    assert verify(folder, against=source, layers=0).ok
 
 
 def test_digests_of_the_record_are_checked(source, converted):
@@ -640,6 +773,7 @@ def replace_experts(folder, source, format, make):
     [
         ("mxfp4", mxfp4_floor),
         ("mxfp4", mxfp4_ceil),
+        ("w4a8", int4_amax_over(7)),
         ("w4a8", int4_amax_over(7.5)),
         ("w4a8", int4_amax_over(7.5, in_bfloat16=True)),
         ("w4a8", int4_amax_over(8)),
@@ -670,6 +804,16 @@ def test_worse_rules_are_caught(source, converted, format, make, message):
     replace_experts(folder, source, format, make)
     report = verify(folder, against=source, layers=0)
     assert any(message in problem.message for problem in report.problems)
+
+
+def test_the_budget_lies_between_the_worst_rule_and_the_mildest_mistake():
+    w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
+
+    def lost_db(q):
+        noise, reference = ((w - dequantize(x)).norm() for x in (q, quantize(w, q.format)))
+        return 20 * math.log10(noise / reference)
+
+    assert 1 < lost_db(int4_amax_over(7)(w)) < MAX_LOST_DB < 2.5 < lost_db(fp8_requantized(w))
 
 
 def test_global_scales_that_differ_within_an_expert_are_named(source, converted):

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from moequant.verification import Problem, WeightError
-from moequant.verification.findings import KEPT_PROBLEMS, KEPT_WEIGHTS, Findings, WeightErrors
+from moequant.verification import Problem, WeightCheck
+from moequant.verification.findings import KEPT_PROBLEMS, KEPT_WEIGHTS, Findings, WeightChecks
 
 
 def error(name, noise, signal=1.0, format="mxfp4", **more):
-    return WeightError(name=name, format=format, signal=signal, noise=noise, **more)
+    return WeightCheck(name=name, format=format, signal=signal, noise=noise, **more)
 
 
 def test_decibels_and_relative_error_agree():
@@ -31,7 +31,7 @@ def test_noise_where_the_reference_has_none_loses_without_end():
 
 
 def test_only_the_worst_weights_are_kept_worst_first():
-    errors = WeightErrors()
+    errors = WeightChecks()
     for i in range(3 * KEPT_WEIGHTS):
         errors.add(error(f"w{i}", noise=((7 * i) % 60) / 100))
     noises = [e.noise for e in errors.worst()]
@@ -41,7 +41,7 @@ def test_only_the_worst_weights_are_kept_worst_first():
 
 
 def test_a_weight_that_is_not_a_number_is_the_worst():
-    errors = WeightErrors()
+    errors = WeightChecks()
     for name, noise in (("a", 0.1), ("b", math.nan), ("c", 0.9)):
         errors.add(error(name, noise))
     assert errors.worst()[0].name == "b"
@@ -51,7 +51,7 @@ def test_a_weight_that_is_not_a_number_is_the_worst():
 
 
 def test_a_summary_is_the_error_of_all_weights_together():
-    errors = WeightErrors()
+    errors = WeightChecks()
     errors.add(error("a", noise=0.8, signal=3.0, format="w4a8", effective_noise=0.6))
     errors.add(error("b", noise=0.6, signal=4.0, format="w4a8", effective_noise=0.8))
     errors.add(error("c", noise=1.0, signal=2.0, format="nvfp4"))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What a backend must be able to run.
+class Workload:
+    """What a backend is asked to run.
 
     Attributes:
         format: name of the format of the weights.
@@ -48,8 +48,8 @@ class Backend(ABC):
     """Types of device it is chosen on unasked; on others it runs only when named."""
 
     @abstractmethod
-    def supports(self, problem: Problem) -> str | None:
-        """None where it can run `problem`, else why not, in one clause."""
+    def supports(self, workload: Workload) -> str | None:
+        """None where it can run `workload`, else why not, in one clause."""
 
     @abstractmethod
     def run(

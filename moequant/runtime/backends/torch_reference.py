@@ -10,7 +10,7 @@ from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
-from moequant.runtime.backends.base import Backend, Problem
+from moequant.runtime.backends.base import Backend, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,10 +40,10 @@ class TorchReference(Backend):
     name = "torch_reference"
     default_on = ("cpu",)
 
-    def supports(self, problem: Problem) -> str | None:
+    def supports(self, workload: Workload) -> str | None:
         """Says no to activations that nothing here can quantize, and to nothing else."""
-        if problem.activations not in SCHEMES:
-            return f"cannot quantize activations to {problem.activations}"
+        if workload.activations not in SCHEMES:
+            return f"cannot quantize activations to {workload.activations}"
         return None
 
     def run(
@@ -51,7 +51,8 @@ class TorchReference(Backend):
     ) -> Tensor:
         """See `Backend.run`."""
         token = permutation.token
-        rows = torch.zeros(token.shape[0], weights.hidden, device=token.device)
+        size = (token.shape[0], weights.hidden)
+        rows = torch.zeros(size, dtype=torch.float32, device=token.device)
         offsets = permutation.offsets.tolist()
         for e, (begin, end) in enumerate(pairwise(offsets)):
             if begin < end:

@@ -1,0 +1,120 @@
+"""What lies in the output directory, and whether to write there."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
+from moequant.checkpoint.headers import parse_object
+from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from moequant.conversion.journal import Journal
+
+
+def is_work_left(
+    journal: Journal, plan_sha256: str, source: Callable[[], Mapping[str, Any]], overwrite: bool
+) -> bool:
+    """Whether there is work to do; False if this very conversion is already finished.
+
+    Args:
+        journal: of the output directory.
+        plan_sha256: digest of the plan.
+        source: digests of the source's contents; asked for only where they decide.
+        overwrite: replace what is there.
+
+    Raises:
+        MoequantError: the directory holds something else, and `overwrite` was not given.
+    """
+    output = journal.output
+    if output.exists() and not output.is_dir():
+        raise MoequantError(f"{output}: is a file; name a directory to write into")
+    if overwrite or not output.exists():
+        return True
+    if journal.exists:
+        if journal.read_plan().get("plan_sha256") == plan_sha256:
+            return True
+        raise MoequantError(
+            f"{output}: holds an unfinished conversion with other settings or of another source; "
+            "repeat its command to finish it, or start this one over with --overwrite"
+        )
+    if all(path.name == WORK_FOLDER for path in output.iterdir()):
+        return True
+    record = read_record(output)
+    if record.get("plan_sha256") != plan_sha256 or not _is_of(record, source()):
+        raise MoequantError(
+            f"{output}: not empty, and not this conversion of this source; choose another "
+            "directory, or replace what is there with --overwrite"
+        )
+    _check_whole(output, record)
+    return False
+
+
+def read_record(output: Path) -> dict[str, Any]:
+    """moequant.json of a directory; empty where it is missing or unreadable."""
+    path = output / RECORD_FILE
+    try:
+        return parse_object(path.read_bytes(), path)
+    except (OSError, MoequantError):
+        return {}
+
+
+def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
+    """Names of the files that came along into a finished output."""
+    source = record.get("source")
+    sidecars = source.get("sidecars") if isinstance(source, dict) else None
+    return list(sidecars) if isinstance(sidecars, dict) else []
+
+
+def check_apart(source: Path, output: Path) -> None:
+    """Refuse an output that lies in the source, or around it.
+
+    Raises:
+        MoequantError: it does.
+    """
+    one, other = source.resolve(), output.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise MoequantError(
+            f"{output}: lies in the source {source} or around it; choose a directory apart from it"
+        )
+
+
+def check_space(output: Path, needed_bytes: int) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        MoequantError: says what is free and what is needed.
+    """
+    free_bytes = shutil.disk_usage(output).free
+    if free_bytes < needed_bytes:
+        raise MoequantError(
+            f"{output}: {free_bytes:,} bytes free, but {needed_bytes:,} are still to be written; "
+            "make room or choose another disk, then repeat the command"
+        )
+
+
+def _is_of(record: Mapping[str, Any], source: Mapping[str, Any]) -> bool:
+    recorded = record.get("source")
+    return isinstance(recorded, dict) and source.items() <= recorded.items()
+
+
+def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
+    """Refuse to call an output finished that lost a file since."""
+    shards = record.get("shards")
+    sizes = {file: _size_of(entry) for file, entry in (shards or {}).items()}
+    others = dict.fromkeys((*recorded_sidecars(record), INDEX_FILE, CONFIG_FILE))
+    for file, size in {**sizes, **others}.items():
+        path = output / file
+        if not path.is_file() or size not in (None, path.stat().st_size):
+            raise MoequantError(
+                f"{path}: missing or cut short since this conversion was finished; convert again "
+                "with --overwrite"
+            )
+
+
+def _size_of(entry: object) -> int:
+    return entry.get("bytes", -1) if isinstance(entry, dict) else -1

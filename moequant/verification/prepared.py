@@ -1,0 +1,152 @@
+"""Do the kernel-ready files beside a checkpoint hold its weights.
+
+Every prepared layer is unpacked and compared with the portable weights, byte for byte. A worker has
+one expert in memory at a time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
+from moequant.checkpoint.source import natural_key
+from moequant.checkpoint.writer import sha256_of
+from moequant.errors import MoequantError
+from moequant.layouts import gate_up
+from moequant.layouts.targets import kernel_layout
+from moequant.models import PROJECTIONS
+from moequant.preparation.layers import LayerFile
+from moequant.preparation.manifest import OriginalsDigest, read_manifest
+from moequant.verification.differences import differences
+from moequant.verification.identity import compare_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from moequant.checkpoint.converted import ConvertedCheckpoint
+    from moequant.layouts.targets import KernelLayout
+    from moequant.preparation.manifest import Manifest, PreparedLayer
+    from moequant.progress import Progress
+    from moequant.verification.findings import Findings
+
+
+def check_prepared(
+    converted: ConvertedCheckpoint,
+    formats: Mapping[int, str],
+    *,
+    pool: Executor,
+    progress: Progress,
+    findings: Findings,
+) -> tuple[str, ...]:
+    """Check the prepared folder of every target; one problem is named for each layer.
+
+    Args:
+        converted: the portable weights.
+        formats: format by layer whose experts are converted.
+        pool: its threads work on a layer each.
+        progress: told what is done.
+        findings: where problems go.
+
+    Returns:
+        The targets there are.
+    """
+    root = converted.checkpoint.path / PREPARED_FOLDER
+    # What is hidden is a preparation that is not finished.
+    found = [e for e in root.iterdir() if e.name[0] != "."] if root.is_dir() else []
+    folders = sorted(found, key=lambda folder: natural_key(folder.name))
+    for folder in folders:
+        try:
+            manifest = read_manifest(folder)
+            layouts = {n: kernel_layout(f, folder.name) for n, f in formats.items()}
+        except MoequantError as error:
+            findings.add("prepared", folder.name, str(error))
+            continue
+        _check_manifest(folder, manifest, layouts, converted, findings)
+        # Those of another layout were named; nobody here can read them.
+        readable = [n for n, entry in manifest.layers.items() if _is_of(entry, layouts.get(n))]
+        progress.start(
+            f"prepared for {folder.name}", sum(manifest.layers[n].bytes for n in readable)
+        )
+        check = partial(_check_layer, folder, manifest, layouts, converted, progress)
+        for layer, fault in zip(readable, pool.map(check, readable), strict=True):
+            if fault is not None:
+                findings.add("prepared", f"{folder.name}/{manifest.layers[layer].file}", fault)
+        progress.finish()
+    return tuple(folder.name for folder in folders)
+
+
+def _check_manifest(
+    folder: Path,
+    manifest: Manifest,
+    layouts: Mapping[int, KernelLayout],
+    converted: ConvertedCheckpoint,
+    findings: Findings,
+) -> None:
+    """The manifest speaks of these files, in the layouts that this moequant reads."""
+    found = {
+        "target": manifest.target,
+        "gate_up_version": manifest.gate_up_version,
+        "originals": {file: state[:1] for file, state in manifest.originals.items()},
+        "layers": {
+            str(n): {"format": e.format, "layout": e.layout, "layout_version": e.layout_version}
+            for n, e in manifest.layers.items()
+        },
+    }
+    wanted = {
+        "target": folder.name,
+        "gate_up_version": gate_up.VERSION,
+        "originals": {f: state[:1] for f, state in converted.checkpoint.file_state().items()},
+        "layers": {
+            str(n): {"format": x.format, "layout": x.name, "layout_version": x.version}
+            for n, x in layouts.items()
+        },
+    }
+    for place, message in differences(found, wanted, f"{folder.name}/{MANIFEST_FILE}"):
+        findings.add("prepared", place, message)
+    known = {MANIFEST_FILE, *(entry.file for entry in manifest.layers.values())}
+    for name in sorted({entry.name for entry in folder.iterdir()} - known):
+        findings.add("prepared", f"{folder.name}/{name}", f"not in {MANIFEST_FILE}")
+
+
+def _is_of(entry: PreparedLayer, layout: KernelLayout | None) -> bool:
+    return layout is not None and (entry.format, entry.layout, entry.layout_version) == (
+        layout.format,
+        layout.name,
+        layout.version,
+    )
+
+
+def _check_layer(
+    folder: Path,
+    manifest: Manifest,
+    layouts: Mapping[int, KernelLayout],
+    converted: ConvertedCheckpoint,
+    progress: Progress,
+    layer: int,
+) -> str | None:
+    """What is wrong with a layer's file, if anything is."""
+    entry, moe = manifest.layers[layer], converted.moe
+    digest = OriginalsDigest()
+    try:
+        file = LayerFile.open(folder, layer, entry, moe.experts)
+        if sha256_of(folder / entry.file) != entry.sha256:
+            return f"its SHA-256 is not the one in {MANIFEST_FILE}"
+        for expert in range(moe.experts):
+            unpacked = file.read(expert, layouts[layer], moe)
+            portable = [converted.read_expert(layer, expert, p) for p in PROJECTIONS]
+            digest.update(portable)
+            for projection, found, wanted in zip(PROJECTIONS, unpacked, portable, strict=True):
+                for part, tensor in wanted.tensors().items():
+                    difference = compare_tensors(found.tensors()[part], tensor)
+                    if difference is not None:
+                        module = converted.expert_module(layer, expert, projection)
+                        return f"{part} of {module}: {difference}"
+            progress.advance(entry.bytes // moe.experts, f"layer {layer}")
+    except MoequantError as error:
+        return str(error).removeprefix(f"{folder / entry.file}: ")
+    if digest.hexdigest() != entry.originals_sha256:
+        return f"its originals_sha256 in {MANIFEST_FILE} is not that of the portable weights"
+    return None

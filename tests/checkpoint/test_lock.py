@@ -1,0 +1,76 @@
+"""A folder has one holder, and a holder that dies or removes the folder keeps nobody out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from moequant.checkpoint.lock import exclusive
+from moequant.errors import MoequantError
+
+
+def test_a_second_run_is_refused_until_the_first_is_done(tmp_path):
+    folder = tmp_path / "deep" / "work"
+    with (
+        exclusive(folder, "conversion"),
+        pytest.raises(MoequantError, match=r"work: another conversion is at work here"),
+        exclusive(folder, "conversion"),
+    ):
+        pytest.fail("two runs hold one folder")
+    with exclusive(folder, "conversion"):
+        assert (folder / "lock").is_file()
+
+
+def test_a_failure_gives_the_folder_free(tmp_path):
+    with pytest.raises(ValueError, match="mine"), exclusive(tmp_path, "conversion"):
+        raise ValueError("mine")
+    with exclusive(tmp_path, "conversion"):
+        pass
+
+
+def test_a_process_that_dies_gives_the_folder_free(tmp_path):
+    code = (
+        "import os, pathlib, sys; from moequant.checkpoint.lock import exclusive\n"
+        "with exclusive(pathlib.Path(sys.argv[1]), 'conversion'): os._exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == 7
+    with exclusive(tmp_path, "conversion"):
+        pass
+
+
+def test_a_holder_may_remove_the_folder(tmp_path):
+    folder = tmp_path / "work"
+    with exclusive(folder, "conversion"):
+        shutil.rmtree(folder)
+        with exclusive(folder, "conversion"):
+            assert (folder / "lock").is_file()
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch, successor):
+    # What happens if the holder removes its folder between our open and our flock.
+    opened = os.open
+
+    def open_and_lose(path, *arguments):
+        descriptor = opened(path, *arguments)
+        path.unlink()
+        if successor:
+            os.close(opened(path, os.O_CREAT))
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    with pytest.raises(MoequantError, match="another"), exclusive(tmp_path, "conversion"):
+        pytest.fail("the file locked is not the one at its path")
+
+
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(MoequantError, match=r"lock: cannot be locked: Not a directory"),
+        exclusive(tmp_path / "file" / "work", "conversion"),
+    ):
+        pytest.fail("there is no folder")

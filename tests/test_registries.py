@@ -1,0 +1,75 @@
+"""Every table beside formats.REGISTRY has a row for each format, or a reason here why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant import dialects
+from moequant.errors import UnsupportedError
+from moequant.formats import REGISTRY, quantize
+from moequant.layouts.targets import TARGETS, kernel_layout
+from moequant.runtime.activations import SCHEMES, quantize_activations
+from moequant.verification.bounds import find_out_of_bound
+from moequant.verification.decode import decode
+
+NOT_CARRIED = {
+    ("fp8", "nvfp4"): "its consumers read FP8 blocks alone",
+    ("fp8", "mxfp4"): "its consumers read FP8 blocks alone",
+    ("fp8", "w4a8"): "its consumers read FP8 blocks alone",
+}
+NO_KERNEL = {("w4a8", "sm100"): "the CUTLASS kernel for INT4 x FP8 is written for SM90"}
+
+every_format = pytest.mark.parametrize("format", REGISTRY)
+
+
+def weight(format):
+    w = torch.randn((128, 256), generator=torch.Generator().manual_seed(0)) * 0.02
+    return w, quantize(w, format)
+
+
+@pytest.mark.parametrize("dialect", dialects.REGISTRY)
+def test_every_dialect_carries_every_format_or_says_why_not(dialect):
+    left_out = {f for d, f in NOT_CARRIED if d == dialect}
+    carried = dialects.get_dialect(dialect).encodings.keys()
+    assert carried == REGISTRY.keys() - left_out
+
+
+@every_format
+def test_every_format_has_a_dialect(format):
+    assert dialects.default_dialect(format) in dialects.REGISTRY
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@every_format
+def test_every_target_has_a_layout_for_every_format_or_says_why_not(format, target):
+    if (format, target) in NO_KERNEL:
+        with pytest.raises(UnsupportedError, match=f"{format} has no kernel on {target}"):
+            kernel_layout(format, target)
+    else:
+        assert kernel_layout(format, target).name
+
+
+def test_exceptions_are_about_what_there_is():
+    assert NOT_CARRIED.keys() <= {(d, f) for d in dialects.REGISTRY for f in REGISTRY}
+    assert NO_KERNEL.keys() <= {(f, t) for f in REGISTRY for t in TARGETS}
+
+
+@every_format
+def test_verification_bounds_every_format(format):
+    w, q = weight(format)
+    assert find_out_of_bound(w, q, q, 0.0) is None
+
+
+@every_format
+def test_verification_decodes_every_format_by_its_own_tables(format):
+    _, q = weight(format)
+    # Default scales are powers of two, or leave room in float32: nothing is rounded.
+    assert torch.equal(decode(q), REGISTRY[format].dequantize(q).double())
+
+
+@every_format
+def test_the_runtime_knows_how_every_format_s_activations_are_fed(format):
+    scheme = REGISTRY[format].activations
+    assert scheme in SCHEMES
+    assert quantize_activations(torch.ones(3, 256), scheme).dequantize().shape == (3, 256)

@@ -1,0 +1,200 @@
+"""Prepared folders beside a converted checkpoint: right ones pass, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moequant.checkpoint.files import PREPARED_FOLDER
+from moequant.checkpoint.headers import read_header
+from moequant.checkpoint.writer import sha256_of
+from moequant.conversion import convert
+from moequant.errors import UnsupportedError
+from moequant.formats import REGISTRY
+from moequant.layouts.targets import TARGETS, kernel_layout
+from moequant.preparation import prepare
+from moequant.verification import verify
+
+EXPERT = "model.layers.1.mlp.experts.2"
+
+
+def has_kernel(format, target):
+    try:
+        kernel_layout(format, target)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def source(make_checkpoint):
+    return make_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def clean(source, tmp_path_factory):
+    """clean(format) -> a converted checkpoint, prepared for every target; not to be changed."""
+    made = {}
+
+    def make(format):
+        if format not in made:
+            output = tmp_path_factory.mktemp(format) / "converted"
+            made[format] = convert(source, output, format=format).output
+            for target in TARGETS:
+                if has_kernel(format, target):
+                    prepare(output, target=target)
+        return made[format]
+
+    return make
+
+
+@pytest.fixture
+def folder(clean, tmp_path):
+    """A copy of an nvfp4 checkpoint prepared for sm100 alone, which a test may damage."""
+    converted = Path(shutil.copytree(clean("nvfp4"), tmp_path / "converted"))
+    shutil.rmtree(converted / PREPARED_FOLDER / "sm90")
+    return converted / PREPARED_FOLDER / "sm100"
+
+
+def problems(folder, source):
+    report = verify(folder.parent.parent, against=source, layers=0)
+    return {p.name: p.message for p in report.problems if p.check == "prepared"}
+
+
+def edit_manifest(folder, change):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def edit_layer(folder, layer, tensor, change):
+    """Let `change` edit a tensor of a layer's file in place, and make the manifest agree."""
+    file = f"layer-{layer:05d}.safetensors"
+    info = read_header(folder / file, file)[f"layers.{layer}.{tensor}"]
+    data = bytearray((folder / file).read_bytes())
+    view = torch.frombuffer(data, dtype=torch.uint8)[info.start : info.stop]
+    change(view.reshape(info.shape[0], -1))
+    (folder / file).write_bytes(data)
+    edit_manifest(folder, lambda m: m["layers"][str(layer)].update(sha256=sha256_of(folder / file)))
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+def test_what_prepare_makes_passes(source, clean, format):
+    report = verify(clean(format), against=source, layers=0)
+    assert report.ok, report.problems
+    assert report.prepared == tuple(t for t in TARGETS if has_kernel(format, t))
+    assert report.to_json()["prepared"] == list(report.prepared)
+
+
+def test_a_copy_passes_whatever_its_times(source, folder):
+    converted = folder.parent.parent
+    for path in converted.rglob("*.safetensors"):
+        path.touch()
+    assert problems(folder, source) == {}
+
+
+def test_without_prepared_folders_none_is_reported(source, folder):
+    shutil.rmtree(folder.parent)
+    assert verify(folder.parent.parent, against=source, layers=0).prepared == ()
+
+
+def test_the_checkpoint_of_another_tool_has_its_prepared_files_checked(source, folder):
+    (folder.parent.parent / "moequant.json").unlink()
+    assert problems(folder, source) == {}
+    edit_layer(folder, 1, "w2.scale", lambda rows: rows[2, 0].bitwise_xor_(1))
+    assert list(problems(folder, source)) == ["sm100/layer-00001.safetensors"]
+
+
+def test_a_flipped_bit_is_named(source, folder):
+    path = folder / "layer-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert "SHA-256" in problems(folder, source)["sm100/layer-00000.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "part", "module"),
+    [
+        ("w13.qdata", "qdata", "gate_proj"),
+        ("w13.scale", "scale", "gate_proj"),
+        ("w2.qdata", "qdata", "down_proj"),
+        ("w2.global_scale", "global_scale", "down_proj"),
+    ],
+)
+def test_what_is_not_the_portable_weight_is_named_even_if_the_digest_is_right(
+    source, folder, tensor, part, module
+):
+    edit_layer(folder, 1, tensor, lambda rows: rows[2, 0].bitwise_xor_(1))
+    (fault,) = problems(folder, source).items()
+    assert fault[0] == "sm100/layer-00001.safetensors"
+    assert fault[1].startswith(f"{part} of {EXPERT}.{module}: element [")
+
+
+def test_swapped_experts_are_named(source, folder):
+    def swap(rows):
+        rows[:2] = rows[:2].flip(0)
+
+    edit_layer(folder, 0, "w2.qdata", swap)
+    fault = problems(folder, source)["sm100/layer-00000.safetensors"]
+    assert fault.startswith("qdata of model.layers.0.mlp.experts.0.down_proj")
+
+
+def test_portable_weights_changed_since_are_named(source, folder):
+    (shard,) = folder.parent.parent.glob("*.safetensors")
+    info = read_header(shard, shard.name)[f"{EXPERT}.down_proj.weight_packed"]
+    data = bytearray(shard.read_bytes())
+    data[info.start] ^= 1
+    shard.write_bytes(data)
+    fault = problems(folder, source)["sm100/layer-00001.safetensors"]
+    assert fault.startswith(f"qdata of {EXPERT}.down_proj: element [0, 0]")
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda m: m.update(target="sm90"), "target"),
+        (lambda m: m.update(gate_up_version=0), "gate_up_version"),
+        (lambda m: m["originals"].update(gone=[1, 2]), "originals.gone"),
+        (lambda m: m["layers"].pop("1"), "layers.1"),
+        (lambda m: m["layers"]["1"].update(layout="row_major"), "layers.1.layout"),
+        (lambda m: m["layers"]["1"].update(layout_version=0), "layers.1.layout_version"),
+        (lambda m: m["layers"]["1"].update(format="mxfp4"), "layers.1.format"),
+    ],
+)
+def test_a_manifest_that_is_not_true_is_named(source, folder, change, place):
+    edit_manifest(folder, change)
+    assert f"sm100/manifest.json.{place}" in problems(folder, source)
+
+
+def test_a_digest_of_other_originals_is_named(source, folder):
+    edit_manifest(folder, lambda m: m["layers"]["0"].update(originals_sha256="00"))
+    assert "originals_sha256" in problems(folder, source)["sm100/layer-00000.safetensors"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"short")])
+def test_a_lost_layer_is_named(source, folder, damage):
+    damage(folder / "layer-00001.safetensors")
+    assert list(problems(folder, source)) == ["sm100/layer-00001.safetensors"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{}")])
+def test_a_lost_manifest_is_named(source, folder, damage):
+    damage(folder / "manifest.json")
+    assert list(problems(folder, source)) == ["sm100"]
+
+
+def test_what_is_in_no_manifest_is_named(source, folder):
+    (folder / "stray").touch()
+    (folder.parent / "sm42").mkdir()
+    assert set(problems(folder, source)) == {"sm100/stray", "sm42"}
+
+
+def test_a_preparation_that_is_not_finished_is_passed_over(source, folder):
+    (folder.parent / ".sm90.partial").mkdir()
+    assert problems(folder, source) == {}
