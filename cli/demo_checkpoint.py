@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE
 from moequant.checkpoint.headers import dtype_name
-from moequant.checkpoint.source import CONFIG_FILE, INDEX_FILE
 from moequant.checkpoint.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import save_file
 
+from moequant.checkpoint.files import INDEX_FILE
 from moequant.checkpoint.headers import DTYPES
-from moequant.checkpoint.source import INDEX_FILE, Checkpoint, locate, natural_key
+from moequant.checkpoint.source import Checkpoint, locate, natural_key
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
 if TYPE_CHECKING:
