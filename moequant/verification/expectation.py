@@ -16,7 +16,8 @@ from moequant._version import __version__
 from moequant.checkpoint.files import CONFIG_FILE, RECORD_FILE
 from moequant.conversion import Recipe, plan_checkpoint
 from moequant.conversion.assign import check_whole_layers, group_fused
-from moequant.conversion.commit import converted_config
+from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
+from moequant.conversion.identity import source_digests
 from moequant.conversion.units import Unit, Weight
 from moequant.dialects import find_dialect
 from moequant.errors import MoequantError, RecipeError
@@ -83,7 +84,7 @@ def expect_by_record(
     plan = _plan_again(source, record, findings)
     if plan is None:
         return None
-    _check_claims(record, plan, findings)
+    _check_claims(source, record, plan, findings)
     return Expectation(
         plan=plan,
         dialect=plan.dialect,
@@ -115,14 +116,17 @@ def _plan_again(source: Checkpoint, record: Mapping[str, Any], findings: Finding
     return None if plan.refusals else plan
 
 
-def _check_claims(record: Mapping[str, Any], plan: Plan, findings: Findings) -> None:
+def _check_claims(
+    source: Checkpoint, record: Mapping[str, Any], plan: Plan, findings: Findings
+) -> None:
     """What the record says beside the recipe, so far as source and plan tell it too."""
     recorded_source = record.get("source")
     hub = recorded_source if isinstance(recorded_source, dict) else {}
+    sidecars = [file for file in source.sidecars() if file.name not in OTHER_QUANTIZATION]
     wanted = {
         "architecture": plan.model.architecture.name,
         "dialect": plan.dialect.name,
-        "source": {**hub, "files": plan.source_files},
+        "source": {**hub, **source_digests(source, sidecars), "files": plan.source_files},
     }
     # The digest covers the version, whose next may plan the same bytes.
     if record.get("moequant") == __version__:

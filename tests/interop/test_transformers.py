@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FineGrainedFP8Config,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -107,8 +108,14 @@ def loaded(sources, converted):
     def load(name, format):
         if (name, format) not in models:
             path = converted(name, format) if format else sources[name]
+            # Where it sees a GPU, transformers keeps FP8 as it is unless told to decode it.
+            decode = (
+                {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+                if format == "fp8_block" and torch.cuda.is_available()
+                else {}
+            )
             model, report = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.bfloat16, output_loading_info=True
+                path, dtype=torch.bfloat16, output_loading_info=True, **decode
             )
             assert not any(report.values()), report
             models[name, format] = model

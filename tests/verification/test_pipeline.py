@@ -646,6 +646,10 @@ def test_a_record_of_another_recipe_is_not_believed(source, converted, edit):
         (lambda record: record.update(architecture="mixtral"), "moequant.json.architecture"),
         (lambda record: record.update(shards=[]), "moequant.json"),
         (lambda record: record["source"].update(files={}), "moequant.json.source.files"),
+        (
+            lambda record: record["source"].pop("sample_sha256"),
+            "moequant.json.source.sample_sha256",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_true_is_named(source, converted, edit, place):
@@ -673,6 +677,7 @@ def test_digests_of_the_record_are_checked(source, converted):
 def test_the_checkpoint_of_another_source_is_not_taken_for_right(make_checkpoint, clean):
     report = verify(clean("mxfp4"), against=make_checkpoint(seed=1), layers=0)
     assert report.problem_count > 60
+    assert list(problems(report, "record")) == ["moequant.json.source.sample_sha256"]
     assert ROUTER in problems(report, "weights")
 
 
