@@ -29,7 +29,8 @@ def command(checkpoint: str, tensors: bool, as_json: bool) -> None:
 
     Reads config.json and headers, no weights.
     """
-    from moequant.checkpoint.source import Checkpoint, locate
+    from moequant.checkpoint.locate import locate
+    from moequant.checkpoint.source import Checkpoint
 
     opened = Checkpoint.open(locate(Path(checkpoint)))
     Output(as_json=as_json).result(_describe(opened, with_tensors=tensors), _show)

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, and what it holds: a directory or a hub repo, read lazily.
+"""What a checkpoint on disk holds, read lazily.
 
 Which files are its weights:
 
@@ -14,77 +14,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moequant.checkpoint.buffers import tensor_bytes
-from moequant.checkpoint.files import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    PREPARED_FOLDER,
-    RECORD_FILE,
-    SINGLE_FILE,
-)
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from moequant.checkpoint.folder import PICKLES, entries, sidecar_files, weight_files
 from moequant.checkpoint.headers import DTYPES, TensorInfo, parse_object, read_header
 from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from torch import Tensor
     from typing_extensions import Buffer
 
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_OTHER_WEIGHTS = (
-    *_PICKLES, ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite", ".gguf", ".npz",
-)  # fmt: skip
-_WEIGHTS = (".safetensors", *_OTHER_WEIGHTS)
-# Second copies of the weights: other frameworks', Meta's and Mistral's.
-_NOT_DOWNLOADED = [
-    *(f"*{suffix}" for suffix in _OTHER_WEIGHTS), "original/*", "consolidated*.safetensors",
-]  # fmt: skip
-# What a conversion writes itself, at the top of a checkpoint.
-_WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
-
-
-def locate(source: str | Path, revision: str | None = None) -> Path:
-    """The directory of a checkpoint; fetched from the hub if `source` is no directory.
-
-    Args:
-        source: a directory, which wins, or else a hub repo id "owner/name". A Path, and a string
-            that looks like one (begins with . / or ~, holds two separators, or is a file), is never
-            taken for a repo id.
-        revision: branch, tag or commit of a hub repo. The hub's own variables (HF_HUB_OFFLINE,
-            HF_HOME, HF_TOKEN ...) hold.
-
-    Raises:
-        CheckpointError: no such directory or repo, no access, no network and not in the cache, or
-            a revision of a directory.
-    """
-    try:
-        path = Path(source).expanduser()
-        is_directory, is_file = path.is_dir(), path.is_file()
-    # A name too long, a parent we may not look into, ~name of an unknown user.
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{source}: {error}; give a directory or a hub repo id") from error
-    if is_directory and str(source):  # Path("") is the current directory
-        if revision is not None:
-            raise CheckpointError(
-                f"{source}: a directory has no revision {revision!r}; leave the revision out or "
-                "give a hub repo id that is no directory here"
-            )
-        return path
-    if isinstance(source, Path) or is_file or _reads_like_path(source):
-        raise CheckpointError(
-            f"{source}: no such directory; give the directory that holds {CONFIG_FILE}, or a hub "
-            "repo id such as owner/name"
-        )
-    return _download(source, revision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,23 +152,12 @@ class Checkpoint:
         return self._files[info.file].chunks(info.start, info.stop, chunk_bytes)
 
     def sidecars(self) -> list[Path]:
-        """Files, relative to `path`, that belong to the model beside config and weights.
-
-        Tokenizer, generation config, chat templates, custom code, licence: everything in it and its
-        folders that is not hidden, no weight file and nothing a conversion writes itself.
-
-        Raises:
-            CheckpointError: a link leads out of the checkpoint (a hub cache's own blobs aside) or
-                nowhere, or is a folder: who converts a folder shall not publish another.
-        """
-        names = [name for name in _walk(self.path) if not _is_weights(name)]
-        for name in names:
-            _check_content(self.path, name)
-        return names
+        """Files, relative to `path`, that belong to the model; see `sidecar_files`."""
+        return sidecar_files(self.path)
 
     def left_out(self) -> list[Path]:
         """Weight files, relative to `path`, that are not read: copies in other forms."""
-        return [n for n in _walk(self.path) if _is_weights(n) and str(n) not in self._files]
+        return [name for name in weight_files(self.path) if str(name) not in self._files]
 
 
 def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
@@ -232,55 +170,6 @@ def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
     return parts, name
 
 
-def _reads_like_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.count("/") > 1
-
-
-def _download(repo_id: str, revision: str | None) -> Path:
-    # Late: it takes a good part of a second, and a directory does not need it.
-    import huggingface_hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo_id,
-                revision=revision,
-                ignore_patterns=_NOT_DOWNLOADED,
-                # Said outright: offline, a full commit hash is else looked up on the hub.
-                local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
-            )
-        )
-    # What its transports raise (requests, httpx, xet) has no common base across its versions.
-    except Exception as error:
-        raise CheckpointError(f"{repo_id}: {_explain(error, repo_id, revision)}") from error
-
-
-def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.HFValidationError):
-        return "neither a directory nor a hub repo id; write owner/name, or the path of a directory"
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"its owner grants access on request; accept the terms on "
-            f"https://huggingface.co/{repo_id}, then run `hf auth login`"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "no such directory, and no such model on the hub for you; check the name, and run "
-            "`hf auth login` if it is private"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"no revision {revision!r} on the hub; give a branch, a tag or a full commit hash"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            f"revision {revision or 'main'} is not (completely) in the hub cache and the hub is "
-            f"out of reach; unset HF_HUB_OFFLINE or connect, run `hf download {repo_id}` where "
-            "there is a network, or give a directory"
-        )
-    return f"cannot be fetched: {type(error).__name__}: {error}; try again or give a directory"
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     file = FixedFile.at(path)
     return parse_object(file.read(0, file.size_bytes), path)
@@ -288,7 +177,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     """The index's map, if there is an index, and the weight files in natural order."""
-    names = [entry.name for entry in _entries(path)]
+    names = [entry.name for entry in entries(path)]
     if INDEX_FILE in names:
         weight_map = _read_weight_map(path / INDEX_FILE)
         return weight_map, sorted(set(weight_map.values()), key=natural_key)
@@ -308,7 +197,7 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
 
 
 def _no_weights(path: Path, names: Iterable[str]) -> CheckpointError | UnsupportedError:
-    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
         return UnsupportedError(
             f"{path}: weights in {pickles[0]}, but only safetensors are read, since unpickling "
@@ -381,44 +270,3 @@ def _row_range(info: TensorInfo, rows: slice) -> tuple[int, int]:
     if rows.step not in (None, 1) or not 0 <= first <= last <= info.shape[0]:
         raise IndexError(f"{info.name}: {rows} of {info.shape[0]} rows")
     return first, last
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot be listed: {error.strerror}; see that it is open to you"
-        ) from error
-
-
-def _walk(root: Path, folder: Path | None = None) -> Iterator[Path]:
-    """Every file under `root`, relative to it and sorted, that is neither hidden nor ours."""
-    for entry in _entries(folder or root):
-        name = entry.relative_to(root)
-        if entry.name.startswith(".") or str(name) in _WRITTEN:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            yield from _walk(root, entry)
-        else:
-            yield name
-
-
-def _is_weights(name: Path) -> bool:
-    """Whether a file holds weights, in whatever form, or is the index of such files."""
-    return name.name.lower().removesuffix(".index.json").endswith(_WEIGHTS)
-
-
-def _check_content(root: Path, name: Path) -> None:
-    path, home = root / name, root.resolve()
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no file, nor a link to one; remove or replace it")
-    homes = [home]
-    if home.parent.name == "snapshots":  # the hub's cache: REPO/snapshots/COMMIT, REPO/blobs
-        homes.append(home.parent.parent / "blobs")
-    target = path.resolve()
-    if not any(target.is_relative_to(allowed) for allowed in homes):
-        raise CheckpointError(
-            f"{path}: leads out of the checkpoint to {target}; put the file itself there, or "
-            "remove the link"
-        )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moequant.checkpoint.source import Checkpoint, locate
+from moequant.checkpoint.locate import locate
+from moequant.checkpoint.source import Checkpoint
 from moequant.checkpoint.writer import explained
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
 from moequant.conversion.identity import source_digests, source_state
@@ -94,7 +95,7 @@ def convert(
     )
     path = locate(source, revision)
     checkpoint = Checkpoint.open(path)
-    plan = plan_checkpoint(checkpoint, chosen)
+    plan = _mention_left_out(plan_checkpoint(checkpoint, chosen), checkpoint)
     # Now, so that a file that cannot come along is found before anything is written.
     sidecars = [f for f in checkpoint.sidecars() if f.name not in OTHER_QUANTIZATION]
     target = _output_path(output)
@@ -119,6 +120,14 @@ def convert(
 def plan_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
     return make_plan(checkpoint.tensors, checkpoint.config, checkpoint.file_bytes, recipe)
+
+
+def _mention_left_out(plan: Plan, checkpoint: Checkpoint) -> Plan:
+    files = ", ".join(map(str, checkpoint.left_out()))
+    if not files:
+        return plan
+    warning = f"not read and not copied, for they are the weights in other forms: {files}"
+    return replace(plan, warnings=(*plan.warnings, warning))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.source import Checkpoint, locate
+from moequant.checkpoint.locate import locate
+from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.checkpoint.folder import sidecar_files, weight_files
 from moequant.checkpoint.writer import sha256_of
 from moequant.conversion.commit import OTHER_QUANTIZATION
-from moequant.errors import MoequantError
+from moequant.errors import CheckpointError, MoequantError
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
 
@@ -135,6 +136,22 @@ def check_sidecars(
             findings.add("sidecars", str(file), "missing; the source has it")
         elif not same:
             findings.add("sidecars", str(file), "not the source's bytes")
+    if by_moequant:
+        _check_nothing_added(source, path, findings)
+
+
+def _check_nothing_added(source: Checkpoint, path: Path, findings: Findings) -> None:
+    """No file came from elsewhere that an engine would read: code, templates, other weights."""
+    try:
+        found = [*sidecar_files(path), *weight_files(path)]
+    except CheckpointError as error:
+        findings.add("sidecars", str(path), str(error))
+        return
+    known = {*source.sidecars(), *(p.relative_to(path) for p in path.glob("*.safetensors"))}
+    for file in found:
+        # Notes and model cards may be added; no engine reads them.
+        if file not in known and file.suffix not in (".md", ".png", ".jpg"):
+            findings.add("sidecars", str(file), "not from the source; engines may read it")
 
 
 def _show(dtype: str, shape: tuple[int, ...]) -> str:

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from moequant.checkpoint.files import INDEX_FILE
 from moequant.checkpoint.headers import DTYPES
-from moequant.checkpoint.source import Checkpoint, locate, natural_key
+from moequant.checkpoint.locate import locate
+from moequant.checkpoint.source import Checkpoint, natural_key
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -526,7 +527,8 @@ def test_hub_cache_serves_without_network(tmp_path: Path) -> None:
         blob = "weights" if name == "model.safetensors" else name.removesuffix(".json")
         (snapshot / name).symlink_to(f"../../blobs/{blob}")
     script = """
-        from moequant.checkpoint.source import Checkpoint, locate
+        from moequant.checkpoint.locate import locate
+        from moequant.checkpoint.source import Checkpoint
         from moequant.errors import CheckpointError
         checkpoint = Checkpoint.open(locate("owner/name"))
         print(checkpoint.path, checkpoint.read("w").tolist(), *checkpoint.sidecars())

@@ -313,6 +313,60 @@ def test_a_second_run_at_the_same_time_is_refused(source, tmp_path):
         convert(source, tmp_path / "out", format="mxfp4")
 
 
+def test_weights_in_other_forms_are_mentioned_and_not_copied(own_source, tmp_path):
+    (own_source / "consolidated.safetensors").write_bytes(b"not read")
+    (own_source / "pytorch_model.bin").write_bytes(b"not unpickled")
+    result = convert(own_source, tmp_path / "out", format="mxfp4")
+    (warning,) = [w for w in result.plan.warnings if "not read" in w]
+    assert "consolidated.safetensors" in warning
+    assert "pytorch_model.bin" in warning
+    assert not (result.output / "consolidated.safetensors").exists()
+    assert not (result.output / "pytorch_model.bin").exists()
+
+
+@pytest.mark.parametrize("changed", ["weights", "config.json", "tokenizer.json"])
+def test_another_source_of_the_same_shapes_is_not_already_converted(
+    make_checkpoint, own_source, tmp_path, changed
+):
+    out = convert(own_source, tmp_path / "out", format="mxfp4").output
+    before = snapshot(out)
+    if changed == "weights":
+        other = make_checkpoint(seed=1)
+    else:
+        other = own_source
+        (other / changed).write_text((other / changed).read_text().replace("}", " }", 1))
+    with pytest.raises(MoequantError, match="not this conversion of this source"):
+        convert(other, out, format="mxfp4")
+    assert snapshot(out) == before
+
+
+def test_overwriting_removes_what_came_along_before(own_source, tmp_path):
+    (own_source / "chat_template.jinja").write_text("{{ old }}")
+    out = convert(own_source, tmp_path / "out", format="mxfp4").output
+    (out / "hf_quant_config.json").write_text("{}")
+    (own_source / "chat_template.jinja").unlink()
+    convert(own_source, out, format="nvfp4", overwrite=True)
+    assert not (out / "chat_template.jinja").exists()
+    assert not (out / "hf_quant_config.json").exists()
+
+
+def test_a_dry_run_says_that_the_output_would_be_refused(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    for output, reason in ((tmp_path / "out", "not empty"), (source / "inside", "apart")):
+        result = convert(source, output, format="mxfp4", dry_run=True)
+        assert any(reason in refusal for refusal in result.refusals)
+    assert not convert(source, tmp_path / "new", format="mxfp4", dry_run=True).refusals
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"shards": null}', '{"plan_sha256": 1}', "[" * 9999])
+def test_a_record_that_is_not_ours_is_not_believed(source, tmp_path, text):
+    out = convert(source, tmp_path / "out", format="mxfp4").output
+    (out / "moequant.json").write_text(text)
+    with pytest.raises(MoequantError, match="not this conversion"):
+        convert(source, out, format="mxfp4")
+
+
 def test_an_earlier_quantizations_files_do_not_come_along(own_source, tmp_path):
     (own_source / "hf_quant_config.json").write_text("{}")
     out = convert(own_source, tmp_path / "out", format="mxfp4").output

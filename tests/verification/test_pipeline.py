@@ -591,6 +591,17 @@ def test_changed_and_missing_sidecars_are_named(source, converted, record):
     assert set(found) == {"tokenizer.json", "generation_config.json"}
 
 
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "modeling_other.py", "pytorch_model.bin", "sub/tokenizer.model"]
+)
+def test_a_file_that_an_engine_would_read_but_the_source_has_not_is_named(source, converted, name):
+    folder = converted()
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    (folder / "NOTES.md").write_text("mine")
+    assert list(problems(verify(folder, against=source, layers=0))) == [name]
+
+
 def test_the_config_of_an_older_quantization_is_named(make_checkpoint, tmp_path):
     source = make_checkpoint(tmp_path / "source")
     (source / "hf_quant_config.json").write_text("{}")

@@ -1,0 +1,88 @@
+"""The files of a checkpoint's folder: those that hold weights, and those that come along."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, PREPARED_FOLDER, RECORD_FILE
+from moequant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_WEIGHTS = (
+    *PICKLES, ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite", ".gguf", ".npz",
+)  # fmt: skip
+"""Endings of weight files that are not safetensors."""
+
+# What a conversion writes itself, at the top of a checkpoint.
+_WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
+
+
+def sidecar_files(root: Path) -> list[Path]:
+    """Files, relative to `root`, that belong to the model beside config and weights.
+
+    Tokenizer, generation config, chat templates, custom code, licence: everything in it and its
+    folders that is not hidden, no weight file and nothing a conversion writes itself.
+
+    Raises:
+        CheckpointError: a link leads out of the checkpoint (a hub cache's own blobs aside) or
+            nowhere, or is a folder: who converts a folder shall not publish another.
+    """
+    names = [name for name in _walk(root) if not _is_weights(name)]
+    for name in names:
+        _check_content(root, name)
+    return names
+
+
+def weight_files(root: Path) -> list[Path]:
+    """Files, relative to `root`, that hold weights in whatever form, or index such files."""
+    return [name for name in _walk(root) if _is_weights(name)]
+
+
+def entries(folder: Path) -> list[Path]:
+    """What lies in `folder`, sorted.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be listed: {error.strerror}; see that it is open to you"
+        ) from error
+
+
+def _walk(root: Path, folder: Path | None = None) -> Iterator[Path]:
+    """Every file under `root`, relative to it and sorted, that is neither hidden nor ours."""
+    for entry in entries(folder or root):
+        name = entry.relative_to(root)
+        if entry.name.startswith(".") or str(name) in _WRITTEN:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _walk(root, entry)
+        else:
+            yield name
+
+
+def _is_weights(name: Path) -> bool:
+    """Whether a file holds weights, in whatever form, or is the index of such files."""
+    return name.name.lower().removesuffix(".index.json").endswith((".safetensors", *OTHER_WEIGHTS))
+
+
+def _check_content(root: Path, name: Path) -> None:
+    path, home = root / name, root.resolve()
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no file, nor a link to one; remove or replace it")
+    homes = [home]
+    if home.parent.name == "snapshots":  # the hub's cache: REPO/snapshots/COMMIT, REPO/blobs
+        homes.append(home.parent.parent / "blobs")
+    target = path.resolve()
+    if not any(target.is_relative_to(allowed) for allowed in homes):
+        raise CheckpointError(
+            f"{path}: leads out of the checkpoint to {target}; put the file itself there, or "
+            "remove the link"
+        )

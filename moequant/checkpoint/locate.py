@@ -1,0 +1,98 @@
+"""Where a checkpoint comes from: a directory, or a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moequant.checkpoint.files import CONFIG_FILE
+from moequant.checkpoint.folder import OTHER_WEIGHTS
+from moequant.errors import CheckpointError
+
+# Second copies of the weights: other frameworks', Meta's and Mistral's.
+_NOT_DOWNLOADED = [
+    *(f"*{suffix}" for suffix in OTHER_WEIGHTS), "original/*", "consolidated*.safetensors",
+]  # fmt: skip
+
+
+def locate(source: str | Path, revision: str | None = None) -> Path:
+    """The directory of a checkpoint; fetched from the hub if `source` is no directory.
+
+    Args:
+        source: a directory, which wins, or else a hub repo id "owner/name". A Path, and a string
+            that looks like one (begins with . / or ~, holds two separators, or is a file), is never
+            taken for a repo id.
+        revision: branch, tag or commit of a hub repo. The hub's own variables (HF_HUB_OFFLINE,
+            HF_HOME, HF_TOKEN ...) hold.
+
+    Raises:
+        CheckpointError: no such directory or repo, no access, no network and not in the cache, or
+            a revision of a directory.
+    """
+    try:
+        path = Path(source).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    # A name too long, a parent we may not look into, ~name of an unknown user.
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{source}: {error}; give a directory or a hub repo id") from error
+    if is_directory and str(source):  # Path("") is the current directory
+        if revision is not None:
+            raise CheckpointError(
+                f"{source}: a directory has no revision {revision!r}; leave the revision out or "
+                "give a hub repo id that is no directory here"
+            )
+        return path
+    if isinstance(source, Path) or is_file or _reads_like_path(source):
+        raise CheckpointError(
+            f"{source}: no such directory; give the directory that holds {CONFIG_FILE}, or a hub "
+            "repo id such as owner/name"
+        )
+    return _download(source, revision)
+
+
+def _reads_like_path(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    # Late: it takes a good part of a second, and a directory does not need it.
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo_id,
+                revision=revision,
+                ignore_patterns=_NOT_DOWNLOADED,
+                # Said outright: offline, a full commit hash is else looked up on the hub.
+                local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
+            )
+        )
+    # What its transports raise (requests, httpx, xet) has no common base across its versions.
+    except Exception as error:
+        raise CheckpointError(f"{repo_id}: {_explain(error, repo_id, revision)}") from error
+
+
+def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HFValidationError):
+        return "neither a directory nor a hub repo id; write owner/name, or the path of a directory"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"its owner grants access on request; accept the terms on "
+            f"https://huggingface.co/{repo_id}, then run `hf auth login`"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "no such directory, and no such model on the hub for you; check the name, and run "
+            "`hf auth login` if it is private"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"no revision {revision!r} on the hub; give a branch, a tag or a full commit hash"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            f"revision {revision or 'main'} is not (completely) in the hub cache and the hub is "
+            f"out of reach; unset HF_HUB_OFFLINE or connect, run `hf download {repo_id}` where "
+            "there is a network, or give a directory"
+        )
+    return f"cannot be fetched: {type(error).__name__}: {error}; try again or give a directory"
