@@ -58,7 +58,7 @@ def kernel_layout(format: str, target: str) -> KernelLayout:
     if layout is None:
         able = [t for f, t in _LAYOUTS if f == format]
         raise UnsupportedError(
-            f"{format} has no kernel on {target}; it can be prepared for {' and '.join(able)}"
+            f"{format} has no kernel on {target}; it can be prepared for {' and '.join(able) or 'none'}"
         )
     return layout
 

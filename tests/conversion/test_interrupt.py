@@ -18,22 +18,24 @@ SHARDS = "1MB"
 
 # Runs a conversion in which one function kills the process, with SIGKILL, on its n-th call.
 KILLED = """
-import os, signal, sys
+import os, signal, sys, threading
 from importlib import import_module
 from moequant.conversion import convert
 
 source, output, module, owner, function, calls, when = sys.argv[1:]
 place = import_module(module)
 place = getattr(place, owner) if owner else place
-original, left = getattr(place, function), int(calls)
+original, left, lock = getattr(place, function), int(calls), threading.Lock()
 
 def deadly(*args, **kwargs):
     global left
-    left -= 1
-    if left == 0 and when == "before":
+    with lock:
+        left -= 1
+        last = left == 0
+    if last and when == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     result = original(*args, **kwargs)
-    if left == 0:
+    if last:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 

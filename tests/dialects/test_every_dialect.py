@@ -169,7 +169,8 @@ def test_a_wrong_shape_is_refused(dialect, format, suffix):
     tensors = dialect.to_disk(EXPERT, quantized(format))
     name = f"{EXPERT}.{suffix}"
     good = tensors[name]
-    for bad in (torch.cat([good, good]), good[None], good[:0]):
+    others = [torch.cat([good, good]), good[:0]] if good.ndim else []
+    for bad in (good[None], *others):
         with pytest.raises(CheckpointError, match=rf"{EXPERT}\.\w+: .*not "):
             dialect.from_disk(EXPERT, format, tensors | {name: bad})
 
