@@ -56,10 +56,8 @@ def kernel_layout(format: str, target: str) -> KernelLayout:
         raise UnsupportedError(f"no target is called {target!r}; there are: {', '.join(TARGETS)}")
     layout = _LAYOUTS.get((format, target))
     if layout is None:
-        able = [t for f, t in _LAYOUTS if f == format]
-        raise UnsupportedError(
-            f"{format} has no kernel on {target}; it can be prepared for {' and '.join(able) or 'none'}"
-        )
+        able = " and ".join(t for f, t in _LAYOUTS if f == format) or "none"
+        raise UnsupportedError(f"{format} has no kernel on {target}; it can be prepared for {able}")
     return layout
 
 
