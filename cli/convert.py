@@ -163,7 +163,7 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "shards": plan["shards"],
             "dialect": plan["dialect"],
             "peak memory": f"{size(plan['peak_bytes'])} with {count(plan['workers'], 'worker')}, "
-            "besides torch",
+            "besides torch and moequant",
         }
     )
 

@@ -32,6 +32,7 @@ def command(checkpoint: str, tensors: bool, as_json: bool) -> None:
     from moequant.checkpoint.locate import locate
     from moequant.checkpoint.source import Checkpoint
 
+    # As a Path: what is no directory here is not looked for on the hub.
     opened = Checkpoint.open(locate(Path(checkpoint)))
     Output(as_json=as_json).result(_describe(opened, with_tensors=tensors), _show)
 

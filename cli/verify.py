@@ -73,7 +73,10 @@ def _explain(report: Report) -> str:
 
 _METHODS = {
     "bytes": "Every byte is what the recorded recipe makes of the source.",
-    "bounds": "Written by another tool; every weight is within the bounds of its format.",
+    "bounds": (
+        "No usable moequant.json, so bytes were not compared: every weight is within the bounds "
+        "of its format."
+    ),
 }
 
 

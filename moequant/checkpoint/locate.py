@@ -43,8 +43,8 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
         return path
     if isinstance(source, Path) or is_file or _reads_like_path(source):
         raise CheckpointError(
-            f"{source}: no such directory; give the directory that holds {CONFIG_FILE}, or a hub "
-            "repo id such as owner/name"
+            f"{source}: no such directory; give the directory that holds {CONFIG_FILE}"
+            + ("" if isinstance(source, Path) else ", or a hub repo id such as owner/name")
         )
     return _download(source, revision)
 
@@ -91,8 +91,9 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
         return f"no revision {revision!r} on the hub; give a branch, a tag or a full commit hash"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return (
-            f"revision {revision or 'main'} is not (completely) in the hub cache and the hub is "
-            f"out of reach; unset HF_HUB_OFFLINE or connect, run `hf download {repo_id}` where "
-            "there is a network, or give a directory"
+            "no such directory, so it was taken for a hub repository; but the hub is out of reach, "
+            f"and revision {revision or 'main'} is not (completely) in the hub cache. Check the "
+            f"name, connect (HF_HUB_OFFLINE unset), or run `hf download {repo_id}` where there is "
+            "a network"
         )
     return f"cannot be fetched: {type(error).__name__}: {error}; try again or give a directory"

@@ -183,7 +183,8 @@ def make_plan(
             "the source's config.json has a quantization_config although its weights are plain; "
             "ours takes its place"
         )
-    warnings += _engine_warnings(units, dialect, kept)
+    shapes = {weight.module: weight.info.shape for unit in units for weight in unit.weights}
+    warnings += dialect.warnings(converted, shapes, kept)
     return Plan(
         model=model,
         recipe=recipe,
@@ -196,15 +197,6 @@ def make_plan(
         refusals=refusals,
         digest=_digest(units, dialect, shards, quantization_config, source_files),
     )
-
-
-def _engine_warnings(units: Sequence[Unit], dialect: Dialect, kept: Sequence[str]) -> list[str]:
-    """What engines get wrong with this output, each thing said once."""
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for unit in units:
-        shapes.setdefault(unit.format, set()).update(w.info.shape for w in unit.weights)
-    sentences = (s for format in shapes for s in dialect.warnings(format, shapes[format], kept))
-    return list(dict.fromkeys(sentences))
 
 
 def _check_plain(tensors: Mapping[str, TensorInfo]) -> None:

@@ -223,8 +223,22 @@ def _read_file(path: Path) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    problems = []
-    for entry in error.errors(include_url=False):
-        place = ".".join(str(part) for part in entry["loc"]) or "the recipe"
-        problems.append(f"{place}: {entry['msg'].removeprefix('Value error, ')}")
+    entries = error.errors(include_url=False)
+    # A rule that is wrong also leaves pydantic without rules.
+    wrong_rule = any(entry["loc"][:1] == ("rules",) and len(entry["loc"]) > 1 for entry in entries)
+    problems = [
+        f"{_place(entry['loc'])}: {_reason(entry['type'], entry['msg'])}"
+        for entry in entries
+        if not (wrong_rule and entry["loc"] == ("rules",))
+    ]
     return "; ".join(problems)
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """Where in the file, rules counted from one."""
+    parts = [f"rule {part + 1}" if isinstance(part, int) else part for part in location]
+    return ".".join(part for part in parts if part != "rules" or len(parts) == 1) or "the recipe"
+
+
+def _reason(kind: str, message: str) -> str:
+    return "unknown key" if kind == "extra_forbidden" else message.removeprefix("Value error, ")

@@ -120,13 +120,16 @@ class Dialect(ABC):
         """
 
     def warnings(
-        self, format: str, shapes: Iterable[Sequence[int]], kept: Iterable[str]
+        self,
+        formats: Mapping[str, str],
+        shapes: Mapping[str, Sequence[int]],
+        kept: Iterable[str],
     ) -> list[str]:
-        """What known engines get wrong with `format` in this dialect, a sentence each.
+        """What known engines get wrong with such a checkpoint, a sentence each.
 
         Args:
-            format: name of a format.
-            shapes: [N, K] of the weights that get it.
+            formats: format by converted module.
+            shapes: [N, K] by converted module.
             kept: the modules that stay as they are.
         """
         return []

@@ -48,7 +48,7 @@ class _Scheme:
     """What the library calls the encoding."""
     weights: Mapping[str, Any]
     input_activations: Mapping[str, Any] | None = None
-    warnings: tuple[str, ...] = ()
+    warning: str = ""
 
 
 _SCHEMES = {
@@ -71,10 +71,7 @@ _SCHEMES = {
             "symmetric": True,
             "dynamic": True,
         },
-        warnings=(
-            "transformers 5.23 fails to load FP8 block experts in this dialect; the dialect fp8 "
-            "loads there, and in vLLM and SGLang too.",
-        ),
+        warning="transformers 5.23 fails to load FP8 block experts in this dialect.",
     ),
     "nvfp4": _Scheme(
         encoding=Nvfp4Packed(),
@@ -88,9 +85,9 @@ _SCHEMES = {
             "dynamic": False,
             "scale_dtype": "torch.float8_e4m3fn",
         },
-        warnings=(
+        warning=(
             "transformers 5.23 loads NVFP4 experts without their global scale, wrong by a factor "
-            "of 1 / global_scale and without an error (its issue 48371).",
+            "of 1 / global_scale and without an error (its issue 48371)."
         ),
     ),
     "mxfp4": _Scheme(
@@ -105,9 +102,9 @@ _SCHEMES = {
             "dynamic": False,
             "scale_dtype": "torch.uint8",
         },
-        warnings=(
-            "SGLang 0.5.23 on CUDA loads MXFP4 experts in this dialect for kimi_k3 only; Qwen3-MoE "
-            "runs with experts that are all zero, without an error.",
+        warning=(
+            "SGLang 0.5.23 on CUDA loads MXFP4 experts in this dialect for kimi_k3 only; other "
+            "models stop or, as Qwen3-MoE does, run with experts that are all zero."
         ),
     ),
     "w4a8": _Scheme(
@@ -204,19 +201,32 @@ class CompressedTensors(Dialect):
         return format_of
 
     def warnings(
-        self, format: str, shapes: Iterable[Sequence[int]], kept: Iterable[str]
+        self,
+        formats: Mapping[str, str],
+        shapes: Mapping[str, Sequence[int]],
+        kept: Iterable[str],
     ) -> list[str]:
-        """As Dialect."""
-        sentences = list(_SCHEMES[format].warnings) if format in _SCHEMES else []
-        if format == "w4a8" and any(extent % 256 for shape in shapes for extent in shape):
+        """As Dialect. What engines get wrong concerns experts; linear layers all of them load."""
+        experts = {module: f for module, f in formats.items() if _is_expert(module)}
+        used = dict.fromkeys(experts.values())
+        sentences = [_SCHEMES[format].warning for format in used if _SCHEMES[format].warning]
+        if used and set(formats.values()) == {"fp8_block"}:
+            sentences.append("The dialect fp8 loads in transformers, vLLM and SGLang.")
+        if len(used) > 1:
             sentences.append(
-                "vLLM 0.33 runs W4A8 experts only where hidden and intermediate size, the latter "
-                "divided by the tensor-parallel ranks, are multiples of 256; it stops otherwise."
+                "transformers 5.23 cannot load routed experts in more than one format; vLLM and "
+                "SGLang can."
             )
-        if any(".experts." in module for module in kept):
+        if used and any(_is_expert(module) for module in kept):
             sentences.append(
                 "transformers 5.23 does not load this dialect where some layers' experts are kept: "
                 "it waits for quantized tensors in every layer."
+            )
+        w4a8 = (shapes[module] for module, format in experts.items() if format == "w4a8")
+        if any(extent % 256 for shape in w4a8 for extent in shape):
+            sentences.append(
+                "vLLM 0.33 runs W4A8 experts only where hidden and intermediate size, the latter "
+                "divided by the tensor-parallel ranks, are multiples of 256; it stops otherwise."
             )
         return sentences
 
@@ -325,3 +335,7 @@ def _argument(found: Mapping[str, Any], field: str) -> object:
     if value is None:
         return _DEFAULTS.get(field)
     return value.lower() if isinstance(value, str) else value
+
+
+def _is_expert(module: str) -> bool:
+    return ".experts." in module
