@@ -9,7 +9,7 @@ from moequant.dialects.base import Dialect
 from moequant.dialects.compressed_tensors import CompressedTensors
 from moequant.dialects.config_fields import as_mapping, show
 from moequant.dialects.fp8 import Fp8
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 
 REGISTRY: dict[str, Dialect] = {d.name: d for d in (Fp8(), CompressedTensors())}
 """By name; of two that carry a format, the one more engines load comes first."""
@@ -45,6 +45,11 @@ def find_dialect(quantization_config: object) -> Dialect:
         CheckpointError: `quantization_config` is not an object.
         UnsupportedError: no dialect claims it; says what it is.
     """
+    if quantization_config is None:
+        raise CheckpointError(
+            "no quantization_config, so this is not a converted checkpoint; convert it first: "
+            "moequant convert SOURCE OUTPUT --format NAME"
+        )
     config = as_mapping(quantization_config, "quantization_config")
     for dialect in REGISTRY.values():
         if dialect.claims(config):

@@ -204,10 +204,15 @@ def test_warnings_are_sentences_about_experts(dialect, format):
     assert dialect.warnings({attention: format}, {attention: (128, 384)}, [EXPERT]) == []
 
 
-@pytest.mark.parametrize("config", [None, [], "fp8", 3, {1: 2}])
+@pytest.mark.parametrize("config", [[], "fp8", 3, {1: 2}])
 def test_a_quantization_config_that_is_no_object_is_refused(config):
     with pytest.raises(CheckpointError, match="quantization_config is"):
         find_dialect(config)
+
+
+def test_a_plain_checkpoint_is_told_how_it_becomes_a_converted_one():
+    with pytest.raises(CheckpointError, match=r"no quantization_config.*moequant convert"):
+        find_dialect(None)
 
 
 @pytest.mark.parametrize("method", ["awq", None, ["fp8"], {}])
