@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from safetensors.torch import save_file
 
 # Tests run in parallel; OpenMP threads of several processes on few cores would wait for each other.
 torch.set_num_threads(1)
+
+# Triton decides when it is imported, which other packages do too, whether kernels run in Python.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 HEAD_DIM = 64
 SIDECARS = {

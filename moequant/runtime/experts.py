@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor, nn
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, get_format
 from moequant.runtime.activations import quantize_activations
-from moequant.runtime.backends import Workload
+from moequant.runtime.backends import ExpertsBackend, FusedBackend, Workload
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES, permute, reduce, route
 from moequant.runtime.select import select
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from moequant.runtime.backends import Backend
 
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,6 +32,9 @@ class FusedExperts(nn.Module):
 
     Inference only: nothing is recorded for autograd, whatever the mode outside, and autocast is off
     inside.
+
+    The first call of some backends lays out the weights anew, which a CUDA graph cannot capture:
+    call once before the capture, and capture again after the weights have changed or moved.
 
     The weights are buffers and part of `state_dict`. They move between devices as any module's do,
     but keep their dtypes: `.half()` on a model around this module leaves codes and scales alone.
@@ -60,6 +66,7 @@ class FusedExperts(nn.Module):
             for part, tensor in q.tensors().items():
                 self.register_buffer(f"{name}_{part}", tensor)
         self._weights = weights
+        self._packed: _Packed | None = None
         self.backend = backend
         self.activations = activations
         self.expert_map: Tensor | None
@@ -98,9 +105,10 @@ class FusedExperts(nn.Module):
 
         Args:
             hidden_states: [M, H] bfloat16, float16 or float32.
-            topk_ids: [M, T] int32 or int64; -1 contributes nothing.
+            topk_ids: [M, T] int32 or int64; -1 contributes nothing. A FusedBackend may not read
+                ids on the host, and then says what an id out of range does.
             topk_weights: [M, T] float32, bfloat16 or float16.
-            expert_map: instead of the module's own.
+            expert_map: instead of the module's own; the same holds for indices in it.
             apply_router_weight_on_input: multiply the weight into the input, in float32, and not
                 into the result; for T = 1 only.
             activations: instead of the module's own.
@@ -109,13 +117,13 @@ class FusedExperts(nn.Module):
             [M, H] in the dtype of `hidden_states`; sums are float32.
 
         Raises:
-            UnsupportedError: a shape, dtype, device or id that is not as above, or no backend that
-                runs this.
+            UnsupportedError: a shape, dtype, device or id that is not as above, no backend that
+                runs this, or a first call within the capture of a CUDA graph.
         """
         weights = self.weights
         workload = _workload(weights, self.activations if activations is None else activations)
         backend = select(workload, self.backend)
-        expert_map = self._expert_map(weights, expert_map)
+        expert_map = self._expert_map(weights, expert_map, backend)
         _check_inputs(hidden_states, topk_ids, topk_weights, weights)
         if apply_router_weight_on_input and topk_ids.shape[1] != 1:
             raise UnsupportedError(
@@ -123,6 +131,16 @@ class FusedExperts(nn.Module):
                 f"{list(topk_ids.shape)}"
             )
         with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
+            if isinstance(backend, FusedBackend):
+                return backend.forward(
+                    self._pack(backend, weights),
+                    hidden_states,
+                    topk_ids,
+                    topk_weights,
+                    expert_map=expert_map,
+                    apply_router_weight_on_input=apply_router_weight_on_input,
+                )
+            assert isinstance(backend, ExpertsBackend)
             routing = route(topk_ids, topk_weights, experts=weights.experts, expert_map=expert_map)
             x = hidden_states
             if apply_router_weight_on_input:
@@ -140,6 +158,27 @@ class FusedExperts(nn.Module):
             f"backend={self.backend}, activations={self.activations}"
         )
 
+    def _pack(self, backend: FusedBackend, weights: ExpertWeights) -> object:
+        """The weights as `backend` wants them, made anew where they or the backend changed."""
+        versions = _versions(weights)
+        packed = self._packed
+        if (
+            packed is None
+            or packed.weights is not weights
+            or packed.versions != versions
+            or packed.backend is not backend
+        ):
+            if weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    f"backend {backend.name!r} lays out the weights in its first call, which a "
+                    "CUDA graph cannot capture; call the experts once before the capture"
+                )
+            packed = _Packed(
+                backend=backend, weights=weights, versions=versions, result=backend.pack(weights)
+            )
+            self._packed = packed
+        return packed.result
+
     def _rebuilt(self, name: str, q: QuantizedWeight) -> QuantizedWeight:
         """The weight `q` with the buffers there are now for its parts."""
         return QuantizedWeight(
@@ -150,10 +189,12 @@ class FusedExperts(nn.Module):
             shape=q.shape,
         )
 
-    def _expert_map(self, weights: ExpertWeights, expert_map: Tensor | None) -> Tensor | None:
+    def _expert_map(
+        self, weights: ExpertWeights, expert_map: Tensor | None, backend: Backend
+    ) -> Tensor | None:
         if expert_map is None:
             return self.expert_map
-        _check_expert_map(expert_map, weights)
+        _check_expert_map(expert_map, weights, values=not isinstance(backend, FusedBackend))
         return expert_map
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedExperts:
@@ -164,7 +205,28 @@ class FusedExperts(nn.Module):
 
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         _ = self.weights  # lets go of the tensors left behind
+        self._packed = None
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """What a backend made of the weights, and of which."""
+
+    backend: FusedBackend
+    weights: ExpertWeights
+    versions: list[int]
+    result: object
+
+
+def _versions(weights: ExpertWeights) -> list[int]:
+    """Counts of the writes into each part, as load_state_dict does; inference tensors have none."""
+    return [
+        tensor._version
+        for q in weights.projections().values()
+        for tensor in q.tensors().values()
+        if not tensor.is_inference()
+    ]
 
 
 def _workload(weights: ExpertWeights, activations: str) -> Workload:
@@ -181,8 +243,10 @@ def _workload(weights: ExpertWeights, activations: str) -> Workload:
     )
 
 
-def _check_expert_map(expert_map: Tensor, weights: ExpertWeights) -> None:
+def _check_expert_map(expert_map: Tensor, weights: ExpertWeights, *, values: bool = True) -> None:
     _check("expert_map", expert_map, ID_DTYPES, "[global experts]", 1, weights.device)
+    if not values:  # to read them on the host would wait for the device
+        return
     unknown = (expert_map < NOWHERE) | (expert_map >= weights.experts)
     if unknown.any():
         index = int(unknown.nonzero()[0])

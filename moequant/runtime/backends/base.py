@@ -1,7 +1,8 @@
-"""What a backend is: the two GEMMs of every expert and what lies between them.
+"""What a backend is: one way to run the experts of a layer, of one of two kinds.
 
-A call of `FusedExperts` is prepare (quantize activations, route, permute), a backend, and finalize
-(weight, reduce). Only the middle differs from kernel to kernel.
+A call of `FusedExperts` is prepare (quantize activations, route, permute), the two GEMMs of every
+expert with what lies between them, and finalize (weight, reduce). An `ExpertsBackend` is the middle
+alone; a `FusedBackend` is all of it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Workload:
 
 
 class Backend(ABC):
-    """One way to run the experts of a layer: one file, and one line in REGISTRY."""
+    """What both kinds say about themselves; one file, and one line in REGISTRY."""
 
     name: ClassVar[str]
     default_on: ClassVar[tuple[str, ...]]
@@ -50,6 +51,10 @@ class Backend(ABC):
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:
         """None where it can run `workload`, else why not, in one clause."""
+
+
+class ExpertsBackend(Backend):
+    """The GEMMs of every expert and what lies between them, on rows that are sorted by expert."""
 
     @abstractmethod
     def run(
@@ -64,4 +69,36 @@ class Backend(ABC):
 
         Returns:
             [M * T, H] float32 in the order of `permutation`; 0 in rows that belong to no expert.
+        """
+
+
+class FusedBackend(Backend):
+    """The whole of a call: it sorts, quantizes, weights and adds up by itself."""
+
+    @abstractmethod
+    def pack(self, weights: ExpertWeights) -> object:
+        """The weights as `forward` wants them; made once, and again only after they changed."""
+
+    @abstractmethod
+    def forward(
+        self,
+        packed: object,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """Every token's output, [M, H] in the dtype of `hidden_states`.
+
+        Shapes, dtypes and devices are as `FusedExperts.forward` wants them, and checked.
+
+        Args:
+            packed: what `pack` made.
+            hidden_states: [M, H].
+            topk_ids: [M, T].
+            topk_weights: [M, T].
+            expert_map: [global experts], index here or -1.
+            apply_router_weight_on_input: as for `FusedExperts.forward`; T is 1 where it is set.
         """

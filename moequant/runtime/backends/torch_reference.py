@@ -10,7 +10,7 @@ from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
-from moequant.runtime.backends.base import Backend, Workload
+from moequant.runtime.backends.base import ExpertsBackend, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ weights they meet.
 """
 
 
-class TorchReference(Backend):
+class TorchReference(ExpertsBackend):
     """Float32 throughout: decoded weights, products, SiLU, and the sums of both GEMMs.
 
     Weights are decoded one matrix at a time, each at most once a call. Runs of one call are bitwise

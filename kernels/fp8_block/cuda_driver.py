@@ -1,0 +1,213 @@
+"""Compile CUDA C++ at run time and launch it, through libnvrtc and libcuda alone.
+
+No toolkit and no extension build: torch's own wheels bring libnvrtc, the driver libcuda. Cubins are
+cached on disk under MOEQUANT_CACHE_DIR, by default ~/.cache/moequant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moequant.errors import MoequantError
+
+_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--extra-device-vectorization")
+_MAX_DYNAMIC_SHARED = 8
+_LAUNCH_CLUSTER = 4
+_LAUNCH_PROGRAMMATIC = 6
+_UINT8 = 0
+_SWIZZLE_128B = 3
+_L2_PROMOTE_128B = 2
+_MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
+
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap: 128 opaque bytes."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_uint32 * 16),
+    )
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _compiler() -> ctypes.CDLL:
+    assert torch.version.cuda is not None
+    return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+
+
+def why_no_compiler() -> str | None:
+    """Why nothing can be compiled here, in one clause; None where it can."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    try:
+        _compiler()
+    except OSError as error:
+        return f"the compiler NVRTC does not load ({error})"
+    return None
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        raise MoequantError(f"{what} failed with code {result}")
+
+
+def compile_cubin(source: str, defines: dict[str, int]) -> bytes:
+    """Machine code of `source` for SM90 with macros `defines`; from the disk cache if it is there.
+
+    Raises:
+        MoequantError: the compiler refuses; carries its log.
+    """
+    options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
+    lib = _compiler()
+    version = (ctypes.c_int * 2)()
+    lib.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
+    key = hashlib.sha256("\0".join([source, *options, str(list(version))]).encode()).hexdigest()
+    default = Path.home() / ".cache" / "moequant"
+    path = Path(os.environ.get("MOEQUANT_CACHE_DIR", default)) / f"{key[:32]}.cubin"
+    with suppress(OSError):
+        return path.read_bytes()
+    program = ctypes.c_void_p()
+    text = source.encode()
+    _check(
+        lib.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None), "nvrtc"
+    )
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = lib.nvrtcCompileProgram(program, len(options), arguments)
+    size = ctypes.c_size_t()
+    if failed:
+        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetProgramLog(program, log)
+        raise MoequantError(log.value.decode())
+    lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    cubin = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetCUBIN(program, cubin)
+    lib.nvrtcDestroyProgram(ctypes.byref(program))
+    _store(path, cubin.raw)
+    return cubin.raw
+
+
+def _store(path: Path, cubin: bytes) -> None:
+    # A cache: where it cannot be written, the next process compiles again.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
+            partial.write(cubin)
+        Path(partial.name).replace(path)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded function and how it is launched."""
+
+    function: ctypes.c_void_p
+    threads: int
+    shared_bytes: int
+    cluster: int
+
+    @staticmethod
+    def load(cubin: bytes, name: str, *, threads: int, shared_bytes: int, cluster: int) -> Kernel:
+        """Load `name` from `cubin` into the current context."""
+        lib = _driver()
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(lib.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
+        _check(
+            lib.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
+            "cuModuleGetFunction",
+        )
+        _check(
+            lib.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
+            "cuFuncSetAttribute",
+        )
+        return Kernel(function, threads, shared_bytes, cluster)
+
+    def launch(self, blocks: int, arguments: list[ctypes._CData]) -> None:
+        """Launch on torch's current stream; may start before the kernel in front has ended."""
+        attributes = (_Attribute * 2)()
+        attributes[0].id = _LAUNCH_PROGRAMMATIC
+        attributes[0].value[0] = 1
+        attributes[1].id = _LAUNCH_CLUSTER
+        attributes[1].value[0], attributes[1].value[1], attributes[1].value[2] = self.cluster, 1, 1
+        config = _Config(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            shared_bytes=self.shared_bytes,
+            stream=torch.cuda.current_stream().cuda_stream,
+            attributes=attributes,
+            attribute_count=2 if self.cluster > 1 else 1,
+        )
+        pointers = (ctypes.c_void_p * len(arguments))(
+            *(ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in arguments)
+        )
+        _check(
+            _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None),
+            "cuLaunchKernelEx",
+        )
+
+
+def tensor_map(tensor: Tensor, *, box: tuple[int, int]) -> TensorMap:
+    """A TMA descriptor of a 2-D tensor of bytes.
+
+    In shared memory, the 16-byte chunks of a 128-byte row are permuted as WGMMA reads them. What
+    lies outside the tensor reads as 0.
+
+    Args:
+        tensor: [outer, inner] uint8, inner stride 1, outer stride a multiple of 16.
+        box: outer and inner extent of one load.
+    """
+    outer, inner = tensor.shape
+    assert tensor.stride(1) == 1
+    assert tensor.data_ptr() % 16 == 0
+    room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    offset = -ctypes.addressof(room) % _MAP_ALIGNMENT
+    _check(
+        _driver().cuTensorMapEncodeTiled(
+            ctypes.byref(room, offset),
+            _UINT8,
+            2,
+            ctypes.c_void_p(tensor.data_ptr()),
+            (ctypes.c_uint64 * 2)(inner, outer),
+            (ctypes.c_uint64 * 1)(tensor.stride(0)),
+            (ctypes.c_uint32 * 2)(box[1], box[0]),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,
+            _SWIZZLE_128B,
+            _L2_PROMOTE_128B,
+            0,
+        ),
+        "cuTensorMapEncodeTiled",
+    )
+    return TensorMap.from_buffer_copy(room, offset)

@@ -1,0 +1,212 @@
+"""Quantize hidden states to FP8 groups of 128 and lay them in the order of the experts.
+
+Each token is read and quantized once, and written to the rows of all its slots.
+
+    rows   float8_e4m3fn [rows, H]
+    scale  float32       [ceil(H / 128), row stride]   scale[g, r], as DeepGEMM and our TMA want it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from moequant.kernels.fp8_block.fp8_codes import quantize_groups
+from moequant.kernels.fp8_block.launch import INTERPRETED, overlaps_launches, wait_for_inputs
+from moequant.kernels.fp8_block.routing import (
+    TILE_FIELDS,
+    SortedRouting,
+    local_expert,
+    map_size,
+    sort_routing,
+    write_tiles,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FEW_SLOTS = 1024
+"""Up to here, one launch sorts and quantizes."""
+
+_GROUPS_A_PROGRAM = 16
+
+
+def prepare(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    routing: SortedRouting,
+    rows: Tensor,
+    scale: Tensor,
+    *,
+    experts: int,
+    alignment: int,
+    tile_rows: int,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Sort the routing, quantize, permute: one launch for few slots and alignment 1, else up to 3.
+
+    Args:
+        hidden: [M, H] contiguous, bfloat16, float16 or float32.
+        topk_ids: [M, T] contiguous int32 or int64.
+        routing: written.
+        rows: float8_e4m3fn [rows, H], written but for gaps.
+        scale: float32 [ceil(H / 128), row stride], written but for gaps.
+        experts: E here.
+        alignment: of each expert's first row.
+        tile_rows: most rows of a tile.
+        expert_map: [global experts], see `sort_routing`.
+    """
+    tokens, topk = topk_ids.shape
+    if tokens == 0:
+        return
+    overlap = overlaps_launches(hidden.device)
+    H = hidden.shape[1]
+    shared = {
+        "H": H,
+        "TOPK": topk,
+        "NATIVE": not INTERPRETED,
+        "OVERLAP": overlap,
+    }
+    if tokens * topk <= FEW_SLOTS and alignment == 1:
+        prepare_few[(tokens + 1, triton.cdiv(H, 128 * _GROUPS_A_PROGRAM))](
+            hidden,
+            topk_ids,
+            topk_ids if expert_map is None else expert_map,
+            rows,
+            scale,
+            routing.row_of_slot,
+            routing.tiles,
+            routing.tile_count,
+            routing.units_taken,
+            tokens,
+            scale.stride(0),
+            E=experts,
+            E_PAD=routing.counts.shape[1],
+            GROUPS=_GROUPS_A_PROGRAM,
+            SLOTS_PAD=triton.next_power_of_2(tokens * topk),
+            TILE_ROWS=tile_rows,
+            TOPK_PAD=triton.next_power_of_2(topk),
+            FIELDS=TILE_FIELDS,
+            MAP_SIZE=map_size(expert_map),
+            **shared,
+            num_warps=4,
+            launch_pdl=overlap,
+        )
+        return
+    sort_routing(
+        topk_ids, routing, experts=experts, alignment=alignment, tile_rows=tile_rows,
+        expert_map=expert_map,
+    )  # fmt: skip
+    quantize_permute[(tokens, triton.cdiv(H, 128 * _GROUPS_A_PROGRAM))](
+        hidden,
+        routing.row_of_slot,
+        rows,
+        scale,
+        scale.stride(0),
+        GROUPS=_GROUPS_A_PROGRAM,
+        **shared,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit
+def _quantize(hidden, token, group, H: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes [groups, 128] and scales [groups] of the groups `group` of a token."""
+    col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(hidden + token.to(tl.int64) * H + col, mask=col < H, other=0.0).to(tl.float32)
+    return quantize_groups(x, NATIVE)
+
+
+@triton.jit
+def _scatter(codes, group_scale, row, live, rows, scale, scale_stride, group, H: tl.constexpr):
+    """Write a token's groups to one row, if that is `live`."""
+    col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    width = tl.where(live, H, 0)
+    tl.store(rows + row.to(tl.int64) * H + col, codes, mask=col < width)
+    tl.store(scale + group * scale_stride + row, group_scale, mask=group * 128 < width)
+
+
+@triton.jit
+def quantize_permute(
+    hidden,
+    row_of_slot,
+    rows,
+    scale,
+    scale_stride,
+    GROUPS: tl.constexpr,
+    H: tl.constexpr,
+    TOPK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: GROUPS groups of one token, to rows known from the sort."""
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    codes, group_scale = _quantize(hidden, token, group, H, NATIVE)
+    for t in tl.static_range(TOPK):
+        row = tl.load(row_of_slot + token * TOPK + t)
+        _scatter(codes, group_scale, row, row >= 0, rows, scale, scale_stride, group, H)
+
+
+@triton.jit
+def prepare_few(
+    hidden,
+    topk_ids,
+    expert_map,
+    rows,
+    scale,
+    row_of_slot,
+    tiles,
+    tile_count,
+    units_taken,
+    tokens,
+    scale_stride,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    H: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Program m < M places token m and quantizes GROUPS groups of it; program M writes the tiles.
+
+    A slot's row is the number of slots that sort before it, which every program counts for itself.
+    """
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0)
+    slots = tokens * TOPK
+    every = tl.arange(0, SLOTS_PAD)
+    of = local_expert(topk_ids, expert_map, every, every < slots, E, MAP_SIZE)
+    part = tl.program_id(1)
+    if token == tokens:
+        if part == 0:
+            total = tl.histogram(tl.minimum(of, E_PAD - 1), E_PAD, mask=of < E)
+            start = tl.cumsum(total, 0) - total
+            bins = tl.arange(0, E_PAD)
+            write_tiles(tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, FIELDS)
+    else:
+        t = tl.arange(0, TOPK_PAD)
+        slot = token * TOPK + t
+        expert = local_expert(topk_ids, expert_map, slot, t < TOPK, E, MAP_SIZE)
+        live = expert < E
+        sorts_before = (of[None, :] < expert[:, None]) | (
+            (of[None, :] == expert[:, None]) & (every[None, :] < slot[:, None])
+        )
+        row = tl.sum(sorts_before.to(tl.int32), 1)
+        tl.store(row_of_slot + slot, tl.where(live, row, -1), mask=t < tl.where(part == 0, TOPK, 0))
+        group = part * GROUPS + tl.arange(0, GROUPS)
+        codes, group_scale = _quantize(hidden, token, group, H, NATIVE)
+        for i in tl.static_range(TOPK):
+            this = tl.sum(tl.where(t == i, row, 0), 0)
+            here = tl.sum(tl.where((t == i) & live, 1, 0), 0) > 0
+            _scatter(codes, group_scale, this, here, rows, scale, scale_stride, group, H)

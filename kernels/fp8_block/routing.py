@@ -1,0 +1,301 @@
+"""Sort the M * T slots of a routing by expert, on the device, without atomics.
+
+A slot s = m * T + t is the t-th choice of token m. Rows are slots in the order of their expert and,
+within one, of the slot, so the order is the same from run to run. Each expert's rows start at a
+multiple of `alignment`. Tiles are runs of at most `tile_rows` rows of one expert: the work list of
+the grouped GEMMs.
+
+One launch up to ONE_LAUNCH_SLOTS slots: every program counts all of them by itself. Above, a first
+launch counts per chunk. A slot's place within its chunk and expert is the number of equal experts
+before it, found by comparing all pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moequant.kernels.fp8_block.launch import overlaps_launches, wait_for_inputs
+
+TILE_FIELDS = 4
+"""int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""
+
+ONE_LAUNCH_SLOTS = 4096
+MAX_SLOTS = 65536
+_CHUNK = 256
+
+
+def max_tiles(slots: int, experts: int, tile_rows: int) -> int:
+    """The most tiles that any routing of `slots` slots makes."""
+    if slots <= experts:
+        return slots
+    return experts + (slots - experts) // tile_rows
+
+
+def max_rows(slots: int, experts: int, alignment: int) -> int:
+    """The most rows, gaps included, that any routing of `slots` slots fills."""
+    return (slots + min(slots, experts) * (alignment - 1)) // alignment * alignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedRouting:
+    """Where the slots of a routing lie, and the work list over them.
+
+    Attributes:
+        slot_of_row: [max_rows] int32; gaps between experts are not written.
+        row_of_slot: [M * T] int32, -1 where the expert is not here.
+        row_end: [E] int32, the row behind the last of each expert (DeepGEMM's psum layout).
+        tiles: [max_tiles, TILE_FIELDS] int32; those from `tile_count` on are not written.
+        tile_count: [1] int32.
+        units_taken: [2] int32, set to 0 by every sort: the GEMMs' work counters.
+        counts: [chunks, E_pad] int32 scratch of the two-launch sort.
+    """
+
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    row_end: Tensor
+    tiles: Tensor
+    tile_count: Tensor
+    units_taken: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def allocate(
+        slots: int, experts: int, *, alignment: int, tile_rows: int, device: torch.device
+    ) -> SortedRouting:
+        """Room for any routing of `slots` slots; not initialized."""
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        return SortedRouting(
+            slot_of_row=empty(max_rows(slots, experts, alignment)),
+            row_of_slot=empty(slots),
+            row_end=empty(experts),
+            tiles=empty(max_tiles(slots, experts, tile_rows), TILE_FIELDS),
+            tile_count=empty(1),
+            units_taken=empty(2),
+            counts=empty(chunks(slots), triton.next_power_of_2(experts)),
+        )
+
+
+def map_size(expert_map: Tensor | None) -> int:
+    """Ids that `expert_map` knows; -1 where there is none, and ids are indices."""
+    return -1 if expert_map is None else expert_map.shape[0]
+
+
+def chunks(slots: int) -> int:
+    """Programs that place `slots` slots."""
+    return -(-slots // _CHUNK)
+
+
+def sort_routing(
+    topk_ids: Tensor,
+    out: SortedRouting,
+    *,
+    experts: int,
+    alignment: int,
+    tile_rows: int,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Sort `topk_ids` [M, T] int32 or int64 contiguous into `out`.
+
+    Ids outside 0 to E - 1 (after `expert_map`, [global experts] int32 or int64) have no row.
+    """
+    slots = topk_ids.numel()
+    if slots == 0:
+        return
+    overlap = overlaps_launches(topk_ids.device)
+    if slots > ONE_LAUNCH_SLOTS:
+        count_experts[(chunks(slots),)](
+            topk_ids,
+            topk_ids if expert_map is None else expert_map,
+            out.counts,
+            slots,
+            E=experts,
+            E_PAD=out.counts.shape[1],
+            CHUNK=_CHUNK,
+            MAP_SIZE=map_size(expert_map),
+            OVERLAP=overlap,
+            num_warps=4,
+            launch_pdl=overlap,
+        )
+    place_slots[(chunks(slots),)](
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
+        out.counts,
+        out.slot_of_row,
+        out.row_of_slot,
+        out.row_end,
+        out.tiles,
+        out.tile_count,
+        out.units_taken,
+        slots,
+        E=experts,
+        E_PAD=out.counts.shape[1],
+        CHUNK=_CHUNK,
+        SLOTS_PAD=triton.next_power_of_2(slots) if slots <= ONE_LAUNCH_SLOTS else 0,
+        ALIGNMENT=alignment,
+        TILE_ROWS=tile_rows,
+        FIELDS=TILE_FIELDS,
+        MAP_SIZE=map_size(expert_map),
+        OVERLAP=overlap,
+        num_warps=8,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit
+def local_expert(topk_ids, expert_map, slot, mask, E: tl.constexpr, MAP_SIZE: tl.constexpr):
+    """Index here of the expert of `slot`, or E where there is none.
+
+    Ids are compared as they are, before int64 is narrowed, and before the map is read: one out of
+    range is no expert, and reads nothing.
+    """
+    expert = tl.load(topk_ids + slot, mask=mask, other=-1)
+    if MAP_SIZE >= 0:
+        known = (expert >= 0) & (expert < MAP_SIZE)
+        expert = tl.load(expert_map + expert, mask=mask & known, other=-1)
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+
+
+@triton.jit
+def count_experts(
+    topk_ids,
+    expert_map,
+    counts,
+    slots,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Slots of each expert in this program's chunk."""
+    wait_for_inputs(OVERLAP)
+    chunk = tl.program_id(0)
+    slot = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = local_expert(topk_ids, expert_map, slot, slot < slots, E, MAP_SIZE)
+    found = tl.histogram(tl.minimum(expert, E_PAD - 1), E_PAD, mask=expert < E)
+    tl.store(counts + chunk * E_PAD + tl.arange(0, E_PAD), found)
+
+
+@triton.jit
+def place_slots(
+    topk_ids,
+    expert_map,
+    counts,
+    slot_of_row,
+    row_of_slot,
+    row_end,
+    tiles,
+    tile_count,
+    units_taken,
+    slots,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Rows of this program's chunk of slots; program 0 writes the experts' ends and the tiles."""
+    wait_for_inputs(OVERLAP)
+    place_chunk(
+        tl.program_id(0), topk_ids, expert_map, counts, slot_of_row, row_of_slot, row_end, tiles,
+        tile_count, units_taken, slots, E, E_PAD, CHUNK, SLOTS_PAD, ALIGNMENT, TILE_ROWS, FIELDS,
+        MAP_SIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def place_chunk(
+    chunk,
+    topk_ids,
+    expert_map,
+    counts,
+    slot_of_row,
+    row_of_slot,
+    row_end,
+    tiles,
+    tile_count,
+    units_taken,
+    slots,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
+):
+    """The body of `place_slots` for one chunk."""
+    bins = tl.arange(0, E_PAD)
+    if SLOTS_PAD > 0:
+        every = tl.arange(0, SLOTS_PAD)
+        of = local_expert(topk_ids, expert_map, every, every < slots, E, MAP_SIZE)
+        bin_of = tl.minimum(of, E_PAD - 1)
+        total = tl.histogram(bin_of, E_PAD, mask=of < E)
+        before = tl.histogram(bin_of, E_PAD, mask=(of < E) & (every < chunk * CHUNK))
+    else:
+        total = tl.zeros([E_PAD], tl.int32)
+        before = tl.zeros([E_PAD], tl.int32)
+        # 64 chunks at a time, as registers allow.
+        for first in range(0, tl.num_programs(0), 64):
+            row = first + tl.arange(0, 64)[:, None]
+            used = row < tl.num_programs(0)
+            found = tl.load(counts + row * E_PAD + bins[None, :], mask=used, other=0)
+            total += tl.sum(found, 0)
+            before += tl.sum(tl.where(row < chunk, found, 0), 0)
+    room = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    start = tl.cumsum(room, 0) - room
+    if chunk == 0:
+        tl.store(row_end + bins, start + total, mask=bins < E)
+        write_tiles(tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, FIELDS)
+    index = tl.arange(0, CHUNK)
+    slot = chunk * CHUNK + index
+    expert = local_expert(topk_ids, expert_map, slot, slot < slots, E, MAP_SIZE)
+    rank = tl.zeros([CHUNK], tl.int32)
+    for first in tl.static_range(0, CHUNK, 32):
+        across = first + tl.arange(0, 32)
+        other_slot = chunk * CHUNK + across
+        other = local_expert(topk_ids, expert_map, other_slot, other_slot < slots, E, MAP_SIZE)
+        same = (expert[:, None] == other[None, :]) & (across[None, :] < index[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    here = (expert < E) & (slot < slots)
+    row = tl.gather(start + before, tl.minimum(expert, E_PAD - 1), 0) + rank
+    tl.store(slot_of_row + row, slot, mask=here)
+    tl.store(row_of_slot + slot, tl.where(here, row, -1), mask=slot < slots)
+
+
+@triton.jit
+def write_tiles(
+    tiles,
+    tile_count,
+    units_taken,
+    start,
+    total,
+    bins,
+    TILE_ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Cut each expert's `total` rows from `start` on into tiles."""
+    needed = (total + TILE_ROWS - 1) // TILE_ROWS
+    end = tl.cumsum(needed, 0)
+    tl.store(tile_count, tl.sum(needed, 0))
+    tl.store(units_taken + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    first = tiles + (end - needed) * FIELDS
+    for i in range(tl.max(needed, 0)):
+        live = i < needed
+        tl.store(first + i * FIELDS, bins, mask=live)
+        tl.store(first + i * FIELDS + 1, start + i * TILE_ROWS, mask=live)
+        tl.store(first + i * FIELDS + 2, tl.minimum(total - i * TILE_ROWS, TILE_ROWS), mask=live)
+        tl.store(first + i * FIELDS + 3, (end - needed) | (needed << 16), mask=live)

@@ -1,0 +1,165 @@
+"""Time calls of the FP8-block experts on one GPU: CUDA-graph replays, floors from the same routing.
+
+    python tests/bench/fp8_block/bench.py [--shape NAME,...] [--tokens 1,8,...] [--rows 8,16,...]
+        [--splits 1x1,2x2] [--stages] [--json FILE]
+
+A cell rotates over 8, 4 or 2 inputs, so that what one call leaves in L2 serves the next only where
+it would in use. `--rows` and `--splits` try tilings other than the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from shapes import SHAPES, calc_diff, evaluate, random_weights, uniform_routing
+from timing import DEVICE, fp8_tflops, graph_time, read_tb_per_s
+
+from moequant.kernels.fp8_block.experts import Plan, Tiling, default_tiling
+from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS
+from moequant.kernels.fp8_block.routing import sort_routing
+from moequant.kernels.fp8_block.weighted_reduce import weighted_reduce
+
+# See tests/runtime/test_sm90_fp8_block.py.
+CALC_DIFF = 1e-3
+
+
+@dataclass(frozen=True)
+class Cell:
+    shape: str
+    tokens: int
+    tile_rows: int
+    split_gate_up: int
+    split_down: int
+    time_us: float
+    floor_us: float
+    stage_us: dict[str, float] | None
+
+
+def floor_us(shape, ids, read, flops):
+    """The longer of what must be read and written over `read`, and FLOPs over `flops`."""
+    E = ids.unique().numel()
+    size = 3 * shape.hidden * shape.intermediate
+    moved = E * size * (1 + 4 / 128**2) + ids.shape[0] * shape.hidden * 4
+    return max(moved / read / 1e6, 2 * ids.numel() * size / flops / 1e6)
+
+
+def make_inputs(shape, tokens):
+    count = 8 if tokens <= 8 else 4 if tokens <= 512 else 2
+    inputs = []
+    for i in range(count):
+        ids, topk_weights = uniform_routing(tokens, shape, DEVICE, 1000 * i + tokens)
+        hidden = torch.randn(tokens, shape.hidden, device=DEVICE, dtype=torch.bfloat16)
+        inputs.append((hidden, ids, topk_weights, torch.empty_like(hidden)))
+    return inputs
+
+
+def spot_check(weights, plan, call, tokens=16):
+    """Compare some tokens of `call` with the float32 evaluation."""
+    plan.poison()
+    call[3].fill_(float("nan"))
+    plan(*call)
+    pick = torch.arange(call[0].shape[0], device=DEVICE)[:: max(call[0].shape[0] // tokens, 1)]
+    diff = calc_diff(call[3][pick], evaluate(weights, *(t[pick] for t in call[:3])))
+    if not (diff <= CALC_DIFF and bool(call[3].isfinite().all())):
+        raise SystemExit(f"wrong: calc_diff {diff}")
+
+
+def time_stages(weights, plan, call):
+    """Microseconds of each launch by itself; in a call they overlap."""
+    hidden, ids, topk_weights, out = call
+
+    def again(gemm):
+        plan.routing.units_taken.zero_()
+        gemm()
+
+    def sort():
+        sizes = {"experts": weights.experts, "alignment": 1, "tile_rows": plan.tiling.rows}
+        sort_routing(ids, plan.routing, **sizes)
+
+    plan(*call)
+    stages = {
+        "prepare": lambda: plan.prepare(hidden, ids),
+        "gate_up_with_counter_reset": lambda: again(plan.gate_up),
+        "down_with_counter_reset": lambda: again(plan.down),
+        "reduce": lambda: weighted_reduce(plan.y, plan.routing.row_of_slot, topk_weights, out),
+    }
+    if ids.numel() > FEW_SLOTS:
+        stages["sort_within_prepare"] = sort
+    return {name: graph_time([stage] * 4) for name, stage in stages.items()}
+
+
+def time_cell(name, weights, inputs, tiling, ceilings, *, stages):
+    tokens, topk = inputs[0][1].shape
+    plan = Plan(weights, tokens, topk, tiling=tiling)
+    spot_check(weights, plan, inputs[0])
+    return Cell(
+        shape=name,
+        tokens=tokens,
+        tile_rows=tiling.rows,
+        split_gate_up=tiling.split13,
+        split_down=tiling.split2,
+        time_us=graph_time([lambda call=call: plan(*call) for call in inputs]),
+        floor_us=statistics.mean(floor_us(SHAPES[name], call[1], *ceilings) for call in inputs),
+        stage_us=time_stages(weights, plan, inputs[0]) if stages else None,
+    )
+
+
+def tilings(default, rows, splits):
+    for r in map(int, rows.split(",")) if rows else [default.rows]:
+        for split in splits.split(",") if splits else [f"{default.split13}x{default.split2}"]:
+            first, second = map(int, split.split("x"))
+            yield Tiling(rows=r, split13=first, split2=second)
+
+
+def machine():
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192")
+    parser.add_argument("--rows", default="", help="tile rows to try, instead of the default")
+    parser.add_argument("--splits", default="", help="splits along K to try, such as 2x1")
+    parser.add_argument("--stages", action="store_true", help="also time each launch by itself")
+    parser.add_argument("--json", type=Path, help="also write the cells here")
+    args = parser.parse_args()
+    ceilings = read_tb_per_s(), fp8_tflops()
+    print(f"read {ceilings[0]:.2f} TB/s, FP8 {ceilings[1]:.0f} TFLOPS", flush=True)
+    cells = []
+    for name in args.shape.split(","):
+        weights = random_weights(SHAPES[name], DEVICE)
+        for tokens in map(int, args.tokens.split(",")):
+            inputs = make_inputs(SHAPES[name], tokens)
+            default = default_tiling(weights, tokens * SHAPES[name].topk)
+            for tiling in tilings(default, args.rows, args.splits):
+                cell = time_cell(name, weights, inputs, tiling, ceilings, stages=args.stages)
+                cells.append(cell)
+                ratio = cell.time_us / cell.floor_us
+                print(
+                    f"{name} M={tokens} {tiling}: {cell.time_us:.1f} us, "
+                    f"{ratio:.2f} x floor {cell.stage_us or ''}",
+                    flush=True,
+                )
+    if args.json:
+        document = {
+            "machine": machine(),
+            "read_tb_per_s": ceilings[0],
+            "fp8_tflops": ceilings[1],
+            "cells": [asdict(cell) for cell in cells],
+        }
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+main()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moequant.kernels.fp8_block.launch import INTERPRETED
+from moequant.kernels.fp8_block.routing import (
+    ONE_LAUNCH_SLOTS,
+    SortedRouting,
+    max_rows,
+    max_tiles,
+    sort_routing,
+)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def experts_here(ids, experts, expert_map):
+    """Index here of every slot's expert, or -1, in plain Python."""
+    known = expert_map.tolist() if expert_map is not None else range(experts)
+    here = [known[i] if 0 <= i < len(known) else -1 for i in ids.flatten().tolist()]
+    return torch.tensor([e if 0 <= e < experts else -1 for e in here], dtype=torch.int64)
+
+
+def check(ids, experts, alignment, tile_rows, expert_map=None):
+    out = SortedRouting.allocate(
+        ids.numel(), experts, alignment=alignment, tile_rows=tile_rows, device=DEVICE
+    )
+    for t in (out.slot_of_row, out.row_of_slot, out.row_end, out.tiles, out.tile_count, out.counts):
+        t.fill_(-77)
+    sort_routing(
+        ids.to(DEVICE),
+        out,
+        experts=experts,
+        alignment=alignment,
+        tile_rows=tile_rows,
+        expert_map=None if expert_map is None else expert_map.to(DEVICE),
+    )
+    here = experts_here(ids, experts, expert_map)
+    start, rows, tiles, ends = 0, {}, [], []
+    row_of_slot = torch.full_like(here, -1)
+    for e in range(experts):
+        slots = (here == e).nonzero().flatten()
+        row_of_slot[slots] = start + torch.arange(len(slots))
+        rows.update({start + i: int(s) for i, s in enumerate(slots)})
+        tiles += [
+            [e, start + i, min(tile_rows, len(slots) - i)] for i in range(0, len(slots), tile_rows)
+        ]
+        ends.append(start + len(slots))
+        start += -(-len(slots) // alignment) * alignment
+    assert out.row_end.tolist() == ends
+    assert out.row_of_slot.tolist() == row_of_slot.tolist()
+    got = out.slot_of_row.tolist()
+    assert start <= max_rows(ids.numel(), experts, alignment) == len(got)
+    assert all(got[r] == s for r, s in rows.items())
+    found = out.tiles.tolist()
+    assert len(tiles) <= max_tiles(ids.numel(), experts, tile_rows) == len(found)
+    assert [t[:3] for t in found[: len(tiles)]] == tiles
+    assert out.tile_count.tolist() == [len(tiles)]
+    assert out.units_taken.tolist() == [0, 0]
+    of = [t[0] for t in tiles]
+    assert [t[3] for t in found[: len(tiles)]] == [of.index(e) | of.count(e) << 16 for e in of]
+
+
+def random_ids(tokens, experts, topk):
+    g = torch.Generator().manual_seed(tokens)
+    return torch.rand(tokens, experts, generator=g).argsort(1)[:, :topk].int().contiguous()
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        1,
+        3,
+        70,
+        *(pytest.param(t, marks=pytest.mark.full) for t in (700, 2048)),
+        *([] if INTERPRETED else [8192]),
+    ],
+)
+@pytest.mark.parametrize(("experts", "topk"), [(1, 1), (8, 2), (128, 8), (256, 8)])
+@pytest.mark.parametrize(("alignment", "tile_rows"), [(1, 16), (128, 128)])
+def test_order_ends_and_tiles_are_those_of_a_stable_sort(
+    tokens, experts, topk, alignment, tile_rows
+):
+    ids = random_ids(tokens, experts, topk)
+    check(ids, experts, alignment, tile_rows)
+    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.2] = -1
+    check(ids.long(), experts, alignment, tile_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_map_says_which_experts_are_here(dtype):
+    half = torch.full((128,), -1, dtype=dtype)
+    half[32:64] = torch.arange(32)
+    check(random_ids(40, 128, 8), 32, 1, 16, half)
+
+
+def test_two_launches_sort_as_one_does():
+    tokens = ONE_LAUNCH_SLOTS // 8 + 3
+    check(random_ids(tokens, 128, 8), 128, 1, 128)
+
+
+def test_all_slots_to_one_expert():
+    check(torch.full((300, 2), 3, dtype=torch.int32), 8, 64, 32)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_ids_out_of_range_are_no_expert_s(mapped):
+    # Narrowed to int32, the last three would be 0, 3 and -1.
+    far = [-2, 8, 9, 1 << 30, -(1 << 31), 1 << 32, (1 << 32) + 3, (1 << 32) - 1]
+    ids = torch.tensor([[0, 3, 7], *([i, 2, -1] for i in far)])
+    # An index that the map gives for no expert here counts as none too.
+    check(ids, 8, 1, 16, torch.tensor([3, 8, 0, -5, 7, 1, 2, 1 << 33]) if mapped else None)
+
+
+def test_a_map_of_nothing_knows_no_id():
+    check(torch.tensor([[0, 1], [2, -1]]), 4, 1, 16, torch.empty(0, dtype=torch.int64))

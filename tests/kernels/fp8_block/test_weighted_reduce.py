@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moequant.kernels.fp8_block.launch import INTERPRETED
+from moequant.kernels.fp8_block.weighted_reduce import weighted_reduce
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+ROW_OF_SLOT = torch.tensor([[3, -1, 0], [6, 5, 1], [-1, -1, -1]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_the_weighted_sum_of_their_rows(dtype, weight_dtype):
+    g = torch.Generator().manual_seed(1)
+    rows = torch.randn(7, 300, generator=g).bfloat16()
+    weights = torch.rand(3, 3, generator=g).to(weight_dtype)
+    weights[0, 1] = torch.nan  # of a slot that adds nothing
+    out = torch.full((3, 300), torch.nan, dtype=dtype, device=DEVICE)
+    weighted_reduce(rows.to(DEVICE), ROW_OF_SLOT.flatten().to(DEVICE), weights.to(DEVICE), out)
+    live = torch.where(ROW_OF_SLOT >= 0, weights.double(), 0.0)
+    terms = live[..., None] * rows.double()[ROW_OF_SLOT.clamp(min=0).long()]
+    # Three products and two sums in float32, each within 2**-24 of what it rounds; then half an ulp
+    # of the dtype, or a whole one: Triton's interpreter cuts off where it should round.
+    eps = torch.finfo(dtype).eps / (1 if INTERPRETED else 2)
+    bound = terms.abs().sum(1) * 4 * 2.0**-24 + terms.sum(1).abs() * eps
+    assert ((out.cpu().double() - terms.sum(1)).abs() <= bound).all()
+    assert (out[2] == 0).all()

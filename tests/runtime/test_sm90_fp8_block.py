@@ -1,0 +1,305 @@
+"""The FP8-block kernels as a backend; all but the reasons for no want a device of SM90."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.formats import quantize
+from moequant.runtime import ExpertWeights, FusedExperts, select
+from moequant.runtime.backends import REGISTRY, Workload
+
+NAME = "sm90_fp8_block"
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+WORKLOAD = Workload(
+    format="fp8_block",
+    activations="fp8_group128",
+    experts=8,
+    hidden=256,
+    intermediate=128,
+    device=torch.device("cuda", 0),
+)
+
+# E, H, I, T. The second has no size that is a multiple of 128, as gpt-oss (2880) has none.
+SMALL, ODD, QWEN3_30B = (16, 1024, 512, 4), (8, 720, 336, 2), (128, 2048, 768, 8)
+
+# Both sides quantize the hidden states to the same bits (tests/kernels). From there they differ by
+# sums: tensor cores add FP8 products with about 14 bits, a relative error d of about 1e-3 in front
+# of the middle quantization. It flips a code with probability d / ulp (E4M3: ulp about 2**-3.5),
+# and each flip costs an ulp: sqrt(d * ulp) = 1 % of error, calc_diff = error**2 / 2 = 5e-5. Few
+# values flip where tokens are few, so it scatters; 5e-6 to 2e-4 were measured.
+CALC_DIFF = 1e-3
+# Of the largest value: six of the errors above, where output elements are normal.
+OUTLIER = 0.06
+
+
+def gpu(test):
+    test = pytest.mark.skipif(not HERE, reason="needs a CUDA device of SM90")(test)
+    return pytest.mark.gpu(test)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "nvfp4", "activations": "none"}, "runs fp8_block alone"),
+        ({"activations": "none"}, "activations in fp8_group128 alone"),
+        ({"hidden": 264}, "wants H a multiple of 16"),
+        ({"intermediate": 100}, "wants I a multiple of 16"),
+        ({"experts": 0}, "wants at least one expert"),
+        ({"device": torch.device("cpu")}, "wants a CUDA device"),
+    ],
+)
+def test_what_it_cannot_run_it_refuses_with_the_reason(change, reason):
+    assert reason in REGISTRY[NAME].supports(replace(WORKLOAD, **change))
+    with pytest.raises(UnsupportedError, match=reason):
+        select(replace(WORKLOAD, **change), NAME)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so():
+    assert REGISTRY[NAME].supports(WORKLOAD) == "finds no CUDA device"
+
+
+@gpu
+def test_it_is_the_default_where_it_runs():
+    assert select(WORKLOAD).name == NAME
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """weights(shape): experts on the device; the same shape gives the same."""
+    made = {}
+
+    def make(shape):
+        if shape not in made:
+            E, H, I, _ = shape
+            g = torch.Generator("cuda").manual_seed(0)
+            parts = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+            made[shape] = ExpertWeights(
+                **{
+                    name: quantize(
+                        torch.randn(size, generator=g, device="cuda") * size[2] ** -0.5,
+                        "fp8_block",
+                        scale="float32",
+                    )
+                    for name, size in parts.items()
+                }
+            )
+        return made[shape]
+
+    return make
+
+
+def inputs(shape, M, kind="uniform", dtype=torch.bfloat16):
+    E, H, _, T = shape
+    g = torch.Generator("cuda").manual_seed(M)
+    hidden = torch.randn(M, H, generator=g, device="cuda").to(dtype)
+    score = torch.rand(M, E, generator=g, device="cuda")
+    if kind == "skewed":  # the first experts take most tokens
+        score = score * torch.arange(E, 0, -1, device="cuda") ** 2
+    ids = score.topk(T).indices
+    if kind == "holes":
+        ids[torch.rand(M, T, generator=g, device="cuda") < 0.4] = -1
+    if kind == "one expert":
+        ids[:] = -1
+        ids[:, T - 1] = E - 1
+    if kind == "nowhere":
+        ids[:] = -1
+    router = torch.rand(M, T, generator=g, device="cuda") + 0.1
+    return hidden, ids.int(), router / router.sum(1, keepdim=True)
+
+
+def calc_diff(x, y):
+    x, y = x.double(), y.double()
+    return float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
+
+
+def check(weights, call, **options):
+    """The output, compared with the float32 reference on the same device."""
+    got = FusedExperts(weights, backend=NAME)(*call, **options)
+    want = FusedExperts(weights, backend="torch_reference")(*call, **options)
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype == call[0].dtype
+    assert bool(got.isfinite().all())
+    if want.any():
+        assert calc_diff(got, want) <= CALC_DIFF
+        assert (got.float() - want.float()).abs().max() <= OUTLIER * want.float().abs().max()
+    else:
+        assert not got.any()
+    return got
+
+
+@gpu
+@pytest.mark.parametrize("M", [0, 1, 3, 8, 32, 128, 512])
+@pytest.mark.parametrize("shape", [SMALL, ODD, QWEN3_30B])
+def test_it_computes_what_the_reference_does(weights, shape, M):
+    check(weights(shape), inputs(shape, M))
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["skewed", "holes", "one expert", "nowhere"])
+@pytest.mark.parametrize(("shape", "M"), [(SMALL, 5), (ODD, 200), (QWEN3_30B, 300)])
+def test_it_does_for_every_kind_of_routing(weights, shape, M, kind):
+    call = inputs(shape, M, kind)
+    got = check(weights(shape), call)
+    assert not got[(call[1] < 0).all(1)].any()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("router", [torch.bfloat16, torch.float16, torch.float32])
+def test_it_takes_every_dtype(weights, dtype, router):
+    hidden, ids, topk_weights = inputs(SMALL, 20, dtype=dtype)
+    check(weights(SMALL), (hidden, ids.long(), topk_weights.to(router)))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_it_takes_the_ids_of_other_ranks(weights, dtype):
+    hidden, ids, topk_weights = inputs((64, *SMALL[1:]), 50)
+    here = torch.full((64,), -1, dtype=dtype, device="cuda")
+    here[20:36] = torch.arange(15, -1, -1, device="cuda").to(dtype)
+    check(weights(SMALL), (hidden, ids, topk_weights), expert_map=here)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_weights_the_input_where_asked(weights, dtype):
+    hidden, ids, topk_weights = inputs((16, 1024, 512, 1), 30, dtype=dtype)
+    topk_weights = topk_weights * torch.rand_like(topk_weights)
+    check(weights(SMALL), (hidden, ids, topk_weights), apply_router_weight_on_input=True)
+
+
+@gpu
+def test_it_takes_strided_inputs(weights):
+    hidden, ids, topk_weights = inputs(SMALL, 40)
+    module = FusedExperts(weights(SMALL))
+    strided = (t.repeat_interleave(2, 1)[:, ::2] for t in (hidden, ids, topk_weights))
+    assert torch.equal(module(*strided), module(hidden, ids, topk_weights))
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_ids_out_of_range_contribute_nothing_and_nothing_waits_for_the_device(weights):
+    hidden, ids, topk_weights = inputs(SMALL, 40)
+    module = FusedExperts(weights(SMALL))
+    absent = torch.rand(ids.shape, device="cuda") < 0.5
+    far = torch.tensor([16, -2, 1 << 32, -(1 << 40)], device="cuda").repeat(40, 1)
+    want = module(hidden, ids.masked_fill(absent, -1), topk_weights)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        got = module(hidden, torch.where(absent, far, ids.long()), topk_weights)
+        identity = torch.arange(16, device="cuda")
+        again = module(
+            hidden, torch.where(absent, far, ids.long()), topk_weights, expert_map=identity
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
+    assert torch.equal(again, want)
+
+
+@gpu
+def test_nan_stays_in_its_own_token(weights):
+    hidden, ids, topk_weights = inputs(SMALL, 40)
+    module = FusedExperts(weights(SMALL))
+    clean = module(hidden, ids, topk_weights)
+    hidden[7, 3], hidden[9, 500] = torch.nan, torch.inf
+    got = module(hidden, ids, topk_weights)
+    assert bool(got[[7, 9]].isnan().all())
+    others = [m for m in range(40) if m not in (7, 9)]
+    assert torch.equal(got[others], clean[others])
+
+
+@gpu
+@pytest.mark.parametrize(("shape", "M"), [(SMALL, 1), (ODD, 33), (QWEN3_30B, 512)])
+def test_runs_of_one_call_are_bitwise_equal(weights, shape, M):
+    module = FusedExperts(weights(shape))
+    call = inputs(shape, M, "skewed")
+    first = module(*call)
+    for _ in range(20):
+        assert torch.equal(module(*call), first)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("shape", [SMALL, ODD])
+def test_no_buffer_is_read_before_it_is_written(weights, shape, rows):
+    from moequant.kernels.fp8_block.experts import Plan, Tiling
+
+    packed = REGISTRY[NAME].pack(weights(shape))
+    for M, split in ((1, 2 if rows <= 16 else 1), (50, 1), (600, 1)):
+        hidden, ids, topk_weights = inputs(shape, M, "holes")
+        want = FusedExperts(weights(shape), backend="torch_reference")(hidden, ids, topk_weights)
+        tiling = Tiling(rows=rows, split13=split, split2=split)
+        plan = Plan(packed, M, shape[3], tiling=tiling)
+        plan.poison()
+        out = torch.full_like(hidden, torch.nan)
+        plan(hidden, ids, topk_weights, out)
+        assert bool(out.isfinite().all())
+        assert not want.any() or calc_diff(out, want) <= CALC_DIFF
+
+
+@gpu
+def test_more_slots_than_the_sort_takes_run_in_parts(weights):
+    from moequant.kernels.fp8_block.routing import MAX_SLOTS
+
+    call = inputs(SMALL, MAX_SLOTS // SMALL[3] + 40)
+    check(weights(SMALL), call)
+
+
+@gpu
+@pytest.mark.parametrize(("shape", "M"), [(SMALL, 1), (ODD, 64), (QWEN3_30B, 512)])
+def test_a_captured_call_is_replayed_on_new_inputs(weights, shape, M):
+    module = FusedExperts(weights(shape))
+    static = inputs(shape, M)
+    module(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*static)
+    for kind in ("skewed", "holes", "uniform"):
+        new = inputs(shape, M, kind)
+        for to, value in zip(static, new, strict=True):
+            to.copy_(value)
+        # Calls of other sizes in between take and leave memory of their own.
+        module(*inputs(shape, 2 * M + 1))
+        graph.replay()
+        assert torch.equal(out, module(*new))
+
+
+@gpu
+def test_a_first_call_within_a_capture_is_refused(weights, monkeypatch):
+    module = FusedExperts(weights(SMALL))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="call the experts once before the capture"):
+        module(*inputs(SMALL, 4))
+
+
+@gpu
+def test_weights_that_are_loaded_later_count(weights):
+    call = inputs(SMALL, 16)
+    module = FusedExperts(copy.deepcopy(weights(SMALL)))
+    first = module(*call)
+    state = {name: t.clone() for name, t in module.state_dict().items()}
+    state["up_scale"] *= 2
+    module.load_state_dict(state)
+    assert torch.equal(module(*call), 2 * first)
+    state["up_scale"] /= 2
+    module.load_state_dict(state, assign=True)
+    assert torch.equal(module(*call), first)
+
+
+@gpu
+def test_a_module_moves_to_the_device_and_back(weights):
+    call = inputs(SMALL, 16)
+    module = FusedExperts(weights(SMALL))
+    want = module(*call)
+    back = module.cpu()
+    on_cpu = back(*(t.cpu() for t in call))
+    assert calc_diff(on_cpu.cuda(), want) <= CALC_DIFF
+    assert torch.equal(back.cuda()(*call), want)
