@@ -135,6 +135,8 @@ def main():
     parser.add_argument("--stages", action="store_true", help="also time each launch by itself")
     parser.add_argument("--json", type=Path, help="also write the cells here")
     args = parser.parse_args()
+    if unknown := set(args.shape.split(",")) - set(SHAPES):
+        parser.error(f"no shape {', '.join(unknown)}; there are: {', '.join(SHAPES)}")
     ceilings = read_tb_per_s(), fp8_tflops()
     print(f"read {ceilings[0]:.2f} TB/s, FP8 {ceilings[1]:.0f} TFLOPS", flush=True)
     cells = []
