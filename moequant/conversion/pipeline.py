@@ -154,7 +154,8 @@ def _refusals(work: _Work) -> list[str]:
     """Why the output directory would be refused; nothing is touched."""
     try:
         check_apart(work.checkpoint.path, work.journal.output)
-        work.is_left()
+        with explained(work.journal.output, "read"):
+            work.is_left()
     except MoequantError as error:
         return [str(error)]
     return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -357,6 +358,23 @@ def test_a_dry_run_says_that_the_output_would_be_refused(source, tmp_path):
         result = convert(source, output, format="mxfp4", dry_run=True)
         assert any(reason in refusal for refusal in result.refusals)
     assert not convert(source, tmp_path / "new", format="mxfp4", dry_run=True).refusals
+
+
+def test_a_dry_run_says_that_the_output_cannot_be_read(source, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+
+    def deny(_folder):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", deny)
+    monkeypatch.setattr(
+        "moequant.checkpoint.folder.entries", lambda folder: sorted(folder.glob("*"))
+    )
+    monkeypatch.setattr(
+        "moequant.checkpoint.source.entries", lambda folder: sorted(folder.glob("*"))
+    )
+    (refusal,) = convert(source, tmp_path / "out", format="mxfp4", dry_run=True).refusals
+    assert "Permission denied" in refusal
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"shards": null}', '{"plan_sha256": 1}', "[" * 9999])
