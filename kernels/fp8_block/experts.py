@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moequant.kernels.fp8_block.grouped_gemm import GemmConfig, GroupedGemm
 from moequant.kernels.fp8_block.quantize_permute import prepare
-from moequant.kernels.fp8_block.routing import MAX_SLOTS, SortedRouting, max_rows
-from moequant.kernels.fp8_block.weighted_reduce import weighted_reduce
+from moequant.kernels.routing import MAX_SLOTS, SortedRouting, max_rows
+from moequant.kernels.weighted_reduce import weighted_reduce
 
 _SMS = 132  # of an H200
 

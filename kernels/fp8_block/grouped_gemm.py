@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moequant.kernels.fp8_block.cuda_driver import Kernel, TensorMap, compile_cubin, tensor_map
+from moequant.kernels.cuda_driver import Kernel, TensorMap, compile_cubin, tensor_map
 
 THREADS = 384
 _SHARED_LIMIT = 227 * 1024

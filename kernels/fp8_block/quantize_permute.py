@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from moequant.kernels.fp8_block.fp8_codes import quantize_groups
-from moequant.kernels.fp8_block.launch import INTERPRETED, overlaps_launches, wait_for_inputs
-from moequant.kernels.fp8_block.routing import (
+from moequant.kernels.fp8_codes import quantize_groups
+from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
+from moequant.kernels.routing import (
     TILE_FIELDS,
     SortedRouting,
     local_expert,

@@ -247,7 +247,7 @@ def test_no_buffer_is_read_before_it_is_written(weights, shape, rows):
 
 @gpu
 def test_more_slots_than_the_sort_takes_run_in_parts(weights):
-    from moequant.kernels.fp8_block.routing import MAX_SLOTS
+    from moequant.kernels.routing import MAX_SLOTS
 
     call = inputs(SMALL, MAX_SLOTS // SMALL[3] + 40)
     check(weights(SMALL), call)

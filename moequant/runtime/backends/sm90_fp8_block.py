@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.fp8_block.cuda_driver import why_no_compiler
+from moequant.kernels.cuda_driver import why_no_compiler
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime.backends.base import FusedBackend, Workload
 

@@ -22,8 +22,8 @@ from timing import DEVICE, fp8_tflops, graph_time, read_tb_per_s
 
 from moequant.kernels.fp8_block.experts import Plan, Tiling, default_tiling
 from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS
-from moequant.kernels.fp8_block.routing import sort_routing
-from moequant.kernels.fp8_block.weighted_reduce import weighted_reduce
+from moequant.kernels.routing import sort_routing
+from moequant.kernels.weighted_reduce import weighted_reduce
 
 # See tests/runtime/test_sm90_fp8_block.py.
 CALC_DIFF = 1e-3

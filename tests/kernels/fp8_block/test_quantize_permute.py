@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from moequant.kernels.fp8_block.launch import INTERPRETED
 from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS, prepare
-from moequant.kernels.fp8_block.routing import SortedRouting, max_rows, sort_routing
+from moequant.kernels.launch import INTERPRETED
+from moequant.kernels.routing import SortedRouting, max_rows, sort_routing
 from moequant.runtime.activations import quantize_activations
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

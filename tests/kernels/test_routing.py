@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from moequant.kernels.fp8_block.launch import INTERPRETED
-from moequant.kernels.fp8_block.routing import (
+from moequant.kernels.launch import INTERPRETED
+from moequant.kernels.routing import (
     ONE_LAUNCH_SLOTS,
     SortedRouting,
     max_rows,

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from moequant.kernels.fp8_block.launch import INTERPRETED
-from moequant.kernels.fp8_block.weighted_reduce import weighted_reduce
+from moequant.kernels.launch import INTERPRETED
+from moequant.kernels.weighted_reduce import weighted_reduce
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 ROW_OF_SLOT = torch.tensor([[3, -1, 0], [6, 5, 1], [-1, -1, -1]], dtype=torch.int32)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from moequant.formats.elements import encode_e4m3
-from moequant.kernels.fp8_block.fp8_codes import encode_e4m3 as encode_in_kernel
-from moequant.kernels.fp8_block.launch import INTERPRETED
+from moequant.kernels.fp8_codes import encode_e4m3 as encode_in_kernel
+from moequant.kernels.launch import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moequant.kernels.fp8_block.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import overlaps_launches, wait_for_inputs
 
 TILE_FIELDS = 4
 """int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from moequant.kernels.fp8_block.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import overlaps_launches, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
