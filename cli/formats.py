@@ -79,10 +79,10 @@ def _targets(format: str) -> Iterator[str]:
 def _backends() -> Iterator[dict[str, Any]]:
     """Whether each backend runs each format on each kind of device here, or why not."""
     from moequant.formats import REGISTRY as FORMATS
-    from moequant.runtime.backends import REGISTRY as BACKENDS
+    from moequant.runtime.backends import backends
 
     for device in _devices():
-        for backend in BACKENDS.values():
+        for backend in backends().values():
             for format in FORMATS.values():
                 reason = _refusal(backend, format, device)
                 yield {

@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from moequant.errors import UnsupportedError
-from moequant.formats import QuantizedWeight, get_format
-from moequant.runtime.activations import quantize_activations
-from moequant.runtime.backends import ExpertsBackend, FusedBackend, Workload
-from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES, permute, reduce, route
+from moequant.formats import get_format
+from moequant.runtime import experts_op
+from moequant.runtime.backends import FusedBackend, Workload
+from moequant.runtime.call import Call, run_in_parts
+from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 from moequant.runtime.select import select
-from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moequant.runtime.backends import Backend
+    from moequant.runtime.weights import ExpertWeights
 
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_TOKENS = 8192
+"""Tokens of a part, unless told otherwise: what servers put in one step, and beyond which no kernel
+gets faster."""
 
 
 class FusedExperts(nn.Module):
     """The routed experts of one layer: prepare, a backend, finalize.
 
     For every token, the sum over its slots t of
-    `topk_weights[t] * down(silu(gate(x)) * up(x))` of expert `topk_ids[t]`.
+    `topk_weights[t] * down(act_fn(gate(x), up(x)))` of expert `topk_ids[t]`.
 
     Inference only: nothing is recorded for autograd, whatever the mode outside, and autocast is off
     inside.
 
     The first call of some backends lays out the weights anew, which a CUDA graph cannot capture:
     call once before the capture, and capture again after the weights have changed or moved.
+
+    Under torch.compile a call is one operator, moequant::fused_experts, that the graph keeps whole.
 
     The weights are buffers and part of `state_dict`. They move between devices as any module's do,
     but keep their dtypes: `.half()` on a model around this module leaves codes and scales alone.
@@ -47,10 +53,13 @@ class FusedExperts(nn.Module):
         expert_map: [global experts] int32 or int64, where the router's ids are not the indices of
             `weights`: index of each id, or -1 for an expert that is not here and contributes
             nothing. Not part of `state_dict`.
+        max_tokens: more tokens than that run in parts, as equal as can be, one after the other; so
+            memory is bounded whatever M is. Down to some hundred tokens a part the result does not
+            depend on it; below, a backend may add up in another order.
 
     Raises:
-        UnsupportedError: no backend runs this; says every backend's reason. Or an `expert_map` or
-            `activations` that is not as above.
+        UnsupportedError: no backend runs this; says every backend's reason. Or an `expert_map`,
+            `activations` or `max_tokens` that is not as above.
     """
 
     def __init__(
@@ -60,17 +69,21 @@ class FusedExperts(nn.Module):
         backend: str | None = None,
         activations: Literal["format", "none"] = "format",
         expert_map: Tensor | None = None,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         super().__init__()
-        for name, q in weights.projections().items():
-            for part, tensor in q.tensors().items():
-                self.register_buffer(f"{name}_{part}", tensor)
+        for name, tensor in weights.tensors().items():
+            self.register_buffer(name, tensor)
         self._weights = weights
         self._packed: _Packed | None = None
+        self._handle = experts_op.handle_of(self)
         self.backend = backend
+        self.max_tokens = max_tokens
         self.activations = activations
         self.expert_map: Tensor | None
         self.register_buffer("expert_map", expert_map, persistent=False)
+        if max_tokens < 1:
+            raise UnsupportedError(f"max_tokens is {max_tokens}, but a part has at least one token")
         if expert_map is not None:
             _check_expert_map(expert_map, weights)
         select(_workload(weights, activations), backend)
@@ -80,15 +93,9 @@ class FusedExperts(nn.Module):
         """The experts, where they are now."""
         # Made and checked anew only where a buffer has been replaced: by a move, or by
         # load_state_dict(assign=True).
-        if any(
-            self._buffers[f"{name}_{part}"] is not tensor
-            for name, q in self._weights.projections().items()
-            for part, tensor in q.tensors().items()
-        ):
-            projections = self._weights.projections()
-            self._weights = ExpertWeights(
-                **{n: self._rebuilt(n, q) for n, q in projections.items()}
-            )
+        tensors = {name: self.get_buffer(name) for name in self._weights.tensors()}
+        if any(tensors[name] is not old for name, old in self._weights.tensors().items()):
+            self._weights = self._weights.replace(tensors)
         return self._weights
 
     def forward(
@@ -120,6 +127,36 @@ class FusedExperts(nn.Module):
             UnsupportedError: a shape, dtype, device or id that is not as above, no backend that
                 runs this, or a first call within the capture of a CUDA graph.
         """
+        with torch.no_grad():
+            if torch.compiler.is_compiling():
+                return experts_op.fused_experts(
+                    hidden_states,
+                    topk_ids,
+                    topk_weights,
+                    expert_map,
+                    apply_router_weight_on_input,
+                    activations,
+                    self._handle,
+                )
+            return self.run(
+                hidden_states,
+                topk_ids,
+                topk_weights,
+                expert_map,
+                apply_router_weight_on_input,
+                activations,
+            )
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        activations: str | None,
+    ) -> Tensor:
+        """`forward` itself, not as an operator of a graph."""
         weights = self.weights
         workload = _workload(weights, self.activations if activations is None else activations)
         backend = select(workload, self.backend)
@@ -130,25 +167,16 @@ class FusedExperts(nn.Module):
                 f"apply_router_weight_on_input wants one expert a token, but topk_ids is "
                 f"{list(topk_ids.shape)}"
             )
-        with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
-            if isinstance(backend, FusedBackend):
-                return backend.forward(
-                    self._pack(backend, weights),
-                    hidden_states,
-                    topk_ids,
-                    topk_weights,
-                    expert_map=expert_map,
-                    apply_router_weight_on_input=apply_router_weight_on_input,
-                )
-            assert isinstance(backend, ExpertsBackend)
-            routing = route(topk_ids, topk_weights, experts=weights.experts, expert_map=expert_map)
-            x = hidden_states
-            if apply_router_weight_on_input:
-                x = x.float() * routing.weight
-                routing = routing.unweighted()
-            permutation = permute(routing, weights.experts)
-            rows = backend.run(quantize_activations(x, workload.activations), weights, permutation)
-            return reduce(rows, routing, permutation).to(hidden_states.dtype)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            call = Call(
+                backend=backend,
+                weights=weights,
+                packed=self._pack(backend, weights) if isinstance(backend, FusedBackend) else None,
+                scheme=workload.activations,
+                expert_map=expert_map,
+                weight_on_input=apply_router_weight_on_input,
+            )
+            return run_in_parts(call, (hidden_states, topk_ids, topk_weights), self.max_tokens)
 
     def extra_repr(self) -> str:
         """Format, sizes and choices, for `print`."""
@@ -173,21 +201,21 @@ class FusedExperts(nn.Module):
                     f"backend {backend.name!r} lays out the weights in its first call, which a "
                     "CUDA graph cannot capture; call the experts once before the capture"
                 )
+            result = backend.pack(weights)
+            weights = self._adopt(backend.adopted(result)) or weights
             packed = _Packed(
-                backend=backend, weights=weights, versions=versions, result=backend.pack(weights)
+                backend=backend, weights=weights, versions=_versions(weights), result=result
             )
             self._packed = packed
         return packed.result
 
-    def _rebuilt(self, name: str, q: QuantizedWeight) -> QuantizedWeight:
-        """The weight `q` with the buffers there are now for its parts."""
-        return QuantizedWeight(
-            format=q.format,
-            qdata=self.get_buffer(f"{name}_qdata"),
-            scale=self.get_buffer(f"{name}_scale"),
-            global_scale=self._buffers.get(f"{name}_global_scale"),
-            shape=q.shape,
-        )
+    def _adopt(self, weights: ExpertWeights | None) -> ExpertWeights | None:
+        """Make views into what a backend laid out the buffers, so that no weight is there twice."""
+        if weights is not None:
+            for name, tensor in weights.tensors().items():
+                self._buffers[name] = tensor
+            self._weights = weights
+        return weights
 
     def _expert_map(
         self, weights: ExpertWeights, expert_map: Tensor | None, backend: Backend
@@ -196,6 +224,10 @@ class FusedExperts(nn.Module):
             return self.expert_map
         _check_expert_map(expert_map, weights, values=not isinstance(backend, FusedBackend))
         return expert_map
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = experts_op.handle_of(self)  # a copy is a module of its own
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedExperts:
         # float8 codes count as floating point: a cast of the model would rewrite them in silence.
@@ -221,12 +253,7 @@ class _Packed:
 
 def _versions(weights: ExpertWeights) -> list[int]:
     """Counts of the writes into each part, as load_state_dict does; inference tensors have none."""
-    return [
-        tensor._version
-        for q in weights.projections().values()
-        for tensor in q.tensors().values()
-        if not tensor.is_inference()
-    ]
+    return [t._version for t in weights.tensors().values() if not t.is_inference()]
 
 
 def _workload(weights: ExpertWeights, activations: str) -> Workload:
@@ -240,6 +267,8 @@ def _workload(weights: ExpertWeights, activations: str) -> Workload:
         hidden=weights.hidden,
         intermediate=weights.intermediate,
         device=weights.device,
+        act_fn=weights.act_fn,
+        bias=bool(weights.biases()),
     )
 
 

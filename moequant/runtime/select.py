@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.backends import REGISTRY
+from moequant.runtime.backends import backends
 
 if TYPE_CHECKING:
     from moequant.runtime.backends import Backend, Workload
@@ -18,11 +18,11 @@ def select(workload: Workload, backend: str | None = None) -> Backend:
         UnsupportedError: there is none; lists every backend with its reason.
     """
     if backend is None:
-        for candidate in REGISTRY.values():
+        for candidate in backends().values():
             if _reason(candidate, workload) is None:
                 return candidate
-    elif backend in REGISTRY and REGISTRY[backend].supports(workload) is None:
-        return REGISTRY[backend]
+    elif backend in backends() and backends()[backend].supports(workload) is None:
+        return backends()[backend]
     raise UnsupportedError(_refusal(workload, backend))
 
 
@@ -37,13 +37,14 @@ def _reason(backend: Backend, workload: Workload) -> str | None:
 def _refusal(workload: Workload, backend: str | None) -> str:
     if backend is None:
         subject = "no backend runs"
-    elif backend in REGISTRY:
+    elif backend in backends():
         subject = f"backend {backend!r} does not run"
     else:
         subject = f"there is no backend {backend!r} to run"
-    reasons = [f"{b.name}: {_reason(b, workload) or 'runs it'}" for b in REGISTRY.values()]
+    reasons = [f"{b.name}: {_reason(b, workload) or 'runs it'}" for b in backends().values()]
+    function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
     return (
         f"{subject} {workload.format} with activations {workload.activations}, "
-        f"E {workload.experts}, H {workload.hidden}, I {workload.intermediate} "
-        f"on {workload.device}. {'; '.join(reasons)}"
+        f"E {workload.experts}, H {workload.hidden}, I {workload.intermediate}, "
+        f"{function} on {workload.device}. {'; '.join(reasons)}"
     )

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import check_parts
+from moequant.runtime.act_fn import SILU, ActFn
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Mapping
+
+    from torch import Tensor
 
     from moequant.formats import QuantizedWeight
+
+BIAS_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,55 +27,103 @@ class ExpertWeights:
     """Gate, up and down projections of E experts, in one format and row-major as on disk.
 
     Attributes:
-        gate: [E, I, H], also called w1.
+        gate: [E, I, H], also called w1; None where `act_fn` is not gated.
         up: [E, I, H], also called w3.
         down: [E, H, I], also called w2.
+        gate_bias: [E, I] float32 or bfloat16, added to the float32 sum of the GEMM; None is 0.
+        up_bias: [E, I], likewise.
+        down_bias: [E, H], likewise, before the router's weight.
+        act_fn: the function between the GEMMs.
 
     Raises:
         CheckpointError: shapes that contradict each other, or parts that are not what the format
             makes of a weight of that shape.
-        UnsupportedError: the three differ in format or device, or no format is called that.
+        UnsupportedError: the projections differ in format or device, no format is called that, or
+            there is a gate where `act_fn` has none, or none where it has one.
     """
 
-    gate: QuantizedWeight
+    gate: QuantizedWeight | None
     up: QuantizedWeight
     down: QuantizedWeight
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    act_fn: ActFn = SILU
 
     def __post_init__(self) -> None:
+        if self.act_fn.gated == (self.gate is None):
+            found = "no gate" if self.gate is None else "a gate"
+            raise UnsupportedError(
+                f"activation function {self.act_fn} and {found}: a function that is gated wants "
+                "gate, up and down, one that is not wants up and down"
+            )
         _check_same_format(self.projections())
         _check_shapes(self.projections())
         for name, q in self.projections().items():
             check_parts(q.tensors(), q.format, q.shape, name)
-        _check_same_device(self.projections())
+        for name, bias in self.biases().items():
+            _check_bias(name, bias, self.projections())
+        _check_same_device(self.tensors())
 
     def projections(self) -> dict[str, QuantizedWeight]:
-        """The three weights by name."""
-        return {"gate": self.gate, "up": self.up, "down": self.down}
+        """The two or three weights by name."""
+        gate = {} if self.gate is None else {"gate": self.gate}
+        return {**gate, "up": self.up, "down": self.down}
+
+    def biases(self) -> dict[str, Tensor]:
+        """The biases there are, by field name."""
+        named = {
+            "gate_bias": self.gate_bias,
+            "up_bias": self.up_bias,
+            "down_bias": self.down_bias,
+        }
+        return {name: bias for name, bias in named.items() if bias is not None}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every part that holds data, as `gate_qdata` or `up_bias`."""
+        parts = {
+            f"{name}_{part}": tensor
+            for name, q in self.projections().items()
+            for part, tensor in q.tensors().items()
+        }
+        return {**parts, **self.biases()}
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
+        """The same experts with `tensors`, named as in `tensors()`, for their data."""
+
+        def rebuilt(name: str, q: QuantizedWeight) -> QuantizedWeight:
+            return dataclasses.replace(
+                q, **{part: tensors[f"{name}_{part}"] for part in q.tensors()}
+            )
+
+        projections = {name: rebuilt(name, q) for name, q in self.projections().items()}
+        biases = {name: tensors[name] for name in self.biases()}
+        return dataclasses.replace(self, **projections, **biases)
 
     @property
     def format(self) -> str:
-        """Name of the format of all three."""
-        return self.gate.format
+        """Name of the format of all projections."""
+        return self.up.format
 
     @property
     def experts(self) -> int:
         """E, the number of experts here."""
-        return self.gate.shape[0]
+        return self.up.shape[0]
 
     @property
     def hidden(self) -> int:
         """H."""
-        return self.gate.shape[2]
+        return self.up.shape[2]
 
     @property
     def intermediate(self) -> int:
         """I."""
-        return self.gate.shape[1]
+        return self.up.shape[1]
 
     @property
     def device(self) -> torch.device:
         """Where all parts are."""
-        return self.gate.qdata.device
+        return self.up.qdata.device
 
 
 def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
@@ -81,24 +137,37 @@ def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
 
 
 def _check_shapes(weights: dict[str, QuantizedWeight]) -> None:
-    shape = list(weights["gate"].shape)
+    first = next(iter(weights))  # gate, or up where there is none
+    shape = list(weights[first].shape)
     if len(shape) != 3 or 0 in shape[1:]:
-        raise CheckpointError(f"gate is {shape}, but experts are [E, I, H] with I and H at least 1")
+        raise CheckpointError(
+            f"{first} is {shape}, but experts are [E, I, H] with I and H at least 1"
+        )
     experts, intermediate, hidden = shape
     for name, wanted in (("up", shape), ("down", [experts, hidden, intermediate])):
         if list(weights[name].shape) != wanted:
             raise CheckpointError(
-                f"{name} is {list(weights[name].shape)}, but gate is {shape}, so {name} must be "
+                f"{name} is {list(weights[name].shape)}, but {first} is {shape}, so {name} must be "
                 f"{wanted}"
             )
 
 
-def _check_same_device(weights: dict[str, QuantizedWeight]) -> None:
-    devices = {
-        f"{name}.{part}": tensor.device
-        for name, q in weights.items()
-        for part, tensor in q.tensors().items()
-    }
+def _check_bias(name: str, bias: Tensor, weights: dict[str, QuantizedWeight]) -> None:
+    projection = name.removesuffix("_bias")
+    if projection not in weights:
+        raise CheckpointError(f"{name} is given, but there is no {projection}")
+    wanted = list(weights[projection].shape[:2])
+    if list(bias.shape) != wanted:
+        raise CheckpointError(
+            f"{name} is {list(bias.shape)}, but {projection} is {list(weights[projection].shape)}, "
+            f"so {name} must be {wanted}"
+        )
+    if bias.dtype not in BIAS_DTYPES:
+        raise CheckpointError(f"{name} is {bias.dtype}, but wanted is float32 or bfloat16")
+
+
+def _check_same_device(tensors: dict[str, Tensor]) -> None:
+    devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise UnsupportedError(f"the weights of a layer share one device, but here: {found}")

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from moequant.runtime.backends.base import Backend, ExpertsBackend, FusedBackend, Workload
+from functools import cache
+
+from moequant.runtime.backends.base import (
+    Backend,
+    BatchedExpertsBackend,
+    ExpertsBackend,
+    FusedBackend,
+    Workload,
+)
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
+from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
 
 REGISTRY: dict[str, Backend] = {b.name: b for b in (Sm90Fp8Block(), TorchReference())}
+"""Ours."""
 
-__all__ = ["REGISTRY", "Backend", "ExpertsBackend", "FusedBackend", "Workload"]
+
+@cache
+def backends() -> dict[str, Backend]:
+    """Ours, then those of other packages; their modules are imported by the first call."""
+    return {**REGISTRY, **load_third_party(frozenset(REGISTRY))}
+
+
+__all__ = [
+    "REGISTRY",
+    "Backend",
+    "BatchedExpertsBackend",
+    "ExpertsBackend",
+    "FusedBackend",
+    "Workload",
+    "backends",
+]

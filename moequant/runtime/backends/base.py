@@ -1,8 +1,9 @@
-"""What a backend is: one way to run the experts of a layer, of one of two kinds.
+"""What a backend is: one way to run the experts of a layer, of one of three kinds.
 
 A call of `FusedExperts` is prepare (quantize activations, route, permute), the two GEMMs of every
 expert with what lies between them, and finalize (weight, reduce). An `ExpertsBackend` is the middle
-alone; a `FusedBackend` is all of it.
+alone, over rows sorted by expert; a `BatchedExpertsBackend` the same over a batch per expert; a
+`FusedBackend` is all of it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from moequant.runtime.act_fn import SILU, ActFn
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from moequant.runtime.activations import Activations
+    from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.routing import Permutation
     from moequant.runtime.weights import ExpertWeights
 
@@ -31,6 +35,8 @@ class Workload:
         hidden: H.
         intermediate: I.
         device: where weights and activations are.
+        act_fn: the function between the GEMMs.
+        bias: whether any projection has one.
     """
 
     format: str
@@ -39,10 +45,12 @@ class Workload:
     hidden: int
     intermediate: int
     device: torch.device
+    act_fn: ActFn = SILU
+    bias: bool = False
 
 
 class Backend(ABC):
-    """What both kinds say about themselves; one file, and one line in REGISTRY."""
+    """What every kind says about themselves; one file, and one line in REGISTRY."""
 
     name: ClassVar[str]
     default_on: ClassVar[tuple[str, ...]]
@@ -72,12 +80,35 @@ class ExpertsBackend(Backend):
         """
 
 
+class BatchedExpertsBackend(Backend):
+    """The same over a batch per expert, as an expert-parallel dispatch leaves it."""
+
+    @abstractmethod
+    def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
+        """Every expert's result for its tokens, not yet weighted.
+
+        Args:
+            tokens: at most C tokens of H columns for each of the E experts.
+            weights: the experts here.
+
+        Returns:
+            [E, C, H] float32 or bfloat16; rows at or beyond an expert's count hold anything.
+        """
+
+
 class FusedBackend(Backend):
     """The whole of a call: it sorts, quantizes, weights and adds up by itself."""
 
     @abstractmethod
     def pack(self, weights: ExpertWeights) -> object:
         """The weights as `forward` wants them; made once, and again only after they changed."""
+
+    def adopted(self, packed: object) -> ExpertWeights | None:
+        """The weights given to `pack` as views into `packed`; None where it holds no copy of them.
+
+        Whoever gave them may let go of what it has and keep these.
+        """
+        return None
 
     @abstractmethod
     def forward(

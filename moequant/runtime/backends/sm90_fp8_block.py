@@ -10,6 +10,7 @@ import torch
 
 from moequant.kernels.cuda_driver import why_no_compiler
 from moequant.layouts.gate_up import stack_gate_up
+from moequant.runtime.act_fn import SILU
 from moequant.runtime.backends.base import FusedBackend, Workload
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Sm90Fp8Block(FusedBackend):
             return "runs fp8_block alone"
         if workload.activations != "fp8_group128":
             return "multiplies by activations in fp8_group128 alone"
+        if workload.act_fn != SILU or workload.bias:
+            return "computes silu without biases alone"
         for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
             if size % _ROW_MULTIPLE:
                 return f"wants {name} a multiple of {_ROW_MULTIPLE}"

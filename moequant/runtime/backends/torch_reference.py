@@ -31,7 +31,7 @@ weights they meet.
 
 
 class TorchReference(ExpertsBackend):
-    """Float32 throughout: decoded weights, products, SiLU, and the sums of both GEMMs.
+    """Float32 throughout: decoded weights, products, activations, and the sums of both GEMMs.
 
     Weights are decoded one matrix at a time, each at most once a call. Runs of one call are bitwise
     equal. torch.set_float32_matmul_precision other than "highest" lowers the precision here too.
@@ -57,22 +57,22 @@ class TorchReference(ExpertsBackend):
         for e, (begin, end) in enumerate(pairwise(offsets)):
             if begin < end:
                 x = activations.take(token[begin:end])
-                rows[begin:end] = _expert(x, weights.gate[e], weights.up[e], weights.down[e])
+                rows[begin:end] = _expert(x, weights, e)
         return rows
 
 
-def _expert(
-    x: Activations, gate: QuantizedWeight, up: QuantizedWeight, down: QuantizedWeight
-) -> Tensor:
-    """One expert on its rows: [R, H] float32."""
+def _expert(x: Activations, weights: ExpertWeights, e: int) -> Tensor:
+    """Expert `e` on its rows: [R, H] float32."""
     R = x.qdata.shape[0]
     padded = pad(x.dequantize(), (0, 0, 0, -R % ROW_MULTIPLE))
-    h = _silu(linear(padded, dequantize(gate))) * linear(padded, dequantize(up))
+    gate = None
+    if weights.gate is not None:
+        gate = _linear(padded, weights.gate[e], weights.gate_bias, e)
+    h = weights.act_fn(gate, _linear(padded, weights.up[e], weights.up_bias, e))
     h = quantize_activations(h, x.scheme).dequantize()
-    return linear(h, dequantize(down))[:R]
+    return _linear(h, weights.down[e], weights.down_bias, e)[:R]
 
 
-def _silu(x: Tensor) -> Tensor:
-    # Written out: torch's own silu rounds differently in the last elements of a vector loop, so
-    # that a value would depend on where it lies.
-    return x / (1 + torch.exp(-x))
+def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, e: int) -> Tensor:
+    y = linear(x, dequantize(weight))
+    return y if bias is None else y + bias[e].float()

@@ -1,0 +1,61 @@
+"""Backends of other packages: entry points of the group "moequant.backends".
+
+    [project.entry-points."moequant.backends"]
+    my_kernels = "my_package.backend:MyBackend"
+
+The name of the entry point is the name of the backend; the object, a subclass of one of the kinds
+in `moequant.runtime.backends.base` that takes no arguments. It comes after ours, in the order of
+the names.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from moequant.runtime.backends.base import Backend
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from moequant.runtime.backends.base import Workload
+
+GROUP = "moequant.backends"
+
+
+class Unavailable(Backend):
+    """Stands for a backend that could not be loaded, and says why."""
+
+    default_on = ()
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name  # type: ignore[misc]
+        self.reason = reason
+
+    def supports(self, workload: Workload) -> str | None:
+        """Never does."""
+        return self.reason
+
+
+def load_third_party(taken: frozenset[str]) -> dict[str, Backend]:
+    """The backends that installed packages offer; `taken` are names that are ours."""
+    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    loaded = (_load(point, taken) for point in points)
+    return {backend.name: backend for backend in loaded}
+
+
+def _load(point: EntryPoint, taken: frozenset[str]) -> Backend:
+    if point.name in taken:
+        return Unavailable(f"{point.name} ({point.value})", "its name is a backend's of moequant")
+    # Another package's code: whatever it raises is that backend's reason, not ours to end with.
+    try:
+        backend = point.load()()
+    except Exception as error:
+        return Unavailable(point.name, f"cannot be loaded from {point.value}: {error!r}")
+    if not isinstance(backend, Backend):
+        return Unavailable(point.name, f"{point.value} is no moequant.runtime.backends.Backend")
+    if backend.name != point.name:
+        return Unavailable(
+            point.name, f"{point.value} calls itself {backend.name!r}; both names must be one"
+        )
+    return backend

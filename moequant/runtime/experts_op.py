@@ -1,0 +1,55 @@
+"""moequant::fused_experts, the operator that torch.compile sees instead of FusedExperts.forward.
+
+An operator takes tensors and plain values only, so it names the module by a handle.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from moequant.runtime.experts import FusedExperts
+
+_MODULES: WeakValueDictionary[int, FusedExperts] = WeakValueDictionary()
+_HANDLES = count()
+
+
+def handle_of(module: FusedExperts) -> int:
+    """A number for `module` that no other module of this process has or had."""
+    handle = next(_HANDLES)
+    _MODULES[handle] = module
+    return handle
+
+
+@torch.library.custom_op("moequant::fused_experts", mutates_args=())
+def fused_experts(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    activations: str | None,
+    handle: int,
+) -> Tensor:
+    """`FusedExperts.run` of the module that has `handle`."""
+    return _MODULES[handle].run(
+        hidden_states, topk_ids, topk_weights, expert_map, apply_router_weight_on_input, activations
+    )
+
+
+@fused_experts.register_fake
+def _(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    activations: str | None,
+    handle: int,
+) -> Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)

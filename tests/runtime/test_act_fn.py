@@ -1,0 +1,89 @@
+"""ActFn against torch's own functions in float64, and what it refuses.
+
+Tolerance: each function is a few float32 operations, an exponential good to 2 ulp among them, and
+none cancels beyond |x| of the result: 16 u |x| of the larger argument, times that of the other.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from moequant.errors import UnsupportedError
+from moequant.runtime.act_fn import NAMES, RELU2, SILU, SWIGLUOAI, ActFn
+
+U = 2.0**-24
+ORACLE = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+
+def gate_and_up():
+    g = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.randn(4096, generator=g) * 5, torch.linspace(-90, 90, 4096)])
+    return x, x[torch.randperm(8192, generator=g)]
+
+
+def assert_close(result, expected, magnitude):
+    assert ((result.double() - expected).abs() <= 16 * U * magnitude + 1e-37).all()
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "swigluoai"])
+def test_gated_functions_multiply_by_up(name, limit):
+    gate, up = gate_and_up()
+    result = ActFn(name=name, limit=limit)(gate, up)
+    gate, up = gate.double(), up.double()
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    size = gate.abs().square() if name == "relu2" else gate.abs() * (1 + gate.square() * U * 64)
+    assert_close(result, ORACLE[name](gate) * up, size * up.abs())
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "swigluoai"])
+def test_functions_that_are_not_gated_are_of_up(name, limit):
+    _, up = gate_and_up()
+    result = ActFn(name=name, gated=False, limit=limit)(None, up)
+    up = up.double() if limit is None else up.double().clamp(max=limit)
+    assert_close(result, ORACLE[name](up), up.abs() * up.abs().clamp(min=1))
+
+
+def test_swigluoai_is_the_function_of_gpt_oss():
+    # transformers' GptOssExperts._apply_gate: (up + 1) * gate * sigmoid(1.702 gate), clamped at 7.
+    gate, up = gate_and_up()
+    result = SWIGLUOAI(gate, up)
+    gate, up = gate.double().clamp(max=7), up.double().clamp(-7, 7)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    # The exponent 1.702 gate is off by 2 u of itself, the sigmoid's tail by as much, relative.
+    assert_close(result, expected, gate.abs() * (up.abs() + 1) * (1 + gate.abs()))
+
+
+def test_nan_and_infinity_are_not_hidden():
+    x = torch.tensor([float("nan"), float("inf")])
+    for act_fn in (SILU, RELU2, ActFn(name="gelu"), ActFn(name="gelu_tanh")):
+        assert not act_fn(x if act_fn.gated else None, torch.ones(2) * x).isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "tanh"}, "'tanh', but the runtime computes silu, gelu"),
+        ({"name": "swigluoai", "gated": False}, "swigluoai is gated"),
+        ({"name": "silu", "alpha": 2.0}, r"alpha 2.0: activation function silu has none"),
+        ({"name": "silu", "limit": 0.0}, r"limit is 0.0, but it must be positive"),
+        ({"name": "silu", "limit": float("nan")}, r"limit is nan"),
+    ],
+)
+def test_what_is_no_function_is_refused(arguments, message):
+    with pytest.raises(UnsupportedError, match=message):
+        ActFn(**arguments)
+
+
+def test_it_says_what_it_is():
+    assert str(SWIGLUOAI) == "swigluoai, limit 7, alpha 1.702"
+    assert str(RELU2) == "relu2, not gated"

@@ -1,0 +1,58 @@
+"""FusedExperts under torch.compile: one operator, whole graph, the same bits."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from moequant.runtime import FusedExperts
+
+
+class Block(nn.Module):
+    """Experts with something on either side for the compiler to work on."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x, ids, weights):
+        return x + self.experts(x * 2, ids, weights.sqrt())
+
+
+def compiled(module):
+    torch._dynamo.reset()
+    return torch.compile(module, backend="aot_eager", fullgraph=True)
+
+
+def test_a_whole_graph_gives_the_same_bits(layers, every_format):
+    layer = layers.make(every_format)
+    block = Block(FusedExperts(layer.weights))
+    assert torch.equal(compiled(block)(*layer.call), block(*layer.call))
+
+
+def test_tokens_may_be_a_symbol(layers):
+    layer = layers.make()
+    block = Block(FusedExperts(layer.weights))
+    fast = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    for M in (1, 5, 13):
+        call = tuple(t[:M] for t in layer.call)
+        assert torch.equal(fast(*call), block(*call))
+
+
+def test_the_operator_keeps_torch_s_rules(layers):
+    layer = layers.make()
+    module = FusedExperts(layer.weights)
+    arguments = (*layer.call, None, False, None, module._handle)
+    torch.library.opcheck(torch.ops.moequant.fused_experts, arguments)
+
+
+def test_a_copy_is_called_by_its_own_handle(layers):
+    module = FusedExperts(layers.make().weights)
+    other = copy.deepcopy(module)
+    layer = layers.make()
+    for tensor in other.buffers():
+        tensor.zero_()
+    assert not compiled(other)(*layer.call).any()
+    assert compiled(module)(*layer.call).any()

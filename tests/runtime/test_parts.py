@@ -1,0 +1,41 @@
+"""max_tokens: calls of many tokens in parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.runtime import FusedExperts
+from moequant.runtime.backends.torch_reference import TorchReference
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4, 12, 13, 14])
+def test_parts_change_no_bit(layers, every_format, max_tokens):
+    layer = layers.make(every_format)
+    whole = FusedExperts(layer.weights)(*layer.call)
+    assert torch.equal(FusedExperts(layer.weights, max_tokens=max_tokens)(*layer.call), whole)
+
+
+def test_parts_are_as_equal_as_can_be(layers, monkeypatch):
+    seen = []
+    run = TorchReference.run
+
+    def counted(self, activations, weights, permutation):
+        seen.append(activations.qdata.shape[0])
+        return run(self, activations, weights, permutation)
+
+    monkeypatch.setattr(TorchReference, "run", counted)
+    layer = layers.make(M=13)
+    FusedExperts(layer.weights, max_tokens=5)(*layer.call)
+    assert seen == [5, 4, 4]
+
+
+def test_no_tokens_are_one_part(layers):
+    layer = layers.make(M=0)
+    assert FusedExperts(layer.weights, max_tokens=1)(*layer.call).shape == (0, 256)
+
+
+def test_a_part_without_tokens_is_refused(layers):
+    with pytest.raises(UnsupportedError, match="max_tokens is 0"):
+        FusedExperts(layers.make().weights, max_tokens=0)
