@@ -16,6 +16,7 @@ import torch
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import BatchedExpertsBackend, ExpertsBackend, FusedBackend
 from moequant.runtime.routing import permute, reduce, route
+from moequant.runtime.workspace import workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,7 @@ class Call:
                 topk_weights,
                 expert_map=self.expert_map,
                 apply_router_weight_on_input=self.weight_on_input,
+                workspace=self._workspace(self.backend, *topk_ids.shape),
             )
         x, routing = self._routed(hidden_states, topk_ids, topk_weights)
         if isinstance(self.backend, BatchedExpertsBackend):
@@ -63,6 +65,9 @@ class Call:
             assert isinstance(self.backend, ExpertsBackend)
             y = self._standard(self.backend, x, routing)
         return y.to(hidden_states.dtype)
+
+    def _workspace(self, backend: FusedBackend, tokens: int, topk: int) -> Tensor:
+        return workspace(self.weights.device, backend.workspace_bytes(self.packed, tokens, topk))
 
     def _routed(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
@@ -91,10 +96,14 @@ class Call:
         return finalize_batched(backend.run(tokens, self.weights), routing, places)
 
 
+def parts_of(tokens: int, max_tokens: int) -> int:
+    """How many parts of at most `max_tokens` tokens a call is run in."""
+    return max(-(-tokens // max_tokens), 1)
+
+
 def run_in_parts(call: Call, inputs: tuple[Tensor, Tensor, Tensor], max_tokens: int) -> Tensor:
     """`call` over parts of at most `max_tokens` tokens, as equal as can be."""
-    tokens = inputs[0].shape[0]
-    parts = max(-(-tokens // max_tokens), 1)
+    parts = parts_of(inputs[0].shape[0], max_tokens)
     if parts == 1:
         return call(*inputs)
     chunks = zip(*(t.tensor_split(parts) for t in inputs), strict=True)

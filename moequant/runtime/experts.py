@@ -12,7 +12,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.runtime import experts_op
 from moequant.runtime.backends import FusedBackend, Workload
-from moequant.runtime.call import Call, run_in_parts
+from moequant.runtime.call import Call, parts_of, run_in_parts
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 from moequant.runtime.select import select
 
@@ -146,6 +146,22 @@ class FusedExperts(nn.Module):
                 apply_router_weight_on_input,
                 activations,
             )
+
+    def workspace_bytes(self, tokens: int, topk: int) -> int:
+        """Bytes of scratch memory that a call of [tokens, topk] slots takes.
+
+        Of one stream, all layers share the largest. Backends that are not fused take what they need
+        from torch's allocator, and say 0.
+
+        Raises:
+            UnsupportedError: no backend runs the experts where they are now.
+        """
+        weights = self.weights
+        backend = select(_workload(weights, self.activations), self.backend)
+        if not isinstance(backend, FusedBackend):
+            return 0
+        part = -(-tokens // parts_of(tokens, self.max_tokens))
+        return backend.workspace_bytes(self._pack(backend, weights), part, topk)
 
     def run(
         self,

@@ -110,6 +110,10 @@ class FusedBackend(Backend):
         """
         return None
 
+    def workspace_bytes(self, packed: object, tokens: int, topk: int) -> int:
+        """Bytes of scratch memory that `forward` wants for [tokens, topk] slots; 0 for none."""
+        return 0
+
     @abstractmethod
     def forward(
         self,
@@ -120,6 +124,7 @@ class FusedBackend(Backend):
         *,
         expert_map: Tensor | None,
         apply_router_weight_on_input: bool,
+        workspace: Tensor,
     ) -> Tensor:
         """Every token's output, [M, H] in the dtype of `hidden_states`.
 
@@ -132,4 +137,6 @@ class FusedBackend(Backend):
             topk_weights: [M, T].
             expert_map: [global experts], index here or -1.
             apply_router_weight_on_input: as for `FusedExperts.forward`; T is 1 where it is set.
+            workspace: uint8, at least `workspace_bytes`, with anything in it; the next call of any
+                layer may have it.
         """

@@ -70,6 +70,7 @@ class Sm90Fp8Block(FusedBackend):
         *,
         expert_map: Tensor | None,
         apply_router_weight_on_input: bool,
+        workspace: Tensor,
     ) -> Tensor:
         """See `FusedBackend.forward`."""
         from moequant.kernels.fp8_block.experts import Fp8BlockWeights, fused_experts
