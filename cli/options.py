@@ -92,6 +92,13 @@ format_option = _name_option(
     _formats,
     help="Convert the routed experts, and nothing else, into this format; see `moequant formats`.",
 )
+benched_format_option = _name_option(
+    "--format",
+    _formats,
+    default="fp8_block",
+    show_default=True,
+    help="Format of the weights; see `moequant formats`.",
+)
 recipe_option = click.option(
     "--recipe",
     metavar="NAME-OR-FILE",

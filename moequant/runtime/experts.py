@@ -147,6 +147,14 @@ class FusedExperts(nn.Module):
                 activations,
             )
 
+    def chosen_backend(self) -> str:
+        """Name of the backend that runs the experts where they are now.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        return select(_workload(self.weights, self.activations), self.backend).name
+
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of scratch memory that a call of [tokens, topk] slots takes.
 

@@ -1,0 +1,15 @@
+"""moequant bench: measure what this machine does."""
+
+from __future__ import annotations
+
+import click
+
+from moequant.cli import bench_experts
+
+
+@click.group("bench", short_help="Measure speed on this machine.")
+def command() -> None:
+    """Measure speed on this machine, beside others and beside the floor."""
+
+
+command.add_command(bench_experts.command)

@@ -1,0 +1,1 @@
+"""Measurements that the `moequant bench` commands make."""

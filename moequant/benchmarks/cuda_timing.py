@@ -1,0 +1,105 @@
+"""Times of CUDA-graph replays, and the ceilings of the GPU at hand."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Microseconds: median, and the 20th and 80th of a hundred."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What this GPU reaches.
+
+    Attributes:
+        read_tb_per_s: of a sum over 4 GiB.
+        fp8_tflops: of torch's FP8 GEMM of 8192 x 8192 x 8192, one scale a tensor; None where the
+            GPU has no FP8.
+        bf16_tflops: of torch's BF16 GEMM of the same size.
+    """
+
+    read_tb_per_s: float
+    fp8_tflops: float | None
+    bf16_tflops: float
+
+
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of `calls`, one after the other; each is called twice before."""
+    for _ in range(2):  # the first call compiles
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def time_interleaved(
+    contenders: Mapping[str, Sequence[Callable[[], object]]], replays: int = 20
+) -> dict[str, Time]:
+    """Time of one call of each contender: graphs of all its calls, replayed in turn."""
+    graphs = {name: capture(calls) for name, calls in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(replays):
+        for name, graph in graphs.items():
+            times[name].append(_replay_us(graph) / len(contenders[name]))
+    return {name: _time(values) for name, values in times.items()}
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure them; takes about a second and 5 GB."""
+    x = torch.empty(1 << 30, dtype=torch.float32, device=device).normal_()
+    read = x.nbytes / _median_us(x.sum) / 1e6
+    del x
+    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    bf16 = _tflops(lambda: a @ b.T)
+    fp8 = None
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        a8, b8 = (t.to(torch.float8_e4m3fn) for t in (a, b))
+        one = torch.ones((), device=device)
+        fp8 = _tflops(
+            lambda: torch._scaled_mm(
+                a8, b8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        )
+    return Ceilings(read_tb_per_s=read, fp8_tflops=fp8, bf16_tflops=bf16)
+
+
+def _tflops(multiply: Callable[[], object]) -> float:
+    return float(2 * 8192**3 / _median_us(multiply) / 1e6)
+
+
+def _median_us(call: Callable[[], object]) -> float:
+    return time_interleaved({"": [call]}, replays=10)[""].median_us
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end) * 1000)
+
+
+def _time(values: Sequence[float]) -> Time:
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return Time(median_us=statistics.median(values), p20_us=fifths[0], p80_us=fifths[-1])

@@ -1,0 +1,69 @@
+"""Random experts in a format, and calls of them, on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moequant.formats import get_format
+from moequant.runtime import ExpertWeights
+
+if TYPE_CHECKING:
+    from moequant.benchmarks.shapes import LayerShape
+    from moequant.formats import QuantizedWeight
+
+_DIFFERENT = 4
+"""Experts that are made; the others are copies, each with memory of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One call: hidden states [M, H] bfloat16, ids [M, T] int32, router weights [M, T] float32."""
+
+    hidden: Tensor
+    ids: Tensor
+    topk_weights: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FusedExperts.forward` takes them."""
+        return self.hidden, self.ids, self.topk_weights
+
+
+def random_experts(shape: LayerShape, format: str, device: torch.device) -> ExpertWeights:
+    """Experts quantized from Gaussian BF16 weights of deviation K ** -0.5.
+
+    Raises:
+        UnsupportedError: the format does not take weights of these sizes.
+    """
+    g = torch.Generator(device).manual_seed(0)
+    E, H, I = shape.experts, shape.hidden, shape.intermediate
+    fmt = get_format(format)
+    made = min(E, _DIFFERENT)
+
+    def gaussian(N: int, K: int) -> Tensor:
+        w = torch.randn(made, N, K, generator=g, device=device)
+        return (w * K**-0.5).bfloat16()
+
+    def repeated(q: QuantizedWeight) -> QuantizedWeight:
+        index = torch.arange(E, device=device) % made
+        return q.map(lambda t: t[index], torch.Size((E, *q.shape[1:])))
+
+    gate, up = fmt.quantize_fused([gaussian(I, H), gaussian(I, H)], names=["gate", "up"])
+    down = fmt.quantize(gaussian(H, I))
+    return ExpertWeights(gate=repeated(gate), up=repeated(up), down=repeated(down))
+
+
+def random_inputs(shape: LayerShape, tokens: int, device: torch.device, seed: int) -> Inputs:
+    """Gaussian hidden states; distinct experts a token, all as likely; weights that sum to 1."""
+    g = torch.Generator(device).manual_seed(seed)
+    score = torch.rand(tokens, shape.experts, generator=g, device=device)
+    weights = torch.rand(tokens, shape.topk, generator=g, device=device) + 0.1
+    return Inputs(
+        hidden=torch.randn(tokens, shape.hidden, generator=g, device=device).bfloat16(),
+        ids=score.topk(shape.topk, dim=1).indices.int(),
+        topk_weights=weights / weights.sum(1, keepdim=True),
+    )

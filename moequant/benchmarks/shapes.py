@@ -1,0 +1,57 @@
+"""Sizes of the MoE layers that are timed, by the name of a model that has them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moequant.errors import UnsupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes of a MoE layer: E experts, H, I, and the T experts of a token."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    topk: int
+
+    def __str__(self) -> str:
+        return f"{self.experts}x{self.hidden}x{self.intermediate}x{self.topk}"
+
+
+def _shape(experts: int, hidden: int, intermediate: int, topk: int) -> LayerShape:
+    return LayerShape(experts=experts, hidden=hidden, intermediate=intermediate, topk=topk)
+
+
+SHAPES = {
+    "qwen3-30b": _shape(128, 2048, 768, 8),
+    "qwen3-235b": _shape(128, 4096, 1536, 8),
+    "deepseek-v3": _shape(256, 7168, 2048, 8),
+    "mixtral-8x7b": _shape(8, 4096, 14336, 2),
+    "gpt-oss-120b": _shape(128, 2880, 2880, 4),
+}
+"""From the config.json of each release."""
+
+
+def parse_shape(text: str) -> LayerShape:
+    """A shape by its name, or written as ExHxIxT.
+
+    Raises:
+        UnsupportedError: it is neither, or T is more than E.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise UnsupportedError(
+            f"there is no shape {text!r}; use {', '.join(SHAPES)}, or sizes such as "
+            "128x2048x768x8 (experts x hidden x intermediate x experts a token)"
+        )
+    shape = _shape(*map(int, match.groups()))
+    if shape.topk > shape.experts:
+        raise UnsupportedError(
+            f"shape {text}: {shape.topk} experts a token of {shape.experts}; at most all"
+        )
+    return shape
