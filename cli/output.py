@@ -94,17 +94,17 @@ class _BarProgress:
         self._bars = bars
         self._task: TaskID | None = None
 
-    def start(self, description: str, total_bytes: int) -> None:
+    def start(self, description: str, total: int, *, unit: str = "bytes") -> None:
         """Show a new bar."""
         if self._task is not None:
             self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(description, total=total_bytes, current="")
+        self._task = self._bars.add_task(description, total=total, current="", unit=unit)
         self._bars.start()
 
-    def advance(self, done_bytes: int, current: str) -> None:
+    def advance(self, done: int, current: str) -> None:
         """Move the bar on."""
         if self._task is not None:
-            self._bars.update(self._task, advance=done_bytes, current=current)
+            self._bars.update(self._task, advance=done, current=current)
 
     def finish(self) -> None:
         """Take away what was worked on."""
@@ -144,17 +144,29 @@ def _make_bars() -> Bars:
         BarColumn,
         DownloadColumn,
         Progress,
+        Task,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
     from rich.table import Column
+    from rich.text import Text
+
+    class Done(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            if task.fields["unit"] == "bytes":
+                return super().render(task)
+            return Text(f"{task.completed:.0f}/{task.total:.0f} {task.fields['unit']}")
+
+    class Speed(TransferSpeedColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.fields["unit"] == "bytes" else Text()
 
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        Done(),
+        Speed(),
         TimeRemainingColumn(),
         TextColumn(
             "{task.fields[current]}",

@@ -8,11 +8,11 @@ from typing import Protocol
 class Progress(Protocol):
     """Receives progress of one long task. Methods may be called from several threads."""
 
-    def start(self, description: str, total_bytes: int) -> None:
-        """A task begins that will move `total_bytes`."""
+    def start(self, description: str, total: int, *, unit: str = "bytes") -> None:
+        """A task begins that will move `total` bytes, or do as many of `unit`."""
 
-    def advance(self, done_bytes: int, current: str) -> None:
-        """`done_bytes` more are done; `current` names what was just worked on."""
+    def advance(self, done: int, current: str) -> None:
+        """`done` more are done; `current` names what was just worked on."""
 
     def finish(self) -> None:
         """The task ended."""
@@ -21,10 +21,10 @@ class Progress(Protocol):
 class SilentProgress:
     """Reports nothing."""
 
-    def start(self, description: str, total_bytes: int) -> None:
+    def start(self, description: str, total: int, *, unit: str = "bytes") -> None:
         """Ignore."""
 
-    def advance(self, done_bytes: int, current: str) -> None:
+    def advance(self, done: int, current: str) -> None:
         """Ignore."""
 
     def finish(self) -> None:

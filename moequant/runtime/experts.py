@@ -17,7 +17,7 @@ from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 from moequant.runtime.select import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from moequant.runtime.backends import Backend
     from moequant.runtime.weights import ExpertWeights
@@ -154,6 +154,19 @@ class FusedExperts(nn.Module):
             UnsupportedError: there is none.
         """
         return select(_workload(self.weights, self.activations), self.backend).name
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """Names the compiled kernels that a call of [tokens, topk] slots runs; None for none.
+
+        Raises:
+            UnsupportedError: no backend runs the experts where they are now.
+        """
+        weights = self.weights
+        backend = select(_workload(weights, self.activations), self.backend)
+        if not isinstance(backend, FusedBackend):
+            return None
+        part = -(-tokens // parts_of(tokens, self.max_tokens))
+        return backend.kernels_for(self._pack(backend, weights), part, topk)
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of scratch memory that a call of [tokens, topk] slots takes.

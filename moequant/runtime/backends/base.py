@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 from moequant.runtime.act_fn import SILU, ActFn
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     import torch
     from torch import Tensor
 
@@ -113,6 +115,13 @@ class FusedBackend(Backend):
     def workspace_bytes(self, packed: object, tokens: int, topk: int) -> int:
         """Bytes of scratch memory that `forward` wants for [tokens, topk] slots; 0 for none."""
         return 0
+
+    def kernels_for(self, packed: object, tokens: int, topk: int) -> Hashable:
+        """Names the compiled kernels that `forward` runs for [tokens, topk] slots.
+
+        Calls of equal names run the same kernels. None: nothing is compiled.
+        """
+        return None
 
     @abstractmethod
     def forward(

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant.runtime import FusedExperts, backends
+from moequant.runtime.backends import FusedBackend
+from moequant.runtime.warm_up import warm_up
+
+
+class Compiles(FusedBackend):
+    """Has a kernel for up to 16 tokens and one for more."""
+
+    name = "compiles"
+    default_on = ()
+
+    def __init__(self):
+        self.calls = []
+
+    def supports(self, workload):
+        return None
+
+    def pack(self, weights):
+        return weights
+
+    def kernels_for(self, packed, tokens, topk):
+        return ("few" if tokens <= 16 else "many", topk)
+
+    def forward(self, packed, hidden_states, topk_ids, topk_weights, **options):
+        self.calls.append(tuple(topk_ids.shape))
+        return hidden_states
+
+
+class Told:
+    def __init__(self):
+        self.messages = []
+
+    def start(self, description, total, *, unit="bytes"):
+        self.messages.append((description, total, unit))
+
+    def advance(self, done, current):
+        self.messages.append((done, current))
+
+    def finish(self):
+        self.messages.append("done")
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    backend = Compiles()
+    monkeypatch.setitem(backends.backends(), backend.name, backend)
+    return backend
+
+
+def test_each_set_of_kernels_is_run_once_and_reported(layers, compiles):
+    experts = FusedExperts(layers.make().weights, backend="compiles")
+    told = Told()
+    assert warm_up(experts, range(1, 65), 3, progress=told) == [1, 17]
+    assert compiles.calls == [(1, 3), (17, 3)]
+    assert told.messages == [
+        ("compiling", 2, "kernel sets"), (1, "1 tokens"), (1, "17 tokens"), "done",
+    ]  # fmt: skip
+
+
+def test_calls_in_parts_need_the_kernels_of_a_part(layers, compiles):
+    experts = FusedExperts(layers.make().weights, backend="compiles", max_tokens=16)
+    assert warm_up(experts, [64], 2) == [64]
+    assert compiles.calls == [(16, 2)] * 4
+
+
+def test_a_backend_that_compiles_nothing_runs_nothing(layers):
+    experts = FusedExperts(layers.make().weights)
+    assert warm_up(experts, range(1, 9), 2) == []
+
+
+def test_ids_are_experts_that_are_there(layers, compiles, monkeypatch):
+    seen = []
+    forward = compiles.forward
+    monkeypatch.setattr(
+        compiles, "forward", lambda p, x, ids, w, **o: (seen.append(ids), forward(p, x, ids, w))[1]
+    )
+    warm_up(FusedExperts(layers.make().weights, backend="compiles"), [20], 6)
+    assert seen[0].unique().equal(torch.arange(6, dtype=torch.int32))
