@@ -12,7 +12,7 @@ import warnings
 import click
 
 from moequant._version import __version__
-from moequant.cli import bench, convert, demo, formats, inspect, prepare, recipes, verify
+from moequant.cli import bench, convert, demo, formats, inspect, prepare, recipes, verify, warm_up
 from moequant.cli.failures import CommandGroup
 
 
@@ -22,7 +22,7 @@ def cli() -> None:
     """Quantize, verify and run Mixture-of-Experts checkpoints."""
 
 
-for module in (convert, inspect, prepare, verify, formats, recipes, bench, demo):
+for module in (convert, inspect, prepare, verify, formats, recipes, warm_up, bench, demo):
     cli.add_command(module.command)
 
 

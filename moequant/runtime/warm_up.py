@@ -7,11 +7,15 @@ request than in it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.progress import SilentProgress
+from moequant.runtime.load import load_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,3 +63,64 @@ def _call(experts: FusedExperts, tokens: int, topk: int) -> None:
     )
     if weights.device.type == "cuda":
         torch.cuda.synchronize(weights.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmed:
+    """One kind of layer: its format, the backend that runs it, and the M that were run."""
+
+    format: str
+    backend: str
+    tokens: list[int]
+
+
+def warm_up_checkpoint(
+    converted: str | Path,
+    *,
+    max_tokens: int,
+    device: torch.device | str = "cuda",
+    backend: str | None = None,
+    progress: Progress | None = None,
+) -> list[Warmed]:
+    """Compile what calls of 1 to `max_tokens` tokens of a converted checkpoint's layers run.
+
+    Args:
+        converted: as `load_experts` takes it; one layer of each format is loaded.
+        max_tokens: the largest M.
+        device: where the experts will run.
+        backend: name of a backend; by default the best there.
+        progress: told of every set of kernels.
+
+    Raises:
+        CheckpointError: not a converted checkpoint, or a damaged one.
+        UnsupportedError: no such device here, or no backend that runs the experts there.
+    """
+    checkpoint = ConvertedCheckpoint.open(Path(converted))
+    return [
+        _warm_up_layer(
+            load_experts(converted, layer, device, backend=backend),
+            range(1, max_tokens + 1),
+            checkpoint.moe.top_k,
+            progress,
+        )
+        for layer in _one_of_each_format(checkpoint)
+    ]
+
+
+def _one_of_each_format(checkpoint: ConvertedCheckpoint) -> list[int]:
+    """The first layer of each format; all have the same sizes."""
+    layers: dict[str | None, int] = {}
+    for layer in checkpoint.expert_layers():
+        layers.setdefault(checkpoint.format_of(checkpoint.expert_module(layer, 0, "down")), layer)
+    layers.pop(None, None)  # layers that were kept
+    return list(layers.values())
+
+
+def _warm_up_layer(
+    experts: FusedExperts, tokens: range, topk: int, progress: Progress | None
+) -> Warmed:
+    return Warmed(
+        format=experts.weights.format,
+        backend=experts.chosen_backend(),
+        tokens=warm_up(experts, tokens, topk, progress=progress),
+    )

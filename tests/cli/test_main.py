@@ -46,5 +46,6 @@ def test_every_command_has_help(run, command):
 
 
 def test_commands_are_these():
-    names = ["convert", "inspect", "prepare", "verify", "formats", "recipes", "demo"]
-    assert list(cli.commands) == names
+    assert list(cli.commands) == [
+        "convert", "inspect", "prepare", "verify", "formats", "recipes", "warm-up", "bench", "demo",
+    ]  # fmt: skip

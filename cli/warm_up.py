@@ -1,0 +1,58 @@
+"""moequant warm-up CONVERTED."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output, count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@click.command("warm-up", short_help="Compile the kernels that a checkpoint will run.")
+@click.argument("converted", type=options.DIRECTORY)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="M",
+    help="Compile for calls of 1 to M tokens.",
+)  # fmt: skip
+@click.option("--device", default="cuda", show_default=True, help="Device the experts will run on.")
+@click.option("--backend", metavar="NAME", help="Backend that will run; by default the best.")
+@options.json_option
+@options.quiet_option
+def command(
+    converted: str, max_tokens: int, device: str, backend: str | None, as_json: bool, quiet: bool
+) -> None:
+    """Compile, and keep on disk, exactly the kernels that the experts of CONVERTED will run.
+
+    Layers of equal sizes and format share them: one of each kind is loaded.
+    """
+    from moequant.runtime.warm_up import warm_up_checkpoint
+
+    out = Output(as_json=as_json, quiet=quiet)
+    with out.progress() as progress:
+        warmed = warm_up_checkpoint(
+            converted, max_tokens=max_tokens, device=device, backend=backend, progress=progress
+        )
+    document = {
+        "device": device,
+        "max_tokens": max_tokens,
+        "layers": [
+            {"format": kind.format, "backend": kind.backend, "kernel_sets": kind.tokens}
+            for kind in warmed
+        ],
+    }
+    out.result(document, _show)
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    for kind in document["layers"]:
+        tokens = ", ".join(map(str, kind["kernel_sets"]))
+        did = f"{count(len(kind['kernel_sets']), 'kernel set')} compiled, run at {tokens} tokens"
+        out.line(
+            f"{kind['format']} by {kind['backend']}: "
+            f"{did if kind['kernel_sets'] else 'nothing to compile'}"
+        )

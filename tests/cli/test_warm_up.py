@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import moequant
+
+CALLS = """
+import sys, torch
+from moequant import load_experts
+experts = load_experts(sys.argv[1], 0, "cuda")
+topk = 2
+for M in range(1, 601):
+    ids = torch.arange(M * topk, device="cuda").reshape(M, topk) % experts.weights.experts
+    experts(torch.ones(M, experts.weights.hidden, device="cuda").bfloat16(), ids.int(),
+            torch.ones(M, topk, device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+def test_the_reference_compiles_nothing_and_says_so(run, converted):
+    result = run("warm-up", converted, "--device", "cpu", "--json")
+    assert result.exit_code == 0
+    assert result.document["layers"] == [
+        {"format": "nvfp4", "backend": "torch_reference", "kernel_sets": []}
+    ]
+    assert (
+        "nvfp4 by torch_reference: nothing to compile"
+        in run("warm-up", converted, "--device", "cpu").stdout
+    )
+
+
+def test_a_checkpoint_that_was_not_converted_is_refused(run, source):
+    result = run("warm-up", source, "--device", "cpu")
+    assert result.exit_code == 3
+    assert "quantization_config" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_without_a_gpu_it_says_so(run, converted):
+    result = run("warm-up", converted)
+    assert result.exit_code == 4
+    assert "device 'cuda' cannot be used" in result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_afterwards_no_number_of_tokens_compiles_anything(run, make_checkpoint, tmp_path):
+    checkpoint = tmp_path / "converted"
+    moequant.convert(make_checkpoint(), checkpoint, format="fp8_block")
+    environment = {
+        **os.environ,
+        "MOEQUANT_CACHE_DIR": str(tmp_path / "ours"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+
+    def kernels():
+        folders = (tmp_path / "ours", tmp_path / "triton")
+        return sorted(path for folder in folders for path in folder.rglob("*.cubin"))
+
+    # Processes of their own: what this one compiled before would not come to the disk.
+    command = [sys.executable, "-m", "moequant", "warm-up", checkpoint, "--max-tokens", "600"]
+    subprocess.run(command, env=environment, check=True)
+    before = kernels()
+    assert before
+    subprocess.run([sys.executable, "-c", CALLS, checkpoint], env=environment, check=True)
+    assert kernels() == before
