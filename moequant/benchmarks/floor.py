@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from moequant.benchmarks.cuda_timing import Ceilings
     from moequant.benchmarks.layers import Inputs
     from moequant.runtime import ExpertWeights
@@ -40,10 +42,14 @@ def work_of(weights: ExpertWeights, inputs: Sequence[Inputs]) -> Work:
     """The work of `inputs`, from the routing they have."""
     size_bytes = sum(tensor.nbytes for tensor in weights.tensors().values()) / weights.experts
     moved = [
-        call.ids.unique().numel() * size_bytes + 2 * call.hidden.nbytes  # output like input
+        _distinct(call.ids) * size_bytes + 2 * call.hidden.nbytes  # output like input
         for call in inputs
     ]
     matrices = len(weights.projections())
     slot = 2 * matrices * weights.hidden * weights.intermediate
     flop = [call.ids.numel() * slot for call in inputs]
     return Work(bytes_moved=sum(moved) / len(moved), flop=sum(flop) / len(flop))
+
+
+def _distinct(ids: Tensor) -> int:
+    return len(set(ids.flatten().tolist()))

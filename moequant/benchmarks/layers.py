@@ -45,8 +45,7 @@ def random_experts(shape: LayerShape, format: str, device: torch.device) -> Expe
     made = min(E, _DIFFERENT)
 
     def gaussian(N: int, K: int) -> Tensor:
-        w = torch.randn(made, N, K, generator=g, device=device)
-        return (w * K**-0.5).bfloat16()
+        return torch.randn(made, N, K, generator=g, device=device).mul_(K**-0.5).bfloat16()
 
     def repeated(q: QuantizedWeight) -> QuantizedWeight:
         index = torch.arange(E, device=device) % made

@@ -106,5 +106,5 @@ def run_in_parts(call: Call, inputs: tuple[Tensor, Tensor, Tensor], max_tokens: 
     parts = parts_of(inputs[0].shape[0], max_tokens)
     if parts == 1:
         return call(*inputs)
-    chunks = zip(*(t.tensor_split(parts) for t in inputs), strict=True)
-    return torch.cat([call(*chunk) for chunk in chunks])
+    hidden, ids, weights = (t.tensor_split(parts) for t in inputs)
+    return torch.cat([call(*part) for part in zip(hidden, ids, weights, strict=True)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,13 +91,23 @@ class ExpertWeights:
         """The same experts with `tensors`, named as in `tensors()`, for their data."""
 
         def rebuilt(name: str, q: QuantizedWeight) -> QuantizedWeight:
-            return dataclasses.replace(
-                q, **{part: tensors[f"{name}_{part}"] for part in q.tensors()}
+            return QuantizedWeight(
+                format=q.format,
+                qdata=tensors[f"{name}_qdata"],
+                scale=tensors[f"{name}_scale"],
+                global_scale=None if q.global_scale is None else tensors[f"{name}_global_scale"],
+                shape=q.shape,
             )
 
-        projections = {name: rebuilt(name, q) for name, q in self.projections().items()}
-        biases = {name: tensors[name] for name in self.biases()}
-        return dataclasses.replace(self, **projections, **biases)
+        return ExpertWeights(
+            gate=None if self.gate is None else rebuilt("gate", self.gate),
+            up=rebuilt("up", self.up),
+            down=rebuilt("down", self.down),
+            gate_bias=None if self.gate_bias is None else tensors["gate_bias"],
+            up_bias=None if self.up_bias is None else tensors["up_bias"],
+            down_bias=None if self.down_bias is None else tensors["down_bias"],
+            act_fn=self.act_fn,
+        )
 
     @property
     def format(self) -> str:
