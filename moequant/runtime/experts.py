@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from moequant.errors import UnsupportedError
-from moequant.formats import get_format
 from moequant.runtime import experts_op
 from moequant.runtime.backends import FusedBackend, Workload
 from moequant.runtime.call import Call, parts_of, run_in_parts
+from moequant.runtime.formats import get_format
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 from moequant.runtime.select import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Mapping
 
     from moequant.runtime.backends import Backend
     from moequant.runtime.weights import ExpertWeights
@@ -75,7 +75,7 @@ class FusedExperts(nn.Module):
         for name, tensor in weights.tensors().items():
             self.register_buffer(name, tensor)
         self._weights = weights
-        self._packed: _Packed | None = None
+        self._ready: _Ready | None = None
         self._handle = experts_op.handle_of(self)
         self.backend = backend
         self.max_tokens = max_tokens
@@ -153,7 +153,7 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: there is none.
         """
-        return select(_workload(self.weights, self.activations), self.backend).name
+        return self._select(self.activations)[1].name
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """Names the compiled kernels that a call of [tokens, topk] slots runs; None for none.
@@ -161,12 +161,11 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        weights = self.weights
-        backend = select(_workload(weights, self.activations), self.backend)
-        if not isinstance(backend, FusedBackend):
+        ready = self._prepared(self.activations)
+        if not isinstance(ready.backend, FusedBackend):
             return None
         part = -(-tokens // parts_of(tokens, self.max_tokens))
-        return backend.kernels_for(self._pack(backend, weights), part, topk)
+        return ready.backend.kernels_for(ready.packed, part, topk)
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of scratch memory that a call of [tokens, topk] slots takes.
@@ -177,12 +176,11 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        weights = self.weights
-        backend = select(_workload(weights, self.activations), self.backend)
-        if not isinstance(backend, FusedBackend):
+        ready = self._prepared(self.activations)
+        if not isinstance(ready.backend, FusedBackend):
             return 0
         part = -(-tokens // parts_of(tokens, self.max_tokens))
-        return backend.workspace_bytes(self._pack(backend, weights), part, topk)
+        return ready.backend.workspace_bytes(ready.packed, part, topk)
 
     def run(
         self,
@@ -194,26 +192,26 @@ class FusedExperts(nn.Module):
         activations: str | None,
     ) -> Tensor:
         """`forward` itself, not as an operator of a graph."""
-        weights = self.weights
-        workload = _workload(weights, self.activations if activations is None else activations)
-        backend = select(workload, self.backend)
-        expert_map = self._expert_map(weights, expert_map, backend)
-        _check_inputs(hidden_states, topk_ids, topk_weights, weights)
+        ready = self._prepared(self.activations if activations is None else activations)
+        _check_inputs(hidden_states, topk_ids, topk_weights, ready.weights)
         if apply_router_weight_on_input and topk_ids.shape[1] != 1:
             raise UnsupportedError(
                 f"apply_router_weight_on_input wants one expert a token, but topk_ids is "
                 f"{list(topk_ids.shape)}"
             )
+        call = Call(
+            backend=ready.backend,
+            weights=ready.weights,
+            packed=ready.packed,
+            scheme=ready.scheme,
+            expert_map=self._expert_map(ready, expert_map),
+            weight_on_input=apply_router_weight_on_input,
+        )
+        inputs = (hidden_states, topk_ids, topk_weights)
+        if not torch.is_autocast_enabled(hidden_states.device.type):
+            return run_in_parts(call, inputs, self.max_tokens)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            call = Call(
-                backend=backend,
-                weights=weights,
-                packed=self._pack(backend, weights) if isinstance(backend, FusedBackend) else None,
-                scheme=workload.activations,
-                expert_map=expert_map,
-                weight_on_input=apply_router_weight_on_input,
-            )
-            return run_in_parts(call, (hidden_states, topk_ids, topk_weights), self.max_tokens)
+            return run_in_parts(call, inputs, self.max_tokens)
 
     def extra_repr(self) -> str:
         """Format, sizes and choices, for `print`."""
@@ -223,44 +221,58 @@ class FusedExperts(nn.Module):
             f"backend={self.backend}, activations={self.activations}"
         )
 
-    def _pack(self, backend: FusedBackend, weights: ExpertWeights) -> object:
-        """The weights as `backend` wants them, made anew where they or the backend changed."""
-        versions = _versions(weights)
-        packed = self._packed
-        if (
-            packed is None
-            or packed.weights is not weights
-            or packed.versions != versions
-            or packed.backend is not backend
-        ):
-            if weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _select(self, activations: str) -> tuple[Workload, Backend]:
+        workload = _workload(self.weights, activations)
+        return workload, select(workload, self.backend)
+
+    def _prepared(self, activations: str) -> _Ready:
+        """What a call needs and no call changes, made anew where anything of it did."""
+        ready = self._ready
+        if ready is None or not ready.fits(self._buffers, activations, self.backend):
+            ready = self._ready = self._prepare(activations)
+        return ready
+
+    def _prepare(self, activations: str) -> _Ready:
+        workload, backend = self._select(activations)
+        packed = None
+        if isinstance(backend, FusedBackend):
+            if workload.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"backend {backend.name!r} lays out the weights in its first call, which a "
                     "CUDA graph cannot capture; call the experts once before the capture"
                 )
-            result = backend.pack(weights)
-            weights = self._adopt(backend.adopted(result)) or weights
-            packed = _Packed(
-                backend=backend, weights=weights, versions=_versions(weights), result=result
-            )
-            self._packed = packed
-        return packed.result
+            self._ready = None  # lets go of the layout of before
+            packed = backend.pack(self.weights, workload.activations)
+            self._adopt(backend.adopted(packed))
+        weights = self.weights
+        return _Ready(
+            asked=(activations, self.backend),
+            parts=tuple(
+                (name, tensor, None if tensor.is_inference() else tensor._version)
+                for name, tensor in weights.tensors().items()
+            ),
+            weights=weights,
+            backend=backend,
+            scheme=workload.activations,
+            packed=packed,
+        )
 
-    def _adopt(self, weights: ExpertWeights | None) -> ExpertWeights | None:
+    def _adopt(self, weights: ExpertWeights | None) -> None:
         """Make views into what a backend laid out the buffers, so that no weight is there twice."""
         if weights is not None:
             for name, tensor in weights.tensors().items():
                 self._buffers[name] = tensor
             self._weights = weights
-        return weights
 
-    def _expert_map(
-        self, weights: ExpertWeights, expert_map: Tensor | None, backend: Backend
-    ) -> Tensor | None:
+    def _expert_map(self, ready: _Ready, expert_map: Tensor | None) -> Tensor | None:
         if expert_map is None:
             return self.expert_map
-        _check_expert_map(expert_map, weights, values=not isinstance(backend, FusedBackend))
+        values = not isinstance(ready.backend, FusedBackend)
+        _check_expert_map(expert_map, ready.weights, values=values)
         return expert_map
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -274,23 +286,38 @@ class FusedExperts(nn.Module):
 
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         _ = self.weights  # lets go of the tensors left behind
-        self._packed = None
+        self._ready = None
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Packed:
-    """What a backend made of the weights, and of which."""
+class _Ready:
+    """What was chosen and made for the experts as they are.
 
-    backend: FusedBackend
+    Attributes:
+        asked: activations and backend that were asked for.
+        parts: name, tensor and count of writes of each buffer; inference tensors count none.
+        weights: of these buffers.
+        backend: what runs them.
+        scheme: how it quantizes activations.
+        packed: what a FusedBackend made of the weights.
+    """
+
+    asked: tuple[str, str | None]
+    parts: tuple[tuple[str, Tensor, int | None], ...]
     weights: ExpertWeights
-    versions: list[int]
-    result: object
+    backend: Backend
+    scheme: str
+    packed: object
 
-
-def _versions(weights: ExpertWeights) -> list[int]:
-    """Counts of the writes into each part, as load_state_dict does; inference tensors have none."""
-    return [t._version for t in weights.tensors().values() if not t.is_inference()]
+    def fits(
+        self, buffers: Mapping[str, Tensor | None], activations: str, backend: str | None
+    ) -> bool:
+        """Whether nothing of it has changed: a write, as load_state_dict does, or a new buffer."""
+        return self.asked == (activations, backend) and all(
+            buffers[name] is tensor and (version is None or tensor._version == version)
+            for name, tensor, version in self.parts
+        )
 
 
 def _workload(weights: ExpertWeights, activations: str) -> Workload:
