@@ -12,7 +12,19 @@ import warnings
 import click
 
 from moequant._version import __version__
-from moequant.cli import bench, convert, demo, formats, inspect, prepare, recipes, verify, warm_up
+from moequant.cli import (
+    bench,
+    convert,
+    demo,
+    formats,
+    generate,
+    inspect,
+    prepare,
+    recipes,
+    tune,
+    verify,
+    warm_up,
+)
 from moequant.cli.failures import CommandGroup
 
 
@@ -22,7 +34,19 @@ def cli() -> None:
     """Quantize, verify and run Mixture-of-Experts checkpoints."""
 
 
-for module in (convert, inspect, prepare, verify, formats, recipes, warm_up, bench, demo):
+for module in (
+    convert,
+    inspect,
+    prepare,
+    verify,
+    formats,
+    recipes,
+    generate,
+    warm_up,
+    tune,
+    bench,
+    demo,
+):
     cli.add_command(module.command)
 
 

@@ -12,9 +12,15 @@ def quantize_groups(x, NATIVE: tl.constexpr):
 
     Codes are those of `x / scale`, to nearest even.
     """
-    amax = tl.max(tl.abs(x), 1)
-    scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, 448.0))
+    scale = scale_of(tl.max(tl.abs(x), 1))
     return encode_e4m3(tl.math.div_rn(x, scale[:, None]), NATIVE), scale
+
+
+@triton.jit
+def scale_of(amax):
+    """Scale of a group: amax / 448, and 1 where that is 0 or underflows to it."""
+    scale = tl.math.div_rn(amax, 448.0)
+    return tl.where(scale == 0, 1.0, scale)
 
 
 @triton.jit
@@ -26,6 +32,12 @@ def encode_e4m3(x, NATIVE: tl.constexpr):
     """
     if NATIVE:
         return x.to(tl.float8e4nv)
+    return encode_e4m3_bits(x).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def encode_e4m3_bits(x):
+    """The same as a byte, for devices that know no FP8 (before SM89)."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), 448.0)
     mbits = magnitude.to(tl.int32, bitcast=True)
@@ -35,5 +47,4 @@ def encode_e4m3(x, NATIVE: tl.constexpr):
     offset: tl.constexpr = 16384.0
     subnormal = (magnitude + offset).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
-    code = tl.where(x != x, 0x7F, code)
-    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return tl.where(x != x, 0x7F, code).to(tl.uint8)

@@ -110,7 +110,7 @@ def bench_experts(
         UnsupportedError: no CUDA device, a format that does not take these sizes, no backend.
         NumericsError: a contender's output is not that of the experts.
     """
-    place = _cuda(device)
+    place = cuda_device(device)
     weights = random_experts(shape, format, place)
     ours = FusedExperts(weights, backend=backend)
     weights = ours.weights
@@ -146,7 +146,12 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def _cuda(device: torch.device | str) -> torch.device:
+def cuda_device(device: torch.device | str) -> torch.device:
+    """The CUDA device called that, with its index.
+
+    Raises:
+        UnsupportedError: it is no CUDA device, or there is none here.
+    """
     place = torch.device(device)
     if place.type != "cuda" or not torch.cuda.is_available():
         raise UnsupportedError(
@@ -154,6 +159,12 @@ def _cuda(device: torch.device | str) -> torch.device:
             "such CUDA device here"
         )
     return torch.device("cuda", place.index or 0)
+
+
+def inputs_of(shape: LayerShape, tokens: int, device: torch.device) -> list[Inputs]:
+    """The inputs that a cell rotates over."""
+    count = 8 if tokens <= 8 else 4 if tokens <= 512 else 2
+    return [random_inputs(shape, tokens, device, 1000 * i + tokens) for i in range(count)]
 
 
 def _cells(
@@ -167,8 +178,7 @@ def _cells(
     weights = ours.weights
     fp8 = get_format(weights.format).activations != "none"
     for M in tokens:
-        count = 8 if M <= 8 else 4 if M <= 512 else 2
-        inputs = [random_inputs(shape, M, weights.device, 1000 * i + M) for i in range(count)]
+        inputs = inputs_of(shape, M, weights.device)
         for name, experts in contenders.items():
             _check(name, experts, weights, inputs[0])
         times = time_interleaved(

@@ -1,8 +1,18 @@
 """Run converted experts."""
 
+from moequant.runtime.act_fn import ActFn
 from moequant.runtime.experts import FusedExperts
+from moequant.runtime.functional import deep_gemm_moe_fp8, fused_experts
 from moequant.runtime.load import load_experts
 from moequant.runtime.select import select
 from moequant.runtime.weights import ExpertWeights
 
-__all__ = ["ExpertWeights", "FusedExperts", "load_experts", "select"]
+__all__ = [
+    "ActFn",
+    "ExpertWeights",
+    "FusedExperts",
+    "deep_gemm_moe_fp8",
+    "fused_experts",
+    "load_experts",
+    "select",
+]

@@ -85,14 +85,14 @@ class Call:
         return reduce(rows, routing, permutation)
 
     def _batched(self, backend: BatchedExpertsBackend, x: Tensor, routing: Routing) -> Tensor:
-        from moequant.runtime.batched import finalize_batched, prepare_batched
+        from moequant.runtime.batched import finalize_batched, largest_batch, prepare_batched
 
-        # A router names an expert once a token, but an id may come twice: M * T places are enough
-        # for any ids, and as many as that for few tokens only.
+        E = self.weights.experts
+        # `route` has waited for the device already.
+        capacity = largest_batch(routing, E)
         tokens, places = prepare_batched(
-            x, routing, experts=self.weights.experts, capacity=routing.expert.numel(),
-            scheme=self.scheme,
-        )  # fmt: skip
+            x, routing, experts=E, capacity=capacity, scheme=self.scheme
+        )
         return finalize_batched(backend.run(tokens, self.weights), routing, places)
 
 

@@ -155,6 +155,14 @@ class FusedExperts(nn.Module):
         """
         return self._select(self.activations)[1].name
 
+    def packed_weights(self) -> object:
+        """The weights as the backend's kernels read them; None where it takes them as they are.
+
+        Raises:
+            UnsupportedError: no backend runs the experts where they are now.
+        """
+        return self._prepared(self.activations).packed
+
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """Names the compiled kernels that a call of [tokens, topk] slots runs; None for none.
 

@@ -1,91 +1,127 @@
-"""load_experts(): the experts of one layer of a converted checkpoint, ready to run."""
+"""load_experts(): the experts of layers of a converted checkpoint, ready to run."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import stack
-from moequant.models import PROJECTIONS
 from moequant.preparation import PreparedCheckpoint, is_prepared_folder
 from moequant.runtime.experts import FusedExperts
-from moequant.runtime.weights import ExpertWeights
+from moequant.runtime.layer_reader import LayerReader, act_fn_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from moequant.formats import QuantizedWeight
-
-ACTIVATIONS = ("silu",)
-"""Values of config.json's `hidden_act` that the runtime computes."""
+    from torch import Tensor
 
 
+@overload
 def load_experts(
-    path: str | Path,
+    checkpoint: str | Path,
     layer: int,
-    *,
     device: torch.device | str = "cpu",
+    *,
     backend: str | None = None,
     activations: Literal["format", "none"] = "format",
     experts: Sequence[int] | None = None,
-) -> FusedExperts:
-    """Load the routed experts of one layer.
+) -> FusedExperts: ...
+
+
+@overload
+def load_experts(
+    checkpoint: str | Path,
+    layer: Iterable[int],
+    device: torch.device | str = "cpu",
+    *,
+    backend: str | None = None,
+    activations: Literal["format", "none"] = "format",
+    experts: Sequence[int] | None = None,
+) -> dict[int, FusedExperts]: ...
+
+
+def load_experts(
+    checkpoint: str | Path,
+    layer: int | Iterable[int],
+    device: torch.device | str = "cpu",
+    *,
+    backend: str | None = None,
+    activations: Literal["format", "none"] = "format",
+    experts: Sequence[int] | None = None,
+) -> FusedExperts | dict[int, FusedExperts]:
+    """Load the routed experts of one layer, or of several.
+
+    Bytes go from the files to the device through a pinned buffer of fixed size; what a dialect or a
+    prepared layout permutes is put in order there. The host holds no tensor of a layer.
+
+    Several layers come as a dict, for a model wants all of them at once; all arguments are checked
+    before the first byte is read. To hold one at a time, call once for each.
 
     Args:
-        path: a converted checkpoint, or a folder that `moequant prepare` wrote in one; of either
-            only the weights wanted are read.
-        layer: index of the layer.
+        checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one; of
+            either only the weights wanted are read.
+        layer: index of the layer, or of several.
         device: where to put them.
         backend: name of a backend; by default the best that can run them there.
         activations: "format" quantizes activations as the format's GEMM does, "none" never does.
         experts: load only these, as one rank of an expert-parallel group does; the result then
             takes global ids and contributes nothing for the other experts.
 
+    Returns:
+        The layer, or for several layers each by its index, in the order given.
+
     Raises:
         CheckpointError: not a converted checkpoint, a damaged one, no such layer, or a prepared
             folder that is stale or lies elsewhere.
-        UnsupportedError: the layer was not converted, its activation is not one we compute, there
-            is no such device here, or no backend runs it there.
+        UnsupportedError: the layer was not converted, the function between its GEMMs is not one we
+            compute, there is no such device here, or no backend runs it there.
     """
-    place = _device(device)
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    folder = Path(os.path.expanduser(path))  # noqa: PTH111
-    prepared = PreparedCheckpoint.open(folder) if is_prepared_folder(folder) else None
-    converted = prepared.converted if prepared else ConvertedCheckpoint.open(folder)
-    _check(converted, layer)
-    everything = range(converted.moe.experts)
-    chosen = list(everything if experts is None else experts)
-    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
-        raise UnsupportedError(
-            f"experts {chosen}: wanted is at least one, all different, from 0 to "
-            f"{converted.moe.experts - 1}"
+    place = usable_device(device)
+    reader = open_reader(checkpoint, place)
+    chosen = _choose(reader.converted, experts)
+    one = isinstance(layer, int)
+    layers = [layer] if isinstance(layer, int) else list(layer)
+    _check(reader.converted, layers)
+    loaded = {
+        index: FusedExperts(
+            reader.read(index, chosen),
+            backend=backend,
+            activations=activations,
+            expert_map=None if experts is None else _expert_map(reader.converted, chosen, place),
         )
-    if prepared:
-        gate, up, down = prepared.read_layer(layer, chosen)
-    else:
-        gate, up, down = (_read(converted, layer, chosen, p) for p in PROJECTIONS)
-    expert_map = None
-    if experts is not None:
-        expert_map = torch.full((converted.moe.experts,), -1, dtype=torch.int32, device=place)
-        expert_map[chosen] = torch.arange(len(chosen), dtype=torch.int32, device=place)
-    return FusedExperts(
-        ExpertWeights(gate=gate.to(place), up=up.to(place), down=down.to(place)),
-        backend=backend,
-        activations=activations,
-        expert_map=expert_map,
-    )
+        for index in layers
+    }
+    return loaded[layers[0]] if one else loaded
 
 
-def _device(device: torch.device | str) -> torch.device:
-    """The device, if it is one that this machine and this build of torch have."""
+def open_reader(checkpoint: str | Path, device: torch.device) -> LayerReader:
+    """What reads the layers of a converted checkpoint, or of a prepared folder in one.
+
+    Raises:
+        CheckpointError: it is neither, or a prepared folder that lies elsewhere.
+        UnsupportedError: an architecture or a quantization we do not know.
+    """
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    folder = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
+    if is_prepared_folder(folder):
+        prepared = PreparedCheckpoint.open(folder)
+        return LayerReader(prepared.converted, device, prepared=prepared)
+    return LayerReader(ConvertedCheckpoint.open(folder), device)
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device, if it is one that this machine and this build of torch have.
+
+    Raises:
+        UnsupportedError: it is not; says why.
+    """
     try:
-        place = torch.device(device)
-        torch.empty(1, device=place)
+        # With its index, which `torch.device("cuda")` leaves open.
+        return torch.empty(1, device=torch.device(device)).device
     # What torch raises depends on the kind of device: for CUDA it is an AssertionError.
     except (AssertionError, ImportError, RuntimeError) as error:
         # Its first sentence: the rest is about torch's dispatcher.
@@ -94,24 +130,39 @@ def _device(device: torch.device | str) -> torch.device:
             f"device {str(device)!r} cannot be used: {reason}; choose one that this machine and "
             'this build of torch have, such as "cpu"'
         ) from error
-    return place
 
 
-def _check(converted: ConvertedCheckpoint, layer: int) -> None:
-    layers = converted.expert_layers()
-    if layer not in layers:
-        raise CheckpointError(
-            f"{converted.checkpoint.path}: layer {layer} holds no experts; layers that do: "
-            f"{', '.join(map(str, layers))}"
-        )
-    if converted.moe.activation not in ACTIVATIONS:
+def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> list[int]:
+    everything = range(converted.moe.experts)
+    chosen = list(everything if experts is None else experts)
+    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
         raise UnsupportedError(
-            f"config.json: activation {converted.moe.activation!r}, but the runtime computes "
-            f"{', '.join(ACTIVATIONS)}"
+            f"experts {chosen}: wanted is at least one, all different, from 0 to "
+            f"{converted.moe.experts - 1}"
         )
+    return chosen
 
 
-def _read(
-    converted: ConvertedCheckpoint, layer: int, experts: Sequence[int], projection: str
-) -> QuantizedWeight:
-    return stack([converted.read_expert(layer, expert, projection) for expert in experts])
+def _check(converted: ConvertedCheckpoint, layers: Sequence[int]) -> None:
+    with_experts = converted.expert_layers()
+    if len(set(layers)) != len(layers):
+        raise UnsupportedError(f"layers {list(layers)}: each is wanted once")
+    for layer in layers:
+        if layer not in with_experts:
+            raise CheckpointError(
+                f"{converted.checkpoint.path}: layer {layer} holds no experts; layers that do: "
+                f"{', '.join(map(str, with_experts))}"
+            )
+    act_fn_of(converted)
+
+
+def _expert_map(
+    converted: ConvertedCheckpoint, experts: Sequence[int], device: torch.device
+) -> Tensor:
+    """[global experts] int32: the index in `experts` of each, or -1."""
+    index = {expert: row for row, expert in enumerate(experts)}
+    return torch.tensor(
+        [index.get(expert, -1) for expert in range(converted.moe.experts)],
+        dtype=torch.int32,
+        device=device,
+    )

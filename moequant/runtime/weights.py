@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import check_parts
+from moequant.formats import QuantizedWeight
 from moequant.runtime.act_fn import SILU, ActFn
+from moequant.runtime.formats import check_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from moequant.formats import QuantizedWeight
 
 BIAS_DTYPES = (torch.float32, torch.bfloat16)
 

@@ -1,10 +1,164 @@
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
 import pytest
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.checkpoint.reader import FixedFile
+from moequant.conversion import convert
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import REGISTRY, dequantize, quantize, stack
+from moequant.layouts.targets import TARGETS, kernel_layout
+from moequant.models import PROJECTIONS
+from moequant.preparation import prepare
 from moequant.runtime import load_experts
+from moequant.runtime.layer_reader import LayerReader
+
+
+@pytest.fixture(scope="module")
+def converted(make_checkpoint, tmp_path_factory):
+    """converted(format): a checkpoint of two layers in it, prepared for sm90; not to be changed."""
+    made = {}
+
+    def make(format):
+        if format not in made:
+            path = tmp_path_factory.mktemp(format) / "out"
+            made[format] = convert(make_checkpoint(), path, format=format).output
+            prepare(made[format], target="sm90")
+        return made[format]
+
+    return make
+
+
+def prepared(path):
+    return path / "moequant-prepared" / "sm90"
+
+
+def bytes_of(tensor):
+    return tensor.cpu().reshape(-1).view(torch.uint8)
+
+
+def assert_holds(experts, path, layer, indices):
+    """That `experts` holds the bytes of those experts on disk, each read by itself."""
+    source = ConvertedCheckpoint.open(path)
+    for projection in PROJECTIONS:
+        wanted = stack([source.read_expert(layer, e, projection) for e in indices])
+        found = getattr(experts.weights, projection)
+        assert found.shape == wanted.shape
+        for part, tensor in wanted.tensors().items():
+            loaded = found.tensors()[part]
+            assert loaded.dtype == tensor.dtype
+            assert torch.equal(bytes_of(loaded), bytes_of(tensor)), (projection, part)
+
+
+@pytest.mark.parametrize("where", [lambda path: path, prepared], ids=["portable", "prepared"])
+@pytest.mark.parametrize("format", REGISTRY)
+def test_what_is_loaded_is_what_lies_on_disk(converted, format, where):
+    path = converted(format)
+    assert_holds(load_experts(where(path), 1), path, 1, range(4))
+    assert_holds(load_experts(where(path), 1, experts=[3, 0]), path, 1, [3, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("target", [None, *TARGETS])
+@pytest.mark.parametrize("format", REGISTRY)
+def test_what_is_loaded_to_a_device_is_what_lies_on_disk(converted, format, target):
+    path = folder = converted(format)
+    if target is not None:
+        try:
+            kernel_layout(format, target)
+        except UnsupportedError:
+            assert (format, target) == ("w4a8", "sm100")
+            return
+        folder = prepare(path, target=target).folder
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            loaded = load_experts(folder, [0, 1], "cuda", backend="torch_reference")
+            for layer, experts in loaded.items():
+                assert experts.weights.device == torch.device("cuda", 0)
+                assert_holds(experts, path, layer, range(4))
+
+
+def test_several_layers_come_by_index_in_the_order_given(converted):
+    path = converted("mxfp4")
+    loaded = load_experts(path, [1, 0])
+    assert list(loaded) == [1, 0]
+    for layer, experts in loaded.items():
+        assert_holds(experts, path, layer, range(4))
+    assert load_experts(path, iter(())) == {}
+    assert list(load_experts(path, (0,))) == [0]
+
+
+def test_layers_are_checked_before_any_is_read(converted, monkeypatch):
+    path = converted("mxfp4")
+    monkeypatch.setattr(LayerReader, "read", lambda *_: pytest.fail("a layer was read"))
+    with pytest.raises(CheckpointError, match=r"layer 7 holds no experts; layers that do: 0, 1"):
+        load_experts(path, [0, 1, 7])
+    with pytest.raises(UnsupportedError, match=r"layers \[0, 0\]: each is wanted once"):
+        load_experts(path, [0, 0])
+
+
+def test_another_function_between_the_gemms_is_refused_by_name(make_checkpoint, tmp_path):
+    source = make_checkpoint(config={"hidden_act": "tanh"})
+    path = convert(source, tmp_path / "out", format="mxfp4").output
+    with pytest.raises(UnsupportedError, match=r"config.json: activation function 'tanh'"):
+        load_experts(path, 0)
+
+
+def test_experts_of_several_formats_are_refused_by_name(converted, monkeypatch):
+    read = ConvertedCheckpoint.read
+
+    def other(self, module):
+        q = read(self, module)
+        is_other = module.endswith("experts.2.gate_proj")
+        return quantize(dequantize(q), "mxfp4") if is_other else q
+
+    monkeypatch.setattr(ConvertedCheckpoint, "read", other)
+    with pytest.raises(UnsupportedError, match=r"gate of expert 2 is mxfp4 .* nvfp4"):
+        load_experts(converted("nvfp4"), 0)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+def test_an_expert_that_was_kept_is_refused_by_name(make_checkpoint, converted, tmp_path, expert):
+    """Beside others that were converted, as no conversion leaves it."""
+    path = shutil.copytree(converted("fp8_block"), tmp_path / "converted")
+    config = json.loads((path / "config.json").read_text())
+    kept = [f"model.layers.0.mlp.experts.{expert}.{name}_proj" for name in ("gate", "up", "down")]
+    config["quantization_config"]["modules_to_not_convert"] += kept
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=rf"experts\.{expert}\.gate_proj: not converted"):
+        load_experts(path, 0)
+
+
+def test_a_file_that_changes_ends_the_load_and_its_threads(converted, tmp_path, monkeypatch):
+    path = shutil.copytree(converted("nvfp4"), tmp_path / "converted")
+    before = threading.active_count()
+    read_into = FixedFile.read_into
+
+    def change(self, start, buffer):
+        if len(buffer) > 1000:
+            os.utime(self.path)
+        read_into(self, start, buffer)
+
+    monkeypatch.setattr(FixedFile, "read_into", change)
+    with pytest.raises(CheckpointError, match="changed while in use"):
+        load_experts(path, 0)
+    assert threading.active_count() == before
+
+
+def test_what_is_loaded_in_inference_mode_can_be_written_to_outside(converted):
+    with torch.inference_mode():
+        experts = load_experts(converted("w4a8"), 0)
+    experts.weights.up.scale.mul_(2)
+    assert_holds(load_experts(converted("w4a8"), 0), converted("w4a8"), 0, range(4))
 
 
 def test_an_unknown_device_is_refused_by_name(tmp_path):
@@ -18,3 +172,96 @@ def test_a_device_that_is_not_here_is_refused_by_name(tmp_path):
     for device in ("cuda", torch.device("cuda", 3)):
         with pytest.raises(UnsupportedError, match=rf"^device '{device}' cannot be used: .*cpu"):
             load_experts(tmp_path, 0, device=device)
+
+
+# Growth of resident memory at its peak, over that when all modules were loaded and all code had
+# run once. /proc/self/clear_refs 5 sets the peak back.
+MEASURED = """
+import re, sys
+from pathlib import Path
+import torch
+from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.checkpoint.reader import FixedFile
+from moequant.runtime.layer_reader import LayerReader
+from moequant.runtime.staging import Staging
+from moequant.preparation import PreparedCheckpoint, is_prepared_folder
+
+def resident(field):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(field + r":\\s+(\\d+) kB", text)[1]) * 1024
+
+def read(path, device):
+    path = Path(path)
+    prepared = PreparedCheckpoint.open(path) if is_prepared_folder(path) else None
+    converted = prepared.converted if prepared else ConvertedCheckpoint.open(path)
+    reader = LayerReader(converted, torch.device(device), prepared=prepared)
+    if device == "meta":
+        reader.staging = Staging(reader.device, slot_bytes=1 << 20, slots=8)
+    return reader.read(0, range(converted.moe.experts))
+
+small, large, device = sys.argv[1:]
+read(small, device)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+weights = read(large, device)
+print(resident("VmHWM") - before, sum(t.nbytes for t in weights.tensors().values()))
+"""
+
+
+@pytest.fixture(scope="module")
+def sized(make_checkpoint, tmp_path_factory):
+    """sized(format): a small layer of experts, and one of 64 experts and 100 million weights."""
+    made = {}
+
+    def make(format):
+        if format not in made:
+            sources = (
+                make_checkpoint(),
+                make_checkpoint(layers=1, experts=64, hidden=1024, intermediate=512),
+            )
+            made[format] = [
+                convert(source, tmp_path_factory.mktemp(format) / "out", format=format).output
+                for source in sources
+            ]
+        return made[format]
+
+    return make
+
+
+def peak_of_reading(paths, device):
+    """Bytes the host took at most, and bytes of the layer."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, paths), device],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"},
+    )
+    peak, size = map(int, done.stdout.split())
+    return peak, size
+
+
+needs_proc = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="wants Linux's /proc"
+)
+
+
+@needs_proc
+@pytest.mark.parametrize("format", ["fp8_block", "w4a8"])
+def test_a_layer_takes_the_memory_of_its_tensors_on_a_cpu(sized, format):
+    peak, size = peak_of_reading(sized(format), "cpu")
+    assert size > 50e6
+    # Four threads, each with an expert's matrix (0.5 MB at most) as read and decoded, and what an
+    # allocator keeps. Experts stacked when all were read would be another third of the layer.
+    print(peak, size)
+    assert peak < size + 8e6
+
+
+@needs_proc
+def test_the_host_holds_the_buffer_alone_of_a_layer_for_a_device(sized):
+    """On the device "meta", which takes what is copied to it and holds nothing."""
+    peak, size = peak_of_reading(sized("fp8_block"), "meta")
+    assert size > 100e6
+    # Eight slots of 1 MiB, and what an allocator keeps.
+    print(peak, size)
+    assert peak < 8 * 2**20 + 8e6

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.formats import quantize
+from moequant.formats import QuantizedWeight, quantize
 from moequant.runtime import ExpertWeights, FusedExperts, select
+from moequant.runtime.act_fn import RELU2, SILU, SWIGLUOAI, ActFn
 from moequant.runtime.backends import REGISTRY, Workload
 
 NAME = "sm90_fp8_block"
@@ -26,6 +27,13 @@ WORKLOAD = Workload(
 
 # E, H, I, T. The second has no size that is a multiple of 128, as gpt-oss (2880) has none.
 SMALL, ODD, QWEN3_30B = (16, 1024, 512, 4), (8, 720, 336, 2), (128, 2048, 768, 8)
+REAL = {
+    "qwen3-30b": QWEN3_30B,
+    "qwen3-235b": (128, 4096, 1536, 8),
+    "deepseek-v3": (256, 7168, 2048, 8),
+    "mixtral-8x7b": (8, 4096, 14336, 2),
+    "gpt-oss-120b": (128, 2880, 2880, 4),
+}
 
 # Both sides quantize the hidden states to the same bits (tests/kernels). From there they differ by
 # sums: tensor cores add FP8 products with about 14 bits, a relative error d of about 1e-3 in front
@@ -71,25 +79,33 @@ def test_it_is_the_default_where_it_runs():
 
 @pytest.fixture(scope="module")
 def weights():
-    """weights(shape): experts on the device; the same shape gives the same."""
+    """weights(shape): experts on the device; the same arguments give the same."""
     made = {}
 
-    def make(shape):
-        if shape not in made:
+    def make(shape, act_fn=SILU, bias=False):
+        if (shape, act_fn, bias) not in made:
             E, H, I, _ = shape
             g = torch.Generator("cuda").manual_seed(0)
             parts = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
-            made[shape] = ExpertWeights(
-                **{
-                    name: quantize(
-                        torch.randn(size, generator=g, device="cuda") * size[2] ** -0.5,
-                        "fp8_block",
-                        scale="float32",
-                    )
-                    for name, size in parts.items()
-                }
+            if not act_fn.gated:
+                del parts["gate"]
+            projections = {
+                name: quantize(
+                    torch.randn(size, generator=g, device="cuda") * size[2] ** -0.5,
+                    "fp8_block",
+                    scale="float32",
+                )
+                for name, size in parts.items()
+            }
+            biases = {
+                f"{name}_bias": torch.randn(size[:2], generator=g, device="cuda") / 2
+                for name, size in parts.items()
+                if bias
+            }
+            made[shape, act_fn, bias] = ExpertWeights(
+                **{"gate": None, **projections, **biases}, act_fn=act_fn
             )
-        return made[shape]
+        return made[shape, act_fn, bias]
 
     return make
 
@@ -226,23 +242,169 @@ def test_runs_of_one_call_are_bitwise_equal(weights, shape, M):
         assert torch.equal(module(*call), first)
 
 
-@gpu
-@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("shape", [SMALL, ODD])
-def test_no_buffer_is_read_before_it_is_written(weights, shape, rows):
-    from moequant.kernels.fp8_block.experts import Plan, Tiling
+ACT_FNS = [
+    ActFn(name="gelu"),
+    ActFn(name="gelu_tanh"),
+    ActFn(name="relu2"),
+    ActFn(name="silu", limit=0.7),
+    SWIGLUOAI,
+    ActFn(name="swigluoai", alpha=1.702, limit=0.7),
+    ActFn(name="silu", gated=False),
+    ActFn(name="gelu", gated=False, limit=0.7),
+    ActFn(name="gelu_tanh", gated=False),
+    RELU2,
+]
 
-    packed = REGISTRY[NAME].pack(weights(shape))
-    for M, split in ((1, 2 if rows <= 16 else 1), (50, 1), (600, 1)):
+
+@gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("act_fn", ACT_FNS, ids=str)
+def test_it_computes_every_activation_function(weights, act_fn, bias):
+    # 640 columns without a gate are two units and a half; tiles of 8, 32 and 128 rows.
+    for shape, M in [((16, 1024, 640, 4), 6), (ODD, 60), ((16, 1024, 640, 4), 700)]:
+        check(weights(shape, act_fn, bias), inputs(shape, M))
+
+
+@gpu
+@pytest.mark.parametrize("M", [1, 40, 500])
+def test_biases_count_for_silu_too(weights, M):
+    check(weights(ODD, bias=True), inputs(ODD, M, "skewed"))
+
+
+@gpu
+@pytest.mark.parametrize("byte", [0x7F, 0xFF], ids=["huge", "nan"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"rows": 8},
+        {"rows": 16},
+        {"rows": 32},
+        {"rows": 64},
+        {"rows": 128},
+        {"rows": 128, "pair": True},
+        {"rows": 128, "gather": True},
+        {"rows": 128, "pair": True, "gather": True},
+    ],
+    ids=lambda choice: "-".join(map(str, choice.values())),
+)
+@pytest.mark.parametrize("shape", [SMALL, ODD])
+def test_no_buffer_is_read_before_it_is_written(weights, shape, choice, byte):
+    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+    from moequant.kernels.fp8_block.tuning import Tiling
+
+    packed = REGISTRY[NAME].pack(weights(shape), "fp8_group128")
+    splits = ((1, 2), (2, 4)) if choice["rows"] <= 32 else ((1, 1),)
+    for M, split in (*splits, (50, 1), (600, 1), (2000, 1)):
         hidden, ids, topk_weights = inputs(shape, M, "holes")
         want = FusedExperts(weights(shape), backend="torch_reference")(hidden, ids, topk_weights)
-        tiling = Tiling(rows=rows, split13=split, split2=split)
-        plan = Plan(packed, M, shape[3], tiling=tiling)
-        plan.poison()
+        tiling = Tiling(**choice, split13=split, split2=split)
+        size_bytes = workspace_bytes(packed, M, shape[3], tiling)
+        workspace = torch.full((size_bytes,), byte, dtype=torch.uint8, device="cuda")
+        plan = Plan(packed, M, shape[3], workspace=workspace, tiling=tiling)
         out = torch.full_like(hidden, torch.nan)
         plan(hidden, ids, topk_weights, out)
         assert bool(out.isfinite().all())
         assert not want.any() or calc_diff(out, want) <= CALC_DIFF
+
+
+def experts_of(weights, ids):
+    """The layer with only the experts that `ids` names, and `ids` among these."""
+    used, among = ids.clamp(min=0).unique(return_inverse=True)
+    parts = {
+        name: QuantizedWeight(
+            format=q.format,
+            qdata=q.qdata[used],
+            scale=q.scale[used],
+            global_scale=None,
+            shape=torch.Size((len(used), *q.shape[1:])),
+        )
+        for name, q in weights.projections().items()
+    }
+    among = among.reshape(ids.shape).int().masked_fill(ids < 0, -1)
+    return ExpertWeights(**parts), among
+
+
+@gpu
+@pytest.mark.parametrize("name", REAL)
+def test_it_does_on_the_shapes_of_real_models(name):
+    """Each M and kind of routing; of many tokens, a few are compared.
+
+    Random codes and scales stand in for quantized weights, which take longer to make. Activations
+    are those of the whole call: a token's output depends on no other token.
+    """
+    shape = REAL[name]
+    layer = random_experts(shape)
+    module = FusedExperts(layer)
+    for M in (0, 1, 3, 8, 32, 128, 512, 2048, 8192):
+        for kind in ("uniform", "skewed", "one expert") if M in (3, 512, 8192) else ("uniform",):
+            hidden, ids, topk_weights = inputs(shape, M, kind)
+            got = module(hidden, ids, topk_weights)
+            assert got.shape == hidden.shape
+            if M == 0:
+                continue
+            assert bool(got.isfinite().all())
+            some = torch.arange(M, device="cuda")[:: max(M // 4, 1)]
+            few, among = experts_of(layer, ids[some])
+            want = FusedExperts(few, backend="torch_reference")(
+                hidden[some], among, topk_weights[some]
+            )
+            assert calc_diff(got[some], want) <= CALC_DIFF, (M, kind)
+
+
+def random_experts(shape):
+    E, H, I, _ = shape
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def projection(rows, cols):
+        codes = torch.empty(E, rows, cols, dtype=torch.uint8, device="cuda")
+        codes.random_(0, 256, generator=g)
+        codes.view(torch.uint8)[(codes & 0x7F) == 0x7F] = 0  # no NaN
+        scale_shape = (E, -(-rows // 128), -(-cols // 128))
+        scale = torch.rand(scale_shape, generator=g, device="cuda") + 0.5
+        return QuantizedWeight(
+            format="fp8_block",
+            qdata=codes.view(torch.float8_e4m3fn),
+            scale=scale * 0.006 * cols**-0.5,
+            global_scale=None,
+            shape=torch.Size((E, rows, cols)),
+        )
+
+    return ExpertWeights(gate=projection(I, H), up=projection(I, H), down=projection(H, I))
+
+
+@gpu
+def test_a_workspace_is_reused_and_its_size_is_known(weights):
+    from moequant.kernels.fp8_block.experts import fused_experts, workspace_bytes
+
+    packed = REGISTRY[NAME].pack(weights(SMALL), "fp8_group128")
+    calls = [inputs(SMALL, M) for M in (1, 40, 600)]
+    sizes = [workspace_bytes(packed, call[1].shape[0], SMALL[3]) for call in calls]
+    workspace = torch.empty(max(sizes), dtype=torch.uint8, device="cuda")
+    guard = torch.full((4096,), 7, dtype=torch.uint8, device="cuda")
+    want = [fused_experts(packed, *call) for call in calls]
+    for _ in range(2):
+        for call, size_bytes, expected in zip(calls, sizes, want, strict=True):
+            assert torch.equal(
+                fused_experts(packed, *call, workspace=workspace[:size_bytes]), expected
+            )
+    assert bool((guard == 7).all())
+
+
+@gpu
+def test_the_module_holds_gate_and_up_once(weights):
+    layer = copy.deepcopy(weights(QWEN3_30B))
+    module = FusedExperts(layer)
+    del layer
+    call = inputs(QWEN3_30B, 5)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    first = module(*call)
+    assert torch.cuda.memory_allocated() - before < 64 << 20  # 400 MB are gate and up
+    state = module.state_dict()
+    assert torch.equal(state["gate_qdata"].view(torch.uint8),
+                       weights(QWEN3_30B).gate.qdata.view(torch.uint8))  # fmt: skip
+    module.load_state_dict({name: t.clone() for name, t in state.items()})
+    assert torch.equal(module(*call), first)
 
 
 @gpu

@@ -20,7 +20,7 @@ class Compiles(FusedBackend):
     def supports(self, workload):
         return None
 
-    def pack(self, weights):
+    def pack(self, weights, activations):
         return weights
 
     def kernels_for(self, packed, tokens, topk):

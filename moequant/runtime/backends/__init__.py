@@ -11,11 +11,26 @@ from moequant.runtime.backends.base import (
     FusedBackend,
     Workload,
 )
+from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
+from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
 from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
+from moequant.runtime.backends.triton_batched import TritonBatched
+from moequant.runtime.backends.triton_portable import TritonPortable
 
-REGISTRY: dict[str, Backend] = {b.name: b for b in (Sm90Fp8Block(), TorchReference())}
+REGISTRY: dict[str, Backend] = {
+    b.name: b
+    for b in (
+        Sm90Fp8Block(),
+        DeepGemm(),
+        TritonPortable(),
+        TorchReference(),
+        DeepGemmBatched(),
+        TritonBatched(),
+        NaiveBatched(),
+    )
+}
 """Ours."""
 
 

@@ -102,8 +102,13 @@ class FusedBackend(Backend):
     """The whole of a call: it sorts, quantizes, weights and adds up by itself."""
 
     @abstractmethod
-    def pack(self, weights: ExpertWeights) -> object:
-        """The weights as `forward` wants them; made once, and again only after they changed."""
+    def pack(self, weights: ExpertWeights, activations: str) -> object:
+        """The weights as `forward` wants them; made once, and again only after they changed.
+
+        Args:
+            weights: the experts here.
+            activations: the scheme by which `forward` quantizes, as `supports` was asked.
+        """
 
     def adopted(self, packed: object) -> ExpertWeights | None:
         """The weights given to `pack` as views into `packed`; None where it holds no copy of them.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.formats import QuantizedWeight
 from moequant.kernels.cuda_driver import why_no_compiler
-from moequant.layouts.gate_up import stack_gate_up
-from moequant.runtime.act_fn import SILU
+from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 from moequant.runtime.backends.base import FusedBackend, Workload
+from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import Tensor
 
-    from moequant.runtime.weights import ExpertWeights
+    from moequant.kernels.fp8_block.experts import Fp8BlockWeights
 
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 
@@ -24,9 +28,10 @@ _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 class Sm90Fp8Block(FusedBackend):
     """FP8 GEMMs with activations in FP8 groups of 128, quantized as `quantize_activations` does.
 
-    An expert's result is rounded to bfloat16, whatever the dtype of the hidden states; the sum over
-    a token's slots is float32. Runs of one call are bitwise equal. Nothing is read on the host: an
-    id that is out of range contributes nothing, like -1, and raises no error.
+    Every activation function, with biases or without. An expert's result is rounded to bfloat16,
+    whatever the dtype of the hidden states; the sum over a token's slots is float32. Runs of one
+    call are bitwise equal. Nothing is read on the host: an id that is out of range contributes
+    nothing, like -1, and raises no error.
     """
 
     name = "sm90_fp8_block"
@@ -38,8 +43,6 @@ class Sm90Fp8Block(FusedBackend):
             return "runs fp8_block alone"
         if workload.activations != "fp8_group128":
             return "multiplies by activations in fp8_group128 alone"
-        if workload.act_fn != SILU or workload.bias:
-            return "computes silu without biases alone"
         for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
             if size % _ROW_MULTIPLE:
                 return f"wants {name} a multiple of {_ROW_MULTIPLE}"
@@ -49,17 +52,47 @@ class Sm90Fp8Block(FusedBackend):
             return "wants a CUDA device"
         return _why_not_on(workload.device)
 
-    def pack(self, weights: ExpertWeights) -> object:
-        """Stack gate over up; a copy of both, the rest is as it was."""
+    def pack(self, weights: ExpertWeights, activations: str) -> object:
+        """Stack gate over up: a copy of both, unless they lie so already; the rest is as it was."""
         from moequant.kernels.fp8_block.experts import Fp8BlockWeights
 
-        w13 = stack_gate_up(weights.gate, weights.up)
+        gate, up, act = weights.gate, weights.up, weights.act_fn
+        w13 = _up_alone(up) if gate is None else _stacked(gate, up) or stack_gate_up(gate, up)
+        adopted = None
+        if gate is not None and w13.qdata.data_ptr() != gate.qdata.data_ptr():
+            gate, up = split_gate_up(w13, weights.intermediate)
+            adopted = replace(weights, gate=gate, up=up)
         return Fp8BlockWeights(
             w13=w13.qdata,
             w13_scale=w13.scale,
             w2=weights.down.qdata.contiguous(),
             w2_scale=weights.down.scale.contiguous(),
+            bias13=_first_bias(weights, w13.shape[1] // (2 if act.gated else 1)),
+            bias2=None if weights.down_bias is None else weights.down_bias.float().contiguous(),
+            act=act.name,
+            gated=act.gated,
+            alpha=act.alpha,
+            limit=act.limit,
+            source=adopted,
         )
+
+    def adopted(self, packed: object) -> ExpertWeights | None:
+        """Gate and up as views into the two of them stacked; None where nothing was copied."""
+        source = _packed(packed).source
+        assert source is None or isinstance(source, ExpertWeights)
+        return source
+
+    def workspace_bytes(self, packed: object, tokens: int, topk: int) -> int:
+        """See `FusedBackend.workspace_bytes`."""
+        from moequant.kernels.fp8_block.experts import workspace_bytes
+
+        return workspace_bytes(_packed(packed), tokens, topk)
+
+    def kernels_for(self, packed: object, tokens: int, topk: int) -> Hashable:
+        """See `FusedBackend.kernels_for`."""
+        from moequant.kernels.fp8_block.experts import kernels_for
+
+        return kernels_for(_packed(packed), tokens, topk)
 
     def forward(
         self,
@@ -73,15 +106,82 @@ class Sm90Fp8Block(FusedBackend):
         workspace: Tensor,
     ) -> Tensor:
         """See `FusedBackend.forward`."""
-        from moequant.kernels.fp8_block.experts import Fp8BlockWeights, fused_experts
+        from moequant.kernels.fp8_block.experts import fused_experts
 
-        assert isinstance(packed, Fp8BlockWeights)
         x = hidden_states
         if apply_router_weight_on_input:
             x = x.float() * topk_weights.float()
             topk_weights = torch.ones_like(topk_weights)
-        out = fused_experts(packed, x, topk_ids, topk_weights, expert_map=expert_map)
+        out = fused_experts(
+            _packed(packed),
+            x,
+            topk_ids,
+            topk_weights,
+            expert_map=expert_map,
+            workspace=workspace,
+        )
         return out.to(hidden_states.dtype)
+
+
+def _packed(packed: object) -> Fp8BlockWeights:
+    from moequant.kernels.fp8_block.experts import Fp8BlockWeights
+
+    assert isinstance(packed, Fp8BlockWeights)
+    return packed
+
+
+def _up_alone(up: QuantizedWeight) -> QuantizedWeight:
+    """`up` padded to whole scale blocks, and contiguous."""
+    E, I, H = up.shape
+    rows = padded_rows(up.format, I)
+    gap = up.qdata.new_zeros(E, rows - I, H)
+    return QuantizedWeight(
+        format=up.format,
+        qdata=torch.cat([up.qdata, gap], dim=1) if rows > I else up.qdata.contiguous(),
+        scale=up.scale.contiguous(),
+        global_scale=None,
+        shape=torch.Size((E, rows, H)),
+    )
+
+
+def _stacked(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:
+    """What gate and up are views into, as `adopted` made them; None where they are not."""
+    E, I, H = gate.shape
+    rows = padded_rows(gate.format, I)
+    qdata = _halves(gate.qdata, up.qdata, rows)
+    scale = _halves(gate.scale, up.scale, gate.scale.shape[1])
+    if qdata is None or scale is None:
+        return None
+    shape = torch.Size((E, 2 * rows, H))
+    return QuantizedWeight(
+        format=gate.format, qdata=qdata, scale=scale, global_scale=None, shape=shape
+    )
+
+
+def _halves(first: Tensor, second: Tensor, rows: int) -> Tensor | None:
+    """The contiguous [E, 2 * rows, columns] in which both [E, <= rows, columns] are views."""
+    E, _, columns = first.shape
+    whole = (2 * rows * columns, columns, 1)
+    if (
+        first.stride() != whole
+        or second.stride() != whole
+        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        or second.storage_offset() != first.storage_offset() + rows * columns
+    ):
+        return None
+    return first.as_strided((E, 2 * rows, columns), whole)
+
+
+def _first_bias(weights: ExpertWeights, rows: int) -> Tensor | None:
+    """Float32 biases of the first GEMM: [E, 2 * rows], or [E, rows] where there is no gate."""
+    biases = [weights.gate_bias, weights.up_bias] if weights.act_fn.gated else [weights.up_bias]
+    if all(bias is None for bias in biases):
+        return None
+    out = torch.zeros(weights.experts, len(biases), rows, device=weights.device)
+    for half, bias in enumerate(biases):
+        if bias is not None:
+            out[:, half, : weights.intermediate] = bias
+    return out.flatten(1)
 
 
 @cache

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear, pad
 
-from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.runtime.backends.base import ExpertsBackend, Workload
+from moequant.runtime.formats import dequantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,11 +57,11 @@ class TorchReference(ExpertsBackend):
         for e, (begin, end) in enumerate(pairwise(offsets)):
             if begin < end:
                 x = activations.take(token[begin:end])
-                rows[begin:end] = _expert(x, weights, e)
+                rows[begin:end] = run_expert(x, weights, e)
         return rows
 
 
-def _expert(x: Activations, weights: ExpertWeights, e: int) -> Tensor:
+def run_expert(x: Activations, weights: ExpertWeights, e: int) -> Tensor:
     """Expert `e` on its rows: [R, H] float32."""
     R = x.qdata.shape[0]
     padded = pad(x.dequantize(), (0, 0, 0, -R % ROW_MULTIPLE))

@@ -1,0 +1,140 @@
+"""moequant generate CONVERTED --prompt TEXT | --prompt-ids IDS."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output, count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def _parse_ids(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """Numbers between commas."""
+    if value is None:
+        return None
+    words = [word.strip() for word in value.split(",")]
+    for word in words:
+        if not (word.isascii() and word.isdigit()):
+            raise click.BadParameter(f"{word!r} is no id; write them as 1,2,3", ctx, param)
+    return tuple(map(int, words))
+
+
+@click.command("generate", short_help="Generate text with a converted checkpoint.")
+@click.argument("converted", type=options.DIRECTORY)
+@click.option("--prompt", metavar="TEXT", help="What to continue; wants a tokenizer in CONVERTED.")
+@click.option(
+    "--prompt-ids",
+    metavar="IDS",
+    callback=_parse_ids,
+    help="What to continue, as ids between commas: 1,2,3.",
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="Stop after N tokens, or at one that ends a text.",
+)
+@click.option(
+    "--device", default="cpu", show_default=True, help="Where to run: cpu, cuda or cuda:1."
+)
+@click.option("--backend", metavar="NAME", help="Backend of the experts; by default the best.")
+@click.option(
+    "--activations",
+    type=click.Choice(["format", "none"]),
+    default="format",
+    show_default=True,
+    help="Quantize the experts' activations as their format's GEMM does, or never.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="T",
+    help="0 takes the likeliest token; above, tokens are drawn.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="What drawing begins with.")
+@options.json_option
+@options.quiet_option
+def command(
+    converted: str,
+    prompt: str | None,
+    prompt_ids: tuple[int, ...] | None,
+    max_new_tokens: int,
+    device: str,
+    backend: str | None,
+    activations: Literal["format", "none"],
+    temperature: float,
+    seed: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Continue a prompt with the model of CONVERTED, in transformers, its experts on our backends.
+
+    The prompt is taken as it is: no chat template is put around it. Wants transformers and
+    accelerate: pip install 'moequant[transformers]'.
+    """
+    if (prompt is None) == (prompt_ids is None):
+        raise click.UsageError("give one of --prompt and --prompt-ids")
+    from moequant.integrations.generation import Prompts, generate
+    from moequant.integrations.transformers import import_transformers, load_model
+
+    out = Output(as_json=as_json, quiet=quiet)
+    import_transformers()
+    prompts = Prompts.of(converted)
+    if prompt_ids is not None:
+        prompts.check(prompt_ids)
+    ids = prompts.encode(prompt) if prompt is not None else list(prompt_ids or ())
+    begun = time.perf_counter()
+    with out.progress() as progress:
+        model = load_model(
+            converted, device=device, backend=backend, activations=activations, progress=progress
+        )
+    loaded_s = time.perf_counter() - begun
+    generated = generate(
+        model, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
+    document = {
+        "checkpoint": converted,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "backends": _backends(model),
+        "activations": activations,
+        "prompt_ids": ids,
+        "ids": generated.ids,
+        "text": None if prompt is None else prompts.decode(generated.ids),
+        "load_s": round(loaded_s, 3),
+        "first_token_s": round(generated.first_token_s, 4),
+        "tokens_per_s": generated.tokens_per_s and round(generated.tokens_per_s, 2),
+    }
+    out.result(document, _show)
+
+
+def _backends(model: Any) -> list[str]:
+    from moequant.runtime import FusedExperts
+
+    experts = [module for module in model.modules() if isinstance(module, FusedExperts)]
+    return sorted({module.chosen_backend() for module in experts})
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    text = document["text"]
+    out.line(",".join(map(str, document["ids"])) if text is None else text)
+    out.line()
+    rate = document["tokens_per_s"]
+    out.line(
+        f"{count(len(document['ids']), 'token')}: the first in {document['first_token_s']:.2f} s"
+        + ("" if rate is None else f", then {rate:.1f} a second")
+        + f"; {document['device']}, {document['dtype']}, experts by "
+        + ", ".join(document["backends"])
+    )

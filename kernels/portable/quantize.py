@@ -1,0 +1,116 @@
+"""Quantize rows of activations to FP8, as `moequant.runtime.activations` defines it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from moequant.kernels.fp8_codes import scale_of
+from moequant.kernels.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.portable.codes import encode_e4m3_byte
+from moequant.kernels.portable.grouped_gemm import has_native_e4m3
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moequant.kernels.portable.grouped_gemm import Rows
+
+_BLOCK = 2048
+_WARPS = 8
+
+
+def quantize_rows(
+    x: Tensor,
+    out: Rows,
+    *,
+    row_of_slot: Tensor | None = None,
+    counts: Tensor | None = None,
+    capacity: int = 0,
+) -> None:
+    """Quantize every row of `x`, or those that are used.
+
+    Args:
+        x: [R, K] contiguous, bfloat16, float16 or float32.
+        out: [R, K], "fp8_group128" or "fp8_token"; rows that are not used are not written.
+        row_of_slot: [slots] int32; the rows that are used, -1 for none.
+        counts: [E] int32; rows e * capacity to e * capacity + counts[e] are used.
+        capacity: see `counts`.
+    """
+    programs = x.shape[0] if row_of_slot is None else row_of_slot.shape[0]
+    if programs == 0:
+        return
+    overlap = overlaps_launches(x.device)
+    rows = "all"
+    if row_of_slot is not None:
+        rows = "slots"
+    elif counts is not None:
+        rows = "batched"
+    quantize_row[(programs,)](
+        x,
+        out.qdata,
+        out.scale,
+        x if row_of_slot is None else row_of_slot,
+        x if counts is None else counts,
+        capacity,
+        K=x.shape[1],
+        GROUPED=out.scheme == "fp8_group128",
+        ROWS=rows,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(max(x.shape[1], 128))),
+        NATIVE=has_native_e4m3(x.device),
+        OVERLAP=overlap,
+        num_warps=_WARPS,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def quantize_row(
+    x,
+    codes,
+    scale,
+    row_of_slot,
+    counts,
+    capacity,
+    K: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: one row."""
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    if ROWS == "slots":
+        row = tl.load(row_of_slot + row).to(tl.int64)
+        if row < 0:
+            return
+    if ROWS == "batched" and row % capacity >= tl.load(counts + row // capacity):
+        return
+    GROUPS: tl.constexpr = BLOCK // 128
+    amax = tl.zeros([GROUPS], tl.float32)
+    if not GROUPED:
+        for first in range(0, K, BLOCK):
+            amax = tl.maximum(amax, tl.max(tl.abs(groups_of(x, row, first, K, GROUPS)), 1))
+        # A scalar, given to every group.
+        amax = tl.zeros([GROUPS], tl.float32) + tl.max(amax, 0)
+        tl.store(scale + row, tl.max(scale_of(amax), 0))
+    for first in range(0, K, BLOCK):
+        value = groups_of(x, row, first, K, GROUPS)
+        if GROUPED:
+            amax = tl.max(tl.abs(value), 1)
+            group = first // 128 + tl.arange(0, GROUPS)
+            to = scale + row * tl.cdiv(K, 128) + group
+            tl.store(to, scale_of(amax), mask=group < tl.cdiv(K, 128))
+        code = encode_e4m3_byte(tl.math.div_rn(value, scale_of(amax)[:, None]), NATIVE)
+        col = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(codes + row * K + col, code, mask=col < K)
+
+
+@triton.jit
+def groups_of(x, row, first, K: tl.constexpr, GROUPS: tl.constexpr):
+    """GROUPS groups of 128 columns from `first` on, float32; 0 beyond the last column."""
+    col = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    return tl.load(x + row * K + col, mask=col < K, other=0.0).to(tl.float32)

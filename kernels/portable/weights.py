@@ -1,0 +1,177 @@
+"""How weights lie in memory: what a kernel must know to decode them.
+
+    kind          code           multiplied by
+    bf16          bfloat16       a float32 of the expert (1)
+    fp8_tensor    E4M3           a float32 of the expert
+    fp8_channel   E4M3           a float32 of the row
+    fp8_block     E4M3           a float32 of 128 rows and 128 columns
+    nvfp4         E2M1           an E4M3 of 16 columns, and a float32 of the expert
+    mxfp4         E2M1           an E8M0 of 32 columns
+    w4a8          INT4           a bfloat16 of 128 columns
+
+A code, and an E2M1 times its scale, is exact in bfloat16; scales of 128 columns multiply the
+float32 sum over these, those of a row or an expert the whole sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The constants of a kind.
+
+    Attributes:
+        element: what a code is: "bf16", "e4m3", "e2m1" or "int4".
+        scale_columns: columns that share an element of `Projection.scale`; 0 where K is not cut.
+        scale_rows: rows that do.
+        end_rows: elements of the scale of the whole sum: 0 for none, 1 an expert, 2 a row.
+    """
+
+    element: str
+    scale_columns: int = 0
+    scale_rows: int = 1
+    end_rows: int = 0
+
+    @property
+    def codes_per_byte(self) -> int:
+        """2 for elements of four bits."""
+        return 2 if self.element in ("e2m1", "int4") else 1
+
+
+END_EXPERT, END_ROW = 1, 2
+
+KINDS = {
+    "bf16": Kind(element="bf16", end_rows=END_EXPERT),
+    "fp8_tensor": Kind(element="e4m3", end_rows=END_EXPERT),
+    "fp8_channel": Kind(element="e4m3", end_rows=END_ROW),
+    "fp8_block": Kind(element="e4m3", scale_columns=128, scale_rows=128),
+    "nvfp4": Kind(element="e2m1", scale_columns=16, end_rows=END_EXPERT),
+    "mxfp4": Kind(element="e2m1", scale_columns=32),
+    "w4a8": Kind(element="int4", scale_columns=128),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """One of the matrices of E experts.
+
+    Attributes:
+        kind: a key of KINDS.
+        qdata: [E, N, K] bfloat16, or uint8 codes [E, N, K] or [E, N, K / 2], the even column in the
+            low nibble; contiguous.
+        scale: [E, ceil(N / scale_rows), ceil(K / scale_columns)] contiguous, bytes where it is of 8
+            bits; any tensor where scale_columns is 0.
+        end: float32 [E] or [E, N] contiguous; any tensor where end_rows is 0.
+        bias: float32 or bfloat16 [E, N] contiguous, or None.
+    """
+
+    kind: str
+    qdata: Tensor
+    scale: Tensor
+    end: Tensor
+    bias: Tensor | None
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.qdata.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.qdata.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.qdata.shape[2] * KINDS[self.kind].codes_per_byte
+
+
+def projection(
+    kind: str,
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Projection:
+    """A matrix from its parts as `QuantizedWeight` has them; views, where they are contiguous.
+
+    Args:
+        kind: a key of KINDS, which is the name of the format.
+        qdata: codes [E, N, K], or [E, N, K / 2] where they are of four bits.
+        scale: the format's.
+        global_scale: [E] float32 for nvfp4.
+        bias: [E, N] or None.
+    """
+    facts = KINDS[kind]
+    if facts.element != "bf16":
+        qdata = qdata.view(torch.uint8)
+    if scale.dtype.itemsize == 1:
+        scale = scale.view(torch.uint8)
+    end = scale if global_scale is None else global_scale
+    if facts.end_rows:
+        end = end.float().reshape(*qdata.shape[: facts.end_rows])
+    return Projection(
+        kind=kind,
+        qdata=qdata.contiguous(),
+        scale=scale.contiguous(),
+        end=end.contiguous(),
+        bias=None if bias is None else bias.contiguous(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act:
+    """The function between the GEMMs, as `moequant.runtime.act_fn.ActFn` defines it.
+
+    Attributes:
+        name: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
+        limit: 0 for none.
+        alpha: of swigluoai.
+    """
+
+    name: str = "silu"
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The matrices of E experts.
+
+    Attributes:
+        gate: [E, I, H], or None where there is none.
+        up: [E, I, H].
+        down: [E, H, I].
+        act: the function between them.
+        activations: how both GEMMs are fed, a scheme of `moequant.runtime.activations`.
+    """
+
+    gate: Projection | None
+    up: Projection
+    down: Projection
+    act: Act
+    activations: str
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.up.experts
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.up.columns
+
+    @property
+    def intermediate(self) -> int:
+        """I."""
+        return self.up.rows

@@ -1,0 +1,46 @@
+"""Batched experts decoded and multiplied in float32: every format, any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.runtime.activations import SCHEMES, Activations
+from moequant.runtime.backends.base import BatchedExpertsBackend, Workload
+from moequant.runtime.backends.torch_reference import run_expert
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moequant.runtime.batched import BatchedTokens
+    from moequant.runtime.weights import ExpertWeights
+
+
+class NaiveBatched(BatchedExpertsBackend):
+    """`torch_reference` over a batch for each expert; the other batched backends are judged by it.
+
+    Counts are read on the host.
+    """
+
+    name = "naive_batched"
+    default_on = ()
+
+    def supports(self, workload: Workload) -> str | None:
+        """Says no to activations that nothing here can quantize, and to nothing else."""
+        if workload.activations not in SCHEMES:
+            return f"cannot quantize activations to {workload.activations}"
+        return None
+
+    def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
+        """See `BatchedExpertsBackend.run`; rows beyond the counts are 0."""
+        rows = torch.zeros(tokens.qdata.shape, dtype=torch.float32, device=tokens.qdata.device)
+        for e, count in enumerate(tokens.counts.tolist()):
+            if count:
+                x = Activations(
+                    scheme=tokens.scheme,
+                    qdata=tokens.qdata[e, :count],
+                    scale=None if tokens.scale is None else tokens.scale[e, :count],
+                )
+                rows[e, :count] = run_expert(x, weights, e)
+        return rows

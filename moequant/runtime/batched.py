@@ -1,0 +1,159 @@
+"""Tokens in a batch for each expert, and back: prepare and finalize around batched experts.
+
+Expert e has C places, of which its first counts[e] are taken, by its slots in the order of the
+tokens. On CUDA nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.runtime.activations import quantize_activations
+from moequant.runtime.routing import NOWHERE, permute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moequant.runtime.routing import Routing
+
+OVERFLOW = -2
+"""Place of a slot for which its expert has none left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedTokens:
+    """Activations of the tokens of each expert, quantized by a scheme.
+
+    Attributes:
+        scheme: one of `moequant.runtime.activations.SCHEMES`.
+        qdata: [E, C, H] float8_e4m3fn, or the activations themselves for "none".
+        scale: [E, C, groups] float32, or None for "none".
+        counts: [E] int32, at most C; what lies beyond in `qdata` and `scale` can be anything.
+    """
+
+    scheme: str
+    qdata: Tensor
+    scale: Tensor | None
+    counts: Tensor
+
+
+def expert_range(
+    global_experts: int, rank: int, ranks: int, *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The expert_map of rank `rank` of `ranks`, each with as many experts, one behind the other.
+
+    Returns:
+        [global_experts] int32: index on this rank, or -1.
+
+    Raises:
+        UnsupportedError: the ranks cannot share the experts equally, or there is no such rank.
+    """
+    if ranks < 1 or global_experts % ranks or not 0 <= rank < ranks:
+        raise UnsupportedError(
+            f"rank {rank} of {ranks} and {global_experts} experts: wanted is a rank from 0 to "
+            "ranks - 1, and ranks that divide the experts"
+        )
+    here = global_experts // ranks
+    local = torch.arange(global_experts, dtype=torch.int32, device=device) - rank * here
+    return torch.where((local >= 0) & (local < here), local, NOWHERE)
+
+
+def largest_batch(routing: Routing, experts: int) -> int:
+    """The capacity that `routing` needs: the most tokens of an expert. Waits for the device."""
+    if routing.expert.numel() == 0 or experts == 0:
+        return 0
+    return int(torch.bincount(routing.expert.flatten() + 1, minlength=experts + 1)[1:].max())
+
+
+def prepare_batched(
+    hidden: Tensor, routing: Routing, *, experts: int, capacity: int, scheme: str
+) -> tuple[BatchedTokens, Tensor]:
+    """Quantize each token once, and lay it into the batches of its experts.
+
+    Args:
+        hidden: [M, H] bfloat16, float16 or float32.
+        routing: the experts here of the M tokens.
+        experts: E.
+        capacity: C; `largest_batch`, or M, which is enough where no token has an expert twice.
+        scheme: how to quantize, one of SCHEMES.
+
+    Returns:
+        The tokens, and the place e * C + i of every slot, [M, T] int64; NOWHERE for a slot without
+        an expert. On CUDA, OVERFLOW for one that finds no place left, whose token
+        `finalize_batched` makes NaN: to refuse it would be to wait for the device.
+
+    Raises:
+        UnsupportedError: elsewhere, an expert with more than `capacity` tokens, which is named.
+    """
+    permutation = permute(routing, experts)
+    begin, end = permutation.offsets[:-1], permutation.offsets[1:]
+    here = routing.expert != NOWHERE
+    expert = routing.expert.clamp(min=0)
+    order = permutation.row - begin[expert] if experts else permutation.row
+    if hidden.device.type != "cuda":
+        _check_capacity(end - begin, capacity)
+    places = torch.where(order < capacity, expert * capacity + order, OVERFLOW)
+    places = torch.where(here, places, NOWHERE)
+
+    # Slots without a place go to a row behind the last, that nothing reads.
+    rows = experts * capacity
+    target = torch.where(places >= 0, places, rows).flatten()
+    token = torch.arange(hidden.shape[0], device=hidden.device)
+    token = token.repeat_interleave(routing.expert.shape[1], output_size=target.shape[0])
+    quantized = quantize_activations(hidden, scheme)
+
+    def laid_out(x: Tensor) -> Tensor:
+        batch = x.new_empty(rows + 1, x.shape[1])
+        batch[target] = x[token]
+        return batch[:rows].reshape(experts, capacity, x.shape[1])
+
+    # Codes as bytes: index operations do not know float8.
+    codes = quantized.qdata
+    as_bytes = codes if quantized.scale is None else codes.view(torch.uint8)
+
+    tokens = BatchedTokens(
+        scheme=scheme,
+        qdata=laid_out(as_bytes).view(codes.dtype),
+        scale=None if quantized.scale is None else laid_out(quantized.scale),
+        counts=(end - begin).clamp(max=capacity).int(),
+    )
+    return tokens, places
+
+
+def finalize_batched(rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
+    """Weight the experts' results and add them up for each token, in float32, slot after slot.
+
+    Args:
+        rows: [E, C, H] float32 or bfloat16; what lies at no slot's place is not looked at.
+        routing: the weights.
+        places: as `prepare_batched` gives them.
+
+    Returns:
+        [M, H] float32; NaN for a token of which a slot found no place.
+    """
+    M, T = places.shape
+    flat = rows.reshape(-1, rows.shape[2])
+    result = torch.zeros(M, rows.shape[2], dtype=torch.float32, device=rows.device)
+    if not flat.shape[0]:
+        return result
+    for t in range(T):
+        place = places[:, t, None]
+        y = flat[place.flatten().clamp(min=0)].float()
+        y = torch.where(place == OVERFLOW, torch.nan, torch.where(place == NOWHERE, 0.0, y))
+        result += routing.weight[:, t, None] * y
+    return result
+
+
+def _check_capacity(counts: Tensor, capacity: int) -> None:
+    over = counts > capacity
+    if over.any():
+        expert = int(over.nonzero()[0])
+        raise UnsupportedError(
+            f"expert {expert} has {int(counts[expert])} tokens, but there is room for {capacity} "
+            "of each; raise the capacity: the number of tokens is always enough where none has an "
+            "expert twice"
+        )

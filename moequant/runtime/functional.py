@@ -1,0 +1,181 @@
+"""The experts of a layer in one call, without a module."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.runtime.act_fn import SILU, ActFn
+from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.experts import FusedExperts
+from moequant.runtime.formats import check_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moequant.runtime.weights import ExpertWeights
+
+_MODULES: WeakKeyDictionary[ExpertWeights, dict[tuple[str | None, str], FusedExperts]] = (
+    WeakKeyDictionary()
+)
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    weights: ExpertWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    backend: str | None = None,
+    activations: Literal["format", "none"] = "format",
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
+    """Run experts, as `FusedExperts` does; what a backend makes of `weights` lives as long as they.
+
+    Args:
+        hidden_states: [M, H] bfloat16, float16 or float32.
+        weights: the experts here, in any format, with their activation function and biases.
+        topk_weights: [M, T] float32, bfloat16 or float16, of the router.
+        topk_ids: [M, T] int32 or int64; -1 contributes nothing.
+        backend: name of a backend; by default the best on the device of `weights`.
+        activations: "format" quantizes activations as the format's GEMM does, "none" never does.
+        expert_map: [global experts] int32 or int64, index in `weights` of each id, or -1.
+        apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
+
+    Returns:
+        [M, H] in the dtype of `hidden_states`.
+
+    Raises:
+        UnsupportedError: no backend runs this, with every backend's reason; a shape, dtype or id
+            that is not as above; or a first call within the capture of a CUDA graph.
+    """
+    modules = _MODULES.setdefault(weights, {})
+    key = (backend, activations)
+    if key not in modules:
+        # Of a copy, which shares all tensors: a module that held `weights` would keep them here.
+        copy = dataclasses.replace(weights)
+        modules[key] = FusedExperts(copy, backend=backend, activations=activations)
+    output: Tensor = modules[key](
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+    )
+    return output
+
+
+def deep_gemm_moe_fp8(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    act_fn: ActFn = SILU,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
+    """Run FP8-block experts through DeepGEMM, whose package deep_gemm must be installed.
+
+    Nothing is read on the host: an id or an index in `expert_map` that is out of range contributes
+    nothing, like -1. Kernels are compiled by first calls, after which a call can be captured in a
+    CUDA graph.
+
+    Args:
+        hidden_states: [M, H] bfloat16, float16 or float32; H and I multiples of 16.
+        w13: float8_e4m3fn [E, 2 * Ip, H], gate over up, Ip = I rounded up to a multiple of 128 with
+            rows of zeros.
+        w2: float8_e4m3fn [E, H, I].
+        w13_scale: float32 [E, 2 * Ip / 128, ceil(H / 128)], multipliers.
+        w2_scale: float32 [E, ceil(H / 128), ceil(I / 128)], multipliers.
+        topk_weights: [M, T] float32, bfloat16 or float16, of the router.
+        topk_ids: [M, T] int32 or int64.
+        act_fn: a gated function.
+        expert_map: [global experts] int32 or int64, index here of each id, or -1.
+        apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
+
+    Returns:
+        [M, H] in the dtype of `hidden_states`; sums over a token's slots are float32.
+
+    Raises:
+        UnsupportedError: sizes, a function, a device or an installation that it cannot run with.
+        CheckpointError: weights or scales of another shape or dtype.
+    """
+    workload = _workload(w13, w2, act_fn)
+    backend = REGISTRY["deepgemm"]
+    reason = backend.supports(workload)
+    if reason is not None:
+        raise UnsupportedError(
+            f"deep_gemm_moe_fp8 {reason}; fused_experts picks a backend that runs here"
+        )
+    E, H = workload.experts, workload.hidden
+    check_parts({"qdata": w13, "scale": w13_scale}, "fp8_block", (E, w13.shape[1], H), "w13")
+    check_parts({"qdata": w2, "scale": w2_scale}, "fp8_block", (E, H, workload.intermediate), "w2")
+    _check_call(hidden_states, topk_weights, topk_ids, H, apply_router_weight_on_input)
+
+    from moequant.kernels.deepgemm.experts import DeepGemmWeights
+    from moequant.kernels.deepgemm.experts import fused_experts as run
+    from moequant.runtime.backends.triton_portable import act_of
+
+    weights = DeepGemmWeights(
+        w13=w13.contiguous(),
+        w13_scale=w13_scale.contiguous(),
+        w2=w2.contiguous(),
+        w2_scale=w2_scale.contiguous(),
+        act=act_of(act_fn),
+    )
+    x = hidden_states
+    if apply_router_weight_on_input:
+        x = x.float() * topk_weights.float()
+        topk_weights = torch.ones_like(topk_weights)
+    out = run(weights, x, topk_ids, topk_weights, expert_map=expert_map)
+    return out.to(hidden_states.dtype)
+
+
+def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
+    if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] != -(-w2.shape[2] // 128) * 256:
+        raise UnsupportedError(
+            f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}, but wanted are [E, 2 * Ip, H] and "
+            "[E, H, I], Ip the next multiple of 128 from I on; layouts.gate_up.stack_gate_up pads"
+        )
+    return Workload(
+        format="fp8_block",
+        activations="fp8_group128",
+        experts=w13.shape[0],
+        hidden=w13.shape[2],
+        intermediate=w2.shape[2],
+        device=w13.device,
+        act_fn=act_fn,
+    )
+
+
+def _check_call(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    hidden: int,
+    weight_on_input: bool,
+) -> None:
+    M = hidden_states.shape[0]
+    if hidden_states.shape != (M, hidden):
+        raise UnsupportedError(
+            f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {hidden}]"
+        )
+    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != M:
+        raise UnsupportedError(
+            f"topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, but "
+            f"both want [M, T] for the M = {M} rows of hidden_states"
+        )
+    if weight_on_input and topk_ids.shape[1] != 1:
+        raise UnsupportedError(
+            "apply_router_weight_on_input wants one expert a token, but topk_ids is "
+            f"{list(topk_ids.shape)}"
+        )

@@ -1,0 +1,264 @@
+"""The weights of layers of experts, from the files of a checkpoint to a device.
+
+Decision / failure it prevents:
+
+* a layer's tensors are made once, on the device, and filled expert by expert / a second copy of
+  the layer while single experts are stacked;
+* bytes that mean on disk what they mean in memory are read to where they stay / a copy of every
+  code; which those are is seen on the first expert and not known of a dialect;
+* the rest is decoded on the device / a CPU that unpacks slower than it reads;
+* what is small is decoded on the host, for decoding looks at it / a device that is waited for,
+  thousands of times a model.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from moequant.checkpoint.headers import DTYPES
+from moequant.errors import UnsupportedError
+from moequant.models import PROJECTIONS, Place
+from moequant.runtime.act_fn import ActFn
+from moequant.runtime.layer_source import (
+    LayerSource,
+    PortableLayer,
+    PreparedLayer,
+    Range,
+    module_ranges,
+    range_of,
+    with_tensors,
+)
+from moequant.runtime.staging import Read, Staging
+from moequant.runtime.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from moequant.checkpoint.converted import ConvertedCheckpoint
+    from moequant.formats import QuantizedWeight
+    from moequant.preparation import PreparedCheckpoint
+
+_ON_HOST_BYTES = 1 << 14
+"""Tensors up to this size are read to the host: shapes, global scales, the scales of FP8 blocks.
+Those of all experts go to the device together."""
+
+
+class LayerReader:
+    """Reads from one checkpoint to one device, through one buffer.
+
+    Beside the tensors themselves the host holds that buffer (none for a CPU) and, of formats that
+    are decoded, a few experts.
+
+    Args:
+        converted: where the weights are.
+        device: where they shall be.
+        prepared: read layers from this folder of its instead.
+    """
+
+    def __init__(
+        self,
+        converted: ConvertedCheckpoint,
+        device: torch.device,
+        *,
+        prepared: PreparedCheckpoint | None = None,
+    ) -> None:
+        self.converted = converted
+        self.device = device
+        self.staging = Staging(device)
+        self._prepared = prepared
+
+    def read(self, layer: int, experts: Sequence[int]) -> ExpertWeights:
+        """The weights of `experts`, at least one, of a layer that holds experts, in this order.
+
+        Raises:
+            CheckpointError: a tensor is missing, damaged or not of the shape config.json says, or a
+                prepared layer is stale.
+            UnsupportedError: the layer was not converted, its weights are in several formats, or
+                the function between its GEMMs is not one we compute.
+        """
+        act_fn = act_fn_of(self.converted)
+        source: LayerSource
+        if self._prepared is None:
+            source = PortableLayer(converted=self.converted, layer=layer)
+        else:
+            source = PreparedLayer.open(self._prepared, layer)
+        # Tensors of that mode could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            gate, up, down = self._read_experts(source, experts, f"layer {layer}")
+            biases = {
+                f"{projection}_bias": bias[list(experts)].to(self.device)
+                for projection, bias in (self.converted.read_biases(layer) or {}).items()
+            }
+        return ExpertWeights(gate=gate, up=up, down=down, act_fn=act_fn, **biases)
+
+    def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors as they are on disk, on the device; errors as `Checkpoint.read`."""
+        checkpoint = self.converted.checkpoint
+        units = []
+        for name in names:
+            where = range_of(checkpoint, Place(tensor=name))
+            if where is None:
+                yield name, checkpoint.read(name).to(self.device)
+            else:
+                units.append(_Unit(what=name, ranges={name: where}))
+        for unit in self._arrivals(units):
+            yield cast("str", unit.what), unit.tensors[cast("str", unit.what)].to(self.device)
+
+    def read_modules(self, modules: Iterable[str]) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Converted weights by module, on the device; errors as `ConvertedCheckpoint.read`."""
+        units = (_Unit(what=m, ranges=module_ranges(self.converted, m)) for m in modules)
+        for unit in self._arrivals(units):
+            module = cast("str", unit.what)
+            here = with_tensors(self.converted, unit.ranges, unit.tensors)
+            yield module, here.read(module).to(self.device)
+
+    def _read_experts(
+        self, source: LayerSource, experts: Sequence[int], name: str
+    ) -> tuple[QuantizedWeight, ...]:
+        """Gate, up and down of all `experts`; errors call the layer `name`."""
+        # The first alone: it shows what is decoded, and to what.
+        (first,) = self._arrivals([_Unit(what=0, ranges=_ranges(source, experts[0]))])
+        weights = source.decode(experts[0], first.ranges, first.tensors)
+        batches = [_Batch(len(experts), q) for q in weights]
+        kept = [_kept_as_read(q, first.tensors) for q in weights]
+
+        def unit(row: int) -> _Unit:
+            places = {
+                key: batch.part(part, row).view(dtype)
+                for batch, keys in zip(batches, kept, strict=True)
+                for key, (part, dtype) in keys.items()
+            }
+            return _Unit(what=row, ranges=_ranges(source, experts[row]), places=places)
+
+        for batch, q in zip(batches, weights, strict=True):
+            batch.put(0, q, name)
+        for arrived in self._arrivals(map(unit, range(1, len(experts)))):
+            row = cast("int", arrived.what)
+            weights = source.decode(experts[row], arrived.ranges, arrived.tensors)
+            for projection, batch, q in zip(PROJECTIONS, batches, weights, strict=True):
+                batch.put(row, q, f"{name}, {projection} of expert {experts[row]}")
+        return tuple(batch.weight.to(self.device) for batch in batches)
+
+    def _arrivals(self, units: Iterable[_Unit]) -> Iterator[_Unit]:
+        """Each unit once its tensors are there, or on their way."""
+
+        def reads() -> Iterator[Read]:
+            for unit in units:
+                ranges = sorted(unit.ranges.items(), key=lambda item: _position(item[1]))
+                for key, where in ranges:
+                    unit.tensors[key] = self._target(where, unit.places.get(key))
+                    last = len(unit.tensors) == len(ranges)
+                    yield Read(
+                        file=where.file,
+                        start=where.info.start,
+                        target=unit.tensors[key],
+                        what=unit if last else None,
+                    )
+
+        with closing(self.staging.stream(reads())) as stream:
+            for read in stream:
+                if isinstance(read.what, _Unit):
+                    yield read.what
+
+    def _target(self, where: Range, place: Tensor | None) -> Tensor:
+        dtype = DTYPES[where.info.dtype]
+        if place is not None and (place.dtype, place.shape) == (dtype, where.info.shape):
+            return place
+        on_host = where.info.size_bytes <= _ON_HOST_BYTES
+        device = torch.device("cpu") if on_host else self.device
+        return torch.empty(where.info.shape, dtype=dtype, device=device)
+
+
+def act_fn_of(converted: ConvertedCheckpoint) -> ActFn:
+    """The function between the GEMMs of a checkpoint's experts.
+
+    Raises:
+        UnsupportedError: it is not one we compute.
+    """
+    found = converted.moe.act_fn
+    try:
+        return ActFn(name=cast("Any", found.name), alpha=found.alpha, limit=found.limit)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{converted.checkpoint.path / 'config.json'}: {error}") from error
+
+
+@dataclass(kw_only=True)
+class _Unit:
+    """What is decoded together.
+
+    Attributes:
+        what: for whoever asked.
+        ranges: what is read for it, by a key.
+        places: tensors that are there already and shall be filled, by key.
+        tensors: what was read, by key.
+    """
+
+    what: object
+    ranges: Mapping[str, Range]
+    places: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Batch:
+    """The weights of several experts, [count, N, K], filled one by one.
+
+    Args:
+        count: how many.
+        like: one of them; parts are where its parts are.
+    """
+
+    def __init__(self, count: int, like: QuantizedWeight) -> None:
+        self.weight = like.map(
+            lambda t: t.new_empty((count, *t.shape)), torch.Size((count, *like.shape))
+        )
+
+    def part(self, name: str, row: int) -> Tensor:
+        """Part `name` of weight `row`."""
+        return self.weight.tensors()[name][row]
+
+    def put(self, row: int, q: QuantizedWeight, name: str) -> None:
+        """Make `q`, which errors call `name`, weight `row`.
+
+        Raises:
+            UnsupportedError: its format or shape is not that of the others.
+        """
+        if q.format != self.weight.format or q.shape != self.weight.shape[1:]:
+            raise UnsupportedError(
+                f"{name} is {q.format} {list(q.shape)}, but another expert is "
+                f"{self.weight.format} {list(self.weight.shape[1:])}; convert them by one rule"
+            )
+        for part, tensor in q.tensors().items():
+            place = self.part(part, row)
+            if tensor.data_ptr() != place.data_ptr():
+                place.copy_(tensor)
+
+
+def _ranges(source: LayerSource, expert: int) -> dict[str, Range]:
+    """What to read of an expert, and an error where there is nothing."""
+    ranges = source.ranges(expert)
+    if not ranges:
+        source.decode(expert, {}, {})
+    assert ranges, "what was not converted is refused by name"
+    return ranges
+
+
+def _kept_as_read(
+    q: QuantizedWeight, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[str, torch.dtype]]:
+    """Keys of tensors that decoding left where they were; which part each is, and its dtype."""
+    return {
+        key: (part, tensor.dtype)
+        for key, tensor in tensors.items()
+        for part, decoded in q.tensors().items()
+        if decoded.data_ptr() == tensor.data_ptr() and decoded.shape == tensor.shape
+    }
+
+
+def _position(where: Range) -> tuple[str, int]:
+    return where.info.file, where.info.start

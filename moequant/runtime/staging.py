@@ -1,0 +1,223 @@
+"""Bytes of files into the memory of a device, through a pinned buffer of a fixed size.
+
+Decision / failure it prevents:
+
+* the host holds the buffer and no tensor / a layer of DeepSeek-V3 is 11 GB, a model does not fit;
+* the buffer is cut into slots, filled by a few threads while others travel / one thread reads from
+  a disk, or from the page cache, at a fraction of what PCIe takes;
+* neighbours in a file are read at once, and threads do nothing but read / a few bytes of scales
+  take as long as a megabyte of codes, and threads wait for each other's Python;
+* copies are queued on the current stream, and only a slot that is used again waits for one / a
+  stream of its own would have to be joined by whoever uses the tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.checkpoint.buffers import tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
+    from moequant.checkpoint.reader import FixedFile
+
+SLOT_BYTES = 8 << 20
+SLOTS = 8
+THREADS = 4
+"""Half of the slots are read while the others travel, or wait for their turn."""
+_GAP_BYTES = 1 << 16
+"""Bytes between two tensors that are rather read than skipped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """Bytes of a file that shall fill a tensor.
+
+    Attributes:
+        file: where they are.
+        start: offset of the first of them.
+        target: contiguous, on the device or on the host.
+        what: for whoever asked.
+    """
+
+    file: FixedFile
+    start: int
+    target: Tensor
+    what: object = None
+
+
+class Staging:
+    """The way from files to one device. A CPU needs none: its tensors are filled where they are.
+
+    Args:
+        device: where tensors are filled.
+        slot_bytes: size of a slot.
+        slots: how many; the buffer takes slots * slot_bytes, and nothing on a CPU.
+    """
+
+    def __init__(
+        self, device: torch.device, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS
+    ) -> None:
+        self.device = device
+        self._slot_bytes = slot_bytes
+        self._slots: list[_Slot] = []
+        if device.type != "cpu":
+            pinned = device.type == "cuda"
+            buffer = torch.empty(
+                (slots, slot_bytes), dtype=torch.uint8, device="cpu", pin_memory=pinned
+            )
+            self._slots = [_Slot(row, device) for row in buffer]
+
+    def stream(self, reads: Iterable[Read]) -> Generator[Read, None, None]:
+        """Fill every target; yields each read, in order, once its bytes are queued for the device.
+
+        Reads are asked for a few slots ahead. Those that lie one behind the other in a file should
+        come so.
+
+        Raises:
+            CheckpointError: a file cannot be read, or is no longer the same.
+        """
+        if not self._slots:
+            yield from _fill_in_place(reads)
+            return
+        pending: deque[tuple[_Chunk, _Slot, Future[None]]] = deque()
+        with ThreadPoolExecutor(THREADS) as pool:
+            try:
+                for number, chunk in enumerate(_chunks(reads, self._slot_bytes)):
+                    if len(pending) == len(self._slots):
+                        yield from _land(*pending.popleft())
+                    slot = self._slots[number % len(self._slots)]
+                    pending.append((chunk, slot, pool.submit(slot.fill, chunk)))
+                while pending:
+                    yield from _land(*pending.popleft())
+            finally:
+                for _, _, future in pending:
+                    future.cancel()
+
+
+def _fill_in_place(reads: Iterable[Read]) -> Iterator[Read]:
+    pending: deque[tuple[Read, Future[None]]] = deque()
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for read in reads:
+                if len(pending) == THREADS:
+                    done, future = pending.popleft()
+                    future.result()
+                    yield done
+                buffer = tensor_bytes(read.target)
+                pending.append((read, pool.submit(read.file.read_into, read.start, buffer)))
+            while pending:
+                done, future = pending.popleft()
+                future.result()
+                yield done
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """What a chunk holds of a target.
+
+    Attributes:
+        read: whose target.
+        at: offset in the chunk.
+        to: offset in the target.
+        size_bytes: how much.
+    """
+
+    read: Read
+    at: int
+    to: int
+    size_bytes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class _Chunk:
+    """Bytes of a file that are read at once: at most a slot.
+
+    Attributes:
+        file: where they are.
+        start: offset of the first of them.
+        size_bytes: how many.
+        parts: what is in them.
+    """
+
+    file: FixedFile
+    start: int
+    size_bytes: int = 0
+    parts: list[_Part] = field(default_factory=list)
+
+    def takes(self, file: FixedFile, position: int, slot_bytes: int) -> bool:
+        """Whether the bytes from `position` on may follow, at least one of them."""
+        behind = position - self.start
+        near = self.size_bytes <= behind <= self.size_bytes + _GAP_BYTES
+        return file is self.file and near and behind < slot_bytes
+
+
+def _chunks(reads: Iterable[Read], slot_bytes: int) -> Iterator[_Chunk]:
+    """The bytes of all reads, in order, in as few chunks as neighbours allow."""
+    chunk: _Chunk | None = None
+    for read in reads:
+        done, size_bytes = 0, read.target.nbytes
+        while True:
+            position = read.start + done
+            if chunk is None or not chunk.takes(read.file, position, slot_bytes):
+                if chunk is not None:
+                    yield chunk
+                chunk = _Chunk(file=read.file, start=position)
+            at = position - chunk.start
+            taken = min(size_bytes - done, slot_bytes - at)
+            chunk.parts.append(_Part(read=read, at=at, to=done, size_bytes=taken))
+            chunk.size_bytes = at + taken
+            done += taken
+            if done == size_bytes:
+                break
+    if chunk is not None:
+        yield chunk
+
+
+class _Slot:
+    """A part of the buffer, and when all copies out of it are done."""
+
+    def __init__(self, buffer: Tensor, device: torch.device) -> None:
+        self._buffer = buffer
+        self._device = device
+        self._sent: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def fill(self, chunk: _Chunk) -> None:
+        """Read a chunk, once what was here before has been sent."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        chunk.file.read_into(chunk.start, tensor_bytes(self._buffer[: chunk.size_bytes]))
+
+    def send(self, chunk: _Chunk) -> None:
+        """Copy what the chunk holds to where it belongs."""
+        for part in chunk.parts:
+            # A scalar has no last dimension to view as bytes.
+            target = part.read.target.reshape(-1).view(torch.uint8)
+            target[part.to : part.to + part.size_bytes].copy_(
+                self._buffer[part.at : part.at + part.size_bytes], non_blocking=True
+            )
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self._device))
+
+
+def _land(chunk: _Chunk, slot: _Slot, filled: Future[None]) -> Iterator[Read]:
+    """Send a chunk on; yields the reads that end in it."""
+    filled.result()
+    slot.send(chunk)
+    for part in chunk.parts:
+        if part.to + part.size_bytes == part.read.target.nbytes:
+            yield part.read

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def with_tokenizer(converted, tmp_path):
+    """A converted checkpoint that knows three words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"one": 5, "two": 6, "three": 7, **{f"w{i}": i for i in range(8, 128)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w8"))  # noqa: S106 - no password
+    tokenizer.pre_tokenizer = Whitespace()
+    path = shutil.copytree(converted, tmp_path / "converted")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+def test_ids_are_continued_and_timed(run, converted):
+    result = run("generate", converted, "--prompt-ids", "5, 6,7", "--max-new-tokens", 4)
+    assert result.exit_code == 0
+    ids, _, summary = result.stdout.splitlines()
+    document = run(
+        "generate", converted, "--prompt-ids", "5,6,7", "--max-new-tokens", 4, "--json"
+    ).document
+    assert [*map(int, ids.split(","))] == document["ids"]
+    assert len(document["ids"]) == 4
+    assert "4 tokens: the first in " in summary
+    assert "cpu, bfloat16, experts by torch_reference" in summary
+    assert document["prompt_ids"] == [5, 6, 7]
+    assert document["text"] is None
+    assert document["backends"] == ["torch_reference"]
+    assert document["tokens_per_s"] > 0
+
+
+def test_text_is_continued_where_there_is_a_tokenizer(run, with_tokenizer):
+    options = ("--max-new-tokens", 3, "--json")
+    by_text = run("generate", with_tokenizer, "--prompt", "one two three", *options).document
+    by_ids = run("generate", with_tokenizer, "--prompt-ids", "5,6,7", *options).document
+    assert by_text["prompt_ids"] == [5, 6, 7]
+    assert by_text["ids"] == by_ids["ids"]
+    shown = run("generate", with_tokenizer, "--prompt", "one two three", *options[:2])
+    assert shown.stdout.splitlines()[0] == by_text["text"]
+
+
+def test_a_seed_draws_the_same_again(run, converted):
+    options = ("--prompt-ids", "5", "--temperature", "3", "--max-new-tokens", 6, "--json")
+    first, again, other = (
+        run("generate", converted, *options, "--seed", seed).document["ids"] for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_wrong_usage_exits_2(run, converted):
+    for wrong in (
+        (),
+        ("--prompt", "a", "--prompt-ids", "1"),
+        ("--prompt-ids", "1,x"),
+        ("--prompt-ids", ""),
+        ("--prompt-ids", "-1"),
+        ("--prompt-ids", "1", "--max-new-tokens", 0),
+        ("--prompt-ids", "1", "--temperature", -1),
+        ("--prompt-ids", "1", "--activations", "int8"),
+    ):
+        assert run("generate", converted, *wrong, "--json").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompt-ids", "5,128"), "prompt id 128"),
+        (("--prompt", "one"), "tokenizer"),
+        (("--prompt-ids", "5", "--backend", "none_such"), "there is no backend 'none_such'"),
+        (("--prompt-ids", "5", "--device", "bogus"), "device 'bogus' cannot be used"),
+    ],
+)
+def test_what_cannot_run_exits_4_and_says_why(run, converted, options, message):
+    result = run("generate", converted, *options, "--json")
+    assert result.exit_code == 4
+    assert message in result.document["error"]["message"]
+
+
+def test_without_transformers_it_says_how_to_install_it(run, converted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = run("generate", converted, "--prompt-ids", "5", "--json")
+    assert result.exit_code == 4
+    assert "pip install 'moequant[transformers]'" in result.document["error"]["message"]
+
+
+def test_a_source_checkpoint_exits_3(run, source):
+    assert run("generate", source, "--prompt-ids", "5", "--json").exit_code == 3

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_without_a_gpu_it_says_so(run):
+    result = run("tune", "--shape", "qwen3-30b")
+    assert result.exit_code == 4
+    assert "no such CUDA device here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--shape", "qwen9"], 4, "there is no shape 'qwen9'"),
+        (["--shape", "qwen3-30b", "--tokens", "0"], 2, "is not a list such as 1,8,512"),
+        ([], 2, "Missing option '--shape'"),
+    ],
+)
+def test_what_it_cannot_tune_is_refused(run, arguments, code, message):
+    result = run("tune", *arguments)
+    assert result.exit_code == code
+    assert message in result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a CUDA device of SM90",
+)
+def test_a_table_is_written_that_calls_look_into(run, tmp_path, monkeypatch):
+    from moequant.kernels.fp8_block import tuning
+
+    monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path))
+    shape = "16x1024x512x4"
+    result = run("tune", "--shape", shape, "--tokens", "1,64", "--json")
+    assert result.exit_code == 0
+    tuned = result.document["cells"]
+    assert [cell["tokens"] for cell in tuned] == [1, 64]
+    for cell in tuned:
+        assert cell["candidates"] > 1
+        assert cell["time_us"] <= cell["default_us"]
+    # A second shape goes beside the first.
+    assert run("tune", "--shape", "8x1024x512x2", "--tokens", "1").exit_code == 0
+    for cell in tuned:
+        problem = tuning.Problem(
+            gpu=torch.cuda.get_device_name(),
+            sms=torch.cuda.get_device_properties(0).multi_processor_count,
+            experts=16, hidden=1024, intermediate=512, topk=4, tokens=cell["tokens"],
+        )  # fmt: skip
+        assert tuning.tiling_for(problem) == tuning.Tiling(**cell["tiling"])

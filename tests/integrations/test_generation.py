@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.integrations.generation import Prompts, generate
+from moequant.integrations.transformers import load_model
+
+
+@pytest.fixture(scope="module")
+def model(converted):
+    return load_model(converted("mixtral", "mxfp4"))
+
+
+def test_the_likeliest_tokens_are_those_of_the_model_itself(model):
+    with torch.no_grad():
+        ids = [5, 6, 7]
+        for _ in range(4):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    found = generate(model, [5, 6, 7], max_new_tokens=4)
+    assert found.ids == ids[3:]
+    assert found.first_token_s > 0
+    assert found.tokens_per_s > 0
+
+
+def test_a_single_token_has_no_rate(model):
+    found = generate(model, [5], max_new_tokens=1)
+    assert len(found.ids) == 1
+    assert found.tokens_per_s is None
+
+
+def test_what_generation_config_says_of_drawing_is_of_no_use_to_the_likeliest(model, caplog):
+    before = model.generation_config
+    model.generation_config = type(before)(do_sample=True, temperature=0.6, top_k=20, top_p=0.95)
+    try:
+        drawn = generate(model, [5, 6, 7], max_new_tokens=4)
+    finally:
+        model.generation_config = before
+    assert drawn.ids == generate(model, [5, 6, 7], max_new_tokens=4).ids
+    assert not caplog.records
+
+
+def test_the_same_seed_draws_the_same_and_leaves_the_generator_alone(model):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    options = {"max_new_tokens": 8, "temperature": 5.0}
+    first, again, other = (generate(model, [5], **options, seed=s).ids for s in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_an_end_ends_it(model):
+    first, *_ = generate(model, [5, 6, 7], max_new_tokens=1).ids
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = first
+    try:
+        assert generate(model, [5, 6, 7], max_new_tokens=9).ids == [first]
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+def test_wrong_numbers_are_refused_by_name(model):
+    with pytest.raises(UnsupportedError, match="max_new_tokens is 0"):
+        generate(model, [5], max_new_tokens=0)
+    for temperature in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UnsupportedError, match=f"temperature is {temperature}"):
+            generate(model, [5], max_new_tokens=1, temperature=temperature)
+
+
+def test_ids_outside_the_vocabulary_are_refused_by_name(converted):
+    prompts = Prompts.of(converted("mixtral", "mxfp4"))
+    prompts.check([0, 95])
+    for ids, message in (([3, 96], "id 96, but .* 0 to 95"), ([-1], "id -1"), ([], "no tokens")):
+        with pytest.raises(UnsupportedError, match=message):
+            prompts.check(ids)
+
+
+def test_text_without_a_tokenizer_is_refused(converted, tmp_path):
+    prompts = Prompts.of(converted("mixtral", "mxfp4"))
+    with pytest.raises(UnsupportedError, match=r"no tokenizer; copy .*, or give ids"):
+        prompts.encode("hello")
+    path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "converted")
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="cannot read the tokenizer"):
+        Prompts.of(path).encode("hello")
+
+
+def test_a_config_without_a_vocabulary_is_refused(converted, tmp_path):
+    path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "converted")
+    config = json.loads((path / "config.json").read_text())
+    del config["vocab_size"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="vocab_size is None"):
+        Prompts.of(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_generates_the_same_from_the_same_seed(converted):
+    model = load_model(converted("mixtral", "fp8_block"), device="cuda")
+    options = {"max_new_tokens": 8, "temperature": 5.0, "seed": 1}
+    first, again = (generate(model, [5, 6], **options) for _ in range(2))
+    assert first.ids == again.ids
+    assert first.tokens_per_s > 0

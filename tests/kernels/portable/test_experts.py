@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant.formats import REGISTRY
+from moequant.kernels.launch import INTERPRETED
+from moequant.kernels.portable.arena import Arena
+from moequant.kernels.portable.batched import batched_experts
+from moequant.kernels.portable.experts import TILE_ROWS, Plan, fused_experts, workspace_bytes
+from moequant.kernels.portable.weights import KINDS
+from moequant.runtime import FusedExperts
+from moequant.runtime.act_fn import RELU2, SWIGLUOAI, ActFn
+from moequant.runtime.backends.triton_portable import portable_experts
+from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.formats import RUNTIME_ONLY, get_format
+from moequant.runtime.routing import route
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+# Hidden states are float32, so that nothing is rounded but sums: as a random walk of K <= 300 terms
+# they are off by sqrt(K) 2**-24 = 1e-6 of their norm, and the two GEMMs and the reduction add up.
+EXACT = 1e-5
+# Activations that are quantized in the middle flip to the next code with probability d / ulp for a
+# relative error d = 1e-6 in front (E4M3: ulp about 2**-3.5), and a flip costs an ulp. So of the
+# 2000 values here none flips, or one: ulp / sqrt(2000) = 2e-3.
+QUANTIZED = 5e-3
+
+
+def check(got, want, scheme):
+    assert got.dtype == want.dtype
+    assert bool(got.isfinite().all())
+    limit = EXACT if scheme == "none" else QUANTIZED
+    assert (got - want).norm() <= limit * want.norm()
+
+
+def run(weights, call, activations="format", **options):
+    """The output, compared with the float32 reference."""
+    scheme = get_format(weights.format).activations if activations == "format" else "none"
+    got = fused_experts(portable_experts(weights, scheme), *call, **options)
+    reference = FusedExperts(weights, backend="torch_reference", activations=activations)
+    check(got, reference(*call, **options), scheme)
+    return got
+
+
+def test_every_format_that_experts_run_in_is_decoded():
+    assert KINDS.keys() == REGISTRY.keys() | RUNTIME_ONLY.keys()
+
+
+@pytest.mark.parametrize("activations", ["format", "none"])
+@pytest.mark.parametrize("format", KINDS)
+def test_every_format_computes_what_the_reference_does(weights, call, format, activations):
+    run(weights(format), call(), activations)
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel", "bf16"])
+def test_last_blocks_may_be_incomplete(weights, call, format):
+    run(weights(format, H=200, I=72), call(H=200))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_last_groups_may_be_incomplete(weights, call, format):
+    run(weights(format, H=288, I=96), call(H=288))
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "w4a8", "mxfp4"])
+@pytest.mark.parametrize(
+    "act_fn",
+    [SWIGLUOAI, RELU2, ActFn(name="gelu"), ActFn(name="gelu_tanh", gated=False, limit=0.5)],
+    ids=str,
+)
+def test_functions_and_biases(weights, call, act_fn, format):
+    run(weights(format, I=256, act_fn=act_fn, biases=True), call())
+
+
+def test_an_expert_map_and_ids_without_an_expert(weights, call):
+    hidden, ids, topk_weights = call(E=8)
+    here = torch.tensor([3, -1, 0, -1, 1, 2, -1, -1], device=DEVICE)
+    run(weights("mxfp4"), (hidden, ids, topk_weights), expert_map=here)
+    far = ids.clone()
+    far[far == 1] = 1 << 33
+    packed = portable_experts(weights("mxfp4"), "none")
+    got = fused_experts(packed, hidden, far, topk_weights, expert_map=here)
+    want = fused_experts(packed, hidden, ids, topk_weights, expert_map=here)
+    assert torch.equal(got, want)
+
+
+def test_no_token_and_no_expert_for_any_token(weights, call):
+    hidden, ids, topk_weights = call()
+    packed = portable_experts(weights("fp8_block"), "fp8_group128")
+    none = fused_experts(packed, hidden[:0], ids[:0], topk_weights[:0])
+    assert none.shape == (0, 256)
+    assert not fused_experts(packed, hidden, torch.full_like(ids, -1), topk_weights).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hidden_states_of_16_bits(weights, call, dtype):
+    hidden, ids, topk_weights = call(dtype=dtype)
+    packed = portable_experts(weights("bf16"), "none")
+    got = fused_experts(packed, hidden, ids, topk_weights)
+    assert got.dtype == dtype
+    # As the same numbers in float32, but for the result, and for bfloat16 what lies between. The
+    # interpreter does not round to bfloat16 but truncates: each of 3 roundings costs 2**-7 at most.
+    want = fused_experts(packed, hidden.float(), ids, topk_weights)
+    limit = 2.0**-11 if dtype == torch.float16 else 3 * 2.0**-7
+    assert (got.float() - want).norm() <= limit * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("format", "tile_rows"), [("fp8_block", 16), ("w4a8", 32), ("nvfp4", TILE_ROWS[-1])]
+)
+def test_no_buffer_is_read_before_it_is_written(weights, call, format, tile_rows):
+    w, (hidden, ids, topk_weights) = weights(format), call(M=40)
+    scheme = get_format(format).activations
+    packed = portable_experts(w, scheme)
+    size = Arena()
+    Plan(packed, 40, 2, dtype=torch.float32, arena=size, tile_rows=tile_rows)
+    # Bytes of 0x7F are NaN in E4M3, huge numbers in float32, and absurd indices.
+    for byte in (0x7F, 0xFF):
+        memory = torch.full((size.size_bytes,), byte, dtype=torch.uint8, device=DEVICE)
+        plan = Plan(packed, 40, 2, dtype=torch.float32, arena=Arena(memory), tile_rows=tile_rows)
+        out = torch.full_like(hidden, torch.nan)
+        plan(hidden, ids, topk_weights, out)
+        check(out, FusedExperts(w, backend="torch_reference")(hidden, ids, topk_weights), scheme)
+
+
+def test_the_workspace_is_as_large_as_was_said(weights, call):
+    packed, inputs = portable_experts(weights("w4a8"), "fp8_token"), call()
+    size = workspace_bytes(packed, 9, 2, torch.float32)
+    memory = torch.zeros(size + 64, dtype=torch.uint8, device=DEVICE)
+    guard = memory[size:].clone()
+    got = fused_experts(packed, *inputs, workspace=memory[:size])
+    assert torch.equal(memory[size:], guard)
+    assert torch.equal(got, fused_experts(packed, *inputs))
+    assert workspace_bytes(packed, 9, 2, torch.bfloat16) < size
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_a_batch_for_each_expert_computes_the_same(weights, call, format):
+    w, (hidden, ids, topk_weights) = weights(format), call()
+    scheme = get_format(format).activations
+    routing = route(ids, topk_weights, experts=4)
+    tokens, places = prepare_batched(hidden, routing, experts=4, capacity=9, scheme=scheme)
+    codes = tokens.qdata if tokens.scale is None else tokens.qdata.view(torch.uint8)
+    beyond = torch.arange(9, device=DEVICE)[None, :] >= tokens.counts[:, None]
+    codes[beyond] = 0x7F  # NaN, in codes
+    rows = batched_experts(portable_experts(w, scheme), codes, tokens.scale, tokens.counts)
+    assert rows.shape == (4, 9, 256)
+    got = finalize_batched(rows, routing, places)
+    want = FusedExperts(w, backend="torch_reference")(hidden, ids, topk_weights)
+    if rows.dtype == torch.bfloat16:  # truncated by the interpreter
+        assert (got - want).norm() <= 2.0**-7 * want.norm()
+    else:
+        check(got, want, scheme)

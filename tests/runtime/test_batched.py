@@ -1,0 +1,231 @@
+"""Batched experts: prepare, the backends, finalize. On a CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.formats import REGISTRY as FORMATS
+from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime.activations import SCHEMES, quantize_activations
+from moequant.runtime.backends import REGISTRY
+from moequant.runtime.batched import (
+    OVERFLOW,
+    BatchedTokens,
+    expert_range,
+    finalize_batched,
+    largest_batch,
+    prepare_batched,
+)
+from moequant.runtime.formats import RUNTIME_ONLY, get_format
+from moequant.runtime.routing import Routing, route
+
+CUDA = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not CUDA, reason="needs a CUDA device of SM80 or newer"),
+        ],
+    ),
+]
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def on_gpu(test):
+    test = pytest.mark.skipif(not CUDA, reason="needs a CUDA device of SM80 or newer")(test)
+    return pytest.mark.gpu(test)
+
+
+def routing_of(ids, device="cpu"):
+    expert = torch.tensor(ids, device=device)
+    weight = torch.arange(1, expert.numel() + 1, device=device).reshape(expert.shape).float()
+    return Routing(expert=expert, weight=weight.masked_fill(expert < 0, 0))
+
+
+IDS = [[2, 0], [0, -1], [2, 1], [-1, -1], [0, 2]]
+
+
+@on_every_device
+def test_each_batch_holds_the_tokens_of_its_expert_in_order(device):
+    x = torch.arange(5.0, device=device)[:, None] * torch.ones(1, 8, device=device)
+    tokens, places = prepare_batched(
+        x, routing_of(IDS, device), experts=4, capacity=5, scheme="none"
+    )
+    assert tokens.counts.tolist() == [3, 1, 3, 0]
+    assert tokens.counts.dtype == torch.int32
+    assert tokens.qdata.shape == (4, 5, 8)
+    assert tokens.qdata[0, :3, 0].tolist() == [0, 1, 4]
+    assert tokens.qdata[1, :1, 0].tolist() == [2]
+    assert tokens.qdata[2, :3, 0].tolist() == [0, 2, 4]
+    assert places.tolist() == [[10, 0], [1, -1], [11, 5], [-1, -1], [2, 12]]
+
+
+@on_every_device
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_are_quantized_as_they_would_be_alone(device, scheme):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 200, generator=g).bfloat16().to(device)
+    tokens, places = prepare_batched(
+        x, routing_of(IDS, device), experts=3, capacity=7, scheme=scheme
+    )
+    alone = quantize_activations(x, scheme)
+    assert tokens.scheme == scheme
+    for m, t in (places >= 0).nonzero().tolist():
+        e, i = divmod(int(places[m, t]), 7)
+        assert torch.equal(tokens.qdata[e, i].view(torch.uint8), alone.qdata[m].view(torch.uint8))
+        if scheme != "none":
+            assert torch.equal(tokens.scale[e, i], alone.scale[m])
+
+
+@on_every_device
+def test_finalize_weights_and_adds_slot_after_slot(device):
+    routing = routing_of(IDS, device)
+    _, places = prepare_batched(
+        torch.zeros(5, 4, device=device), routing, experts=3, capacity=5, scheme="none"
+    )
+    rows = torch.full((3, 5, 4), torch.nan, device=device)
+    rows.view(15, 4)[places[places >= 0]] = (10.0 ** torch.arange(7, device=device))[:, None]
+    got = finalize_batched(rows, routing, places)
+    # Weights are 1 to 10 by slot; the value of the k-th slot that has an expert is 10**k.
+    assert got[:, 0].tolist() == [1 + 20, 300, 5000 + 60000, 0, 900000 + 10000000]
+    assert got.dtype == torch.float32
+
+
+def test_the_largest_batch_is_capacity_enough():
+    routing = routing_of(IDS)
+    assert largest_batch(routing, 4) == 3
+    prepare_batched(torch.zeros(5, 4), routing, experts=4, capacity=3, scheme="none")
+    assert largest_batch(routing_of([[-1, -1]]), 4) == 0
+    assert largest_batch(routing_of([[-1]]), 0) == 0
+
+
+def test_an_expert_that_overflows_is_named_on_a_cpu():
+    with pytest.raises(UnsupportedError, match=r"expert 0 has 3 tokens, but there is room for 2"):
+        prepare_batched(torch.zeros(5, 4), routing_of(IDS), experts=3, capacity=2, scheme="none")
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_on_a_gpu_its_token_becomes_nan_and_nothing_waits():
+    routing = routing_of(IDS, "cuda")
+    x = torch.ones(5, 4, device="cuda")
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        tokens, places = prepare_batched(x, routing, experts=3, capacity=2, scheme="none")
+        got = finalize_batched(tokens.qdata, routing, places)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.counts.tolist() == [2, 1, 2]
+    assert places.tolist() == [[4, 0], [1, -1], [5, 2], [-1, -1], [OVERFLOW, OVERFLOW]]
+    assert got.isnan().all(1).tolist() == [False, False, False, False, True]
+
+
+@on_every_device
+def test_no_token_and_no_expert(device):
+    for M, E in ((0, 3), (2, 0)):
+        routing = (
+            routing_of([[-1, -1]] * M, device)
+            if M
+            else Routing(
+                expert=torch.empty(0, 2, dtype=torch.int64, device=device),
+                weight=torch.empty(0, 2, device=device),
+            )
+        )
+        x = torch.ones(M, 8, device=device)
+        tokens, places = prepare_batched(x, routing, experts=E, capacity=M, scheme="fp8_token")
+        assert tokens.qdata.shape == (E, M, 8)
+        rows = torch.zeros(E, M, 8, device=device)
+        assert torch.equal(finalize_batched(rows, routing, places), torch.zeros_like(x))
+
+
+def test_ranks_share_the_experts_one_behind_the_other():
+    assert expert_range(6, 1, 3).tolist() == [-1, -1, 0, 1, -1, -1]
+    assert expert_range(2, 0, 1).tolist() == [0, 1]
+    for rank, ranks in ((3, 3), (-1, 3), (0, 4), (0, 0)):
+        with pytest.raises(UnsupportedError, match="ranks that divide the experts"):
+            expert_range(6, rank, ranks)
+
+
+def test_what_the_ranks_compute_adds_up(layers):
+    layer = layers.make("mxfp4")
+    whole = FusedExperts(layer.weights, backend="naive_batched")(*layer.call)
+    total = torch.zeros_like(whole)
+    for rank in range(3):
+        here = slice(2 * rank, 2 * rank + 2)
+        mine = {
+            name: q.map(lambda t, here=here: t[here], torch.Size((2, *q.shape[1:])))
+            for name, q in layer.weights.projections().items()
+        }
+        total += FusedExperts(
+            ExpertWeights(**mine), backend="naive_batched", expert_map=expert_range(6, rank, 3)
+        )(*layer.call)
+    # Float32 sums of three terms in another order.
+    assert (total - whole).norm() <= 1e-6 * whole.norm()
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *RUNTIME_ONLY])
+def test_naive_batched_gives_the_bits_of_the_reference(layers, format):
+    layer = layers.make("fp8_block")
+    weights = layer.weights
+    if format != "fp8_block":
+        fmt = get_format(format)
+        parts = {n: fmt.quantize(w) for n, w in layer.source.items()}
+        weights = type(weights)(**parts)
+    want = FusedExperts(weights, backend="torch_reference")(*layer.call)
+    got = FusedExperts(weights, backend="naive_batched")(*layer.call)
+    assert torch.equal(got, want)
+
+
+def test_naive_batched_looks_at_no_row_beyond_the_counts(layers):
+    weights = layers.make("nvfp4").weights
+    x = torch.randn(6, 4, 256, generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor([4, 0, 1, 2, 3, 0], dtype=torch.int32)
+    naive = REGISTRY["naive_batched"]
+    tokens = BatchedTokens(scheme="none", qdata=x, scale=None, counts=counts)
+    want = naive.run(tokens, weights)
+    x[torch.arange(4)[None, :] >= counts[:, None]] = torch.nan
+    assert torch.equal(naive.run(tokens, weights), want)
+    assert not want[1].any()
+
+
+@on_gpu
+@pytest.mark.parametrize("activations", ["format", "none"])
+@pytest.mark.parametrize("format", [*FORMATS, *RUNTIME_ONLY])
+def test_triton_batched_computes_what_naive_batched_does(format, activations):
+    g = torch.Generator("cuda").manual_seed(0)
+    sizes = {"gate": (8, 256, 512), "up": (8, 256, 512), "down": (8, 512, 256)}
+    fmt = get_format(format)
+    parts = {
+        n: fmt.quantize(torch.randn(size, generator=g, device="cuda") * size[2] ** -0.5)
+        for n, size in sizes.items()
+    }
+    weights = ExpertWeights(**parts)
+    scheme = fmt.activations if activations == "format" else "none"
+    hidden = torch.randn(90, 512, generator=g, device="cuda").bfloat16()
+    topk_weights, ids = torch.rand(90, 8, generator=g, device="cuda").topk(3)
+    ids[5:20, 0] = -1
+    routing = route(ids, topk_weights, experts=8)
+    tokens, places = prepare_batched(hidden, routing, experts=8, capacity=90, scheme=scheme)
+    beyond = torch.arange(90, device="cuda")[None, :] >= tokens.counts[:, None]
+    if tokens.scale is None:
+        tokens.qdata[beyond] = torch.nan
+    else:
+        tokens.scale[beyond] = torch.nan
+    got, want = (
+        finalize_batched(REGISTRY[name].run(tokens, weights), routing, places)
+        for name in ("triton_batched", "naive_batched")
+    )
+    # As in test_triton_backend.py: bfloat16 between the GEMMs and in the rows, and codes that flip.
+    assert (got - want).norm() <= (4e-3 if scheme == "none" else 9e-3) * want.norm()
+
+
+def test_a_batched_backend_runs_when_it_is_named(layers):
+    layer = layers.make()
+    assert FusedExperts(layer.weights, backend="naive_batched").chosen_backend() == "naive_batched"
+    assert FusedExperts(layer.weights).chosen_backend() == "torch_reference"
+    assert route(layer.ids, layer.topk_weights, experts=6).expert.shape == layer.ids.shape

@@ -1,0 +1,330 @@
+"""The portable kernels as a backend, in every format; all but the reasons for no want a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.formats import REGISTRY as FORMATS
+from moequant.runtime import ExpertWeights, FusedExperts, select
+from moequant.runtime.act_fn import RELU2, SILU, SWIGLUOAI, ActFn
+from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.formats import RUNTIME_ONLY, get_format
+from moequant.runtime.warm_up import warm_up
+
+NAME = "triton"
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+WORKLOAD = Workload(
+    format="mxfp4",
+    activations="none",
+    experts=8,
+    hidden=256,
+    intermediate=128,
+    device=torch.device("cuda", 0),
+)
+EVERY = [*FORMATS, *RUNTIME_ONLY]
+
+# E, H, I, T.
+SMALL = (16, 1024, 512, 4)
+# Sizes of which no block is complete, as gpt-oss (2880) has them; w4a8 wants multiples of 128.
+ODD = {
+    "fp8_block": (8, 720, 336, 2),
+    "w4a8": (8, 640, 384, 2),
+    **dict.fromkeys(("nvfp4", "mxfp4"), (8, 736, 352, 2)),
+    **dict.fromkeys(RUNTIME_ONLY, (8, 717, 333, 2)),
+}
+
+# For float32 hidden states nothing is rounded but sums. As a random walk of K <= 1024 terms a sum
+# is off by sqrt(K) 2**-24 = 2e-6 of its norm, tensor cores that cut each addition off after 24 bits
+# by K / 16 * 2**-24 = 4e-6 (products come in sixteens); two GEMMs and the reduction: 1e-5.
+EXACT = 2e-5
+# For bfloat16 hidden states the values between the GEMMs, each expert's result and both outputs are
+# rounded to bfloat16, by 2**-9 / sqrt(3) = 1.1e-3 of the norm each: 2.3e-3 together.
+ROUNDED = 4e-3
+# Of what is quantized in the middle, a fraction d / ulp of the codes flips for a relative error d =
+# 4e-6 in front (E4M3: ulp about 2**-3.5), and a flip costs an ulp: sqrt(d * ulp) = 6e-4. Few values
+# flip where tokens are few, so it scatters: eight times that.
+QUANTIZED = 5e-3
+
+
+def gpu(test):
+    test = pytest.mark.skipif(not HERE, reason="needs a CUDA device of SM80 or newer")(test)
+    return pytest.mark.gpu(test)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "int2"}, "cannot decode int2"),
+        ({"activations": "fp4_group16"}, "cannot quantize activations to fp4_group16"),
+        ({"experts": 0}, "wants at least one expert"),
+        ({"device": torch.device("cpu")}, "wants a CUDA device"),
+    ],
+)
+def test_what_it_cannot_run_it_refuses_with_the_reason(change, reason):
+    assert reason in REGISTRY[NAME].supports(replace(WORKLOAD, **change))
+    with pytest.raises(UnsupportedError, match=reason):
+        select(replace(WORKLOAD, **change), NAME)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so():
+    assert REGISTRY[NAME].supports(WORKLOAD) == "finds no CUDA device"
+
+
+@gpu
+def test_it_is_the_default_where_nothing_faster_runs():
+    assert select(WORKLOAD).name == NAME
+    assert select(replace(WORKLOAD, act_fn=SWIGLUOAI, bias=True)).name == NAME
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """weights(format, shape): experts on the device; equal arguments give the same."""
+    made = {}
+
+    def make(format, shape=SMALL, act_fn=SILU, biases=False):
+        key = (format, shape, act_fn, biases)
+        if key not in made:
+            E, H, I, _ = shape
+            g = torch.Generator("cuda").manual_seed(0)
+            sizes = {"up": (E, I, H), "down": (E, H, I)}
+            if act_fn.gated:
+                sizes = {"gate": (E, I, H), **sizes}
+            parts = {
+                name: get_format(format).quantize(
+                    torch.randn(size, generator=g, device="cuda") * size[2] ** -0.5
+                )
+                for name, size in sizes.items()
+            }
+            if biases:
+                for name, size in sizes.items():
+                    parts[f"{name}_bias"] = torch.randn(size[:2], generator=g, device="cuda")
+            made[key] = ExpertWeights(**{"gate": None, **parts}, act_fn=act_fn)
+        return made[key]
+
+    return make
+
+
+def inputs(shape, M, kind="uniform", dtype=torch.bfloat16):
+    E, H, _, T = shape
+    g = torch.Generator("cuda").manual_seed(M)
+    hidden = torch.randn(M, H, generator=g, device="cuda").to(dtype)
+    score = torch.rand(M, E, generator=g, device="cuda")
+    if kind == "skewed":  # the first experts take most tokens
+        score = score * torch.arange(E, 0, -1, device="cuda") ** 2
+    ids = score.topk(T).indices
+    if kind == "holes":
+        ids[torch.rand(M, T, generator=g, device="cuda") < 0.4] = -1
+    if kind == "one expert":
+        ids[:] = -1
+        ids[:, T - 1] = E - 1
+    if kind == "nowhere":
+        ids[:] = -1
+    router = torch.rand(M, T, generator=g, device="cuda") + 0.1
+    return hidden, ids.int(), router / router.sum(1, keepdim=True)
+
+
+def check(weights, call, activations="format", **options):
+    """The output, compared with the float32 reference on the same device."""
+    modules = (
+        FusedExperts(weights, backend=name, activations=activations)
+        for name in (NAME, "torch_reference")
+    )
+    got, want = (module(*call, **options) for module in modules)
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype == call[0].dtype
+    assert bool(got.isfinite().all())
+    quantized = activations == "format" and get_format(weights.format).activations != "none"
+    limit = 0.0 if call[0].dtype == torch.float32 else ROUNDED
+    limit += QUANTIZED if quantized else EXACT
+    assert (got.float() - want.float()).norm() <= limit * want.float().norm()
+    return got
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("M", [0, 1, 40, 700])
+@pytest.mark.parametrize("format", EVERY)
+def test_it_computes_what_the_reference_does(weights, format, M, dtype):
+    check(weights(format), inputs(SMALL, M, dtype=dtype))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("format", EVERY)
+def test_it_does_for_activations_that_are_not_quantized(weights, format, dtype):
+    check(weights(format), inputs(SMALL, 70, dtype=dtype), activations="none")
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["uniform", "skewed", "holes", "one expert", "nowhere"])
+@pytest.mark.parametrize("format", EVERY)
+def test_it_does_for_every_kind_of_routing_and_incomplete_blocks(weights, format, kind):
+    call = inputs(ODD[format], 130, kind)
+    got = check(weights(format, ODD[format]), call)
+    assert not got[(call[1] < 0).all(1)].any()
+
+
+@gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    "act_fn",
+    [
+        SWIGLUOAI,
+        RELU2,
+        ActFn(name="relu2"),
+        ActFn(name="gelu"),
+        ActFn(name="gelu_tanh", limit=1.0),
+        ActFn(name="silu", gated=False),
+        ActFn(name="silu", limit=0.5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_does_for_every_function_with_and_without_biases(weights, format, act_fn, biases):
+    check(weights(format, SMALL, act_fn, biases), inputs(SMALL, 50))
+
+
+@gpu
+@pytest.mark.parametrize("router", [torch.bfloat16, torch.float16])
+def test_it_takes_router_weights_of_every_dtype_and_strided_inputs(weights, router):
+    hidden, ids, topk_weights = inputs(SMALL, 40)
+    call = (hidden, ids.long(), topk_weights.to(router))
+    got = check(weights("nvfp4"), call)
+    strided = (t.repeat_interleave(2, 1)[:, ::2] for t in call)
+    assert torch.equal(FusedExperts(weights("nvfp4"))(*strided), got)
+
+
+@gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_takes_the_ids_of_other_ranks(weights, format):
+    hidden, ids, topk_weights = inputs((64, *SMALL[1:]), 50)
+    here = torch.full((64,), -1, dtype=torch.int32, device="cuda")
+    here[20:36] = torch.arange(15, -1, -1, device="cuda").int()
+    check(weights(format), (hidden, ids, topk_weights), expert_map=here)
+
+
+@gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_weights_the_input_where_asked(weights, format):
+    hidden, ids, topk_weights = inputs((16, 1024, 512, 1), 30)
+    topk_weights = topk_weights * torch.rand_like(topk_weights)
+    check(weights(format), (hidden, ids, topk_weights), apply_router_weight_on_input=True)
+
+
+@gpu
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**60])
+def test_scales_far_from_one_are_exact_too(weights, scale):
+    # E8M0 exponents near the ends: weights whose products with x stay in float32's range.
+    g = torch.Generator("cuda").manual_seed(0)
+    sizes = {"gate": (2, 64, 64), "up": (2, 64, 64), "down": (2, 64, 64)}
+    sources = {n: torch.randn(size, generator=g, device="cuda") * 0.1 for n, size in sizes.items()}
+    sources["up"] *= scale
+    parts = {n: get_format("mxfp4").quantize(w) for n, w in sources.items()}
+    check(ExpertWeights(**parts), inputs((2, 64, 64, 1), 20, dtype=torch.float32))
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_waits_for_the_device(weights, format):
+    hidden, ids, topk_weights = inputs(SMALL, 40)
+    module = FusedExperts(weights(format), backend=NAME)
+    absent = torch.rand(ids.shape, device="cuda") < 0.5
+    far = torch.tensor([16, -2, 1 << 32, -(1 << 40)], device="cuda").repeat(40, 1)
+    want = module(hidden, ids.masked_fill(absent, -1), topk_weights)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        got = module(hidden, torch.where(absent, far, ids.long()), topk_weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
+
+
+@gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_stays_in_its_own_token(weights, format):
+    hidden, ids, topk_weights = inputs(SMALL, 40)
+    module = FusedExperts(weights(format), backend=NAME)
+    clean = module(hidden, ids, topk_weights)
+    hidden[7, 3], hidden[9, 500] = torch.nan, torch.inf
+    got = module(hidden, ids, topk_weights)
+    assert bool((~got[[7, 9]].isfinite()).all())
+    others = [m for m in range(40) if m not in (7, 9)]
+    assert torch.equal(got[others], clean[others])
+
+
+@gpu
+@pytest.mark.parametrize("M", [1, 300])
+@pytest.mark.parametrize("format", FORMATS)
+def test_runs_of_one_call_are_bitwise_equal_whatever_the_buffers_hold(weights, format, M):
+    from moequant.kernels.portable.experts import fused_experts
+
+    packed = REGISTRY[NAME].pack(weights(format), get_format(format).activations)
+    call = inputs(SMALL, M, "skewed")
+    size = REGISTRY[NAME].workspace_bytes(packed, M, SMALL[3])
+    want = fused_experts(packed, *call)
+    for byte in (0x7F, 0xFF, 0x00, 0x7F):
+        workspace = torch.full((size,), byte, dtype=torch.uint8, device="cuda")
+        assert torch.equal(fused_experts(packed, *call, workspace=workspace), want)
+
+
+@gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_captured_call_is_replayed_on_new_inputs(weights, format):
+    module = FusedExperts(weights(format), backend=NAME)
+    static = inputs(SMALL, 64)
+    module(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*static)
+    for kind in ("skewed", "holes", "uniform"):
+        new = inputs(SMALL, 64, kind)
+        for to, value in zip(static, new, strict=True):
+            to.copy_(value)
+        module(*inputs(SMALL, 129))
+        graph.replay()
+        assert torch.equal(out, module(*new))
+
+
+@gpu
+def test_more_slots_than_the_sort_takes_run_in_parts(weights):
+    from moequant.kernels.routing import MAX_SLOTS
+
+    call = inputs(SMALL, MAX_SLOTS // SMALL[3] + 40)
+    module = FusedExperts(weights("mxfp4"), backend=NAME, max_tokens=1 << 20)
+    got = module(*call)
+    parts = FusedExperts(weights("mxfp4"), backend=NAME, max_tokens=5000)
+    assert torch.equal(got, parts(*call))
+
+
+@gpu
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
+def test_a_warm_up_compiles_all_that_a_range_of_tokens_needs(weights, format, monkeypatch):
+    import triton
+
+    module = FusedExperts(weights(format), backend=NAME)
+    warm_up(module, range(1, 1200), SMALL[3])
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_cache_hook", lambda **what: compiled.append(what["repr"])
+    )
+    for M in (1, 2, 3, 4, 5, 16, 20, 31, 64, 65, 100, 256, 300, 900, 1024, 1025, 1100, 1199):
+        module(*inputs(SMALL, M))
+    assert compiled == []
+
+
+@gpu
+def test_the_scheme_of_a_call_is_its_own(weights):
+    module = FusedExperts(weights("fp8_block"), backend=NAME)
+    call = inputs(SMALL, 20)
+    quantized = module(*call)
+    exact = module(*call, activations="none")
+    assert not torch.equal(quantized, exact)
+    assert torch.equal(exact, FusedExperts(weights("fp8_block"), activations="none")(*call))
+    assert torch.equal(module(*call), quantized)
