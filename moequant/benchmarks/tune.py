@@ -136,7 +136,7 @@ def _tune(
         size_bytes = workspace_bytes(weights, M, shape.topk, tiling)
         workspace = torch.empty(size_bytes, dtype=torch.uint8, device=out.device)
         plan = Plan(weights, M, shape.topk, workspace=workspace, tiling=tiling)
-        plans[tiling] = [lambda p=plan, c=call: p(*c.arguments, out) for call in inputs]  # type: ignore[misc]
+        plans[tiling] = [lambda p=plan, c=call: p(*c.arguments, out) for call in inputs]
     times = time_interleaved({str(tiling): calls for tiling, calls in plans.items()})
     us = {tiling: times[str(tiling)].median_us for tiling in plans}
     default, fastest = next(iter(us)), min(us, key=us.__getitem__)

@@ -74,7 +74,7 @@ class ActFn:
         return y * (up + 1) if self.name == "swigluoai" else y * up
 
     def __str__(self) -> str:
-        parts = [self.name]
+        parts: list[str] = [self.name]
         if not self.gated:
             parts.append("not gated")
         if self.limit is not None:

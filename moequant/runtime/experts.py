@@ -129,7 +129,7 @@ class FusedExperts(nn.Module):
         """
         with torch.no_grad():
             if torch.compiler.is_compiling():
-                return experts_op.fused_experts(
+                output: Tensor = experts_op.fused_experts(
                     hidden_states,
                     topk_ids,
                     topk_weights,
@@ -138,6 +138,7 @@ class FusedExperts(nn.Module):
                     activations,
                     self._handle,
                 )
+                return output
             return self.run(
                 hidden_states,
                 topk_ids,
@@ -283,7 +284,7 @@ class FusedExperts(nn.Module):
         return {**self.__dict__, "_ready": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = experts_op.handle_of(self)  # a copy is a module of its own
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedExperts:
