@@ -77,22 +77,8 @@ def _rows(
     infos: Iterable[TensorInfo], architecture: Architecture, converted: ConvertedCheckpoint | None
 ) -> Iterator[_Row]:
     for info in infos:
-        weight, format = info.name, None
-        if converted is not None and (part := _converted_module(info.name, converted)):
-            module, format = part
-            weight = f"{module}.weight"
-        yield info, architecture.classify(weight), format
-
-
-def _converted_module(name: str, converted: ConvertedCheckpoint) -> tuple[str, str] | None:
-    """The module and format of which the tensor is a part, if it was converted."""
-    module = name.rpartition(".")[0]
-    format = converted.format_of(module)
-    if format is None:
-        return None
-    parts = converted.tensor_names(module, format)
-    # Of embeddings and norms a config may say nothing; what has no scale was not converted.
-    return (module, format) if name in parts and len(parts) > 1 else None
+        part = None if converted is None else converted.part_of(info.name)
+        yield info, *(part or (architecture.classify(info.name), None))
 
 
 def _groups(rows: Iterable[_Row]) -> list[dict[str, Any]]:

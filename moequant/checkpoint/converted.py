@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.parts import read_places
 from moequant.checkpoint.source import Checkpoint
 from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.models import find_architecture
+from moequant.models import PROJECTIONS, ROUTED_EXPERTS, Place, find_architecture, stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
     from moequant.dialects.base import Dialect
     from moequant.formats import QuantizedWeight
-    from moequant.models import Architecture, MoeConfig
+    from moequant.models import Architecture, MoeConfig, TensorRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +67,64 @@ class ConvertedCheckpoint:
 
     def expert_layers(self) -> tuple[int, ...]:
         """Layers that hold experts; multi-token-prediction layers only if they are there."""
-        modules = {name.rpartition(".")[0] for name in self.checkpoint.tensors}
-        present = (
-            layer
-            for layer in self.moe.optional_layers
-            if self.expert_module(layer, 0, "gate") in modules
-        )
+        present = (layer for layer in self.moe.optional_layers if self._holds_experts(layer))
         return (*self.moe.sparse_layers, *present)
+
+    def _holds_experts(self, layer: int) -> bool:
+        beginnings = [f"{self.expert_module(layer, 0, 'down')}."]
+        if self.architecture.stacked is not None:
+            beginnings.append(self.architecture.stacked.tensor(layer, "down"))
+        return any(name.startswith(tuple(beginnings)) for name in self.checkpoint.tensors)
 
     def expert_module(self, layer: int, expert: int, projection: str) -> str:
         """The module of one expert's gate, up or down."""
         return self.architecture.expert_tensor(layer, expert, projection).removesuffix(".weight")
 
     def tensor_names(self, module: str, format: str) -> list[str]:
-        """The tensors of a converted module that the checkpoint holds."""
-        names = (f"{module}.{suffix}" for suffix in self.dialect.suffixes[format])
-        return [name for name in names if name in self.checkpoint.tensors]
+        """The tensors on disk that hold a converted module, alone or with others."""
+        places = self._places(module, format).values()
+        return [place.tensor for place in places if place.tensor in self.checkpoint.tensors]
+
+    def part_of(self, name: str) -> tuple[TensorRole, str] | None:
+        """Role and format of the converted weights that a tensor holds a part of, or None.
+
+        Raises:
+            UnsupportedError: config.json gives it a scheme that we have no format for, or no rule
+                of the architecture explains what it looks like.
+        """
+        stacked = self._part_of_stack(name)
+        if stacked is not None:
+            return stacked
+        module = name.rpartition(".")[0]
+        format = self.format_of(module)
+        if format is None:
+            return None
+        parts = self.tensor_names(module, format)
+        # Of embeddings and norms a config may say nothing; what has no scale was not converted.
+        if name not in parts or len(parts) < 2:
+            return None
+        return self.architecture.classify(f"{module}.weight"), format
+
+    def _part_of_stack(self, name: str) -> tuple[TensorRole, str] | None:
+        if not self.dialect.stacks:
+            return None
+        for format, suffixes in self.dialect.suffixes.items():
+            for suffix in suffixes:
+                # The name without is that of the plain stack.
+                stack = name.removesuffix(f"_{suffix}")
+                role = self.architecture.classify(stack) if stack != name else None
+                if role is not None and role.role == ROUTED_EXPERTS:
+                    return role, format
+        return None
+
+    def _places(self, module: str, format: str) -> dict[str, Place]:
+        """Where the tensors of a converted module lie; without those a dialect may do without.
+
+        Of a stack every tensor is wanted, and missed by the name it has on disk.
+        """
+        places = stored_places(self.architecture, self.moe, self.dialect, module, format)
+        tensors = self.checkpoint.tensors
+        return {n: p for n, p in places.items() if p.expert is not None or p.tensor in tensors}
 
     def read(self, module: str) -> QuantizedWeight:
         """Read one converted weight.
@@ -91,7 +136,8 @@ class ConvertedCheckpoint:
         format = self.format_of(module)
         if format is None:
             raise UnsupportedError(f"{module}: not converted; config.json leaves it as it was")
-        tensors = {n: self.checkpoint.read(n) for n in self.tensor_names(module, format)}
+        places = self._places(module, format)
+        tensors = dict(zip(places, read_places(self.checkpoint, [*places.values()]), strict=True))
         return self.dialect.from_disk(module, format, tensors)
 
     def read_expert(self, layer: int, expert: int, projection: str) -> QuantizedWeight:
@@ -109,6 +155,62 @@ class ConvertedCheckpoint:
                 f"{list(self.moe.shape(projection))}"
             )
         return q
+
+    def read_biases(self, layer: int) -> dict[str, Tensor] | None:
+        """Biases of all experts of a layer, or None where the architecture has none.
+
+        Returns:
+            By projection, float32: gate and up [E, I], down [E, H].
+
+        Raises:
+            CheckpointError: a bias is missing, or not of the shape config.json makes it.
+        """
+        stacked = self.architecture.stacked
+        if stacked is None or not stacked.biased:
+            return None
+        biases = {}
+        for projection in PROJECTIONS:
+            name = stacked.bias(layer, projection)
+            wanted = stacked.bias_shape(stack_of(projection), self.moe)
+            if self.checkpoint.info(name).shape != wanted:
+                raise CheckpointError(
+                    f"{name}: shape {list(self.checkpoint.info(name).shape)}, but config.json "
+                    f"makes it {list(wanted)}; fetch or convert the checkpoint again"
+                )
+            rows = stacked.rows(projection, self.moe.intermediate)
+            bias = self.checkpoint.read(name).float()
+            if rows is not None:
+                bias = bias[:, rows.start : rows.stop : rows.step]
+            biases[projection] = bias.contiguous()
+        return biases
+
+
+def stored_places(
+    architecture: Architecture, moe: MoeConfig, dialect: Dialect, module: str, format: str
+) -> dict[str, Place]:
+    """Where each tensor of a converted module lies, by the name its dialect has for it."""
+    names = {suffix: f"{module}.{suffix}" for suffix in dialect.suffixes[format]}
+    role = architecture.classify(f"{module}.weight") if dialect.stacks else None
+    if role is None or role.expert is None:
+        return {name: Place(tensor=name) for name in names.values()}
+    stacked = architecture.stacked
+    if stacked is None:
+        raise UnsupportedError(
+            f"{module}: the dialect {dialect.name} stacks the experts of a layer, and architecture "
+            f"{architecture.name!r} has no names for that; choose another dialect"
+        )
+    assert role.layer is not None, module
+    assert role.projection is not None, module
+    tensor = stacked.tensor(role.layer, role.projection)
+    return {
+        name: Place(
+            tensor=f"{tensor}_{suffix}",
+            expert=role.expert,
+            rows=stacked.rows(role.projection, moe.intermediate),
+            extents=stacked.bias_shape(stack_of(role.projection), moe),
+        )
+        for suffix, name in names.items()
+    }
 
 
 def _quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -13,13 +13,13 @@ from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, fused_sets
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from moequant.checkpoint.headers import TensorInfo
+    from moequant.checkpoint.parts import WeightInfo
     from moequant.conversion.recipe import Recipe, Rule
     from moequant.models import TensorRole
 
 
 def assign(
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
     recipe: Recipe,
     layer_count: int,
@@ -44,7 +44,11 @@ def assign(
             if rule.format != KEEP:
                 chosen[name] = rule
     if not chosen:
-        raise RecipeError("the recipe converts nothing of this checkpoint; check roles and match")
+        example = next(name for name in tensors if roles[name].role == ROUTED_EXPERTS)
+        raise RecipeError(
+            "the recipe converts nothing of this checkpoint; check roles and match, which is tried "
+            f"on names such as {example}"
+        )
     check_whole_layers({name: rule.format for name, rule in chosen.items()}, roles)
     warnings = [
         f"rule {i + 1} of the recipe decides about no tensor of this checkpoint"
@@ -93,7 +97,7 @@ def group_fused(tensors: Iterable[str], roles: Mapping[str, TensorRole]) -> list
 def _unit(
     names: Sequence[str],
     chosen: Mapping[str, Rule],
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
 ) -> Unit | None:
     rules = [chosen[name] for name in names if name in chosen]

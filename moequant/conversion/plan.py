@@ -10,24 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
-from moequant.checkpoint.headers import DTYPE_BITS, dtype_name
+from moequant.checkpoint.headers import DTYPE_BITS, TensorInfo, dtype_name
+from moequant.checkpoint.parts import PartInfo, unstacked
 from moequant.checkpoint.writer import TensorSlot, lay_out
 from moequant.conversion.assign import assign
 from moequant.conversion.recipe import parse_size
-from moequant.conversion.units import Copy, Unit
+from moequant.conversion.units import Copy, Stack, Unit
 from moequant.dialects import REGISTRY as DIALECTS
-from moequant.dialects import default_dialect, get_dialect
+from moequant.dialects import get_dialect
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
-from moequant.models import read_model
+from moequant.formats import REGISTRY as FORMATS
+from moequant.models import ROUTED_EXPERTS, read_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from moequant.checkpoint.headers import TensorInfo
+    from moequant.checkpoint.parts import WeightInfo
     from moequant.conversion.recipe import Recipe
     from moequant.conversion.units import Weight
     from moequant.dialects.base import Dialect
@@ -54,12 +56,14 @@ class PlannedShard:
         items: what goes in, in the order it is worked on.
         header: the bytes before the data.
         slots: where each tensor lies behind the header.
+        pieces: where each tensor that an item makes goes; those of a stack are parts of a slot.
     """
 
     file: str
     items: tuple[Unit | Copy, ...]
     header: bytes
     slots: Mapping[str, TensorSlot]
+    pieces: Mapping[str, TensorSlot]
 
     @property
     def size_bytes(self) -> int:
@@ -136,6 +140,12 @@ class Plan:
         unit = max((unit.working_bytes for unit in self.units), default=0)
         return workers * max(unit, 2 * COPY_CHUNK_BYTES)
 
+    def device_bytes(self, workers: int) -> int:
+        """Memory `workers` may hold on GPUs at once, if these quantize; 0 if refused."""
+        if self.refusals:
+            return 0
+        return workers * max((unit.device_bytes for unit in self.units), default=0)
+
 
 COPY_CHUNK_BYTES = 8 << 20
 """Copied tensors stream through buffers of this size."""
@@ -161,16 +171,19 @@ def make_plan(
         RecipeError: the recipe is for other architectures, splits what must stay together, or
             matches nothing.
     """
-    _check_plain(tensors)
+    _check_plain(tensors, config)
     model = read_model(config, tensors)
     _check_architecture(recipe, model.architecture, config)
-    units, warnings = assign(tensors, model.roles, recipe, model.moe.layers)
+    weights = unstacked(tensors, model)
+    units, warnings = assign(weights, model.roles, recipe, model.moe.layers)
     formats = list(dict.fromkeys(unit.format for unit in units))
-    dialect = _choose_dialect(recipe.output.dialect, formats)
+    dialect = _choose_dialect(recipe.output.dialect, formats, model.architecture)
+    if dialect.stacks:
+        units = [replace(unit, stack=_stack(unit, model)) for unit in units]
     converted = {weight.module: unit.format for unit in units for weight in unit.weights}
-    modules = (_module(name, info) for name, info in tensors.items())
+    modules = (_module(name, info) for name, info in weights.items())
     kept = [module for module in modules if module is not None and module not in converted]
-    items = tuple(_items(tensors, units))
+    items = tuple(_items(tensors, weights, units))
     refusals = tuple(_refusals(units, dialect))
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
@@ -199,15 +212,27 @@ def make_plan(
     )
 
 
-def _check_plain(tensors: Mapping[str, TensorInfo]) -> None:
+def _check_plain(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> None:
     """Refuse a source that holds quantized tensors: copied, they would lose their config."""
     for name, info in tensors.items():
         if info.dtype in _QUANTIZED_DTYPES or name.endswith(_QUANTIZED_NAMES):
             raise UnsupportedError(
                 f"{name}: stored as {info.dtype}, so this checkpoint is quantized already; "
                 "conversion starts from BF16, F16 or F32: take the unquantized release of this "
-                "model"
+                f"model{_readable_as_it_is(config)}"
             )
+
+
+def _readable_as_it_is(config: Mapping[str, Any]) -> str:
+    quantization_config = config.get("quantization_config")
+    if not isinstance(quantization_config, dict):
+        return ""
+    claiming = next((d for d in DIALECTS.values() if d.claims(quantization_config)), None)
+    if claiming is None:
+        return ""
+    return (
+        f". What moequant's runtime loads needs no conversion: this is the dialect {claiming.name}"
+    )
 
 
 def _check_architecture(
@@ -223,19 +248,53 @@ def _check_architecture(
         )
 
 
-def _choose_dialect(name: str | None, formats: Sequence[str]) -> Dialect:
+def _choose_dialect(
+    name: str | None, formats: Sequence[str], architecture: Architecture
+) -> Dialect:
+    """The dialect called `name`, or the first that serves architecture and formats."""
+    serving = {d.name: d for d in DIALECTS.values() if _serves(d, architecture)}
     if name is not None:
-        return get_dialect(name)
-    defaults = dict.fromkeys(default_dialect(format) for format in formats)
-    if len(defaults) == 1:
-        return get_dialect(next(iter(defaults)))
-    for dialect in DIALECTS.values():
+        dialect = get_dialect(name)
+        if name not in serving:
+            choice = "; or ".join(
+                f"{d.name}, which carries {', '.join(d.suffixes)} ({d.summary})"
+                for d in serving.values()
+            )
+            raise UnsupportedError(
+                f"the dialect {name} is not for {architecture.name}: none of its consumers loads "
+                f"the experts of a {architecture.name} checkpoint written in it. Choose {choice}"
+            )
+        return dialect
+    for dialect in serving.values():
         if all(format in dialect.suffixes for format in formats):
             return dialect
     raise UnsupportedError(f"no dialect carries all of {', '.join(formats)} in one checkpoint")
 
 
-def _module(name: str, info: TensorInfo) -> str | None:
+def _serves(dialect: Dialect, architecture: Architecture) -> bool:
+    if architecture.dialects is None:
+        return not dialect.stacks
+    return dialect.name in architecture.dialects
+
+
+def _stack(unit: Unit, model: Model) -> Stack | None:
+    """Where a unit goes in a dialect that stacks experts; None for what is no expert."""
+    role, stacked = model.roles[unit.name], model.architecture.stacked
+    if role.role != ROUTED_EXPERTS:
+        return None
+    assert stacked is not None, "the table gives such a dialect only to those that stack"
+    assert role.layer is not None, unit.name
+    assert role.expert is not None, unit.name
+    assert role.projection is not None, unit.name
+    return Stack(
+        tensor=stacked.tensor(role.layer, role.projection),
+        expert=role.expert,
+        experts=model.moe.experts,
+        interleaved=stacked.interleaved,
+    )
+
+
+def _module(name: str, info: WeightInfo) -> str | None:
     """The module a two-dimensional weight belongs to, as engines name it."""
     if len(info.shape) == 2 and name.endswith(".weight"):
         return name.removesuffix(".weight")
@@ -265,53 +324,95 @@ def _refusal(unit: Unit, weight: Weight, dialect: Dialect) -> str | None:
         weight.check_dtype()
         dialect.check(weight.module, unit.format, weight.info.shape)
     except UnsupportedError as error:
-        return str(error)
+        return f"{error}{_others(unit.format, weight)}"
     return None
 
 
-def _items(tensors: Mapping[str, TensorInfo], units: Sequence[Unit]) -> Iterator[Unit | Copy]:
-    """Units where their first weight stands, and everything else, in natural order."""
+def _others(format: str, weight: Weight) -> str:
+    """Which formats could hold a weight that `format` cannot for its shape."""
+    if not _holds(format, weight):
+        others = [name for name in FORMATS if _holds(name, weight)]
+        if others:
+            return f", or choose a format that holds this shape: {', '.join(others)}"
+    return ""
+
+
+def _holds(format: str, weight: Weight) -> bool:
+    try:
+        FORMATS[format].check_shape(weight.info.shape)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _items(
+    tensors: Mapping[str, TensorInfo], weights: Mapping[str, WeightInfo], units: Sequence[Unit]
+) -> Iterator[Unit | Copy]:
+    """Units where their first weight stands, and everything else, in natural order.
+
+    A tensor that stacks experts stands for those of its weights that no unit takes.
+    """
     unit_of = {weight.info.name: unit for unit in units for weight in unit.weights}
-    for name, info in tensors.items():
+    copied: set[str] = set()
+    for name, info in weights.items():
         unit = unit_of.get(name)
         if unit is None:
-            yield Copy(info=info)
+            stored = tensors[info.place.tensor] if isinstance(info, PartInfo) else info
+            if stored.name not in copied:
+                copied.add(stored.name)
+                yield Copy(info=stored)
         elif unit.weights[0].info.name == name:
             yield unit
 
 
-def _outputs(item: Unit | Copy, dialect: Dialect) -> list[_Output]:
-    if isinstance(item, Copy):
-        return [(item.info.name, item.info.dtype, item.info.shape)]
+def _outputs(items: Sequence[Unit | Copy], dialect: Dialect) -> list[_Output]:
+    """The tensors that items make: one item its own, or the units of a stack the stack's."""
+    first = items[0]
+    if isinstance(first, Copy):
+        return [(first.info.name, first.info.dtype, first.info.shape)]
+    specs = [
+        dialect.specs(weight.module, first.format, weight.info.shape) for weight in first.weights
+    ]
+    if first.stack is None:
+        return [(n, dtype_name(s.dtype), s.shape) for of in specs for n, s in of.items()]
+    assert len(items) == first.stack.experts, first.name
+    rows = sum(weight.info.shape[0] for weight in first.weights)
     return [
-        (name, dtype_name(spec.dtype), spec.shape)
-        for weight in item.weights
-        for name, spec in dialect.specs(weight.module, item.format, weight.info.shape).items()
+        (first.stack.name(suffix), dtype_name(s.dtype), (first.stack.experts, rows, *s.shape[1:]))
+        for suffix, s in zip(dialect.suffixes[first.format], specs[0].values(), strict=True)
     ]
 
 
 def _shards(
     items: Iterable[Unit | Copy], dialect: Dialect, max_shard_bytes: int
 ) -> tuple[PlannedShard, ...]:
-    """Fill shards in order; what belongs to one unit stays in one shard."""
+    """Fill shards in order; what belongs to one unit or one stack stays in one shard."""
     groups: list[tuple[list[Unit | Copy], list[_Output]]] = []
     room = 0
     writers: dict[str, str] = {}
+    destinations: dict[str, list[Unit | Copy]] = {}
     for item in items:
-        outputs = _outputs(item, dialect)
+        destinations.setdefault(_destination(item), []).append(item)
+    for together in destinations.values():
+        outputs = _outputs(together, dialect)
         for name, _, _ in outputs:
-            _claim(name, item.name, writers)
+            _claim(name, together[0].name, writers)
         size = sum(slot.size_bytes for slot in lay_out(outputs)[1].values())
         if not groups or size > room:
             groups.append(([], []))
             room = max_shard_bytes
-        groups[-1][0].append(item)
+        groups[-1][0].extend(together)
         groups[-1][1].extend(outputs)
         room -= size
     return tuple(
-        _shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", *group)
+        _shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", *group, dialect)
         for i, group in enumerate(groups, start=1)
     )
+
+
+def _destination(item: Unit | Copy) -> str:
+    """The stack a unit goes into, else the item itself."""
+    return item.stack.tensor if isinstance(item, Unit) and item.stack is not None else item.name
 
 
 def _claim(name: str, source: str, writers: dict[str, str]) -> None:
@@ -324,9 +425,24 @@ def _claim(name: str, source: str, writers: dict[str, str]) -> None:
         )
 
 
-def _shard(file: str, items: Sequence[Unit | Copy], outputs: Sequence[_Output]) -> PlannedShard:
+def _shard(
+    file: str, items: Sequence[Unit | Copy], outputs: Sequence[_Output], dialect: Dialect
+) -> PlannedShard:
     header, slots = lay_out(outputs)
-    return PlannedShard(file=file, items=tuple(items), header=header, slots=slots)
+    pieces = dict(slots)
+    for item in items:
+        if isinstance(item, Unit) and item.stack is not None:
+            for suffix in dialect.suffixes[item.format]:
+                name = item.stack.name(suffix)
+                pieces.pop(name, None)
+                pieces[item.stack.piece(suffix)] = _piece(item.stack, suffix, slots[name])
+    return PlannedShard(file=file, items=tuple(items), header=header, slots=slots, pieces=pieces)
+
+
+def _piece(stack: Stack, suffix: str, whole: TensorSlot) -> TensorSlot:
+    """The part of a stack's slot that one expert fills."""
+    piece = replace(whole, name=stack.piece(suffix), shape=whole.shape[1:])
+    return replace(piece, offset=whole.offset + stack.expert * piece.size_bytes)
 
 
 def _describe_files(

@@ -9,10 +9,14 @@ from moequant.dialects.base import Dialect
 from moequant.dialects.compressed_tensors import CompressedTensors
 from moequant.dialects.config_fields import as_mapping, show
 from moequant.dialects.fp8 import Fp8
+from moequant.dialects.gpt_oss import GptOss
+from moequant.dialects.moequant import Moequant
 from moequant.errors import CheckpointError, UnsupportedError
 
-REGISTRY: dict[str, Dialect] = {d.name: d for d in (Fp8(), CompressedTensors())}
-"""By name; of two that carry a format, the one more engines load comes first."""
+REGISTRY: dict[str, Dialect] = {
+    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), Moequant())
+}
+"""By name; of two that carry a format, the one more engines load comes first, for most models."""
 
 
 def get_dialect(name: str) -> Dialect:

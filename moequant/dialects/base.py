@@ -31,6 +31,12 @@ class Dialect(ABC):
     summary: ClassVar[str]
     encodings: ClassVar[Mapping[str, Encoding]]
     """How the parts of each format it can carry lie on disk."""
+    stacks: ClassVar[bool] = False
+    """Whether the experts of a layer lie stacked in tensors that the architecture table names.
+
+    Names and shapes below are a single weight's all the same: whoever writes or reads the files
+    puts gate and up of an expert together, row by row as the table says, and the experts in order.
+    """
 
     @property
     def suffixes(self) -> dict[str, tuple[str, ...]]:

@@ -5,6 +5,7 @@
 | Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
 | Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
 | Mxfp4Packed | U8 [N, K/2] | U8 [N, K/32], the E8M0 byte | |
+| Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 
 Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks).
@@ -100,27 +101,31 @@ class Encoding(ABC):
 
 
 class Fp8Blocks(Encoding):
-    """`fp8_block`: both parts as they are in memory; only the scale's name is the dialect's.
+    """`fp8_block`: both parts as they are in memory; only their names are the dialect's.
 
     Other writers store the scale as BF16, FP16 or E8M0, which float32 holds exactly. Ragged last
-    blocks are read, though `check` of the dialects refuses to write them.
+    blocks are read, though `check` refuses to write them unless they are `ragged` for consumers.
     """
 
     format = get_format("fp8_block")
 
-    def __init__(self, scale: str) -> None:
-        self.suffixes = ("weight", scale)
+    def __init__(self, scale: str, *, codes: str = "weight", ragged: bool = False) -> None:
+        self.suffixes = (codes, scale)
+        self._ragged = ragged
 
     def check(self, module: str, shape: Sequence[int]) -> None:
-        """As Encoding; N and K must be multiples of the block."""
+        """As Encoding; N and K must be multiples of the block, unless ragged ones are taken."""
         super().check(module, shape)
+        if self._ragged:
+            return
         for axis, extent, multiple in zip("NK", shape, self.format.block, strict=True):
             if extent % multiple:
                 raise UnsupportedError(
                     f"{module}: {axis} = {extent} is not a multiple of {multiple}; the format "
                     "could hold the ragged block, but transformers reads it wrong without an "
                     "error, and vLLM and SGLang refuse it in experts. Keep it in its source dtype "
-                    '(format = "keep" in a recipe) or choose another format'
+                    '(format = "keep" in a recipe), choose another format, or the dialect '
+                    "moequant, which moequant's own runtime alone loads"
                 )
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -226,6 +231,46 @@ class Mxfp4Packed(Encoding):
 
     def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
         return q.qdata, q.scale.view(torch.uint8)
+
+
+class Mxfp4Blocks(Encoding):
+    """`mxfp4` as gpt-oss was released: 16 bytes of codes a block, and the E8M0 scale as a byte.
+
+    Source: openai/gpt-oss, gpt_oss/torch/weights.py.
+    """
+
+    format = get_format("mxfp4")
+    suffixes = ("blocks", "scales")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding."""
+        blocks, scales = self._names(module)
+        codes = read_tensor(tensors, blocks, torch.uint8)
+        group = self.format.block[1]
+        if codes.ndim != 3 or codes.shape[2] != group // 2:
+            check_shape(blocks, codes, (*codes.shape[:2], group // 2))
+        shape = torch.Size((codes.shape[0], group * codes.shape[1]))
+        return QuantizedWeight(
+            format=self.format.name,
+            qdata=codes.reshape(shape[0], shape[1] // 2),
+            scale=self._read_scale(tensors, scales, shape, torch.uint8).view(torch.float8_e8m0fnu),
+            global_scale=None,
+            shape=shape,
+        )
+
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        group = self.format.block[1]
+        blocks = (shape[0], shape[1] // group, group // 2)
+        return (
+            TensorSpec(dtype=torch.uint8, shape=blocks),
+            TensorSpec(dtype=torch.uint8, shape=parts["scale"].shape),
+        )
+
+    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+        N, groups = q.scale.shape
+        return q.qdata.reshape(N, groups, self.format.block[1] // 2), q.scale.view(torch.uint8)
 
 
 class Int4Packed(Encoding):

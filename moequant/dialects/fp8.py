@@ -18,17 +18,16 @@ Sources: vLLM 0.33 `quantization/fp8.py`, SGLang 0.5.23 `quantization/fp8.py`, t
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import as_mapping, names_field, show
 from moequant.dialects.encodings import Fp8Blocks
-from moequant.dialects.names import compile_regex, kept_blocks
+from moequant.dialects.names import KeptModules, kept_blocks
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
 _WHERE = "quantization_config"
 _FORMAT = "fp8_block"
@@ -79,9 +78,10 @@ class Fp8(Dialect):
         for one of the first two. That is what transformers does; vLLM goes by full names alone.
         """
         config = as_mapping(quantization_config, _WHERE)
-        kept = _KeptModules(
+        kept = KeptModules(
             names_field(config, "modules_to_not_convert", _WHERE)
-            + names_field(config, "ignored_layers", _WHERE)
+            + names_field(config, "ignored_layers", _WHERE),
+            f"{_WHERE}.modules_to_not_convert",
         )
         problem = _unreadable_field(config)
 
@@ -93,28 +93,6 @@ class Fp8(Dialect):
             return _FORMAT
 
         return format_of
-
-
-class _KeptModules:
-    """The names a config keeps, matched as transformers does."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        # Most names hold no special character but the dot: looking those up keeps this linear.
-        self._names = {name for name in names if not re.search(r"[^\w.\-]", name)}
-        self._regexes = [
-            compile_regex(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", f"{_WHERE}.modules_to_not_convert")
-            for name in names
-            if name not in self._names
-        ]
-
-    def __contains__(self, module: str) -> bool:
-        parts = module.split(".")
-        ends = range(1, len(parts) + 1)
-        return (
-            any(".".join(parts[:i]) in self._names for i in ends)
-            or any(".".join(parts[-i:]) in self._names for i in ends)
-            or any(regex.match(module) for regex in self._regexes)
-        )
 
 
 def _unreadable_field(config: Mapping[str, Any]) -> str | None:

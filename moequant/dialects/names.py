@@ -22,6 +22,11 @@ def expert_block(module: str) -> str | None:
     return match["block"] if match else None
 
 
+def is_expert(module: str) -> bool:
+    """Whether a module is a single routed expert's."""
+    return expert_block(module) is not None
+
+
 def kept_blocks(kept: Iterable[str]) -> tuple[list[str], list[str]]:
     """Modules that are not converted, sorted, with each block of experts in one entry.
 
@@ -116,6 +121,33 @@ class NamePatterns:
         matching = (i for i, regex in self._regexes if regex.match(module))
         found = (self._exact.get(module), next(matching, None))
         return min((i for i in found if i is not None), default=None)
+
+
+class KeptModules:
+    """The names in a `modules_to_not_convert`, matched as transformers does."""
+
+    def __init__(self, names: Sequence[str], where: str) -> None:
+        """Compile `names`, found at `where`.
+
+        Raises:
+            CheckpointError: one is no regular expression; names it.
+        """
+        # Most names hold no special character but the dot: looking those up keeps this linear.
+        self._names = {name for name in names if not re.search(r"[^\w.\-]", name)}
+        self._regexes = [
+            compile_regex(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", where)
+            for name in names
+            if name not in self._names
+        ]
+
+    def __contains__(self, module: str) -> bool:
+        parts = module.split(".")
+        ends = range(1, len(parts) + 1)
+        return (
+            any(".".join(parts[:i]) in self._names for i in ends)
+            or any(".".join(parts[-i:]) in self._names for i in ends)
+            or any(regex.match(module) for regex in self._regexes)
+        )
 
 
 def compile_regex(pattern: str, where: str) -> re.Pattern[str]:

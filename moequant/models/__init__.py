@@ -2,8 +2,10 @@
 
 from moequant.models.architecture import (
     CONVERTIBLE_ROLES,
+    EXPERT_BIAS,
     PROJECTIONS,
     ROUTED_EXPERTS,
+    ActivationConfig,
     Architecture,
     MoeConfig,
     TensorRole,
@@ -18,14 +20,19 @@ from moequant.models.experts import (
     classify_all,
     read_model,
 )
+from moequant.models.stacked import Place, StackedExperts, stack_of
 
 __all__ = [
     "CONVERTIBLE_ROLES",
+    "EXPERT_BIAS",
     "PROJECTIONS",
     "ROUTED_EXPERTS",
+    "ActivationConfig",
     "Architecture",
     "Model",
     "MoeConfig",
+    "Place",
+    "StackedExperts",
     "TensorRole",
     "architectures",
     "check_complete",
@@ -34,4 +41,5 @@ __all__ = [
     "find_architecture",
     "fused_sets",
     "read_model",
+    "stack_of",
 ]

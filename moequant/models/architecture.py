@@ -13,12 +13,14 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.models.stacked import BIAS, StackedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PROJECTIONS = ("gate", "up", "down")
 ROUTED_EXPERTS = "routed_experts"
+EXPERT_BIAS = "expert_bias"
 OTHER = "other"
 CONVERTIBLE_ROLES = (ROUTED_EXPERTS, "shared_experts", "dense_mlp", "attention")
 """Roles whose two-dimensional weights a recipe may give a format. Routers are never quantized."""
@@ -38,12 +40,31 @@ _FIELDS = {"{layer}": f"(?P<layer>{_NUMBER})", "{expert}": f"(?P<expert>{_NUMBER
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRole:
-    """What a tensor is: its role, and where it stands if it belongs to a layer or an expert."""
+    """What a tensor is: its role, and where it stands if it belongs to a layer or an expert.
+
+    `projection` is gate, up or down; of a tensor that holds all experts of a layer, which has no
+    `expert`, it is gate_up or down.
+    """
 
     role: str
     layer: int | None = None
     expert: int | None = None
     projection: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationConfig:
+    """The function between the GEMMs of an expert, in the words of `moequant.runtime.act_fn`.
+
+    Attributes:
+        name: its name there; what config.json says, where there is no such function.
+        alpha: factor within the sigmoid of swigluoai; 1 for the others.
+        limit: clamps gate to at most this and up to +-this; None does not.
+    """
+
+    name: str
+    alpha: float = 1.0
+    limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +79,7 @@ class MoeConfig:
         layers: layers without multi-token-prediction layers.
         sparse_layers: indices of the layers that hold experts.
         optional_layers: further layers that may hold experts and may be absent (MTP).
-        activation: name of the activation between the two GEMMs.
+        act_fn: the function between the GEMMs.
     """
 
     experts: int
@@ -68,7 +89,12 @@ class MoeConfig:
     layers: int
     sparse_layers: tuple[int, ...]
     optional_layers: tuple[int, ...]
-    activation: str
+    act_fn: ActivationConfig
+
+    @property
+    def activation(self) -> str:
+        """Name of the function between the GEMMs."""
+        return self.act_fn.name
 
     def shape(self, projection: str) -> tuple[int, int]:
         """[N, K] of one expert's projection."""
@@ -87,8 +113,15 @@ class Architecture:
         self._experts: str = table["experts"]
         self._keys: dict[str, list[str]] = _COMMON_KEYS | table["config"]
         self._sparse: dict[str, Any] = table.get("sparse", {})
+        self._section: str | None = table.get("section")
+        self._act_fn: dict[str, Any] = table.get("act_fn", {})
+        self.stacked = StackedExperts(table["stacked"]) if "stacked" in table else None
+        """How a plain checkpoint stacks the experts of a layer; None where each has its tensors."""
+        self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])
+        """The only dialects in which a consumer loads it; None for all that serve any model."""
         leaf_names = "|".join(re.escape(leaf) for leaf in self.projections.values())
         self._expert_pattern = _compile(self._experts, projection=f"(?P<projection>{leaf_names})")
+        self._stack_patterns = [] if self.stacked is None else _stack_patterns(self.stacked)
         self._role_patterns = [
             (role, _compile(pattern))
             for roles in (table.get("roles", {}), common)
@@ -110,15 +143,19 @@ class Architecture:
                 expert=int(match["expert"]),
                 projection=self._projection_of[match["projection"]],
             )
+        for role, stack, pattern in self._stack_patterns:
+            if match := pattern.fullmatch(name):
+                return TensorRole(role=role, layer=int(match["layer"]), projection=stack)
         for role, pattern in self._role_patterns:
             if match := pattern.fullmatch(name):
                 layer = match.groupdict().get("layer")
                 return TensorRole(role=role, layer=None if layer is None else int(layer))
         if "expert" in name.lower():
+            stacks = [] if self.stacked is None else self.stacked.tensors.values()
             raise UnsupportedError(
                 f"{name}: looks like an expert, but no rule of architecture {self.name!r} explains "
-                f"it; experts are expected as {self._experts}. Nothing was converted: add a rule "
-                "to architectures.toml (CONTRIBUTING, 'Add an architecture')"
+                f"it; experts are expected as {' or '.join([self._experts, *stacks])}. Nothing was "
+                "converted: add a rule to architectures.toml (CONTRIBUTING, 'Add an architecture')"
             )
         return TensorRole(role=OTHER)
 
@@ -133,32 +170,76 @@ class Architecture:
         Raises:
             CheckpointError: a key is missing or does not hold what it must.
         """
+        config = self._section_of(config)
+        experts, top_k = self._positive(config, "experts"), self._positive(config, "top_k")
+        if top_k > experts:
+            raise CheckpointError(
+                f"config.json: {' or '.join(self._keys['top_k'])} is {top_k}, but there are "
+                f"{experts} experts to choose from; correct it"
+            )
         layers = self._positive(config, "layers")
         mtp_layers = self._positive(config, "mtp_layers", default=0)
-        activation = self._value(config, "activation")
-        if not isinstance(activation, str):
-            raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {activation!r}")
         return MoeConfig(
-            experts=self._positive(config, "experts"),
-            top_k=self._positive(config, "top_k"),
+            experts=experts,
+            top_k=top_k,
             hidden=self._positive(config, "hidden"),
             intermediate=self._positive(config, "intermediate"),
             layers=layers,
-            sparse_layers=tuple(L for L in range(layers) if self._is_sparse(config, L)),
-            optional_layers=tuple(
-                L for L in range(layers, layers + mtp_layers) if self._is_sparse(config, L)
-            ),
-            activation=activation,
+            sparse_layers=self._sparse_layers(config, range(layers)),
+            optional_layers=self._sparse_layers(config, range(layers, layers + mtp_layers)),
+            act_fn=self._read_act_fn(config),
         )
 
-    def _is_sparse(self, config: Mapping[str, Any], layer: int) -> bool:
+    def _section_of(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of config.json that speaks of the language model."""
+        if self._section is None:
+            return config
+        section = config.get(self._section)
+        if not isinstance(section, dict):
+            raise CheckpointError(
+                f"config.json: {self._section} is {section!r}, but architecture {self.name!r} "
+                "keeps its sizes in an object there"
+            )
+        return section
+
+    def _read_act_fn(self, config: Mapping[str, Any]) -> ActivationConfig:
+        name = self._act_fn.get("name") or self._value(config, "activation")
+        if not isinstance(name, str):
+            raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {name!r}")
+        return ActivationConfig(
+            name=_table()["act_fns"].get(name, name),
+            alpha=self._number(config, "alpha", default=1.0),
+            limit=self._number(config, "limit", default=None),
+        )
+
+    def _number(self, config: Mapping[str, Any], quantity: str, default: float | None) -> Any:
+        """A number that config.json may leave out; the table's own default goes before ours."""
+        value: Any = self._value(config, quantity)
+        if value is None:
+            return self._act_fn.get(quantity, default)
+        # No infinity, which JSON cannot spell but Python reads, and no NaN.
+        if type(value) not in (int, float) or not 0 < value < _LARGEST:
+            keys = " or ".join(self._keys[quantity])
+            raise CheckpointError(
+                f"config.json: {keys} is {value!r}, but architecture {self.name!r} needs a "
+                "positive number there"
+            )
+        return float(value)
+
+    def _sparse_layers(self, config: Mapping[str, Any], layers: range) -> tuple[int, ...]:
         first = _integer(config, self._sparse.get("first"), default=0, minimum=0)
         step = _integer(config, self._sparse.get("step"), default=1, minimum=1)
-        dense = config.get(self._sparse.get("except", ""), None) or ()
-        if not isinstance(dense, list | tuple):
+        listed = config.get(self._sparse.get("except", ""), None) or ()
+        if not isinstance(listed, list | tuple):
             raise CheckpointError(f"config.json: {self._sparse['except']} is not a list")
+        # A set, for a hostile list may be as long as there are layers.
+        dense = {layer for layer in listed if isinstance(layer, int)}
         offset = self._sparse.get("offset", 0)
-        return layer >= first and (layer + offset) % step == 0 and layer not in dense
+        return tuple(
+            layer
+            for layer in layers
+            if layer >= first and (layer + offset) % step == 0 and layer not in dense
+        )
 
     def _value(self, config: Mapping[str, Any], quantity: str) -> Any:
         for key in self._keys.get(quantity, ()):
@@ -216,6 +297,16 @@ def fused_sets() -> tuple[tuple[str, ...], ...]:
 def _table() -> dict[str, Any]:
     text = resources.files("moequant.models").joinpath("architectures.toml").read_text("utf-8")
     return tomllib.loads(text)
+
+
+def _stack_patterns(stacked: StackedExperts) -> list[tuple[str, str, re.Pattern[str]]]:
+    """Role, stack and pattern of every tensor that holds something of all experts of a layer."""
+    suffixes = {ROUTED_EXPERTS: ""} | ({EXPERT_BIAS: BIAS} if stacked.biased else {})
+    return [
+        (role, stack, _compile(pattern + suffix))
+        for role, suffix in suffixes.items()
+        for stack, pattern in stacked.tensors.items()
+    ]
 
 
 def _compile(pattern: str, **fields: str) -> re.Pattern[str]:

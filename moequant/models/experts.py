@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moequant.errors import CheckpointError
-from moequant.models.architecture import PROJECTIONS, ROUTED_EXPERTS, find_architecture
+from moequant.models.architecture import (
+    EXPERT_BIAS,
+    PROJECTIONS,
+    ROUTED_EXPERTS,
+    TensorRole,
+    find_architecture,
+)
+from moequant.models.stacked import stack_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from moequant.models.architecture import Architecture, MoeConfig, TensorRole
+    from moequant.models.architecture import Architecture, MoeConfig
+    from moequant.models.stacked import Place, StackedExperts
 
 
 class HasShape(Protocol):
@@ -29,14 +37,17 @@ class Model:
     Attributes:
         architecture: the family it belongs to.
         moe: sizes of its expert layers.
-        roles: the role of every tensor.
+        roles: the role of every tensor; a tensor that stacks experts is not among them, each
+            weight in it is, under the name it has once it is converted.
         layers: the layers that hold experts, each complete.
+        places: where the weights that are stacked lie, by name, in the order they lie there.
     """
 
     architecture: Architecture
     moe: MoeConfig
     roles: Mapping[str, TensorRole]
     layers: tuple[int, ...]
+    places: Mapping[str, Place]
 
 
 def read_model(config: Mapping[str, Any], tensors: Mapping[str, HasShape]) -> Model:
@@ -49,9 +60,113 @@ def read_model(config: Mapping[str, Any], tensors: Mapping[str, HasShape]) -> Mo
     architecture = find_architecture(config)
     roles = classify_all(architecture, tensors)
     moe = architecture.read_config(config)
+    places: dict[str, Place] = {}
+    if architecture.stacked is not None:
+        _check_stacks(architecture.stacked, moe, roles, tensors)
+        roles, places = _unstack(architecture, moe, roles)
     layers = check_complete(architecture, moe, roles)
-    check_shapes(moe, roles, tensors)
-    return Model(architecture=architecture, moe=moe, roles=roles, layers=layers)
+    if architecture.stacked is not None and architecture.stacked.biased:
+        _check_biases(architecture.stacked, moe, layers, roles, tensors)
+    check_shapes(moe, roles, {name: info for name, info in tensors.items() if name in roles})
+    return Model(architecture=architecture, moe=moe, roles=roles, layers=layers, places=places)
+
+
+def _unstack(
+    architecture: Architecture, moe: MoeConfig, roles: Mapping[str, TensorRole]
+) -> tuple[dict[str, TensorRole], dict[str, Place]]:
+    """Roles with each weight of a stack in its place, and where those weights lie.
+
+    Raises:
+        CheckpointError: an expert is there twice, in a stack and on its own.
+    """
+    assert architecture.stacked is not None
+    unstacked: dict[str, TensorRole] = {}
+    places: dict[str, Place] = {}
+    for name, role in roles.items():
+        if role.role != ROUTED_EXPERTS or role.expert is not None:
+            unstacked[name] = role
+            continue
+        assert role.layer is not None, name
+        for expert, projection in _members(moe, role):
+            weight = architecture.expert_tensor(role.layer, expert, projection)
+            if weight in roles:
+                raise CheckpointError(
+                    f"{weight}: {name} holds this expert too; remove the one that does not belong"
+                )
+            unstacked[weight] = TensorRole(
+                role=ROUTED_EXPERTS, layer=role.layer, expert=expert, projection=projection
+            )
+            places[weight] = architecture.stacked.place(
+                role.layer, expert, projection, moe.intermediate
+            )
+    return unstacked, places
+
+
+def _members(moe: MoeConfig, role: TensorRole) -> Iterator[tuple[int, str]]:
+    """Expert and projection of every weight in a stack."""
+    for expert in range(moe.experts):
+        for projection in PROJECTIONS:
+            if stack_of(projection) == role.projection:
+                yield expert, projection
+
+
+def _check_stacks(
+    stacked: StackedExperts,
+    moe: MoeConfig,
+    roles: Mapping[str, TensorRole],
+    tensors: Mapping[str, HasShape],
+) -> None:
+    """Refuse stacks of other shapes than config.json has it, in other layers, or one of two.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    layers = {*moe.sparse_layers, *moe.optional_layers}
+    for name, role in roles.items():
+        if role.role != ROUTED_EXPERTS or role.expert is not None:
+            continue
+        assert role.layer is not None, name
+        assert role.projection is not None, name
+        if role.layer not in layers:
+            raise _incomplete(name, "not expected", moe)
+        _check_shape_of_all(name, tensors[name], stacked.shape(role.projection, moe))
+        for stack in stacked.tensors:
+            if (other := stacked.tensor(role.layer, stack)) not in tensors:
+                raise _incomplete(other, "missing", moe)
+
+
+def _check_biases(
+    stacked: StackedExperts,
+    moe: MoeConfig,
+    layers: Iterable[int],
+    roles: Mapping[str, TensorRole],
+    tensors: Mapping[str, HasShape],
+) -> None:
+    """Refuse biases of other shapes or layers than those of the experts, and layers without.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    wanted = {
+        stacked.bias(layer, stack): stacked.bias_shape(stack, moe)
+        for layer in layers
+        for stack in stacked.tensors
+    }
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise _incomplete(name, "missing", moe)
+        _check_shape_of_all(name, tensors[name], shape)
+    for name, role in roles.items():
+        if role.role == EXPERT_BIAS and name not in wanted:
+            raise _incomplete(name, "not expected", moe)
+
+
+def _check_shape_of_all(name: str, info: HasShape, wanted: tuple[int, ...]) -> None:
+    if tuple(info.shape) != wanted:
+        raise CheckpointError(
+            f"{name}: shape {list(info.shape)}, but of all experts of a layer it is "
+            f"{list(wanted)} by config.json"
+        )
 
 
 def classify_all(architecture: Architecture, names: Mapping[str, object]) -> dict[str, TensorRole]:
@@ -68,6 +183,8 @@ def check_complete(
 ) -> tuple[int, ...]:
     """The layers that hold experts, in order; each holds exactly the experts config.json says.
 
+    `roles` has every expert on its own, those of a stack too.
+
     Raises:
         CheckpointError: an expert weight is missing, is one too many, or stands in a dense layer.
     """
@@ -76,15 +193,18 @@ def check_complete(
     layers = moe.sparse_layers + optional
     found = {name for name, role in roles.items() if role.role == ROUTED_EXPERTS}
     expected = (
-        architecture.expert_tensor(layer, expert, projection)
+        (architecture.expert_tensor(layer, expert, projection), layer, projection)
         for layer in layers
         for expert in range(moe.experts)
         for projection in PROJECTIONS
     )
     # Lazily, for config.json may promise more experts than memory can name.
-    missing = next((name for name in expected if name not in found), None)
+    missing = next((entry for entry in expected if entry[0] not in found), None)
     if missing is not None:
-        raise _incomplete(missing, "missing", moe)
+        name, layer, projection = missing
+        if architecture.stacked is not None and layer not in present:
+            name = architecture.stacked.tensor(layer, projection)
+        raise _incomplete(name, "missing", moe)
     if len(found) != len(layers) * moe.experts * len(PROJECTIONS):
         surplus = (n for n, r in roles.items() if n in found and not _belongs(r, layers, moe))
         raise _incomplete(next(surplus), "not expected", moe)
@@ -112,12 +232,13 @@ def check_shapes(
     Raises:
         CheckpointError: names the tensor, the shape found and the shape wanted.
     """
-    for name, role in roles.items():
-        if role.projection is None:
+    for name, info in tensors.items():
+        role = roles[name]
+        if role.projection is None or role.expert is None:
             continue
         wanted = moe.shape(role.projection)
-        if tuple(tensors[name].shape) != wanted:
+        if tuple(info.shape) != wanted:
             raise CheckpointError(
-                f"{name}: shape {list(tensors[name].shape)}, but a {role.projection} projection is "
+                f"{name}: shape {list(info.shape)}, but a {role.projection} projection is "
                 f"{list(wanted)} by config.json"
             )

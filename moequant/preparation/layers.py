@@ -6,7 +6,7 @@ The file holds w13 and w2 of all experts, [E, ...] each, under names that say wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -120,28 +120,45 @@ class LayerFile:
         Raises:
             CheckpointError: unreadable, or not what the layout makes of such an expert.
         """
+        tensors = {}
+        for name, info in self.parts(expert).items():
+            tensors[name] = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
+            self.file.read_into(info.start, tensor_bytes(tensors[name]))
+        return self.unpack(expert, tensors, layout, moe)
+
+    def parts(self, expert: int) -> dict[str, TensorInfo]:
+        """Which bytes of the file are one expert's, by name of the tensor they are a part of."""
+        parts = {}
+        for name, info in self.tensors.items():
+            size_bytes = info.size_bytes // info.shape[0]
+            start = info.start + expert * size_bytes
+            parts[name] = replace(info, shape=info.shape[1:], start=start, stop=start + size_bytes)
+        return parts
+
+    def unpack(
+        self, expert: int, tensors: Mapping[str, Tensor], layout: KernelLayout, moe: MoeConfig
+    ) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
+        """Gate, up and down of one expert, portable, of its parts, wherever they are.
+
+        Raises:
+            CheckpointError: they are not what the layout makes of such an expert.
+        """
         shapes = {
             "w13": (2 * padded_rows(layout.format, moe.intermediate), moe.hidden),
             "w2": (moe.hidden, moe.intermediate),
         }
         names = {w: f"{self.file.path}: expert {expert} of layers.{self.layer}.{w}" for w in shapes}
         w13, w2 = (
-            layout.unpack(self._parts(weight, expert), torch.Size(shape), names[weight])
+            layout.unpack(self._of(weight, tensors), torch.Size(shape), names[weight])
             for weight, shape in shapes.items()
         )
         gate, up = split_gate_up(w13, moe.intermediate, name=names["w13"])
         return gate, up, w2
 
-    def _parts(self, weight: str, expert: int) -> dict[str, Tensor]:
-        """What the kernel reads of one weight of an expert, by the layout's names."""
+    def _of(self, weight: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the kernel reads of one weight, by the layout's names."""
         prefix = f"layers.{self.layer}.{weight}."
-        parts = {}
-        for name, info in self.tensors.items():
-            if name.startswith(prefix):
-                part = torch.empty(info.shape[1:], dtype=DTYPES[info.dtype], device="cpu")
-                self.file.read_into(info.start + expert * part.nbytes, tensor_bytes(part))
-                parts[name.removeprefix(prefix)] = part
-        return parts
+        return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _check_header(path: Path, layer: int, info: TensorInfo, experts: int) -> None:

@@ -15,6 +15,7 @@ from moequant.checkpoint.lock import exclusive
 from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import get_format
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
 from moequant.models import PROJECTIONS
@@ -163,12 +164,10 @@ def _put_in_place(written: Path, folder: Path) -> None:
 
 def _total_bytes(converted: ConvertedCheckpoint, layouts: Mapping[int, KernelLayout]) -> int:
     """Bytes of the portable weights, which those of the prepared ones come close to."""
+    moe = converted.moe
     return sum(
-        converted.checkpoint.tensors[name].size_bytes
-        for layer, layout in layouts.items()
-        for expert in range(converted.moe.experts)
+        moe.experts * spec.size_bytes
+        for layout in layouts.values()
         for projection in PROJECTIONS
-        for name in converted.tensor_names(
-            converted.expert_module(layer, expert, projection), layout.format
-        )
+        for spec in get_format(layout.format).specs(moe.shape(projection)).values()
     )

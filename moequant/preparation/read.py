@@ -74,16 +74,24 @@ class PreparedCheckpoint:
             CheckpointError: the layer is not there, damaged, or stale: made from other originals
                 or by another version of the layout.
         """
+        file, layout = self.open_layer(layer)
+        moe = self.converted.moe
+        chosen = range(moe.experts) if experts is None else experts
+        return _batch((file.read(expert, layout, moe) for expert in chosen), len(chosen))
+
+    def open_layer(self, layer: int) -> tuple[LayerFile, KernelLayout]:
+        """The file of a layer, to be read an expert at a time, and the layout it is in.
+
+        Raises:
+            CheckpointError: as `read_layer`.
+        """
         entry = self.manifest.layers.get(layer)
         if entry is None:
             have = ", ".join(map(str, self.manifest.layers))
             raise CheckpointError(f"{self.folder}: no layer {layer}; prepared are {have}")
         layout = self._layout(layer, entry)
         self._check_originals(layer, entry)
-        moe = self.converted.moe
-        file = LayerFile.open(self.folder, layer, entry, moe.experts)
-        chosen = range(moe.experts) if experts is None else experts
-        return _batch((file.read(expert, layout, moe) for expert in chosen), len(chosen))
+        return LayerFile.open(self.folder, layer, entry, self.converted.moe.experts), layout
 
     def _layout(self, layer: int, entry: PreparedLayer) -> KernelLayout:
         """The layout of this moequant, if the layer was made by it."""

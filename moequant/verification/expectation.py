@@ -13,26 +13,30 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from moequant._version import __version__
+from moequant.checkpoint.converted import stored_places
 from moequant.checkpoint.files import CONFIG_FILE, RECORD_FILE
-from moequant.conversion import Recipe, plan_checkpoint
+from moequant.checkpoint.parts import unstacked
+from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
 from moequant.conversion.assign import check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
-from moequant.conversion.identity import source_digests
+from moequant.conversion.identity import content_digests, source_digests
 from moequant.conversion.units import Unit, Weight
 from moequant.dialects import find_dialect
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES
+from moequant.progress import SilentProgress
 from moequant.verification.differences import differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from moequant.checkpoint.headers import TensorInfo
+    from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion import Plan
     from moequant.dialects import Dialect
-    from moequant.models import TensorRole
+    from moequant.models import Model, Place, TensorRole
     from moequant.verification.findings import Findings
 
     FormatOf = Callable[[str], str | None]
@@ -51,6 +55,7 @@ class Expectation:
 
     Attributes:
         plan: where it could be made again, and everything is known to the last byte; else None.
+        model: what the source is.
         dialect: whose names the tensors have.
         units: what is converted.
         copies: tensors of the source that come along bit for bit.
@@ -60,6 +65,7 @@ class Expectation:
     """
 
     plan: Plan | None
+    model: Model
     dialect: Dialect
     units: tuple[Unit, ...]
     copies: tuple[TensorInfo, ...]
@@ -76,6 +82,10 @@ class Expectation:
         """Format by converted module."""
         return {weight.module: unit.format for unit in self.units for weight in unit.weights}
 
+    def places(self, module: str, format: str) -> dict[str, Place]:
+        """Where each tensor of a converted module lies, by the name its dialect has for it."""
+        return stored_places(self.model.architecture, self.model.moe, self.dialect, module, format)
+
 
 def expect_by_record(
     source: Checkpoint, record: Mapping[str, Any], findings: Findings
@@ -87,6 +97,7 @@ def expect_by_record(
     _check_claims(source, record, plan, findings)
     return Expectation(
         plan=plan,
+        model=plan.model,
         dialect=plan.dialect,
         units=plan.units,
         copies=tuple(copy.info for copy in plan.copies),
@@ -123,11 +134,13 @@ def _check_claims(
     recorded_source = record.get("source")
     hub = recorded_source if isinstance(recorded_source, dict) else {}
     sidecars = [file for file in source.sidecars() if file.name not in OTHER_QUANTIZATION]
-    wanted = {
+    wanted: dict[str, Any] = {
         "architecture": plan.model.architecture.name,
         "dialect": plan.dialect.name,
         "source": {**hub, **source_digests(source, sidecars), "files": plan.source_files},
     }
+    if "content_sha256" in hub:
+        wanted["source"] |= content_digests(source, DEFAULT_WORKERS, SilentProgress())
     # The digest covers the version, whose next may plan the same bytes.
     if record.get("moequant") == __version__:
         wanted["plan_sha256"] = plan.digest
@@ -138,15 +151,16 @@ def _check_claims(
 
 def expect_by_config(
     source: Checkpoint,
-    roles: Mapping[str, TensorRole],
+    model: Model,
     stored: Checkpoint,
     findings: Findings,
 ) -> Expectation | None:
     """By config.json, as any engine would take it."""
+    weights, roles = unstacked(source.tensors, model), model.roles
     try:
         dialect = find_dialect(stored.config.get("quantization_config"))
         format_of = dialect.reader(stored.config["quantization_config"])
-        formats = _formats(source, roles, stored, format_of)
+        formats = _formats(weights, roles, stored, format_of)
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))
         return None
@@ -154,33 +168,37 @@ def expect_by_config(
         check_whole_layers(formats, roles)
     except RecipeError as error:
         findings.add("config", CONFIG_FILE, str(error))
-    units = _units(source, roles, formats, findings)
-    converted = {weight.info.name: unit for unit in units for weight in unit.weights}
-    copies = tuple(info for name, info in source.tensors.items() if name not in formats)
+    units = _units(weights, roles, formats, findings)
+    taken = {model.places[name].tensor if name in model.places else name for name in formats}
+    copies = tuple(info for name, info in source.tensors.items() if name not in taken)
     return Expectation(
         plan=None,
+        model=model,
         dialect=dialect,
         units=units,
         copies=copies,
         tensors={info.name: (info.dtype, info.shape) for info in copies},
         possible=frozenset(
-            f"{name.removesuffix('weight')}{suffix}"
-            for name, unit in converted.items()
-            for suffix in dialect.suffixes[unit.format]
+            place.tensor
+            for unit in units
+            for weight in unit.weights
+            for place in stored_places(
+                model.architecture, model.moe, dialect, weight.module, unit.format
+            ).values()
         ),
         config=_foreign_config(source.config, stored.config),
     )
 
 
 def _formats(
-    source: Checkpoint,
+    weights: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
     stored: Checkpoint,
     format_of: FormatOf,
 ) -> dict[str, str]:
     """Format by converted weight."""
     formats: dict[str, str] = {}
-    for name, info in source.tensors.items():
+    for name, info in weights.items():
         role = roles[name].role
         if not is_matrix(info) or role in _NEVER_CONVERTED:
             continue
@@ -192,18 +210,18 @@ def _formats(
     return formats
 
 
-def is_matrix(info: TensorInfo) -> bool:
+def is_matrix(info: WeightInfo) -> bool:
     """Whether a tensor of the source may be the weight of a linear layer."""
     return len(info.shape) == 2 and info.name.endswith(".weight")
 
 
-def _lies_as_in_source(info: TensorInfo, stored: Checkpoint) -> bool:
+def _lies_as_in_source(info: WeightInfo, stored: Checkpoint) -> bool:
     found = stored.tensors.get(info.name)
     return found is not None and (found.dtype, found.shape) == (info.dtype, info.shape)
 
 
 def _units(
-    source: Checkpoint,
+    infos: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
     formats: Mapping[str, str],
     findings: Findings,
@@ -211,7 +229,7 @@ def _units(
     """Converted weights in the sets that engines fuse; options are our defaults."""
     weights: dict[str, dict[str, Weight]] = {}
     for name, format in formats.items():
-        weight = Weight(info=source.tensors[name], role=roles[name].role)
+        weight = Weight(info=infos[name], role=roles[name].role)
         weight.check_dtype()
         try:
             get_format(format).check_shape(weight.info.shape, name)

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.checkpoint.parts import read_weights, unstacked
 from moequant.errors import MoequantError
 from moequant.formats import stack
 from moequant.models import PROJECTIONS, ROUTED_EXPERTS
 from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime.layer_reader import act_fn_of
 from moequant.verification.decode import decode
-from moequant.verification.reference import evaluate_layer
+from moequant.verification.reference import activation, evaluate_layer
 from moequant.verification.report import LayerCheck
 
 if TYPE_CHECKING:
@@ -33,9 +35,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.checkpoint.converted import ConvertedCheckpoint
+    from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.units import Unit
-    from moequant.models import MoeConfig, TensorRole
+    from moequant.models import Model, MoeConfig, TensorRole
     from moequant.progress import Progress
     from moequant.verification.findings import Findings
 
@@ -86,6 +89,7 @@ def choose_layers(layers: Sequence[int], wanted: Layers) -> list[int]:
 
 def check_layers(
     source: Checkpoint,
+    model: Model,
     converted: ConvertedCheckpoint,
     formats: Mapping[int, str],
     *,
@@ -97,6 +101,7 @@ def check_layers(
 
     Args:
         source: what was converted.
+        model: what it is.
         converted: what came of it.
         formats: format by layer.
         pool: its threads, of one intra-op thread each, run a layer, and one runs at a time.
@@ -108,6 +113,7 @@ def check_layers(
     """
     moe = converted.moe
     batch = _make_batch(moe)
+    originals = unstacked(source.tensors, model)
     expert_bytes = 3 * moe.hidden * moe.intermediate * len(batch.experts)
     progress.start("layers", expert_bytes * len(formats))
     checks = []
@@ -119,7 +125,7 @@ def check_layers(
         except MoequantError as error:
             findings.add("layers", f"layer {layer}", str(error))
         else:
-            check = _measure(source, converted, layer, batch, experts)
+            check = _measure(source, originals, converted, layer, batch, experts)
             checks.append(check)
             _judge(check, findings)
         progress.advance(expert_bytes, f"layer {layer}")
@@ -169,11 +175,14 @@ def _read(converted: ConvertedCheckpoint, layer: int, experts: Sequence[int]) ->
         stack([converted.read_expert(layer, expert, projection) for expert in experts])
         for projection in PROJECTIONS
     )
-    return ExpertWeights(gate=gate, up=up, down=down)
+    biases = converted.read_biases(layer) or {}
+    chosen = {f"{projection}_bias": bias[list(experts)] for projection, bias in biases.items()}
+    return ExpertWeights(gate=gate, up=up, down=down, act_fn=act_fn_of(converted), **chosen)
 
 
 def _measure(
     source: Checkpoint,
+    originals: Mapping[str, WeightInfo],
     converted: ConvertedCheckpoint,
     layer: int,
     batch: _Batch,
@@ -187,10 +196,10 @@ def _measure(
 
     def original(projection: str, expert: int) -> Tensor:
         name = converted.architecture.expert_tensor(layer, expert, projection)
-        return source.read(name).double()
+        return read_weights(source, [originals[name]])[0].double()
 
-    reference, bound = _evaluate(batch, quantized)
-    wanted, _ = _evaluate(batch, original)
+    reference, bound = _evaluate(batch, quantized, converted, layer)
+    wanted, _ = _evaluate(batch, original, converted, layer)
     inputs = batch.hidden, batch.topk_ids, batch.topk_weights
     plain = experts(*inputs, activations="none").double()
     with_activations = experts(*inputs, activations="format").double()
@@ -206,7 +215,15 @@ def _measure(
     )
 
 
-def _evaluate(batch: _Batch, weight: Callable[[str, int], Tensor]) -> tuple[Tensor, Tensor]:
+def _evaluate(
+    batch: _Batch,
+    weight: Callable[[str, int], Tensor],
+    converted: ConvertedCheckpoint,
+    layer: int,
+) -> tuple[Tensor, Tensor]:
+    """Output and bound with these weights, and biases that are the source's in both checkpoints."""
+    biases = converted.read_biases(layer)
+    act_fn = converted.moe.act_fn
     return evaluate_layer(
         batch.hidden,
         batch.topk_ids,
@@ -214,6 +231,8 @@ def _evaluate(batch: _Batch, weight: Callable[[str, int], Tensor]) -> tuple[Tens
         gate=partial(weight, "gate"),
         up=partial(weight, "up"),
         down=partial(weight, "down"),
+        bias=None if biases is None else lambda p, e: biases[p][e].double(),
+        activate=activation(act_fn.name, alpha=act_fn.alpha, limit=act_fn.limit),
     )
 
 

@@ -14,6 +14,16 @@ evaluation can lie from it. Derivation, with u = 2**-24, gamma(n) = n u / (1 - n
   exponential good to 2 ulp, s = silu(x) is off by 8 u |s| at most: 4 u from the exponential, u each
   from addition and division, and second orders. Where exp(-x) overflows the result is 0, and s no
   larger than 2.7e-37 < 24 * 2**-126. So ds = 1.1 dx + gamma(8) (|s| + 1.1 dx) + 24 * 2**-126.
+* With a factor, x / (1 + exp(-a x)): a and a x are rounded, so that the exponential is off by
+  exp(|a x| gamma(2)) - 1, and its result relatively no more. The slope is silu's, at a x. Beyond
+  |a x| = 200 that error is none: the result is x, or below 2**-126.
+* gelu has a slope of at most 1.13 (1.1290). 1 + erf or 1 + tanh is off by 9 u at most: 4 u from the
+  function, good to 2 ulp; 3 u from its argument, whose relative error of 6 u at most it passes on
+  times 0.49 at most; and 2 u from the addition. With two products, dg = 1.13 dx +
+  gamma(8) (|x| + dx).
+* relu**2 is off by dr = 2 |x| dx + dx**2, and gamma(1) (x**2 + dr) from rounding.
+* A clamp brings numbers no farther apart; its limit may be rounded. A bias b adds one rounding,
+  u (|x + b| + dx), and so does up + 1.
 * The product s * up is off by e = ds |up| + |s| dup + ds dup, and by u (|s up| + e) from rounding.
 * The weighted sum over T experts is an inner product of T terms.
 * Results below 2**-126 may be flushed to zero: one such error is added for each term of a sum and
@@ -34,11 +44,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    Activate = Callable[["Bounded", "Bounded"], "Bounded"]
+
 _U = 2.0**-24
 _TINY = 2.0**-126
 _SILU_SLOPE = 1.1
 _SILU_ROUNDINGS = 8
 _SILU_TINY = 24 * _TINY
+_SILU_REACH = 200.0
+_GELU_SLOPE = 1.13
+_GELU_ROUNDINGS = 8
 _TERM_ROUNDINGS = 3 + 1
 
 
@@ -76,19 +91,85 @@ def project(x: Bounded, weight: Tensor) -> Bounded:
     return Bounded(value=x.value @ weight.T, error=error + underflow)
 
 
-def swiglu(gate: Bounded, up: Bounded) -> Bounded:
-    """`silu(gate) * up`, elementwise."""
-    silu = gate.value * torch.sigmoid(gate.value)
-    moved = _SILU_SLOPE * gate.error
-    error = moved + _gamma(_SILU_ROUNDINGS) * (silu.abs() + moved) + _SILU_TINY
-    product = silu * up.value
-    spread = error * up.value.abs() + silu.abs() * up.error + error * up.error
+def shift(x: Bounded, summand: Tensor | float) -> Bounded:
+    """`x + summand`, the summand exact."""
+    total = x.value + summand
+    return Bounded(value=total, error=x.error + _gamma(1) * (total.abs() + x.error) + _TINY)
+
+
+def clamp(x: Bounded, least: float | None, most: float) -> Bounded:
+    """`x` where it is within the limits, else the one it is beyond."""
+    rounding = abs(torch.tensor(most, dtype=torch.float32).item() - most)
+    return Bounded(value=x.value.clamp(least, most), error=x.error + rounding)
+
+
+def multiply(x: Bounded, y: Bounded) -> Bounded:
+    """`x * y`, elementwise."""
+    product = x.value * y.value
+    spread = x.error * y.value.abs() + x.value.abs() * y.error + x.error * y.error
     return Bounded(value=product, error=spread + _gamma(2) * (product.abs() + spread) + _TINY)
 
 
-def evaluate_expert(x: Bounded, gate: Tensor, up: Tensor, down: Tensor) -> Bounded:
-    """One expert, [I, H], [I, H] and [H, I] float64, on rows [R, H]: [R, H]."""
-    return project(swiglu(project(x, gate), project(x, up)), down)
+def silu(x: Bounded, alpha: float = 1.0) -> Bounded:
+    """`x * sigmoid(alpha * x)`, elementwise."""
+    value = x.value * torch.sigmoid(alpha * x.value)
+    moved = _SILU_SLOPE * x.error
+    rounding = torch.full_like(value, _gamma(_SILU_ROUNDINGS))
+    if alpha != 1:
+        reach = (alpha * x.magnitude).clamp(max=_SILU_REACH)
+        rounding += torch.expm1(reach * _gamma(2))
+    tiny = _SILU_TINY * max(1, 1 / alpha)
+    return Bounded(value=value, error=moved + rounding * (value.abs() + moved) + tiny)
+
+
+def gelu(x: Bounded, *, by_tanh: bool = False) -> Bounded:
+    """GELU, exactly by erf or as defined by tanh."""
+    value = torch.nn.functional.gelu(x.value, approximate="tanh" if by_tanh else "none")
+    error = _GELU_SLOPE * x.error + _gamma(_GELU_ROUNDINGS) * x.magnitude + _TINY
+    return Bounded(value=value, error=error)
+
+
+def relu2(x: Bounded) -> Bounded:
+    """`relu(x)**2`, elementwise."""
+    positive = x.value.relu()
+    spread = 2 * positive * x.error + x.error.square()
+    square = positive.square()
+    return Bounded(value=square, error=spread + _gamma(1) * (square + spread) + _TINY)
+
+
+def swiglu(gate: Bounded, up: Bounded) -> Bounded:
+    """`silu(gate) * up`, elementwise."""
+    return multiply(silu(gate), up)
+
+
+FUNCTIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+"""Names that `activation` knows."""
+
+
+def activation(name: str, *, alpha: float = 1.0, limit: float | None = None) -> Activate:
+    """The function of gate and up between the GEMMs.
+
+    Args:
+        name: one of FUNCTIONS; all but swigluoai are that function of gate, times up. swigluoai is
+            `gate * sigmoid(alpha * gate) * (up + 1)`.
+        alpha: as above.
+        limit: clamps gate to at most this and up to +-this, before all else.
+    """
+    functions = {
+        "silu": silu,
+        "gelu": gelu,
+        "gelu_tanh": lambda x: gelu(x, by_tanh=True),
+        "swigluoai": lambda x: silu(x, alpha),
+        "relu2": relu2,
+    }
+    function = functions[name]
+
+    def activate(gate: Bounded, up: Bounded) -> Bounded:
+        if limit is not None:
+            gate, up = clamp(gate, None, limit), clamp(up, -limit, limit)
+        return multiply(function(gate), shift(up, 1.0) if name == "swigluoai" else up)
+
+    return activate
 
 
 def evaluate_layer(
@@ -99,6 +180,8 @@ def evaluate_layer(
     gate: Callable[[int], Tensor],
     up: Callable[[int], Tensor],
     down: Callable[[int], Tensor],
+    bias: Callable[[str, int], Tensor] | None = None,
+    activate: Activate = swiglu,
 ) -> tuple[Tensor, Tensor]:
     """Evaluate a layer of experts, activations not quantized.
 
@@ -109,17 +192,27 @@ def evaluate_layer(
         gate: weight [I, H] float64 of an expert; each is asked for once, and only if used.
         up: likewise [I, H].
         down: likewise [H, I].
+        bias: of "gate", "up" and "down" of an expert, [I], [I] and [H] float64, exact; None where
+            there are none.
+        activate: the function of gate and up, as `activation` gives it.
 
     Returns:
         output [M, H] float64, and the bound [M, H] float64 on |evaluation - output|.
     """
     x, weight = hidden.double(), topk_weights.double()
     value, magnitude, error = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    weights = {"gate": gate, "up": up, "down": down}
+
+    def linear(projection: str, rows: Bounded, e: int) -> Bounded:
+        y = project(rows, weights[projection](e))
+        return y if bias is None else shift(y, bias(projection, e))
+
     for e in sorted(set(topk_ids.flatten().tolist())):
         if e < 0:
             continue
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
-        y = evaluate_expert(exact(x[token]), gate(e), up(e), down(e))
+        rows = exact(x[token])
+        y = linear("down", activate(linear("gate", rows, e), linear("up", rows, e)), e)
         w = weight[token, slot, None]
         value.index_add_(0, token, w * y.value)
         magnitude.index_add_(0, token, w.abs() * y.magnitude)

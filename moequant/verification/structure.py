@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.folder import sidecar_files, weight_files
+from moequant.checkpoint.parts import unstacked
 from moequant.checkpoint.writer import sha256_of
 from moequant.conversion.commit import OTHER_QUANTIZATION
 from moequant.errors import CheckpointError, MoequantError
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
+from moequant.verification.folder import is_read_by_engines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion import Plan
-    from moequant.models import TensorRole
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings
     from moequant.verification.stored import StoredCheckpoint
@@ -47,28 +48,23 @@ def check_config(
     source: Checkpoint,
     stored: Checkpoint,
     expected: Expectation,
-    roles: Mapping[str, TensorRole],
     findings: Findings,
 ) -> None:
     """config.json is the source's but for its `quantization_config`, and tells all formats."""
     for place, message in differences(stored.config, expected.config, CONFIG_FILE):
         findings.add("config", place, message)
     if expected.plan is not None:
-        _check_readable(source, stored, expected, roles, findings)
+        _check_readable(source, stored, expected, findings)
 
 
 def _check_readable(
-    source: Checkpoint,
-    stored: Checkpoint,
-    expected: Expectation,
-    roles: Mapping[str, TensorRole],
-    findings: Findings,
+    source: Checkpoint, stored: Checkpoint, expected: Expectation, findings: Findings
 ) -> None:
     """Who reads config.json finds the format that each weight really has."""
-    formats = expected.formats()
+    formats, roles = expected.formats(), expected.model.roles
     try:
         format_of = expected.dialect.reader(stored.config.get("quantization_config", {}))
-        for name, info in source.tensors.items():
+        for name, info in unstacked(source.tensors, expected.model).items():
             if not is_matrix(info) or roles[name].role not in LINEAR_ROLES:
                 continue
             module = name.removesuffix(".weight")
@@ -149,8 +145,7 @@ def _check_nothing_added(source: Checkpoint, path: Path, findings: Findings) -> 
         return
     known = {*source.sidecars(), *(p.relative_to(path) for p in path.glob("*.safetensors"))}
     for file in found:
-        # Notes and model cards may be added; no engine reads them.
-        if file not in known and file.suffix not in (".md", ".png", ".jpg"):
+        if file not in known and is_read_by_engines(file):
             findings.add("sidecars", str(file), "not from the source; engines may read it")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moequant.checkpoint.parts import read_places, read_weights
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.units import Unit, quantize_unit
 from moequant.errors import MoequantError
@@ -108,7 +109,7 @@ def _check_unit(
 ) -> _Result:
     result = _Result()
     names = [weight.info.name for weight in unit.weights]
-    weights = [source.read(name) for name in names]
+    weights = read_weights(source, [weight.info for weight in unit.weights])
     wanted: Mapping[str, Tensor] = {}
     references: Sequence[QuantizedWeight | None] = [None] * len(weights)
     if expected.plan is None:
@@ -144,15 +145,19 @@ def _read_weight(
         wanted: what its tensors must be, byte for byte; empty where that is not known.
         result: where problems go.
     """
-    names = [f"{weight.module}.{suffix}" for suffix in expected.dialect.suffixes[format]]
     files = stored.checkpoint
+    places = expected.places(weight.module, format)
+    there = {n: p for n, p in places.items() if _is_as_expected(p.tensor, files, expected)}
     try:
-        tensors = {n: files.read(n) for n in names if _is_as_expected(n, files, expected)}
+        tensors = dict(zip(there, read_places(files, [*there.values()]), strict=True))
         for name, tensor in tensors.items():
             if name in wanted and (difference := compare_tensors(tensor, wanted[name])):
                 result.add(name, difference)
         # What is lost, missing or misshapen was named before.
-        if any(n in stored.lost or (n in wanted and n not in tensors) for n in names):
+        if any(
+            place.tensor in stored.lost or (name in wanted and name not in tensors)
+            for name, place in places.items()
+        ):
             return None
         q = expected.dialect.from_disk(weight.module, format, tensors)
     except MoequantError as error:

@@ -8,6 +8,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -22,12 +24,15 @@ from moequant.checkpoint.source import Checkpoint
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import (
     PROJECTIONS,
+    ActivationConfig,
+    Architecture,
     TensorRole,
     architectures,
     check_complete,
     check_shapes,
     classify_all,
     find_architecture,
+    read_model,
 )
 
 SIZES = {
@@ -42,6 +47,7 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+ROPE = {"rope_type": "default", "rope_theta": 150000.0}
 MLA = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -77,7 +83,14 @@ MODELS = {
     "olmoe": (OlmoeForCausalLM, OlmoeConfig(**SIZES, num_experts=4), (0, 1, 2), 48),
     "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**SIZES, **MLA), (1, 2), 16),
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**SIZES, **MLA), (1, 2), 16),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(**SIZES, num_local_experts=4, head_dim=8, rope_parameters=ROPE),
+        (0, 1, 2),
+        48,
+    ),
 }
+ACT_FNS = {"gpt_oss": ActivationConfig(name="swigluoai", alpha=1.702, limit=7.0)}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -90,25 +103,27 @@ def saved(request, tmp_path_factory):
 
 def test_every_tensor_of_a_saved_model_is_explained(saved):
     checkpoint, layers, intermediate = saved
-    architecture = find_architecture(checkpoint.config)
-    roles = classify_all(architecture, checkpoint.tensors)
-    assert "other" not in {role.role for role in roles.values()}
-    moe = architecture.read_config(checkpoint.config)
+    model = read_model(checkpoint.config, checkpoint.tensors)
+    assert "other" not in {role.role for role in model.roles.values()}
+    moe = model.moe
     assert (moe.experts, moe.top_k, moe.hidden, moe.intermediate) == (4, 2, 32, intermediate)
-    assert moe.activation == "silu"
-    assert check_complete(architecture, moe, roles) == layers
-    check_shapes(moe, roles, checkpoint.tensors)
+    model_type = checkpoint.config["model_type"]
+    assert moe.act_fn == ACT_FNS.get(model_type, ActivationConfig(name="silu"))
+    assert moe.activation == moe.act_fn.name
+    assert model.layers == layers
 
 
 def test_routers_and_biases_are_never_convertible(saved):
     checkpoint, _, _ = saved
     architecture = find_architecture(checkpoint.config)
     for name in checkpoint.tensors:
-        if name.endswith((".gate.weight", "e_score_correction_bias", "shared_expert_gate.weight")):
+        never = (".gate.weight", "bias", "shared_expert_gate.weight", ".router.weight")
+        if name.endswith(never) and ".self_attn." not in name:
             assert architecture.classify(name).role in {
                 "router",
                 "router_bias",
                 "shared_expert_gate",
+                "expert_bias",
             }
 
 
@@ -233,3 +248,149 @@ def test_a_wrong_shape_is_named_with_the_shape_wanted():
     architecture, roles = deepseek_roles()
     with pytest.raises(CheckpointError, match=r"gate_proj.weight: shape \[8, 4\].*\[4, 8\]"):
         check_shapes(architecture.read_config(DEEPSEEK), roles, {name: Header() for name in roles})
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "swiglu_limit": 7.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "alpha", "limit"),
+    [
+        ({}, 1.702, 7.0),
+        ({"swiglu_limit": None}, 1.702, 7.0),
+        ({"swiglu_limit": 10, "swiglu_alpha": 1.5}, 1.5, 10.0),
+    ],
+)
+def test_the_numbers_of_an_activation_are_config_json_s_where_it_has_them(fields, alpha, limit):
+    moe = find_architecture(GPT_OSS).read_config(GPT_OSS | fields)
+    assert moe.act_fn == ActivationConfig(name="swigluoai", alpha=alpha, limit=limit)
+
+
+@pytest.mark.parametrize("value", ["7", True, 0, -1.0, float("inf"), float("nan"), [7]])
+def test_a_limit_that_is_no_positive_number_is_refused(value):
+    config = GPT_OSS | {"swiglu_limit": value}
+    with pytest.raises(CheckpointError, match=r"swiglu_limit is .*positive number"):
+        find_architecture(config).read_config(config)
+
+
+def test_more_experts_a_token_than_there_are_is_refused():
+    config = GPT_OSS | {"num_experts_per_tok": 3}
+    with pytest.raises(CheckpointError, match=r"num_experts_per_tok or .* is 3, .* 2 experts"):
+        find_architecture(config).read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [("gelu_pytorch_tanh", "gelu_tanh"), ("swish", "silu"), ("gelu", "gelu"), ("mish", "mish")],
+)
+def test_other_words_for_an_activation_are_the_runtime_s(word, name):
+    config = DEEPSEEK | {"hidden_act": word}
+    assert find_architecture(config).read_config(config).act_fn == ActivationConfig(name=name)
+
+
+class Header:
+    def __init__(self, *shape):
+        self.shape = shape
+
+
+def stacks(layers=(0, 1), **changed):
+    """Headers of a gpt-oss with 2 experts and H = I = 8; `changed` by the end of the name."""
+    shapes = {
+        "gate_up_proj": Header(2, 8, 16),
+        "gate_up_proj_bias": Header(2, 16),
+        "down_proj": Header(2, 8, 8),
+        "down_proj_bias": Header(2, 8),
+    }
+    return {
+        f"model.layers.{layer}.mlp.experts.{end}": header
+        for layer in layers
+        for end, header in (shapes | changed).items()
+        if header is not None
+    }
+
+
+def singles(*, biases):
+    """As `stacks`, but with each expert's weights on their own."""
+    weights = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight": Header(8, 8)
+        for layer in (0, 1)
+        for expert in (0, 1)
+        for projection in ("gate", "up", "down")
+    }
+    return weights | (stacks(gate_up_proj=None, down_proj=None) if biases else {})
+
+
+def test_experts_of_a_stacking_architecture_may_lie_one_by_one_beside_their_biases():
+    model = read_model(GPT_OSS, singles(biases=True))
+    assert model.layers == (0, 1)
+    assert not model.places
+
+
+def test_stacked_experts_are_found_one_by_one_where_they_lie():
+    model = read_model(GPT_OSS, stacks())
+    assert model.layers == (0, 1)
+    assert len(model.places) == 2 * 2 * 3
+    up = "model.layers.1.mlp.experts.1.up_proj.weight"
+    assert model.roles[up] == TensorRole(role="routed_experts", layer=1, expert=1, projection="up")
+    place = model.places[up]
+    assert place.tensor == "model.layers.1.mlp.experts.gate_up_proj"
+    assert (place.expert, place.rows, place.transposed) == (1, range(1, 16, 2), True)
+    down = model.places["model.layers.0.mlp.experts.0.down_proj.weight"]
+    assert (down.expert, down.rows, down.transposed) == (0, None, True)
+    assert "model.layers.1.mlp.experts.gate_up_proj" not in model.roles
+    assert model.roles["model.layers.1.mlp.experts.down_proj_bias"].role == "expert_bias"
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        (stacks(layers=(0,)), r"layers.1.mlp.experts.gate_up_proj: missing"),
+        (stacks(layers=(0, 1, 2)), r"layers.2.mlp.experts.gate_up_proj: not expected"),
+        (stacks(down_proj=None), r"layers.0.mlp.experts.down_proj: missing"),
+        (stacks(down_proj_bias=None), r"layers.0.mlp.experts.down_proj_bias: missing"),
+        (
+            stacks() | {"model.layers.2.mlp.experts.down_proj_bias": Header(2, 8)},
+            r"layers.2.mlp.experts.down_proj_bias: not expected",
+        ),
+        (singles(biases=False), r"layers.0.mlp.experts.gate_up_proj_bias: missing"),
+        (stacks(gate_up_proj=Header(3, 8, 16)), r"gate_up_proj: shape \[3, 8, 16\].*\[2, 8, 16\]"),
+        (stacks(gate_up_proj=Header(2, 16, 8)), r"gate_up_proj: shape \[2, 16, 8\].*\[2, 8, 16\]"),
+        (stacks(down_proj_bias=Header(2, 4)), r"down_proj_bias: shape \[2, 4\].*\[2, 8\]"),
+        (
+            stacks() | {"model.layers.0.mlp.experts.1.up_proj.weight": Header(8, 8)},
+            r"experts.1.up_proj.weight: model.layers.0.mlp.experts.gate_up_proj holds",
+        ),
+    ],
+)
+def test_stacks_that_are_not_as_config_json_says_are_named(headers, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_model(GPT_OSS, headers)
+
+
+def test_a_section_of_config_json_may_hold_the_sizes():
+    table = {
+        "name": "nested",
+        "model_types": ["nested"],
+        "experts": "layers.{layer}.experts.{expert}.{projection}.weight",
+        "projections": {"gate": "w1", "up": "w3", "down": "w2"},
+        "config": {
+            "experts": ["num_local_experts"],
+            "top_k": ["num_experts_per_tok"],
+            "intermediate": ["intermediate_size"],
+        },
+        "section": "text_config",
+    }
+    architecture = Architecture(table, {})
+    assert architecture.read_config({"text_config": GPT_OSS}).hidden == 8
+    for config in (GPT_OSS, {"text_config": [GPT_OSS]}):
+        with pytest.raises(CheckpointError, match=r"text_config is .*an object there"):
+            architecture.read_config(config)

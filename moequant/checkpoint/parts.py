@@ -1,0 +1,129 @@
+"""Weights that share a tensor with others: their headers, and their values without the rest.
+
+Of a tensor that stacks the experts of a layer only one expert is read at a time, in one contiguous
+range of bytes; transposing and picking rows happens in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.checkpoint.headers import TensorInfo, bit_count
+from moequant.errors import CheckpointError
+from moequant.models.stacked import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from moequant.checkpoint.buffers import Arena
+    from moequant.checkpoint.source import Checkpoint
+    from moequant.models import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartInfo:
+    """What is known of a weight [N, K] that lies in a tensor with others.
+
+    Attributes:
+        name: what it is called once it is converted.
+        dtype: safetensors name.
+        shape: N and K, however it lies.
+        place: where that is.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    place: Place
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        return bit_count(self.dtype, self.shape) // 8
+
+
+WeightInfo = TensorInfo | PartInfo
+"""What is known of a weight that is read as a whole."""
+
+
+def unstacked(tensors: Mapping[str, TensorInfo], model: Model) -> dict[str, WeightInfo]:
+    """The tensors of a plain checkpoint, in order, with the experts of each stack in its place."""
+    parts: dict[str, list[PartInfo]] = {}
+    for name, place in model.places.items():
+        projection = model.roles[name].projection
+        assert projection is not None, name
+        parts.setdefault(place.tensor, []).append(
+            PartInfo(
+                name=name,
+                dtype=tensors[place.tensor].dtype,
+                shape=model.moe.shape(projection),
+                place=place,
+            )
+        )
+    infos: dict[str, WeightInfo] = {}
+    for name, info in tensors.items():
+        infos.update({part.name: part for part in parts[name]} if name in parts else {name: info})
+    return infos
+
+
+def read_weights(
+    checkpoint: Checkpoint, infos: Sequence[WeightInfo], arena: Arena | None = None
+) -> list[Tensor]:
+    """Read weights [N, K], each contiguous; an expert that several of them share is read once.
+
+    Into the memory of `arena`, if there is one.
+
+    Raises:
+        CheckpointError: as `Checkpoint.read`.
+        UnsupportedError: as `Checkpoint.read`.
+    """
+    return read_places(checkpoint, [_place(info) for info in infos], arena)
+
+
+def read_places(
+    checkpoint: Checkpoint, places: Sequence[Place], arena: Arena | None = None
+) -> list[Tensor]:
+    """Read what lies at each place; as `read_weights`.
+
+    Raises:
+        CheckpointError: as `Checkpoint.read`, or a tensor has not the extents it must have.
+        UnsupportedError: as `Checkpoint.read`.
+    """
+    found: dict[tuple[str, int | None], Tensor] = {}
+    for place in places:
+        key = place.tensor, place.expert
+        if key not in found:
+            found[key] = _read_expert(checkpoint, place, arena)
+    return [_pick(found[place.tensor, place.expert], place, arena) for place in places]
+
+
+def _place(info: WeightInfo) -> Place:
+    return info.place if isinstance(info, PartInfo) else Place(tensor=info.name)
+
+
+def _read_expert(checkpoint: Checkpoint, place: Place, arena: Arena | None) -> Tensor:
+    if place.expert is None:
+        return checkpoint.read(place.tensor, arena=arena)
+    shape = checkpoint.info(place.tensor).shape
+    if shape[: len(place.extents)] != place.extents:
+        raise CheckpointError(
+            f"{place.tensor}: shape {list(shape)}, but by config.json it begins with "
+            f"{list(place.extents)}; fetch or convert the checkpoint again"
+        )
+    return checkpoint.read(place.tensor, slice(place.expert, place.expert + 1), arena)[0]
+
+
+def _pick(tensor: Tensor, place: Place, arena: Arena | None) -> Tensor:
+    """What is at `place`, contiguous, of what is read there."""
+    if place.rows is not None:
+        rows = slice(place.rows.start, place.rows.stop, place.rows.step)
+        # Rows that lie as columns are picked before they are turned: half the time of both at once.
+        tensor = tensor[:, rows].contiguous() if place.transposed else tensor[rows]
+    if place.transposed:
+        tensor = tensor.T
+    if arena is None or tensor.is_contiguous():
+        return tensor.contiguous()
+    return arena.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,94 @@
+"""MXFP4 experts as gpt-oss was released; vLLM, SGLang and transformers load it, of gpt-oss alone.
+
+The experts of a layer are stacked, `gate_up_proj_blocks` [E, 2I, H/32, 16] and
+`gate_up_proj_scales` [E, 2I, H/32] with the rows of gate and up taking turns, and `down_proj`
+likewise; biases stay as they are. All else is left in its source dtype.
+
+Decision / failure it prevents:
+
+* `modules_to_not_convert` is the released checkpoints', to the letter / it is the one list that all
+  three are known to load; nothing but experts is ever MXFP4 to them anyway.
+
+Sources: openai/gpt-oss-20b, config.json; vLLM 0.33 and SGLang 0.5.23, `quantization/mxfp4.py` and
+`models/gpt_oss.py`; transformers 5.23 `integrations/mxfp4.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import as_mapping, names_field
+from moequant.dialects.encodings import Mxfp4Blocks
+from moequant.dialects.names import KeptModules, is_expert, kept_blocks
+from moequant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_WHERE = "quantization_config"
+_FORMAT = "mxfp4"
+_KEPT_BY_RELEASES = (
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+)
+
+
+class GptOss(Dialect):
+    """`quant_method: mxfp4`; the module's docstring has the reasons."""
+
+    name = "gpt-oss"
+    summary = "vLLM, SGLang and transformers, of gpt-oss alone; how its MXFP4 was released"
+    encodings = {_FORMAT: Mxfp4Blocks()}  # noqa: RUF012
+    stacks = True
+
+    def check(self, module: str, format: str, shape: Sequence[int]) -> None:
+        """As Dialect; only routed experts have a place in it."""
+        super().check(module, format, shape)
+        if not is_expert(module):
+            raise UnsupportedError(
+                f"{module}: the dialect {self.name} carries routed experts alone; keep all else in "
+                'its source dtype (format = "keep" in a recipe), or choose the dialect moequant'
+            )
+
+    def quantization_config(
+        self, formats: Mapping[str, str], kept: Iterable[str]
+    ) -> dict[str, Any]:
+        """As Dialect."""
+        for module, format in formats.items():
+            self._encoding(module, format)
+        blocks, _ = kept_blocks(kept)
+        return {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [*_KEPT_BY_RELEASES, *blocks],
+        }
+
+    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
+        """As Dialect."""
+        return quantization_config.get("quant_method") == "mxfp4"
+
+    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect; a kept block of experts is listed by its name."""
+        config = as_mapping(quantization_config, _WHERE)
+        kept = KeptModules(
+            names_field(config, "modules_to_not_convert", _WHERE),
+            f"{_WHERE}.modules_to_not_convert",
+        )
+        return lambda module: _FORMAT if is_expert(module) and module not in kept else None
+
+    def warnings(
+        self,
+        formats: Mapping[str, str],
+        shapes: Mapping[str, Sequence[int]],
+        kept: Iterable[str],
+    ) -> list[str]:
+        """As Dialect."""
+        if not any(map(is_expert, formats)) or not kept_blocks(kept)[0]:
+            return []
+        return [
+            "vLLM 0.33 and SGLang 0.5.23 take the experts of every gpt-oss layer for MXFP4, "
+            "whatever config.json says, so neither loads a checkpoint where some layers' experts "
+            "are kept; transformers 5.23 does."
+        ]

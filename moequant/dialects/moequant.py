@@ -1,0 +1,110 @@
+"""What only moequant's own runtime loads: any format, in any layers, for any architecture.
+
+For what no engine loads in any dialect, such as gpt-oss in FP8. An engine that finds an unknown
+`quant_method` stops or says so; under a known one it would pass over names it does not know and run
+with experts that were never loaded, as vLLM 0.33 does with gpt-oss.
+
+No part is called `weight`: transformers goes on with a method it does not know, and would take
+codes of that name for weights.
+
+config.json has the modules of each format, as names or as regular expressions after "re:", and
+those to leave as they are, which go before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import as_mapping, mapping_field, names_field, show
+from moequant.dialects.encodings import Fp8Blocks, Int4Packed, Mxfp4Packed, Nvfp4Packed
+from moequant.dialects.names import (
+    NamePatterns,
+    block_pattern,
+    kept_blocks,
+    target_patterns,
+)
+from moequant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_WHERE = "quantization_config"
+_SCHEMA_VERSION = 1
+
+
+class Moequant(Dialect):
+    """`quant_method: moequant`; the module's docstring says what for."""
+
+    name = "moequant"
+    summary = "moequant's own runtime alone, for what engines do not load in any dialect"
+    encodings = {  # noqa: RUF012
+        "fp8_block": Fp8Blocks(codes="weight_fp8", scale="weight_scale", ragged=True),
+        "nvfp4": Nvfp4Packed(),
+        "mxfp4": Mxfp4Packed(),
+        "w4a8": Int4Packed(),
+    }
+
+    def quantization_config(
+        self, formats: Mapping[str, str], kept: Iterable[str]
+    ) -> dict[str, Any]:
+        """As Dialect."""
+        for module, format in formats.items():
+            self._encoding(module, format)
+        blocks, others = kept_blocks(kept)
+        return {
+            "quant_method": "moequant",
+            "schema_version": _SCHEMA_VERSION,
+            "targets": target_patterns(formats),
+            "ignore": [*others, *map(block_pattern, blocks)],
+        }
+
+    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
+        """As Dialect."""
+        return quantization_config.get("quant_method") == "moequant"
+
+    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect."""
+        config = as_mapping(quantization_config, _WHERE)
+        version = config.get("schema_version")
+        ignored = NamePatterns(names_field(config, "ignore", _WHERE), f"{_WHERE}.ignore")
+        targets = mapping_field(config, "targets", _WHERE)
+        where = f"{_WHERE}.targets"
+        targeted = {
+            format: NamePatterns(names_field(targets, format, where), f"{where}.{format}")
+            for format in targets
+        }
+
+        def format_of(module: str) -> str | None:
+            if ignored.first_match(module) is not None:
+                return None
+            found = (f for f, names in targeted.items() if names.first_match(module) is not None)
+            format = next(found, None)
+            if format is None:
+                return None
+            if version != _SCHEMA_VERSION:
+                raise UnsupportedError(
+                    f"{module}: {_WHERE}.schema_version is {show(version)}, and this moequant "
+                    f"reads {_SCHEMA_VERSION}; update moequant"
+                )
+            if format not in self.encodings:
+                raise UnsupportedError(
+                    f"{module}: {where} says {show(format)}, and this moequant reads "
+                    f"{', '.join(self.encodings)}; update moequant"
+                )
+            return format
+
+        return format_of
+
+    def warnings(
+        self,
+        formats: Mapping[str, str],
+        shapes: Mapping[str, Sequence[int]],
+        kept: Iterable[str],
+    ) -> list[str]:
+        """As Dialect; of a checkpoint without converted experts too."""
+        return [
+            "Only moequant's own runtime loads this dialect; vLLM 0.33 and SGLang 0.5.23 refuse "
+            "it, and transformers 5.23 logs that it does not know it and goes on with random "
+            "experts, which it lists as missing."
+        ]

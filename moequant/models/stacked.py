@@ -1,0 +1,90 @@
+"""Experts of a layer stacked in one tensor: which expert, rows and orientation are whose.
+
+`gate_up` is [E, 2I, H] or, transposed, [E, H, 2I]; `down` is [E, H, I] or, transposed, [E, I, H].
+The rows of gate and up are interleaved (gate 0, up 0, gate 1, ...) or gate's come first. Nothing is
+told from shapes, for `down` fits either way where H = I: the architecture table says it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moequant.models.architecture import MoeConfig
+
+BIAS = "_bias"
+"""What the biases of a stack are called, after its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the values of one weight, or of one part of it, lie.
+
+    Attributes:
+        tensor: name of the tensor on disk.
+        expert: index in its first dimension; None where the tensor is this weight's alone.
+        rows: of the rows [N, ...] found there, those that are this weight's; None for all.
+        transposed: whether [K, N] lies there.
+        extents: what the tensor's first dimensions must be, where that was not checked before.
+    """
+
+    tensor: str
+    expert: int | None = None
+    rows: range | None = None
+    transposed: bool = False
+    extents: tuple[int, ...] = ()
+
+
+class StackedExperts:
+    """A `stacked` table of architectures.toml: tensors that hold all experts of a layer."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, str] = {k: table[k] for k in ("gate_up", "down")}
+        """Pattern of the name, with {layer}, by what is stacked."""
+        self.transposed: bool = table.get("transposed", False)
+        self.interleaved: bool = table.get("interleaved", False)
+        self.biased: bool = table.get("biased", False)
+
+    def tensor(self, layer: int, projection: str) -> str:
+        """The name of the tensor that holds a layer's gate, up or down."""
+        return self.tensors[stack_of(projection)].format(layer=layer)
+
+    def bias(self, layer: int, projection: str) -> str:
+        """The name of the tensor that holds a layer's biases of gate, up or down."""
+        return self.tensor(layer, projection) + BIAS
+
+    def rows(self, projection: str, intermediate: int) -> range | None:
+        """Which rows of what is stacked are those of gate, up or down; None for all."""
+        if projection == "down":
+            return None
+        first = 0 if projection == "gate" else 1
+        if self.interleaved:
+            return range(first, 2 * intermediate, 2)
+        return range(first * intermediate, (first + 1) * intermediate)
+
+    def place(self, layer: int, expert: int, projection: str, intermediate: int) -> Place:
+        """Where a plain checkpoint holds one expert's weight."""
+        return Place(
+            tensor=self.tensor(layer, projection),
+            expert=expert,
+            rows=self.rows(projection, intermediate),
+            transposed=self.transposed,
+        )
+
+    def shape(self, stack: str, moe: MoeConfig) -> tuple[int, int, int]:
+        """[E, ...] of `gate_up` or `down` in a plain checkpoint."""
+        N, K = moe.shape("down" if stack == "down" else "gate")
+        N = N if stack == "down" else 2 * N
+        return (moe.experts, K, N) if self.transposed else (moe.experts, N, K)
+
+    def bias_shape(self, stack: str, moe: MoeConfig) -> tuple[int, int]:
+        """[E, N] of the biases of `gate_up` or `down`."""
+        return moe.experts, moe.hidden if stack == "down" else 2 * moe.intermediate
+
+
+def stack_of(projection: str) -> str:
+    """`gate_up` or `down`: where gate, up or down is stacked."""
+    return "down" if projection == "down" else "gate_up"
