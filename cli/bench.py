@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from moequant.cli import bench_experts
+from moequant.cli import bench_convert, bench_experts
 
 
 @click.group("bench", short_help="Measure speed on this machine.")
@@ -12,4 +12,5 @@ def command() -> None:
     """Measure speed on this machine, beside others and beside the floor."""
 
 
-command.add_command(bench_experts.command)
+for module in (bench_convert, bench_experts):
+    command.add_command(module.command)

@@ -14,10 +14,11 @@ from moequant.cli.failures import FailedResult, InterruptedWork
 from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from moequant.conversion import ConversionResult, Plan
     from moequant.conversion.units import Unit, Weight
+    from moequant.quantizers import Choice
 
 
 @click.command("convert", short_help="Convert a checkpoint's experts into a format.")
@@ -31,6 +32,24 @@ if TYPE_CHECKING:
 @options.max_shard_size_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers and write nothing.")
 @options.overwrite_option
+@click.option(
+    "--hash-source",
+    is_flag=True,
+    help="Record the SHA-256 of every weight file of SOURCE; reads them once more.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    metavar="DEVICE",
+    help="What quantizes: cpu; cuda, all GPUs; cuda:0,1, some of them; or auto, GPUs if there are "
+    "any.  [default: cpu]",
+)
+@click.option(
+    "--executor",
+    default="local",
+    metavar="WHERE",
+    help="Where shards are written: local, or ray or ray:ADDRESS for a cluster.  [default: local]",
+)
 @options.json_option
 @options.quiet_option
 def command(
@@ -72,7 +91,7 @@ def command(
     except KeyboardInterrupt:
         raise InterruptedWork from None
     document = _describe(result, workers, time.monotonic() - started)
-    for warning in result.plan.warnings:
+    for warning in document["warnings"]:
         out.warn(warning)
     if result.refusals:
         raise FailedResult(UnsupportedError("\n".join(result.refusals)), document)
@@ -101,10 +120,41 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "resumed_shards": result.resumed_shards,
         "workers": workers,
         "peak_bytes": plan.peak_bytes(workers),
+        "device_bytes": _device_bytes(result, workers),
         "seconds": round(seconds, 3),
-        "warnings": list(plan.warnings),
+        "quantizer": _quantizer(result.quantizer),
+        "warnings": [*plan.warnings, *_slowness(result.quantizer)],
         "refusals": list(result.refusals),
     }
+
+
+def _quantizer(choice: Choice | None) -> dict[str, Any] | None:
+    """What quantized, or would; None where nothing was to do."""
+    if choice is None:
+        return None
+    quantizer = choice.quantizer
+    return {
+        "name": quantizer.name,
+        "summary": quantizer.summary,
+        "devices": list(choice.devices),
+        "reason": choice.reason,
+    }
+
+
+def _device_bytes(result: ConversionResult, workers: int) -> int:
+    """Memory that GPUs give the workers, all of them together; 0 if there are none."""
+    choice = result.quantizer
+    if choice is None or choice.devices == ("cpu",):
+        return 0
+    return result.plan.device_bytes(workers)
+
+
+def _slowness(choice: Choice | None) -> Iterator[str]:
+    if choice is not None and choice.reason is not None:
+        yield (
+            f"quantized by {choice.quantizer.name}, several times slower than the native "
+            f"quantizer, to the same bytes: {choice.reason}"
+        )
 
 
 def _written_bytes(plan: Plan, unit: Unit, weight: Weight) -> int:
@@ -129,7 +179,8 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
             add(weight.role, unit.format, 1, weight.info.size_bytes, written)
     for copy in plan.copies:
         size_bytes = copy.info.size_bytes
-        add(plan.model.roles[copy.name].role, None, 1, size_bytes, size_bytes)
+        role = plan.model.architecture.classify(copy.name).role
+        add(role, None, 1, size_bytes, size_bytes)
     return [
         {
             "role": role,
@@ -162,10 +213,19 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
             "shards": plan["shards"],
             "dialect": plan["dialect"],
+            "quantizer": f"{plan['quantizer']['name']}, {plan['quantizer']['summary']}",
+            "device": ", ".join(plan["quantizer"]["devices"]),
             "peak memory": f"{size(plan['peak_bytes'])} with {count(plan['workers'], 'worker')}, "
             "besides torch and moequant",
         }
+        | _device_memory(plan)
     )
+
+
+def _device_memory(plan: Mapping[str, Any]) -> dict[str, str]:
+    if not plan["device_bytes"]:
+        return {}
+    return {"GPU memory": f"{size(plan['device_bytes'])} on all devices, besides CUDA's own"}
 
 
 def _show_result(out: Output, result: Mapping[str, Any]) -> None:
@@ -180,5 +240,11 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
             out.line(f"{line}; an earlier run had finished {result['resumed_shards']} of them")
         else:
             rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
-            out.line(f"{line}, {size(rate)}/s")
+            out.line(f"{line}, {size(rate)}/s {_means(result['quantizer'])}")
     out.line(f"To check it: {result['next']}")
+
+
+def _means(quantizer: Mapping[str, Any]) -> str:
+    """What quantized, and where if that is no CPU."""
+    where = "" if quantizer["devices"] == ["cpu"] else f" on {', '.join(quantizer['devices'])}"
+    return f"({quantizer['name']} quantizer{where})"

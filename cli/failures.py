@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moequant.cli.output import print_document
+from moequant.cli.output import print_document, printable
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _report(error: BaseException, arguments: list[str]) -> int:
     if isinstance(error, click.UsageError):
         error.show()
     else:
-        click.echo(f"Error: {failure.message}", err=True)
+        click.echo(printable(f"Error: {failure.message}"), err=True)
     # Looked for here because parsing may be what failed.
     if "--json" in arguments:
         fields = {

@@ -24,7 +24,7 @@ _SHAPE = (2048, 4096)
 @click.command("formats", short_help="List formats, dialects, and what runs them here.")
 @options.json_option
 def command(as_json: bool) -> None:
-    """List formats and dialects, and which backend runs which format on this machine."""
+    """List formats and dialects, and what converts and runs them on this machine."""
     from moequant.dialects import REGISTRY as DIALECTS
     from moequant.formats import REGISTRY as FORMATS
 
@@ -34,6 +34,7 @@ def command(as_json: bool) -> None:
             {"name": d.name, "summary": d.summary, "formats": list(d.suffixes)}
             for d in DIALECTS.values()
         ],
+        "quantizers": list(_quantizers()),
         "backends": list(_backends()),
     }
     Output(as_json=as_json).result(document, _show)
@@ -74,6 +75,23 @@ def _targets(format: str) -> Iterator[str]:
         except UnsupportedError:
             continue
         yield target
+
+
+def _quantizers() -> Iterator[dict[str, Any]]:
+    """Whether each quantizer runs here, or why not; all of them take every format."""
+    from moequant.quantizers import NativeQuantizer, TorchQuantizer, choose_quantizer
+
+    chosen = choose_quantizer()
+    for quantizer in (NativeQuantizer, TorchQuantizer):
+        by_default = quantizer is type(chosen.quantizer)
+        yield {
+            "device": "cpu",
+            "quantizer": quantizer.name,
+            "summary": quantizer.summary,
+            "runs": by_default or quantizer is TorchQuantizer,
+            "by_default": by_default,
+            "reason": chosen.reason if quantizer is NativeQuantizer else None,
+        }
 
 
 def _backends() -> Iterator[dict[str, Any]]:
@@ -147,6 +165,14 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     out.table(
         ["dialect", "formats", "what it is"],
         [(d["name"], ", ".join(d["formats"]), d["summary"]) for d in document["dialects"]],
+    )
+    out.line()
+    out.table(
+        ["device", "quantizer", "converts", "how"],
+        [
+            (row["device"], row["quantizer"], _verdict(row), row["summary"])
+            for row in document["quantizers"]
+        ],
     )
     out.line()
     out.table(

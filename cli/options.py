@@ -99,6 +99,9 @@ benched_format_option = _name_option(
     show_default=True,
     help="Format of the weights; see `moequant formats`.",
 )
+converted_format_option = _name_option(
+    "--format", _formats, help="Format to convert into.  [default: every one]"
+)
 recipe_option = click.option(
     "--recipe",
     metavar="NAME-OR-FILE",

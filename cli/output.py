@@ -46,11 +46,11 @@ class Output:
 
     def warn(self, message: str) -> None:
         """Print a warning."""
-        click.echo(f"Warning: {message}", err=True)
+        click.echo(printable(f"Warning: {message}"), err=True)
 
     def line(self, text: str = "") -> None:
         """Print a line of a result."""
-        click.echo(text)
+        click.echo(printable(text))
 
     def fields(self, fields: Mapping[str, object]) -> None:
         """Print names and values, a line each."""
@@ -122,7 +122,7 @@ def _print_folded(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     Console(markup=False, highlight=False, emoji=False).print(table)
 
 
@@ -186,6 +186,15 @@ def _bars_disabled() -> bool:
 def print_document(document: Mapping[str, Any]) -> None:
     """Print a JSON document on stdout; the only one a command prints."""
     click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def printable(text: str) -> str:
+    """The text with whatever a terminal would obey spelt out: names in files may be hostile."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def size(size_bytes: int) -> str:

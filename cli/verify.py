@@ -1,4 +1,4 @@
-"""moequant verify CONVERTED --against SOURCE."""
+"""moequant verify CONVERTED --against SOURCE | --integrity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moequant.cli.output import Output, count, size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moequant.verification import Report
+    from moequant.verification import IntegrityReport, Report
 
 _MOST_PROBLEMS = 10
 
@@ -25,8 +25,13 @@ _MOST_PROBLEMS = 10
     "source",
     type=options.DIRECTORY,
     metavar="SOURCE",
-    required=True,
     help="The checkpoint it was converted from: a directory or a hub repository.",
+)
+@click.option(
+    "--integrity",
+    is_flag=True,
+    help="Without SOURCE: compare every file with the size and digest in moequant.json, in one "
+    "pass.",
 )
 @options.revision_option
 @options.layers_option
@@ -35,7 +40,8 @@ _MOST_PROBLEMS = 10
 @options.quiet_option
 def command(
     converted: str,
-    source: str,
+    source: str | None,
+    integrity: bool,
     revision: str | None,
     layers: Literal["all"] | int | None,
     workers: int | None,
@@ -44,30 +50,63 @@ def command(
 ) -> None:
     """Prove that CONVERTED is what SOURCE converts to: structure, weights, prepared files, layers.
 
+    Or, with --integrity, that its files are the ones that were written: the source is not needed.
     Exit code 5, with the reasons, if it is not.
     """
+    if (source is None) == (not integrity):
+        raise click.UsageError("give either --against SOURCE or --integrity")
+    out = Output(as_json=as_json, quiet=quiet)
+    # What was not asked for is the library's to choose.
+    asked = {
+        k: v
+        for k, v in {"revision": revision, "layers": layers, "workers": workers}.items()
+        if v is not None
+    }
+    if source is None:
+        unfit = [f"--{option}" for option in ("revision", "layers") if option in asked]
+        if unfit:
+            raise click.UsageError(f"{unfit[0]} goes with --against")
+        _check_integrity(out, converted, asked)
+    else:
+        _verify(out, converted, source, asked)
+
+
+def _verify(out: Output, converted: str, source: str, asked: dict[str, Any]) -> None:
     from moequant.errors import NumericsError
     from moequant.verification import verify
 
-    out = Output(as_json=as_json, quiet=quiet)
-    # What was not asked for is the library's to choose.
-    asked: dict[str, Any] = {
-        k: v for k, v in {"layers": layers, "workers": workers}.items() if v is not None
-    }
     with out.progress() as progress:
-        report = verify(converted, against=source, revision=revision, progress=progress, **asked)
+        report = verify(converted, against=source, progress=progress, **asked)
     if not report.ok:
-        raise FailedResult(NumericsError(_explain(report)), report.to_json())
+        message = _explain(report, f"against {report.source}")
+        raise FailedResult(NumericsError(message), report.to_json())
     out.result(report.to_json(), _show)
 
 
-def _explain(report: Report) -> str:
+def _check_integrity(out: Output, converted: str, asked: dict[str, Any]) -> None:
+    from moequant.errors import NumericsError
+    from moequant.verification import check_integrity
+
+    with out.progress() as progress:
+        report = check_integrity(converted, progress=progress, **asked)
+    if not report.ok:
+        message = _explain(report, "against its moequant.json")
+        raise FailedResult(NumericsError(message), report.to_json())
+    out.result(report.to_json(), _show_integrity)
+
+
+def _show_integrity(out: Output, report: Mapping[str, Any]) -> None:
+    out.line(
+        f"{report['converted']}: as it was written; {count(report['files'], 'file')}, "
+        f"{size(report['bytes'])}, by moequant {report['record']['moequant']}"
+    )
+
+
+def _explain(report: Report | IntegrityReport, against: str) -> str:
     shown = [f"  {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
     left_out = report.problem_count - len(shown)
     more = [f"  and {left_out} more"] if left_out else []
-    headline = (
-        f"{report.converted}: {count(report.problem_count, 'problem')} against {report.source}"
-    )
+    headline = f"{report.converted}: {count(report.problem_count, 'problem')} {against}"
     return "\n".join([headline, *shown, *more])
 
 

@@ -60,10 +60,10 @@ def write_checkpoint(
 ):
     """Write a checkpoint, about 5 MB by default, into `path`, and return that.
 
-    `model_type` is qwen3_moe, mixtral or deepseek_v3: the latter with one dense layer first, shared
-    experts and a multi-token-prediction layer. Matrices are N(0, 0.02) with two large columns.
-    Shards are cut wherever they are full, so that an expert may straddle two. `config` is merged
-    into config.json.
+    `model_type` is qwen3_moe, mixtral, gpt_oss, or deepseek_v3: that with one dense layer first,
+    shared experts and a multi-token-prediction layer. Matrices are N(0, 0.02) with two large
+    columns. Shards are cut wherever they are full, so that an expert may straddle two. `config` is
+    merged into config.json.
     """
     sizes = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
     fields, shapes = _ARCHITECTURES[model_type](**sizes)
@@ -214,7 +214,36 @@ def _deepseek_v3(*, layers, experts, hidden, intermediate):
     return fields, shapes
 
 
-_ARCHITECTURES = {"qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v3": _deepseek_v3}
+def _gpt_oss(*, layers, experts, hidden, intermediate):
+    fields = {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": HEAD_DIM,
+        "intermediate_size": intermediate,
+        "num_local_experts": experts,
+        "swiglu_limit": 7.0,
+    }
+    shapes = {}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= _attention(at, hidden)
+        shapes |= {
+            f"{at}.mlp.router.weight": (experts, hidden),
+            f"{at}.mlp.router.bias": (experts,),
+            f"{at}.mlp.experts.gate_up_proj": (experts, hidden, 2 * intermediate),
+            f"{at}.mlp.experts.gate_up_proj_bias": (experts, 2 * intermediate),
+            f"{at}.mlp.experts.down_proj": (experts, intermediate, hidden),
+            f"{at}.mlp.experts.down_proj_bias": (experts, hidden),
+        }
+        shapes |= _norms(at, hidden)
+    return fields, shapes
+
+
+_ARCHITECTURES = {
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+}
 
 
 def _attention(at, hidden):

@@ -25,6 +25,7 @@ ORDER = [
     "kernels",
     "progress",
     "formats",
+    "quantizers",
     "layouts",
     "dialects",
     "models",
@@ -32,6 +33,7 @@ ORDER = [
     "conversion",
     "preparation",
     "runtime",
+    "integrations",
     "verification",
     "benchmarks",
     "cli",
@@ -90,9 +92,11 @@ def test_numpy_is_not_imported(name):
     assert "numpy" not in {i.split(".")[0] for i in imports(MODULES[name])}
 
 
-# Packages whose modules may import what is an extra, or what users bring, within functions.
+# Packages whose modules may import what is an extra, or what users bring, within functions; and
+# modules that exist for an extra.
 _WITH_EXTRAS = (
     "moequant.benchmarks",
+    "moequant.conversion.cluster",
     "moequant.integrations",
     "moequant.kernels",
     "moequant.runtime.backends",

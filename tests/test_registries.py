@@ -9,6 +9,8 @@ from moequant import dialects
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY, quantize
 from moequant.layouts.targets import TARGETS, kernel_layout
+from moequant.models import architectures
+from moequant.quantizers.kernels import KERNELS
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.verification.bounds import find_out_of_bound
 from moequant.verification.decode import decode
@@ -17,6 +19,9 @@ NOT_CARRIED = {
     ("fp8", "nvfp4"): "its consumers read FP8 blocks alone",
     ("fp8", "mxfp4"): "its consumers read FP8 blocks alone",
     ("fp8", "w4a8"): "its consumers read FP8 blocks alone",
+    ("gpt-oss", "fp8_block"): "gpt-oss was released in MXFP4 alone",
+    ("gpt-oss", "nvfp4"): "gpt-oss was released in MXFP4 alone",
+    ("gpt-oss", "w4a8"): "gpt-oss was released in MXFP4 alone",
 }
 NO_KERNEL = {("w4a8", "sm100"): "the CUTLASS kernel for INT4 x FP8 is written for SM90"}
 
@@ -40,6 +45,15 @@ def test_every_format_has_a_dialect(format):
     assert dialects.default_dialect(format) in dialects.REGISTRY
 
 
+def test_dialects_that_an_architecture_names_are_there_and_serve_it():
+    for architecture in architectures():
+        for name in architecture.dialects or ():
+            assert architecture.stacked or not dialects.get_dialect(name).stacks
+    # One that stacks serves those that name it alone.
+    named = {name for architecture in architectures() for name in architecture.dialects or ()}
+    assert {d.name for d in dialects.REGISTRY.values() if d.stacks} <= named
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @every_format
 def test_every_target_has_a_layout_for_every_format_or_says_why_not(format, target):
@@ -48,6 +62,10 @@ def test_every_target_has_a_layout_for_every_format_or_says_why_not(format, targ
             kernel_layout(format, target)
     else:
         assert kernel_layout(format, target).name
+
+
+def test_every_format_has_a_kernel_of_the_native_quantizer():
+    assert KERNELS.keys() == REGISTRY.keys()
 
 
 def test_exceptions_are_about_what_there_is():

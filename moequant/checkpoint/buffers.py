@@ -1,12 +1,20 @@
-"""The bytes of a tensor, without a copy and without numpy."""
+"""Memory of tensors: their bytes, without a copy and without numpy, and pages to use again."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
+
+_ALIGNMENT = 64
+"""Of tensors in an arena: a line of the cache, and the widest vector."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -24,3 +32,42 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array._tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+def _allocate(size_bytes: int) -> Tensor:
+    # The device is named because `torch.set_default_device` would lend another.
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+
+
+class Arena:
+    """Memory for tensors that come and go together; for one thread.
+
+    Fresh pages cost a core more than anything it does to them: it reads a cached file at 2 GB/s
+    into new memory and at 20 GB/s into memory it has had before.
+
+    Args:
+        allocate: gives so many bytes, uint8; CPU memory by default.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor] = _allocate) -> None:
+        self._allocate = allocate
+        self._memory = allocate(0)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of any values, good until `clear`."""
+        size_bytes = math.prod(shape) * dtype.itemsize
+        start = self._used
+        self._used += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        if self._used > len(self._memory):
+            # Alone this once; `clear` makes room for the next of its kind.
+            return self._allocate(size_bytes).view(dtype).view(tuple(shape))
+        return self._memory[start : start + size_bytes].view(dtype).view(tuple(shape))
+
+    def clear(self) -> None:
+        """Let go of all tensors, which must no longer be used, and keep their memory."""
+        if self._used > len(self._memory):
+            # The old goes before the new comes.
+            self._memory = self._allocate(0)
+            self._memory = self._allocate(self._used)
+        self._used = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, PREPARED_FOLDER, RECORD_FILE
@@ -16,6 +17,9 @@ OTHER_WEIGHTS = (
     *PICKLES, ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite", ".gguf", ".npz",
 )  # fmt: skip
 """Endings of weight files that are not safetensors."""
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 2048
+"""In bytes; what Linux takes, with room for the folder's own path."""
 
 # What a conversion writes itself, at the top of a checkpoint.
 _WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
@@ -40,6 +44,19 @@ def sidecar_files(root: Path) -> list[Path]:
 def weight_files(root: Path) -> list[Path]:
     """Files, relative to `root`, that hold weights in whatever form, or index such files."""
     return [name for name in _walk(root) if _is_weights(name)]
+
+
+def is_inner_name(name: str) -> bool:
+    """Whether a name that a file speaks of leads nowhere but into its folder, and can be one."""
+    parts = PurePosixPath(name).parts
+    return (
+        bool(parts)
+        and name.isprintable()
+        and "\\" not in name
+        and not {"/", "..", "//"} & {*parts}
+        and len(name.encode()) < _LONGEST_PATH
+        and all(len(part.encode()) <= _LONGEST_NAME for part in parts)
+    )
 
 
 def entries(folder: Path) -> list[Path]:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.checkpoint.documents import MAX_BYTES, parse_object
 from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moequant.checkpoint.writer import TensorSlot
 
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = MAX_BYTES
 """What safetensors accepts; a larger header is refused unread."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -156,34 +156,6 @@ def encode_header(slots: Iterable[TensorSlot]) -> bytes:
             f"at most {MAX_HEADER_BYTES}; choose a smaller --max-shard-size"
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
-    """Parse a JSON object in which no key repeats; `path` is what errors name.
-
-    Raises:
-        CheckpointError: not UTF-8, not JSON, not an object, or a key occurs twice.
-    """
-    try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique)
-    # Nesting of a few thousand levels exhausts the parser's stack.
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: not valid JSON: {error}; mend it or fetch it again"
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path}: holds {_show(value)}, but a JSON object is wanted; mend it or fetch it again"
-        )
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {_show(twice)} occurs twice")
-    return fields
 
 
 def _show(value: object) -> str:

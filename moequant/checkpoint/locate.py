@@ -96,4 +96,7 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
             f"name, connect (HF_HUB_OFFLINE unset), or run `hf download {repo_id}` where there is "
             "a network"
         )
-    return f"cannot be fetched: {type(error).__name__}: {error}; try again or give a directory"
+    return (
+        f"cannot be fetched: {type(error).__name__}: {error}; what has come is kept: the same "
+        "command again fetches what is missing. Or give a directory"
+    )

@@ -16,12 +16,11 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.buffers import Arena, tensor_bytes
+from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from moequant.checkpoint.folder import PICKLES, entries, sidecar_files, weight_files
-from moequant.checkpoint.headers import DTYPES, TensorInfo, parse_object, read_header
+from moequant.checkpoint.headers import DTYPES, TensorInfo, read_header
 from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
 
@@ -44,11 +43,13 @@ class Checkpoint:
         path: its directory.
         config: config.json.
         tensors: every tensor, in natural order of names (layer 2 before layer 10).
+        config_file: config.json as it was when it was read; None where it could not be.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    config_file: FixedFile | None = None
     _files: dict[str, FixedFile] = field(repr=False)
 
     @classmethod
@@ -59,7 +60,8 @@ class Checkpoint:
             CheckpointError: a file is missing, malformed or contradicts another; names it.
             UnsupportedError: the weights are in pickle files.
         """
-        config = _read_json(path / CONFIG_FILE)
+        config_file = FixedFile.at(path / CONFIG_FILE)
+        config = read_document(config_file)
         weight_map, files = _choose_files(path)
         # Before the headers: what changes from now on shows when it is read.
         fixed = {file: FixedFile.at(path / file) for file in files}
@@ -69,7 +71,13 @@ class Checkpoint:
         if not tensors:
             raise CheckpointError(f"{path}: {', '.join(files)}: no tensors; fetch it again")
         tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
-        return cls(path=path, config=config, tensors=tensors, _files=fixed)
+        return cls(
+            path=path,
+            config=config,
+            tensors=tensors,
+            config_file=config_file,
+            _files=fixed,
+        )
 
     @classmethod
     def of_files(
@@ -91,6 +99,10 @@ class Checkpoint:
         """Size and modification time (ns) of each weight file; what JSON gives back as it was."""
         return {name: [file.size_bytes, file.mtime_ns] for name, file in self._files.items()}
 
+    def weight_files(self) -> dict[str, FixedFile]:
+        """The weight files by name, in natural order, as they were when they were opened."""
+        return dict(self._files)
+
     def info(self, name: str) -> TensorInfo:
         """What the header says of tensor `name`.
 
@@ -101,12 +113,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; fetch the checkpoint again")
         return self.tensors[name]
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read a tensor, or `rows` of its first dimension, into new CPU memory.
+    def read(self, name: str, rows: slice | None = None, arena: Arena | None = None) -> Tensor:
+        """Read a tensor, or `rows` of its first dimension, into CPU memory.
 
         Args:
             name: full name.
             rows: a contiguous range, read alone.
+            arena: whose memory to use; new memory without one.
 
         Raises:
             CheckpointError: no such tensor, or its file is unreadable or no longer the same.
@@ -123,8 +136,7 @@ class Checkpoint:
             first, last = _row_range(info, rows)
             shape = (last - first, *shape[1:])
             start += first * (info.size_bytes // max(info.shape[0], 1))
-        # The device is named because `torch.set_default_device` would lend another.
-        tensor = torch.empty(shape, dtype=DTYPES[info.dtype], device="cpu")
+        tensor = (arena or Arena()).empty(shape, dtype=DTYPES[info.dtype])
         self._files[info.file].read_into(start, tensor_bytes(tensor))
         return tensor
 
@@ -170,11 +182,6 @@ def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
     return parts, name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    file = FixedFile.at(path)
-    return parse_object(file.read(0, file.size_bytes), path)
-
-
 def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     """The index's map, if there is an index, and the weight files in natural order."""
     names = [entry.name for entry in entries(path)]
@@ -218,7 +225,7 @@ def _is_whole(files: list[str]) -> bool:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_document(FixedFile.at(path)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map of files by tensor; fetch it again")
     for name, file in weight_map.items():

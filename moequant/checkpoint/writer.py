@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.digest import GrowingDigest
 from moequant.checkpoint.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
 from moequant.errors import MoequantError
 
@@ -66,9 +67,11 @@ def lay_out(
 ) -> tuple[bytes, dict[str, TensorSlot]]:
     """Give each tensor its place in a file.
 
-    Larger elements come first and the given order holds otherwise, as safetensors does it: with
-    data that starts at a multiple of 8, every tensor is then aligned to its element size without
-    holes. The file will have `len(header)` plus the slots' bytes.
+    The given order holds for tensors of a multiple of 8 bytes, nearly all of a checkpoint's; then
+    come the others, larger elements first. With data that starts at a multiple of 8, every tensor
+    is then aligned to its element size without holes. A file that is written in the given order
+    grows from its start, so that its digest can keep up. It will have `len(header)` plus the slots'
+    bytes.
 
     Args:
         tensors: name, safetensors dtype and shape of each; no name twice.
@@ -81,12 +84,20 @@ def lay_out(
     """
     slots: dict[str, TensorSlot] = {}
     offset = 0
-    for name, dtype, shape in sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor[1]]):
+    for name, dtype, shape in sorted(tensors, key=_place):
         assert name not in slots, name
         assert bit_count(dtype, shape) % 8 == 0, (name, dtype, shape)
         slots[name] = TensorSlot(name=name, dtype=dtype, shape=shape, offset=offset)
         offset += slots[name].size_bytes
     return encode_header(slots.values()), slots
+
+
+def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
+    """What sorts a tensor: 0 for those that leave every element behind them aligned."""
+    _, dtype, shape = tensor
+    return (
+        0 if bit_count(dtype, shape) % 64 == 0 else 1 + max(DTYPE_BITS.values()) - DTYPE_BITS[dtype]
+    )
 
 
 class ShardWriter:
@@ -113,7 +124,8 @@ class ShardWriter:
         # Ranges and not a sum: a slice written twice must not hide one that never came.
         self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in slots}
         with explained(path, "created"):
-            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._digest = GrowingDigest(self._fd)
         try:
             with explained(path, f"given its {self.size_bytes} bytes"):
                 _reserve(self._fd, self.size_bytes)
@@ -142,8 +154,13 @@ class ShardWriter:
         if view.nbytes:
             self._written[name].append((offset_bytes, stop))
 
+    def digest(self) -> None:
+        """Digest what the file has got since, from its start on, unless another thread is at it."""
+        with explained(self.path, "read"):
+            self._digest.catch_up()
+
     def finish(self) -> tuple[int, str]:
-        """Bring the file to disk, close it, and read it again for its digest.
+        """Digest the rest of the file, bring it to disk and close it.
 
         Returns:
             Its size in bytes and its SHA-256 in hex.
@@ -154,10 +171,11 @@ class ShardWriter:
                 _ensure(start == position, f"{name}: byte {min(start, position)} written not once")
                 position = stop
             _ensure(position == slot.size_bytes, f"{name}: {position} of {slot.size_bytes} bytes")
+        self.digest()
         with explained(self.path, "finished"):
             os.fsync(self._descriptor())
             self._close()
-        return self.size_bytes, sha256_of(self.path)
+        return self.size_bytes, self._digest.of_first(self.size_bytes)
 
     def abort(self) -> None:
         """Close the file, if it is open, and remove it, if it is there."""
@@ -180,6 +198,7 @@ class ShardWriter:
     def _write_at(self, position: int, view: memoryview) -> None:
         with explained(self.path, "written"):
             _write_all(self._descriptor(), position, view)
+        self._digest.wrote(position, position + view.nbytes)
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ loads. Every step can be repeated: a crash in between is mended by running the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,8 +16,10 @@ import torch
 
 from moequant._version import __version__
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, PREPARED_FOLDER, RECORD_FILE
-from moequant.checkpoint.writer import fsync_directory, replace_file
+from moequant.checkpoint.reader import FixedFile
+from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.conversion.target import read_record, recorded_sidecars
+from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from moequant.conversion.journal import FinishedShard, Journal
     from moequant.conversion.plan import Plan
 
-_STAGE = "sidecars"
+_CHUNK_BYTES = 8 << 20
 
 # Left by an earlier quantization; engines would believe them over config.json.
 OTHER_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -37,28 +40,37 @@ def commit(
     plan: Plan,
     journal: Journal,
     finished: Iterable[FinishedShard],
-    sidecars: Iterable[Path],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Move shards into place, then the files that come along, the record, the index, the config."""
+    """Put shards, files that come along, record, index and config into place, in this order.
+
+    All of it lies on the output's disk before an earlier conversion goes: what is left then is to
+    rename, which needs no space.
+
+    Args:
+        source: what was converted.
+        plan: what was planned.
+        journal: of the output.
+        finished: every shard of the plan.
+        provenance: what `source_digests` and the hub say of the source.
+
+    Raises:
+        CheckpointError: a file that comes along cannot be read, or is no longer the same.
+        MoequantError: the output cannot be written.
+    """
     output = journal.output
     shards = list(finished)
-    staged = [_stage(source.path, file, journal) for file in sidecars]
-    record = _encode(_record(plan, shards, provenance))
-    index = _encode(plan.index())
-    config = _encode(converted_config(source.config, plan.quantization_config))
-    _retire_old_output(output, keep={shard.file for shard in shards})
-    for shard in shards:
-        if (journal.shards / shard.file).exists():
-            (journal.shards / shard.file).replace(output / shard.file)
-    for file in staged:
+    sidecars = _stage(source, plan, journal, shards, provenance)
+    for file in sidecars:
         (output / file).parent.mkdir(parents=True, exist_ok=True)
-        (journal.folder / _STAGE / file).replace(output / file)
-    replace_file(output / RECORD_FILE, record)
-    replace_file(output / INDEX_FILE, index)
-    fsync_directory(output)
-    replace_file(output / CONFIG_FILE, config)
-    shutil.rmtree(journal.folder)
+    _retire_old_output(output, keep={shard.file for shard in shards})
+    # The record before what it speaks of: should this conversion be given up now and another take
+    # its place, that one learns here which files are not its own.
+    _move(journal.staged, output, [RECORD_FILE])
+    _move(journal.shards, output, [shard.file for shard in shards])
+    _move(journal.staged, output, [*sidecars, INDEX_FILE])
+    _move(journal.staged, output, [CONFIG_FILE])
+    journal.close()
 
 
 def converted_config(
@@ -73,29 +85,93 @@ def converted_config(
     return result
 
 
+def _stage(
+    source: Checkpoint,
+    plan: Plan,
+    journal: Journal,
+    shards: Iterable[FinishedShard],
+    provenance: Mapping[str, Any],
+) -> list[str]:
+    """Write all that is no shard into the work folder; returns names of files that come along."""
+    if journal.staged.exists():
+        shutil.rmtree(journal.staged)
+    journal.staged.mkdir()
+    for file, sha256 in provenance["sidecars"].items():
+        _copy(source.path / file, journal.staged / file, sha256)
+    written = {
+        INDEX_FILE: _encode(plan.index()),
+        CONFIG_FILE: _encode(converted_config(source.config, plan.quantization_config)),
+    }
+    record = _encode(_record(plan, shards, written, provenance))
+    for file, data in {**written, RECORD_FILE: record}.items():
+        replace_file(journal.staged / file, data)
+    return list(provenance["sidecars"])
+
+
+def _copy(source: Path, target: Path, sha256: str) -> None:
+    """Copy a file that comes along and bring it to disk.
+
+    Raises:
+        CheckpointError: it cannot be read, or has another digest than before.
+    """
+    digest = hashlib.sha256()
+    file = FixedFile.at(source)
+    with explained(target, "written"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
+                digest.update(chunk)
+                while chunk:
+                    chunk = chunk[os.write(fd, chunk) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    if digest.hexdigest() != sha256:
+        raise CheckpointError(
+            f"{source}: changed while in use; wait until nothing writes to it and repeat the "
+            "command"
+        )
+
+
+def _move(folder: Path, output: Path, files: Iterable[str]) -> None:
+    """Rename files into the output, those that an earlier attempt moved left out."""
+    parents = {output}
+    for file in files:
+        target = output / file
+        if (folder / file).exists():
+            (folder / file).replace(target)
+        parents |= {p for p in target.parents if p.is_relative_to(output)}
+    for parent in sorted(parents):
+        fsync_directory(parent)
+
+
 def _retire_old_output(output: Path, keep: set[str]) -> None:
-    """Remove an earlier conversion, its config first so that it never loads half replaced."""
-    stale = recorded_sidecars(read_record(output))
-    for name in (CONFIG_FILE, INDEX_FILE, RECORD_FILE, *OTHER_QUANTIZATION, *stale):
-        path = output / name
-        # A record may have been edited: nothing outside the output is removed by it.
-        if path.resolve().is_relative_to(output.resolve()):
-            path.unlink(missing_ok=True)
-    for path in output.glob("*.safetensors"):
-        if path.name not in keep:
+    """Remove an earlier conversion, its config first so that it never loads half replaced.
+
+    Its record goes last: it says what else there is to remove.
+    """
+    files = [CONFIG_FILE, INDEX_FILE, *OTHER_QUANTIZATION]
+    files += recorded_sidecars(read_record(output))
+    shards = [path.name for path in output.glob("*.safetensors") if path.name not in keep]
+    for file in (*files, *shards, RECORD_FILE):
+        path = output / file
+        # A record may have been edited: no folder, and nothing outside the output, goes by it.
+        if (path.is_file() or path.is_symlink()) and _lies_in(output, path):
             path.unlink()
-    shutil.rmtree(output / PREPARED_FOLDER, ignore_errors=True)
+            if file == CONFIG_FILE:
+                fsync_directory(output)
+    prepared = output / PREPARED_FOLDER
+    if prepared.is_symlink():
+        prepared.unlink()
+    elif prepared.exists():
+        shutil.rmtree(prepared)
     fsync_directory(output)
 
 
-def _stage(folder: Path, file: Path, journal: Journal) -> Path:
-    """Bring a file that comes along to the output's disk, where it need only be renamed."""
-    staged = journal.folder / _STAGE / file
-    staged.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(folder / file, staged)
-    with staged.open("rb") as copy:
-        os.fsync(copy.fileno())
-    return file
+def _lies_in(folder: Path, path: Path) -> bool:
+    """Whether `path` itself, and not what it may link to, is in `folder`."""
+    return path.parent.resolve().is_relative_to(folder.resolve())
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:
@@ -104,7 +180,10 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 
 def _record(
-    plan: Plan, shards: Iterable[FinishedShard], provenance: Mapping[str, Any]
+    plan: Plan,
+    shards: Iterable[FinishedShard],
+    written: Mapping[str, bytes],
+    provenance: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
     return {
@@ -117,4 +196,8 @@ def _record(
         "recipe": plan.recipe.model_dump(mode="json"),
         "plan_sha256": plan.digest,
         "shards": {s.file: {"bytes": s.bytes, "sha256": s.sha256} for s in shards},
+        "files": {
+            file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for file, data in written.items()
+        },
     }

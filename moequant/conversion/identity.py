@@ -1,33 +1,66 @@
 """Whether a source is still the one a conversion was made from.
 
-Headers alone do not say: a second fine-tune of a model has the same. Between two runs, sizes and
-modification times do; for a finished output, which may have travelled, a sample of the contents.
+Headers alone do not say: a second fine-tune of a model has the same. From the beginning of a
+conversion to its end, in whichever runs, sizes and modification times do; for a finished output,
+which may have travelled, a sample of the contents. Digests of all contents are for whoever asks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.files import CONFIG_FILE
-from moequant.checkpoint.writer import sha256_of
+from moequant.checkpoint.reader import FixedFile
+from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from moequant.checkpoint.source import Checkpoint
+    from moequant.progress import Progress
 
 SAMPLE_BYTES = 4096
+_CHUNK_BYTES = 8 << 20
+_HEX_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, list[int]]:
-    """Size and modification time (ns) of every file that a conversion reads."""
-    state = checkpoint.file_state()
-    for file in (CONFIG_FILE, *map(str, sidecars)):
-        status = (checkpoint.path / file).stat()
-        state[file] = [status.st_size, status.st_mtime_ns]
-    return state
+    """Size and modification time (ns) of every file that a conversion reads.
+
+    Of weights and config.json it is that of the moment the checkpoint was opened.
+
+    Raises:
+        CheckpointError: a file is gone.
+    """
+    assert checkpoint.config_file is not None, "of a checkpoint that was opened"
+    files = {**checkpoint.weight_files(), CONFIG_FILE: checkpoint.config_file}
+    files |= {str(file): FixedFile.at(checkpoint.path / file) for file in sidecars}
+    return {name: [file.size_bytes, file.mtime_ns] for name, file in files.items()}
+
+
+def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
+    """Refuse a source of which a file is not as it was when the conversion began.
+
+    Args:
+        checkpoint: the source.
+        before: its `source_state` then.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    for file, state in before.items():
+        found = FixedFile.at(checkpoint.path / file)
+        if [found.size_bytes, found.mtime_ns] != state:
+            raise CheckpointError(
+                f"{checkpoint.path / file}: changed while it was converted ({state[0]} bytes "
+                f"before, {found.size_bytes} now); nothing was put in place. Wait until nothing "
+                "writes to it, then start over with --overwrite"
+            )
 
 
 def source_digests(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, Any]:
@@ -40,9 +73,9 @@ def source_digests(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str
         CheckpointError: the source cannot be read, or changed since it was opened.
     """
     return {
-        "config_sha256": sha256_of(checkpoint.path / CONFIG_FILE),
+        "config_sha256": _sha256(FixedFile.at(checkpoint.path / CONFIG_FILE)),
         "sample_sha256": _sample(checkpoint),
-        "sidecars": {str(file): sha256_of(checkpoint.path / file) for file in sidecars},
+        "sidecars": {str(f): _sha256(FixedFile.at(checkpoint.path / f)) for f in sidecars},
     }
 
 
@@ -54,4 +87,43 @@ def _sample(checkpoint: Checkpoint) -> str:
             buffer = bytearray(size)
             checkpoint.read_into(name, offset, buffer)
             digest.update(buffer)
+    return digest.hexdigest()
+
+
+def content_digests(
+    checkpoint: Checkpoint, workers: int, progress: Progress
+) -> dict[str, dict[str, str]]:
+    """SHA-256 of every weight file, whole: what `--hash-source` adds to moequant.json.
+
+    The hub's cache names a blob by this digest; one of another content is damaged.
+
+    Raises:
+        CheckpointError: a file cannot be read, changed, or is not what the hub's cache calls it.
+    """
+    files = checkpoint.weight_files()
+    progress.start("hashing the source", sum(file.size_bytes for file in files.values()))
+    with ThreadPoolExecutor(workers) as pool:
+        digests = pool.map(partial(_digest, progress=progress), files.values())
+        found = dict(zip(files, digests, strict=True))
+    progress.finish()
+    return {"content_sha256": found}
+
+
+def _digest(file: FixedFile, progress: Progress) -> str:
+    found = _sha256(file, progress)
+    blob = file.path.resolve()
+    if blob.parent.name == "blobs" and _HEX_SHA256.fullmatch(blob.name) and blob.name != found:
+        raise CheckpointError(
+            f"{file.path}: its SHA-256 is {found}, but the hub's cache calls it {blob.name}; it "
+            f"is damaged: remove {blob} and fetch it again"
+        )
+    return found
+
+
+def _sha256(file: FixedFile, progress: Progress | None = None) -> str:
+    digest = hashlib.sha256()
+    for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
+        digest.update(chunk)
+        if progress is not None:
+            progress.advance(len(chunk), file.path.name)
     return digest.hexdigest()

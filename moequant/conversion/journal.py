@@ -6,6 +6,7 @@ Everything unfinished lies in OUTPUT/.moequant/:
     plan.json       which plan this is, and the state of the source files it was made from
     journal.jsonl   one line for each finished shard: file, size, SHA-256
     shards/         finished shards, and the partial ones being written
+    staged/         during the commit: all other files of the output
 
 A shard counts as finished only if its journal line is whole and a file of that size and digest is
 there; anything else is written again.
@@ -16,17 +17,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.files import WORK_FOLDER
 from moequant.checkpoint.lock import exclusive
-from moequant.checkpoint.writer import fsync_directory, replace_file, sha256_of
+from moequant.checkpoint.writer import explained, fsync_directory, replace_file, sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+
+_DIGESTS_AT_ONCE = 4
+"""Finished shards whose digests are checked at the same time: four outrun most disks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class Journal:
         self.output = output
         self.folder = output / WORK_FOLDER
         self.shards = self.folder / "shards"
+        self.staged = self.folder / "staged"
         self._lines = self.folder / "journal.jsonl"
         self._plan = self.folder / "plan.json"
 
@@ -62,11 +69,26 @@ class Journal:
         return recorded if isinstance(recorded, dict) else {}
 
     def begin(self, record: dict[str, Any]) -> None:
-        """Start afresh: forget earlier work and record the plan."""
-        shutil.rmtree(self.shards, ignore_errors=True)
-        self._lines.unlink(missing_ok=True)
+        """Start afresh: forget earlier work and record the plan.
+
+        The old plan goes first and the new one comes last: a plan never stands beside shards or
+        lines of another.
+        """
+        self._plan.unlink(missing_ok=True)
+        if self.shards.exists():
+            shutil.rmtree(self.shards)
         self.shards.mkdir(parents=True)
+        replace_file(self._lines, b"")
         replace_file(self._plan, json.dumps(record, indent=2).encode())
+
+    def close(self) -> None:
+        """Remove the work folder: its conversion is committed, or there is none.
+
+        The plan goes first: a folder without it is no unfinished conversion.
+        """
+        self._plan.unlink(missing_ok=True)
+        fsync_directory(self.folder)
+        shutil.rmtree(self.folder)
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the output directory against a second run.
@@ -84,15 +106,30 @@ class Journal:
         """Give a finished shard its name and note it; the caller has synced its data."""
         self.partial(shard.file).replace(self.shards / shard.file)
         fsync_directory(self.shards)
-        with self._lines.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(shard)) + "\n")
-            lines.flush()
-            os.fsync(lines.fileno())
+        _append(self._lines, _line(shard))
 
-    def finished(self) -> dict[str, FinishedShard]:
-        """Shards that need not be written again; each is read once to check its digest."""
-        entries = {entry.file: entry for entry in self._entries()}
-        return {file: entry for file, entry in entries.items() if self.locate(entry) is not None}
+    def resume(self, files: Collection[str]) -> dict[str, FinishedShard]:
+        """Which shards of a plan need not be written again; each is read once for its digest.
+
+        What else lies in `shards` is removed: a partial shard holds space that is wanted.
+
+        Args:
+            files: names of the plan's shards.
+        """
+        entries = {e.file: e for line in self._read_lines() if (e := _parse(line)) is not None}
+        entries = {file: entry for file, entry in entries.items() if file in files}
+        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
+            places = dict(zip(entries, pool.map(self.locate, entries.values()), strict=True))
+        self.shards.mkdir(exist_ok=True)
+        for path in self.shards.iterdir():
+            if path not in places.values():
+                path.unlink()
+        finished = {file: entry for file, entry in entries.items() if places[file] is not None}
+        # Written anew where a line was torn or is wrong, so that the next one is not spoilt.
+        lines = [_line(entry) for entry in finished.values()]
+        if self._read_lines() != lines:
+            replace_file(self._lines, b"".join(lines))
+        return finished
 
     def locate(self, shard: FinishedShard) -> Path | None:
         """Where a finished shard lies: in the work folder or, after a commit began, the output."""
@@ -102,18 +139,30 @@ class Journal:
                 return path
         return None
 
-    def _entries(self) -> Iterator[FinishedShard]:
+    def _read_lines(self) -> list[bytes]:
+        """Lines of the journal with their ends; the last may be torn."""
+        return self._lines.read_bytes().splitlines(keepends=True) if self._lines.exists() else []
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Bring a line to disk at the end of a file."""
+    with explained(path, "written"):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            lines = self._lines.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
-            return
-        for line in lines:
-            # None for the line being written when the power went; its shard is written again.
-            if (shard := _parse(line)) is not None:
-                yield shard
+            # A disk that fills up takes a part, and refuses the rest.
+            while line:
+                line = line[os.write(fd, line) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
-def _parse(line: str) -> FinishedShard | None:
+def _line(shard: FinishedShard) -> bytes:
+    return json.dumps(asdict(shard)).encode() + b"\n"
+
+
+def _parse(line: bytes) -> FinishedShard | None:
+    """The entry of a line, or None for one that is torn: its shard is written again."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

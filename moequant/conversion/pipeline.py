@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.checkpoint.headers import DTYPES
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
 from moequant.checkpoint.writer import explained
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
-from moequant.conversion.identity import source_digests, source_state
+from moequant.conversion.devices import CPU, choose_device
+from moequant.conversion.executors import LOCAL, choose_executor
+from moequant.conversion.identity import (
+    check_unchanged,
+    content_digests,
+    source_digests,
+    source_state,
+)
 from moequant.conversion.journal import Journal
 from moequant.conversion.plan import Plan, make_plan
 from moequant.conversion.recipe import Recipe, load_recipe
-from moequant.conversion.run import write_shards
-from moequant.conversion.target import check_apart, check_space, is_work_left
+from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
 from moequant.errors import MoequantError, RecipeError, UnsupportedError
+from moequant.formats import get_format
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
     from moequant.progress import Progress
+    from moequant.quantizers import Choice, Job
 
 DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
@@ -41,6 +51,7 @@ class ConversionResult:
         state: "converted", "already converted" or, with `dry_run`, "planned".
         resumed_shards: finished shards an earlier, interrupted run had left.
         refusals: with `dry_run`, why the conversion would be refused.
+        quantizer: what quantized, or would; None where nothing was to do.
     """
 
     output: Path
@@ -48,6 +59,7 @@ class ConversionResult:
     state: Literal["converted", "already converted", "planned"]
     resumed_shards: int = 0
     refusals: tuple[str, ...] = ()
+    quantizer: Choice | None = None
 
 
 def convert(
@@ -61,6 +73,9 @@ def convert(
     workers: int = DEFAULT_WORKERS,
     max_shard_size: str | None = None,
     overwrite: bool = False,
+    hash_source: bool = False,
+    executor: str = LOCAL,
+    device: str = CPU,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionResult:
@@ -79,6 +94,11 @@ def convert(
         workers: units converted at the same time.
         max_shard_size: for example "5GB".
         overwrite: replace what is in `output`; the old files stay until the new ones are whole.
+        hash_source: record the SHA-256 of every weight file of the source; reads it once more.
+        executor: where shards are written: "local", or "ray" or "ray:ADDRESS" for a cluster, whose
+            machines share the file systems of source and output.
+        device: what quantizes: "cpu"; "cuda", all GPUs of this machine; "cuda:0,2", some of them;
+            or "auto", GPUs if there are any. The bytes do not depend on it.
         dry_run: plan only; reads headers and writes nothing.
         progress: told what is done.
 
@@ -90,6 +110,13 @@ def convert(
     """
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but at least one has to do the work")
+    if device != CPU and executor != LOCAL:
+        raise MoequantError(
+            f"device {device} with executor {executor}, but on a cluster CPUs quantize; leave out "
+            "one of them"
+        )
+    # Now, so that a device that is not there is found before anything is read.
+    choose_device(device)
     chosen = _choose_recipe(format, recipe).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
@@ -106,10 +133,19 @@ def convert(
         provenance=_provenance(source, path, revision),
         journal=Journal(target),
         overwrite=overwrite,
+        hash_source=hash_source,
+        write_shards=choose_executor(executor),
+        device=device,
     )
     if dry_run:
         refusals = (*plan.refusals, *_refusals(work))
-        return ConversionResult(output=target, plan=plan, state="planned", refusals=refusals)
+        return ConversionResult(
+            output=target,
+            plan=plan,
+            state="planned",
+            refusals=refusals,
+            quantizer=choose_device(device),
+        )
     if plan.refusals:
         raise UnsupportedError("\n".join(plan.refusals))
     check_apart(path, target)
@@ -140,6 +176,18 @@ class _Work:
     provenance: Mapping[str, Any]
     journal: Journal
     overwrite: bool
+    hash_source: bool
+    write_shards: WriteShards
+    device: str
+
+    def files(self) -> list[str]:
+        """Names of all files that the output will have."""
+        shards = [shard.file for shard in self.plan.shards]
+        return [*shards, *map(str, self.sidecars), RECORD_FILE, INDEX_FILE, CONFIG_FILE]
+
+    def sidecar_bytes(self, state: Mapping[str, Sequence[int]]) -> int:
+        """Bytes of the files that come along, by the state of the source."""
+        return sum(state[str(file)][0] for file in self.sidecars)
 
     def is_left(self) -> bool:
         """Whether there is anything to do; see `is_work_left`."""
@@ -171,36 +219,56 @@ def _output_path(output: str | Path) -> Path:
 def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
     plan, journal = work.plan, work.journal
     result = partial(ConversionResult, output=journal.output, plan=plan)
-    if not work.is_left():
+    # A work folder beside a finished output was left by a run killed in its last moment.
+    if not work.is_left() and not journal.folder.exists():
         return result(state="already converted")
     with journal.lock():
         # Again, now that no other run can change what is here.
         if not work.is_left():
-            shutil.rmtree(journal.folder)
+            journal.close()
             return result(state="already converted")
-        finished = _resume_or_begin(work)
+        state = source_state(work.checkpoint, work.sidecars)
+        finished = _resume_or_begin(work, state)
         resumed = len(finished)
         todo = [shard for shard in plan.shards if shard.file not in finished]
-        check_space(journal.output, sum(shard.size_bytes for shard in todo))
+        check_places(journal.output, work.files())
+        check_space(journal.output, sum(s.size_bytes for s in todo) + work.sidecar_bytes(state))
         progress.start("converting", sum(shard.work_bytes for shard in todo))
-        for shard in write_shards(
-            work.checkpoint, plan, todo, journal, workers=workers, progress=progress
+        chosen = choose_device(work.device, _jobs(plan))
+        for shard in work.write_shards(
+            work.checkpoint,
+            plan,
+            todo,
+            journal,
+            quantizer=chosen.quantizer,
+            workers=workers,
+            progress=progress,
         ):
             finished[shard.file] = shard
         progress.finish()
         ordered = [finished[shard.file] for shard in plan.shards]
         provenance = {**work.provenance, **work.digests()}
-        commit(work.checkpoint, plan, journal, ordered, work.sidecars, provenance)
-    return result(state="converted", resumed_shards=resumed)
+        if work.hash_source:
+            provenance |= content_digests(work.checkpoint, workers, progress)
+        check_unchanged(work.checkpoint, state)
+        commit(work.checkpoint, plan, journal, ordered, provenance)
+    return result(state="converted", resumed_shards=resumed, quantizer=chosen)
 
 
-def _resume_or_begin(work: _Work) -> dict[str, FinishedShard]:
+def _jobs(plan: Plan) -> Iterator[Job]:
+    """What the quantizer will be asked for."""
+    for unit in plan.units:
+        for weight in unit.weights:
+            yield get_format(unit.format), unit.options, DTYPES[weight.info.dtype]
+
+
+def _resume_or_begin(work: _Work, state: Mapping[str, Any]) -> dict[str, FinishedShard]:
     """Shards an earlier run of this plan has left; without such a run, a fresh work folder."""
-    journal, state = work.journal, source_state(work.checkpoint, work.sidecars)
+    journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
     recorded = journal.read_plan()
     if recorded == record:
-        return journal.finished()
+        return journal.resume([shard.file for shard in work.plan.shards])
     if journal.exists and not work.overwrite:
         changed = _changed_file(recorded.get("source_state"), state)
         raise MoequantError(

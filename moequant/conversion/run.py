@@ -1,13 +1,22 @@
-"""Write the shards of a plan: read, quantize, write, a bounded number of units at a time."""
+"""Write the shards of a plan: read, quantize, write, digest, a bounded number of units at a time.
+
+Each worker takes a unit through all steps in memory of its own that it keeps for the next unit, and
+after each digests what the file has got from its start on, if no other worker is at it. So the
+digest needs no thread, reads what is still in memory, and is nearly done when the last unit is.
+While a finished shard is brought to disk, the workers are at the next.
+"""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.plan import COPY_CHUNK_BYTES
@@ -15,12 +24,14 @@ from moequant.conversion.units import Copy, convert_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import Journal
     from moequant.conversion.plan import Plan, PlannedShard
     from moequant.conversion.units import Unit
     from moequant.progress import Progress
+    from moequant.quantizers import Quantizer
 
 
 def write_shards(
@@ -29,6 +40,7 @@ def write_shards(
     shards: Iterable[PlannedShard],
     journal: Journal,
     *,
+    quantizer: Quantizer,
     workers: int,
     progress: Progress,
 ) -> Iterator[FinishedShard]:
@@ -36,9 +48,16 @@ def write_shards(
 
     Every tensor has its place in the file, so the bytes do not depend on the number of workers.
     """
-    with worker_pool(workers) as pool:
+    run = _Run(source, plan, journal, quantizer, progress)
+    with ThreadPoolExecutor(1, "moequant-finish") as finisher, worker_pool(workers) as pool:
+        finishing: Future[FinishedShard] | None = None
         for shard in shards:
-            yield _write_shard(source, plan, shard, journal, pool, progress)
+            writer = run.fill(shard, pool)
+            before, finishing = finishing, finisher.submit(run.finish, shard, writer)
+            if before is not None:
+                yield before.result()
+        if finishing is not None:
+            yield finishing.result()
 
 
 @contextmanager
@@ -53,33 +72,59 @@ def worker_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)
 
 
-def _write_shard(
-    source: Checkpoint,
-    plan: Plan,
-    shard: PlannedShard,
-    journal: Journal,
-    pool: ThreadPoolExecutor,
-    progress: Progress,
-) -> FinishedShard:
-    writer = ShardWriter(journal.partial(shard.file), shard.header, shard.slots)
+class _Run(threading.local):
+    """What the shards of one conversion share; the memory is each thread's own."""
 
-    def work(item: Unit | Copy) -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        plan: Plan,
+        journal: Journal,
+        quantizer: Quantizer,
+        progress: Progress,
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._journal = journal
+        self._quantizer = quantizer
+        self._progress = progress
+        self._arena = Arena(quantizer.allocate)
+
+    def fill(self, shard: PlannedShard, pool: ThreadPoolExecutor) -> ShardWriter:
+        """Write all that goes into a shard."""
+        writer = ShardWriter(self._journal.partial(shard.file), shard.header, shard.pieces)
+        try:
+            _run_all(pool, partial(self._work, writer), shard.items)
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
+
+    def finish(self, shard: PlannedShard, writer: ShardWriter) -> FinishedShard:
+        """Bring a filled shard to disk and record it."""
+        try:
+            size, sha256 = writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        finished = FinishedShard(file=shard.file, bytes=size, sha256=sha256)
+        self._journal.record(finished)
+        return finished
+
+    def _work(self, writer: ShardWriter, item: Unit | Copy) -> None:
         if isinstance(item, Copy):
-            _copy(source, item, writer)
+            _copy(self._source, item, writer)
         else:
-            for name, tensor in convert_unit(source, item, plan.dialect).items():
-                writer.write(name, tensor)
-        progress.advance(item.source_bytes, item.name)
+            self._convert(item, writer)
+        writer.digest()
+        self._progress.advance(item.source_bytes, item.name)
 
-    try:
-        _run_all(pool, work, shard.items)
-        size, sha256 = writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    finished = FinishedShard(file=shard.file, bytes=size, sha256=sha256)
-    journal.record(finished)
-    return finished
+    def _convert(self, unit: Unit, writer: ShardWriter) -> None:
+        tensors = convert_unit(self._source, unit, self._plan.dialect, self._quantizer, self._arena)
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        tensors.clear()
+        self._arena.clear()
 
 
 def _run_all(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
-from moequant.checkpoint.headers import parse_object
+from moequant.checkpoint.folder import is_inner_name
+from moequant.checkpoint.reader import FixedFile
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from moequant.conversion.journal import Journal
@@ -58,16 +60,16 @@ def read_record(output: Path) -> dict[str, Any]:
     """moequant.json of a directory; empty where it is missing or unreadable."""
     path = output / RECORD_FILE
     try:
-        return parse_object(path.read_bytes(), path)
-    except (OSError, MoequantError):
+        return read_document(FixedFile.at(path))
+    except MoequantError:
         return {}
 
 
 def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
-    """Names of the files that came along into a finished output."""
+    """Names of the files that came along into a finished output; a record may have been edited."""
     source = record.get("source")
     sidecars = source.get("sidecars") if isinstance(source, dict) else None
-    return list(sidecars) if isinstance(sidecars, dict) else []
+    return list(filter(is_inner_name, sidecars)) if isinstance(sidecars, dict) else []
 
 
 def check_apart(source: Path, output: Path) -> None:
@@ -81,6 +83,25 @@ def check_apart(source: Path, output: Path) -> None:
         raise MoequantError(
             f"{output}: lies in the source {source} or around it; choose a directory apart from it"
         )
+
+
+def check_places(output: Path, files: Iterable[str]) -> None:
+    """Refuse an output in which something stands where a file or its folder must go.
+
+    Raises:
+        MoequantError: names it.
+    """
+    for file in files:
+        path = output / file
+        inner = [parent for parent in path.parents if output in parent.parents]
+        in_the_way = (
+            [path] if path.is_dir() else [p for p in inner if p.exists() and not p.is_dir()]
+        )
+        if in_the_way:
+            raise MoequantError(
+                f"{in_the_way[0]}: in the way of {file}, which this conversion writes; move it "
+                "away, or choose another output"
+            )
 
 
 def check_space(output: Path, needed_bytes: int) -> None:
@@ -105,7 +126,7 @@ def _is_of(record: Mapping[str, Any], source: Mapping[str, Any]) -> bool:
 def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
     """Refuse to call an output finished that lost a file since."""
     shards = record.get("shards")
-    sizes = {file: _size_of(entry) for file, entry in (shards or {}).items()}
+    sizes = {f: _size_of(entry) for f, entry in shards.items()} if isinstance(shards, dict) else {}
     others = dict.fromkeys((*recorded_sidecars(record), INDEX_FILE, CONFIG_FILE))
     for file, size in {**sizes, **others}.items():
         path = output / file

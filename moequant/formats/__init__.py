@@ -6,6 +6,8 @@ tests/test_registries.py fails for each of these that is left out:
 * `dialects/encodings.py`: an Encoding, how its parts lie on disk; and a row in the table of a
   dialect that carries it, `_SCHEMES` of compressed-tensors or `encodings` of another;
 * `layouts/targets.py`: a row for each target whose kernels take it;
+* `quantizers/kernels.py`: a kernel, which a test compares with the file here; without one the
+  conversion runs torch operations and warns;
 * `verification/bounds.py`: how far rounding and clipping by other tools may go;
 * `verification/decode.py`: its block and elements once more, written from the standards;
 * `runtime/activations.py`: a scheme, if its GEMM is fed as no other format's is.

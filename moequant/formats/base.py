@@ -231,7 +231,7 @@ class Format(ABC):
             )
         # A parameter's gradient ends here; contiguous parts come of contiguous weights only.
         weights = [w.detach() for w in weights]
-        global_scale = self._global_scale(weights, resolved) if self.has_global_scale else None
+        global_scale = self.global_scale(weights, resolved) if self.has_global_scale else None
         return [self._quantize_in_tiles(w, resolved, global_scale) for w in weights]
 
     def workspace_bytes(self, shape: Sequence[int]) -> int:
@@ -267,8 +267,13 @@ class Format(ABC):
             shape=w.shape,
         )
 
-    def _global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
-        """The [...] float32 scale a fused set shares."""
+    def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
+        """The [...] float32 scale a fused set shares; only the largest magnitudes count.
+
+        Args:
+            weights: [..., N, K] finite, with the same leading dimensions.
+            options: every option with its value.
+        """
         raise NotImplementedError(f"{self.name} has no global scale")
 
     @abstractmethod

@@ -29,7 +29,7 @@ _GROUP = 32
 _E2M1_EXPONENT = 2
 
 # What a rule adds to the bits of amax: the exponent moves up from mantissa 2, 1.75, and above 1.5.
-_ROUND_UP_BITS = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}
+ROUND_UP_BITS = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}
 
 
 class Mxfp4(Format):
@@ -93,7 +93,7 @@ def _exponent(amax: Tensor, rule: str) -> Tensor:
 
     Denormal amax need no care: their exponent field reads as -127 or -126, and both end clamped.
     """
-    exponent = ((amax.view(torch.int32) + _ROUND_UP_BITS[rule]) >> 23) - 127 - _E2M1_EXPONENT
+    exponent = ((amax.view(torch.int32) + ROUND_UP_BITS[rule]) >> 23) - 127 - _E2M1_EXPONENT
     return torch.where(amax == 0, 0, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))
 
 

@@ -32,7 +32,7 @@ _GROUP = 16
 
 # E4M3 has eight steps an octave, so these reach from amax / 7.5 to amax / 3.4. A wider sweep gains
 # nothing on N(0, 0.02); -1 and +1 alone stop at 8.65 % relative error instead of 8.13 %.
-_SEARCH_STEPS = (-1, 1, -2, 2, 3, 4, 5, 6)
+SEARCH_STEPS = (-1, 1, -2, 2, 3, 4, 5, 6)
 
 
 class Nvfp4(Format):
@@ -67,7 +67,8 @@ class Nvfp4(Format):
     activations = "none"
     options = {"global_scale": ("power_of_two", "exact"), "search": ("none", "mse")}  # noqa: RUF012
 
-    def _global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
+    def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
+        """As Format."""
         amax = torch.stack([matrix_amax(w) for w in weights]).amax(0)
         scale = divide(amax, E2M1_MAX * E4M3_MAX)
         if options["global_scale"] == "power_of_two":
@@ -113,7 +114,7 @@ def _least_squares(x: Tensor, scale: Tensor) -> Tensor:
     """
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).int()
     best, least = scale, _squared_error(x, scale)
-    for step in _SEARCH_STEPS:
+    for step in SEARCH_STEPS:
         # Positive E4M3 numbers are ordered as their bytes: 1 is 2**-9, 126 is 448, 127 is NaN.
         near = (code + step).clamp(1, 126).to(torch.uint8).view(torch.float8_e4m3fn).float()
         error = _squared_error(x, near)

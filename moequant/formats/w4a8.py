@@ -45,9 +45,9 @@ TABLE_HEADROOM = 8.0
 GROUP_SCALE_MAX = E4M3_MAX / TABLE_HEADROOM
 
 # -8 times the largest scale must stay finite.
-_SCALE_MAX = torch.finfo(torch.bfloat16).max / -INT4_MIN
+SCALE_MAX = torch.finfo(torch.bfloat16).max / -INT4_MIN
 # 1 first: a tie keeps it. Wider or finer sets gain less than 0.03 points on N(0, 0.02).
-_SEARCH_FACTORS = tuple(n / 16 for n in (16, 15, 17, 14, 18, 13))
+SEARCH_FACTORS = tuple(n / 16 for n in (16, 15, 17, 14, 18, 13))
 
 
 class W4A8(Format):
@@ -175,7 +175,7 @@ def _best_factor(groups: Tensor, step: Tensor) -> Tensor:
     x = groups / torch.where(step > 0, step, 1.0).unsqueeze(-1)
     best = torch.ones_like(step)
     least = torch.full_like(step, torch.inf)
-    for factor in _SEARCH_FACTORS:
+    for factor in SEARCH_FACTORS:
         # In place: a large expert has hundreds of MB here.
         residual = divide(x, factor).round_().clamp_(INT4_MIN, INT4_MAX).mul_(factor).sub_(x)
         error = group_sum(residual.square_())
@@ -186,7 +186,7 @@ def _best_factor(groups: Tensor, step: Tensor) -> Tensor:
 
 def _scale_of(step: Tensor) -> Tensor:
     """Scales [..., G] bfloat16 near the steps [..., G] that `split_scale` splits without loss."""
-    row_max = _row_max(step).clamp(max=_SCALE_MAX).bfloat16().float()
+    row_max = _row_max(step).clamp(max=SCALE_MAX).bfloat16().float()
     row_scale = _channel_scale(row_max) * TABLE_HEADROOM
     group_scale = (step / row_scale.unsqueeze(-1)).clamp(E4M3_SMALLEST, GROUP_SCALE_MAX)
     return join_scale(encode_e4m3(group_scale), row_scale)

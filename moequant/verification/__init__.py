@@ -1,5 +1,6 @@
 """Is a converted checkpoint right: structure, weights, prepared files, layers."""
 
+from moequant.verification.integrity import IntegrityReport, check_integrity
 from moequant.verification.pipeline import verify
 from moequant.verification.report import (
     FormatSummary,
@@ -9,4 +10,13 @@ from moequant.verification.report import (
     WeightCheck,
 )
 
-__all__ = ["FormatSummary", "LayerCheck", "Problem", "Report", "WeightCheck", "verify"]
+__all__ = [
+    "FormatSummary",
+    "IntegrityReport",
+    "LayerCheck",
+    "Problem",
+    "Report",
+    "WeightCheck",
+    "check_integrity",
+    "verify",
+]

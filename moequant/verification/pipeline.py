@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
@@ -12,12 +10,12 @@ from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
-from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.errors import MoequantError, UnsupportedError
 from moequant.models import read_model
 from moequant.progress import SilentProgress
-from moequant.runtime.load import ACTIVATIONS
 from moequant.verification.expectation import expect_by_config, expect_by_record
 from moequant.verification.findings import Findings, WeightChecks
+from moequant.verification.folder import existing_directory
 from moequant.verification.layers import (
     DEFAULT_LAYERS,
     check_layers,
@@ -25,6 +23,7 @@ from moequant.verification.layers import (
     converted_layers,
 )
 from moequant.verification.prepared import check_prepared
+from moequant.verification.reference import FUNCTIONS
 from moequant.verification.report import Report
 from moequant.verification.stored import read_stored
 from moequant.verification.structure import (
@@ -39,6 +38,7 @@ from moequant.verification.weights import check_weights
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Executor
+    from pathlib import Path
 
     from moequant.models import Model
     from moequant.progress import Progress
@@ -83,11 +83,11 @@ def verify(
         raise MoequantError(f'layers = {layers!r}, but a number of layers or "all" is wanted')
     source = Checkpoint.open(locate(against, revision))
     model = read_model(source.config, source.tensors)
-    path = _directory(converted)
-    if layers != 0 and model.moe.activation not in ACTIVATIONS:
+    path = existing_directory(converted)
+    if layers != 0 and model.moe.act_fn.name not in FUNCTIONS:
         raise UnsupportedError(
-            f"config.json: activation {model.moe.activation!r}, but the runtime computes "
-            f"{', '.join(ACTIVATIONS)}; verify with layers = 0 to run none"
+            f"config.json: activation function {model.moe.act_fn.name!r}, but layers are evaluated "
+            f"with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
         )
     findings = Findings()
     stored = read_stored(path, findings)
@@ -97,7 +97,7 @@ def verify(
     expected = _expect(source, model, stored, findings)
     measured = _Measured()
     if expected is not None:
-        _check_structure(source, model, stored, expected, findings)
+        _check_structure(source, stored, expected, findings)
         task = progress or SilentProgress()
         with worker_pool(workers) as pool:
             measured = _check_numbers(source, model, stored, expected, layers, pool, task, findings)
@@ -125,14 +125,6 @@ class _Measured:
     layers: Sequence[LayerCheck] = ()
 
 
-def _directory(converted: str | Path) -> Path:
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    path = Path(os.path.expanduser(converted))  # noqa: PTH111
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
-    return path
-
-
 def _expect(
     source: Checkpoint, model: Model, stored: StoredCheckpoint, findings: Findings
 ) -> Expectation | None:
@@ -141,12 +133,11 @@ def _expect(
         expected = expect_by_record(source, stored.record, findings)
         if expected is not None:
             return expected
-    return expect_by_config(source, model.roles, stored.checkpoint, findings)
+    return expect_by_config(source, model, stored.checkpoint, findings)
 
 
 def _check_structure(
     source: Checkpoint,
-    model: Model,
     stored: StoredCheckpoint,
     expected: Expectation,
     findings: Findings,
@@ -155,7 +146,7 @@ def _check_structure(
     if expected.plan is not None:
         check_plan(stored, expected.plan, findings)
     if stored.has_config:
-        check_config(source, stored.checkpoint, expected, model.roles, findings)
+        check_config(source, stored.checkpoint, expected, findings)
 
 
 def _check_numbers(
@@ -186,7 +177,7 @@ def _check_numbers(
             converted, formats, pool=pool, progress=progress, findings=findings
         ),
         layers=check_layers(
-            source, converted, chosen, pool=pool, progress=progress, findings=findings
+            source, model, converted, chosen, pool=pool, progress=progress, findings=findings
         ),
     )
 

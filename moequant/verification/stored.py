@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
-from moequant.checkpoint.headers import parse_object, read_header
+from moequant.checkpoint.headers import read_header
 from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.source import Checkpoint, natural_key
 from moequant.conversion.journal import Journal
@@ -86,8 +87,7 @@ def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
 
 def _read_json(path: Path, file: str, check: Check, findings: Findings) -> dict[str, Any] | None:
     try:
-        source = FixedFile.at(path / file)
-        return parse_object(source.read(0, source.size_bytes), path / file)
+        return read_document(FixedFile.at(path / file))
     except CheckpointError as error:
         findings.add(check, file, str(error).removeprefix(f"{path / file}: "))
         return None

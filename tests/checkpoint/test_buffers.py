@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.buffers import Arena, tensor_bytes
 from moequant.checkpoint.headers import DTYPES
 
 
@@ -39,3 +39,36 @@ def test_view_outlives_the_name_of_its_tensor() -> None:
 def test_strided_tensor_is_no_caller_we_have() -> None:
     with pytest.raises(AssertionError):
         tensor_bytes(torch.zeros((2, 3)).T)
+
+
+def test_an_arena_gives_the_same_memory_again():
+    arena = Arena()
+    places = []
+    for _ in range(3):
+        arena.clear()
+        tensors = [arena.empty(shape, dtype=dtype) for shape, dtype in ARENA_SPECS]
+        assert [(tuple(t.shape), t.dtype) for t in tensors] == ARENA_SPECS
+        assert all(t.is_contiguous() and t.data_ptr() % 64 == 0 for t in tensors if t.numel())
+        for fill, tensor in enumerate(tensors):
+            tensor.view(torch.uint8).fill_(fill)
+        assert all((t.view(torch.uint8) == i).all() for i, t in enumerate(tensors))
+        places.append([t.data_ptr() for t in tensors if t.numel()])
+    # The first round found out how much there must be.
+    assert places[1] == places[2]
+
+
+ARENA_SPECS = [
+    ((3, 5), torch.bfloat16),
+    ((0, 4), torch.float32),
+    ((7,), torch.float8_e4m3fn),
+    ((2, 2), torch.float32),
+]
+
+
+def test_an_arena_grows_to_the_largest_that_was_asked_and_keeps_it():
+    arena = Arena()
+    for size in (100, 1000, 10):
+        arena.empty((size,), dtype=torch.uint8)
+        arena.clear()
+    small, large = (arena.empty((n,), dtype=torch.uint8) for n in (10, 900))
+    assert large.data_ptr() == small.data_ptr() + 64

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -131,6 +132,25 @@ def test_header_that_claims_100_mb_is_refused_unread(tmp_path: Path) -> None:
         file.truncate(MAX_HEADER_BYTES + 1000)
     with pytest.raises(CheckpointError, match="100000001 bytes"):
         read_header(path, FILE)
+
+
+@pytest.mark.parametrize("item", [b"[],", b"{},"])
+def test_header_of_brackets_is_refused_before_it_takes_memory(tmp_path: Path, item: bytes) -> None:
+    content = raw(b'{"a":[' + item * 400_000 + b"0]}")
+    tracemalloc.start()
+    try:
+        assert "brackets in 1200009 bytes" in refusal(tmp_path, content)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(content)
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_header_of_short_names_is_read(tmp_path: Path) -> None:
+    tensors = {f"{i}": entry(offsets=(4 * i, 4 * i + 4)) for i in range(25_000)}
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    assert len(text) > 1_000_000
+    (tmp_path / FILE).write_bytes(raw(text, bytes(100_000)))
+    assert len(read_header(tmp_path / FILE, FILE)) == 25_000
 
 
 def test_missing_file_folder_and_pipe_are_refused(tmp_path: Path) -> None:

@@ -65,6 +65,23 @@ def test_warnings_go_to_stderr_and_into_the_document(run, source, tmp_path):
         assert f"Warning: {warning}" in result.stderr
 
 
+def test_the_document_says_what_quantized_and_a_slower_one_is_a_warning(
+    run, source, tmp_path, monkeypatch
+):
+    fast = run("convert", source, tmp_path / "fast", "--format", "w4a8", "--json").document
+    assert fast["quantizer"]["name"] == "native"
+    assert fast["quantizer"]["reason"] is None
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    slow = run("convert", source, tmp_path / "slow", "--format", "w4a8", "--json")
+    assert slow.document["quantizer"]["name"] == "torch"
+    assert "quantized by torch" in slow.stderr
+    assert "MOEQUANT_QUANTIZER=torch" in slow.document["warnings"][-1]
+    (one,), (other,) = (list((tmp_path / n).glob("*.safetensors")) for n in ("fast", "slow"))
+    assert one.read_bytes() == other.read_bytes()
+    again = run("convert", source, tmp_path / "fast", "--format", "w4a8", "--json").document
+    assert again["quantizer"] is None
+
+
 def test_finished_output_is_left_as_it_is(run, source, tmp_path):
     arguments = ["convert", source, tmp_path / "out", "--format", "nvfp4", "--json"]
     assert run(*arguments).exit_code == 0

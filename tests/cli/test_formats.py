@@ -43,6 +43,19 @@ def test_every_backend_runs_every_format_here_or_says_why_not(document):
     assert by_default == set(FORMATS)
 
 
+def test_one_quantizer_converts_by_default_and_others_say_why_not(document, run, monkeypatch):
+    rows = {row["quantizer"]: row for row in document["quantizers"]}
+    assert rows["native"]["by_default"]
+    assert rows["native"]["reason"] is None
+    assert rows["torch"]["runs"]
+    assert not rows["torch"]["by_default"]
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    rows = {row["quantizer"]: row for row in run("formats", "--json").document["quantizers"]}
+    assert rows["torch"]["by_default"]
+    assert not rows["native"]["runs"]
+    assert rows["native"]["reason"] == "MOEQUANT_QUANTIZER=torch"
+
+
 def test_people_see_every_name(run):
     shown = run("formats").stdout
     assert all(name in shown for name in [*FORMATS, *DIALECTS, *BACKENDS])

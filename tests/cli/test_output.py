@@ -105,6 +105,15 @@ def test_table_on_a_terminal_is_folded_unless_it_is_long(monkeypatch, rows):
     assert all(len(line) <= 40 for line in lines) == (rows <= 500)
 
 
+def test_what_a_terminal_would_obey_is_spelt_out(capsys):
+    out = Output()
+    out.line("model.\x1b[2J.weight\nnext \u202eline \ud800 ü")
+    out.warn("a\0b\r")
+    printed = capsys.readouterr()
+    assert printed.out == "model.\\x1b[2J.weight\nnext \\u202eline \\ud800 ü\n"
+    assert printed.err == "Warning: a\\x00b\\r\n"
+
+
 def test_document_is_strict_json(capsys):
     out = Output(as_json=True)
     out.result({"value": 1.5}, show=lambda *_: None)

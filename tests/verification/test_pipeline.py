@@ -22,7 +22,7 @@ from moequant.dialects import default_dialect, get_dialect
 from moequant.errors import CheckpointError, MoequantError, NonFiniteError
 from moequant.formats import REGISTRY, QuantizedWeight, dequantize, get_format, quantize
 from moequant.formats.elements import encode_e4m3, encode_int4, pack_nibbles
-from moequant.runtime.backends import torch_reference
+from moequant.runtime import act_fn
 from moequant.verification import verify
 from moequant.verification.bounds import MAX_LOST_DB
 
@@ -237,9 +237,9 @@ def test_every_tensor_is_read_once(source, converted, monkeypatch, record):
     reads = []
 
     def spy(method):
-        def call(self, name, *args):
+        def call(self, name, *args, **options):
             reads.append((self.path, name))
-            return method(self, name, *args)
+            return method(self, name, *args, **options)
 
         return call
 
@@ -254,13 +254,13 @@ def test_numbers_of_threads_are_the_caller_s_again_and_one_in_the_runtime(
     source, clean, monkeypatch
 ):
     seen = set()
-    silu = torch_reference._silu
+    silu = act_fn._FUNCTIONS["silu"]
 
-    def spy(x):
+    def spy(x, alpha):
         seen.add(torch.get_num_threads())
-        return silu(x)
+        return silu(x, alpha)
 
-    monkeypatch.setattr(torch_reference, "_silu", spy)
+    monkeypatch.setitem(act_fn._FUNCTIONS, "silu", spy)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -847,7 +847,8 @@ def test_global_scales_that_differ_within_an_expert_are_named(source, converted)
 
 
 def test_a_runtime_that_computes_something_else_is_caught(source, clean, monkeypatch):
-    monkeypatch.setattr(torch_reference, "_silu", torch.nn.functional.gelu)
+    gelu = torch.nn.functional.gelu
+    monkeypatch.setitem(act_fn._FUNCTIONS, "silu", lambda x, alpha: gelu(x))
     report = verify(clean("mxfp4"), against=source)
     assert list(problems(report)) == ["layer 0", "layer 1"]
     assert all(layer.runtime_error > 1 for layer in report.layers)
@@ -857,8 +858,9 @@ def test_a_runtime_that_rounds_to_bfloat16_inside_is_caught(make_checkpoint, tmp
     source = make_checkpoint(layers=1, hidden=2048, intermediate=1024)
     output = convert(source, tmp_path / "out", format="mxfp4").output
     assert verify(output, against=source).ok
-    silu = torch_reference._silu
-    monkeypatch.setattr(torch_reference, "_silu", lambda x: silu(x).bfloat16().float())
+    silu = act_fn._FUNCTIONS["silu"]
+    rounded = lambda x, alpha: silu(x, alpha).bfloat16().float()  # noqa: E731
+    monkeypatch.setitem(act_fn._FUNCTIONS, "silu", rounded)
     report = verify(output, against=source)
     assert list(problems(report)) == ["layer 0"]
     # The bound that holds whatever the order of the sums is too wide to see it.

@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from moequant.runtime.act_fn import ActFn
 from moequant.verification import reference
-from moequant.verification.reference import Bounded, evaluate_layer, exact, project, swiglu
+from moequant.verification.reference import (
+    FUNCTIONS,
+    Bounded,
+    activation,
+    evaluate_layer,
+    exact,
+    project,
+    swiglu,
+)
 
 
 def silu(x):
@@ -121,6 +130,74 @@ def test_swiglu_of_exact_input_is_known_to_a_few_roundings():
     result = torch.nn.functional.silu(x).double()
     assert ((result - h.value).abs() <= h.error).all()
     assert (h.error <= 11 * 2.0**-24 * h.value.abs() + 2.0**-120).all()
+
+
+# Where alpha is not 1, and a limit that float32 has to round.
+ACT_FNS = [{"name": name} for name in FUNCTIONS] + [
+    {"name": "swigluoai", "alpha": 1.702, "limit": 7.0},
+    {"name": "swigluoai", "alpha": 0.3},
+    {"name": "silu", "limit": 9.9},
+]
+
+
+@pytest.mark.parametrize("direction", [-1, 0, 1])
+@pytest.mark.parametrize("numbers", ACT_FNS, ids=str)
+def test_activations_of_anything_within_the_input_s_error_stay_within_the_bound(numbers, direction):
+    g = generator()
+    value = torch.cat([torch.randn(4096, generator=g) * 3, torch.linspace(-300, 300, 8192)])
+    up = torch.randn(value.shape, generator=g) * 10
+    error = value.abs().double() * 1e-3 * abs(direction)
+    activate = activation(numbers["name"], **{k: v for k, v in numbers.items() if k != "name"})
+    h = activate(
+        Bounded(value=value.double(), error=error), Bounded(value=up.double(), error=error)
+    )
+    moved, moved_up = value + direction * (error * 0.999).float(), up - (error * 0.999).float()
+    result = ActFn(**numbers)(moved, moved_up).double()
+    assert ((result - h.value).abs() <= h.error).all()
+
+
+@pytest.mark.parametrize("numbers", ACT_FNS[:-1], ids=str)
+def test_activations_of_exact_input_are_known_to_a_few_roundings(numbers):
+    x = torch.linspace(-20, 20, 4001)
+    activate = activation(numbers["name"], **{k: v for k, v in numbers.items() if k != "name"})
+    h = activate(exact(x), exact(torch.ones_like(x)))
+    # Beside the product: a factor in the exponential, up to alpha x, and cancellation in gelu.
+    assert (h.error <= 2.0**-24 * (8 + 2 * 2 * 20) * (h.value.abs() + x.abs()) + 2.0**-120).all()
+
+
+def test_swigluoai_is_as_computed_by_hand():
+    activate = activation("swigluoai", alpha=2.0, limit=3.0)
+    gate, up = torch.tensor([1.0, 5.0, -5.0]), torch.tensor([0.5, -9.0, 9.0])
+    wanted = [
+        1 / (1 + math.exp(-2.0)) * 1.5,
+        3 / (1 + math.exp(-6.0)) * -2.0,
+        -5 / (1 + math.exp(10.0)) * 4.0,
+    ]
+    found = activate(exact(gate), exact(up)).value.tolist()
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
+
+
+def test_biases_are_added_before_the_function_and_before_the_router_s_weight():
+    biases = {"gate": 0.5, "up": -1.0, "down": 10.0}
+    one = torch.ones(1, 1).double()
+    output, bound = evaluate_layer(
+        torch.tensor([[2.0]]),
+        torch.tensor([[0]]),
+        torch.tensor([[0.25]]),
+        gate=lambda _: one,
+        up=lambda _: one,
+        down=lambda _: one,
+        bias=lambda projection, e: torch.tensor([biases[projection] + e]).double(),
+    )
+    assert output.item() == pytest.approx(0.25 * (silu(2.5) * 1.0 + 10.0), rel=1e-14)
+    assert 0 < bound.item() < 1e-5
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_the_slope_of_gelu_is_at_most_what_the_bound_assumes(approximate):
+    x = torch.linspace(-20, 20, 100001).double().requires_grad_()
+    torch.nn.functional.gelu(x, approximate=approximate).sum().backward()
+    assert 1.1285 < x.grad.abs().max() < 1.13
 
 
 def test_the_slope_of_silu_is_at_most_what_the_bound_assumes():

@@ -1,0 +1,122 @@
+"""moequant bench convert [--format NAME] [--size GB] [--against llmcompressor]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_DEFAULT_GB = 1.26
+
+
+@click.command("convert", short_help="Time conversion on a CPU.")
+@options.converted_format_option
+@click.option(
+    "--size",
+    "size_gb",
+    metavar="GB",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULT_GB,
+    show_default=True,
+    help="About how large a checkpoint to generate and convert.",
+)
+@click.option("--against", metavar="NAME", help="Also time llmcompressor, if it is installed.")
+@options.workers_option
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=3,
+    show_default=True,
+    help="Rounds; the best of each figure counts.",
+)
+@click.option(
+    "--folder",
+    metavar="DIR",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Where to write, which is the disk that is timed.  [default: for temporary files]",
+)
+@options.json_option
+def command(
+    format: str | None,
+    size_gb: float,
+    against: str | None,
+    workers: int | None,
+    rounds: int,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Time the conversion of a generated checkpoint, beside a plain read and write of the bytes.
+
+    The checkpoint holds experts of Qwen3-30B-A3B. Each round converts it with one worker and with
+    several, in processes of their own, and then reads and writes as much.
+    """
+    from moequant.benchmarks.conversion import bench_conversion
+    from moequant.conversion import DEFAULT_WORKERS
+    from moequant.formats import REGISTRY
+
+    document = bench_conversion(
+        list(REGISTRY) if format is None else [format],
+        size_bytes=round(size_gb * 1e9),
+        workers=workers or DEFAULT_WORKERS,
+        rounds=rounds,
+        against=[] if against is None else [against],
+        folder=folder,
+    )
+    Output(as_json=as_json).result(document, _show)
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    out.line(", ".join(f"{name} {value}" for name, value in document["machine"].items()))
+    out.line(f"{size(document['input_bytes'])} of BF16 experts, best of {document['rounds']}")
+    out.line()
+    columns = ["format", "tool", ">workers", ">CPU s", ">beyond floor", ">GB/CPU s"]
+    columns += [">s", ">x floor", ">GB/s", ">peak memory"]
+    out.table(columns, list(_rows(document)))
+    out.line()
+    out.line("floor: plain read and write, on disk; beyond floor: without it and without SHA-256")
+    for row in document["formats"]:
+        ours = row["conversions"][0]
+        out.line(
+            f"{row['format']}: {ours['how']}; SHA-256 {row['floor']['sha256_cpu_seconds']:.2f}, "
+            f"imports {ours['import_cpu_seconds']:.2f}, "
+            f"compilation {ours['prepare_cpu_seconds']:.2f} CPU s"
+        )
+
+
+def _rows(document: Mapping[str, Any]) -> Iterator[list[str]]:
+    for row in document["formats"]:
+        floor = row["floor"]
+        read_gb = row["input_bytes"] / 1e9
+        yield [
+            row["format"],
+            "floor",
+            "1",
+            f"{floor['cpu_seconds']:.2f}",
+            "",
+            f"{read_gb / floor['cpu_seconds']:.2f}",
+            f"{floor['seconds']:.2f}",
+            "1.00",
+            f"{read_gb / floor['seconds']:.2f}",
+            "",
+        ]
+        for found in row["conversions"]:
+            yield [
+                row["format"],
+                found["tool"],
+                str(found["workers"]),
+                f"{found['cpu_seconds']:.2f}",
+                f"{found['cpu_seconds_beyond_floor']:.2f}",
+                f"{found['gb_per_cpu_second']:.2f}",
+                f"{found['seconds']:.2f}",
+                f"{found['seconds_over_floor']:.2f}",
+                f"{found['gb_per_second']:.2f}",
+                size(found["peak_rss_bytes"]),
+            ]

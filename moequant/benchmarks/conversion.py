@@ -1,0 +1,246 @@
+"""How fast conversion is, beside the least that reading and writing takes, and beside others.
+
+The floor is a plain read of the source's weight files through one buffer, and a plain write of as
+many bytes as the output's have, brought to disk: one thread, nothing computed. It is measured in
+turn with the conversions, on the same files and the same disk. Whatever else a machine does only
+adds, so each figure is the smallest of its rounds; the rounds are in the document too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant._version import __version__
+from moequant.benchmarks.moe_checkpoint import write_moe_checkpoint
+from moequant.benchmarks.one_conversion import TOOLS
+from moequant.errors import MoequantError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_BUFFER_BYTES = 1 << 20
+_OURS = "moequant"
+_FLOORS_A_ROUND = 3
+"""It takes a fraction of what a conversion does, and is what all else is compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What reading and writing, and digesting, take at least.
+
+    Attributes:
+        cpu_seconds: of reading and writing.
+        seconds: of the same on the clock, the wait for the disk included.
+        sha256_cpu_seconds: of digesting as many bytes as are written, apart.
+    """
+
+    cpu_seconds: float
+    seconds: float
+    sha256_cpu_seconds: float
+
+
+def bench_conversion(
+    formats: Sequence[str],
+    *,
+    size_bytes: int,
+    workers: int,
+    rounds: int,
+    against: Sequence[str] = (),
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Measure the conversion of one generated checkpoint into each of `formats`.
+
+    Args:
+        formats: names of formats.
+        size_bytes: about how large the checkpoint is.
+        workers: threads of the faster of the two runs a round; the other has one.
+        rounds: how often moequant is measured; others are once.
+        against: other tools of `TOOLS`.
+        folder: whose disk is written to; the system's folder for temporary files without one.
+
+    Returns:
+        A JSON document.
+
+    Raises:
+        UnsupportedError: a tool that is not known or not installed.
+        MoequantError: the disk is full, or a conversion failed.
+    """
+    for tool in against:
+        _check_installed(tool)
+    with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
+        place = Path(name)
+        source = place / "source"
+        expert_bytes = write_moe_checkpoint(source, size_bytes)
+        results = [
+            _bench_format(place, source, format, workers, rounds, against) for format in formats
+        ]
+    return {
+        "machine": _machine(against),
+        "input_bytes": expert_bytes,
+        "rounds": rounds,
+        "formats": results,
+    }
+
+
+def _bench_format(
+    place: Path, source: Path, format: str, workers: int, rounds: int, against: Sequence[str]
+) -> dict[str, Any]:
+    input_bytes = _weight_bytes(source)
+    counts = list(dict.fromkeys((1, workers)))
+    floors: list[Floor] = []
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {(_OURS, n): [] for n in counts}
+    output_bytes = 0
+    for _ in range(rounds):
+        for count in counts:
+            run, output_bytes = _convert(_OURS, place, source, format, count)
+            runs[_OURS, count].append(run)
+        floors += [
+            _measure_floor(source, place / "floor", output_bytes) for _ in range(_FLOORS_A_ROUND)
+        ]
+    for tool in against:
+        runs[tool, 1] = [_convert(tool, place, source, format, 1)[0]]
+    floor = _least(floors)
+    return {
+        "format": format,
+        "input_bytes": input_bytes,
+        "output_bytes": output_bytes,
+        "floor": vars(floor) | {"rounds": [vars(one) for one in floors]},
+        "conversions": [
+            _summary(tool, count, found, floor, input_bytes)
+            for (tool, count), found in runs.items()
+        ],
+    }
+
+
+def _least(floors: Sequence[Floor]) -> Floor:
+    return Floor(
+        cpu_seconds=min(f.cpu_seconds for f in floors),
+        seconds=min(f.seconds for f in floors),
+        sha256_cpu_seconds=min(f.sha256_cpu_seconds for f in floors),
+    )
+
+
+def _summary(
+    tool: str, workers: int, rounds: list[dict[str, Any]], floor: Floor, input_bytes: int
+) -> dict[str, Any]:
+    best = {
+        key: min(run[key] for run in rounds) for key, value in rounds[0].items() if key != "how"
+    }
+    # Others make no digests.
+    digest = floor.sha256_cpu_seconds if tool == _OURS else 0.0
+    return {
+        "tool": tool,
+        "how": rounds[0]["how"],
+        "workers": workers,
+        **best,
+        "cpu_seconds_beyond_floor": best["cpu_seconds"] - floor.cpu_seconds - digest,
+        "gb_per_cpu_second": input_bytes / 1e9 / best["cpu_seconds"],
+        "gb_per_second": input_bytes / 1e9 / best["seconds"],
+        "seconds_over_floor": best["seconds"] / floor.seconds,
+        "rounds": rounds,
+    }
+
+
+def _convert(
+    tool: str, place: Path, source: Path, format: str, workers: int
+) -> tuple[dict[str, Any], int]:
+    """One conversion in a fresh process: what it took, and the bytes of the weights it wrote."""
+    output = place / "output"
+    command = [sys.executable, "-m", "moequant.benchmarks.one_conversion"]
+    arguments = [tool, str(source), str(output), format, str(workers)]
+    # Everything a user's conversion runs with, but for threads that no worker asked for.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(workers)}
+    done = subprocess.run(  # noqa: S603 - ourselves
+        [*command, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        raise MoequantError(
+            f"{tool} did not convert to {format}; it ended with:\n{done.stderr.strip()[-2000:]}"
+        )
+    written = _weight_bytes(output)
+    shutil.rmtree(output)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found, written
+
+
+def _measure_floor(source: Path, target: Path, write_bytes: int) -> Floor:
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    cpu, clock = time.process_time(), time.perf_counter()
+    for path in source.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    with target.open("wb", buffering=0) as file:
+        for chunk in _chunks(buffer, write_bytes):
+            file.write(chunk)
+        os.fsync(file.fileno())
+    cpu_seconds, seconds = time.process_time() - cpu, time.perf_counter() - clock
+    target.unlink()
+    started = time.process_time()
+    digest = hashlib.sha256()
+    for chunk in _chunks(buffer, write_bytes):
+        digest.update(chunk)
+    return Floor(
+        cpu_seconds=cpu_seconds,
+        seconds=seconds,
+        sha256_cpu_seconds=time.process_time() - started,
+    )
+
+
+def _chunks(buffer: memoryview, total: int) -> Iterator[memoryview]:
+    for done in range(0, total, len(buffer)):
+        yield buffer[: total - done]
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _check_installed(tool: str) -> None:
+    others = [name for name in TOOLS if name != _OURS]
+    if tool not in others:
+        raise UnsupportedError(f"{tool} is not known; there is: {', '.join(others)}")
+    if find_spec(tool) is None:
+        raise UnsupportedError(f"{tool} is not installed beside moequant: pip install {tool}")
+
+
+def _machine(against: Sequence[str]) -> dict[str, Any]:
+    packages = ("torch", "llvmlite", *against)
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "python": platform.python_version(),
+        "moequant": __version__,
+        **{name: _version(name) for name in packages},
+    }
+
+
+def _version(package: str) -> str:
+    if package == "torch":
+        return str(torch.__version__)
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

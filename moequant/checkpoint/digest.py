@@ -1,0 +1,91 @@
+"""SHA-256 of a file that is still being written."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import threading
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CHUNK_BYTES = 1 << 18
+"""Read at a time: a quarter of the second-level cache, so that it is digested from there."""
+_FLUSH_BYTES = 8 << 20
+"""Sent to disk at a time, once digested."""
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+class GrowingDigest:
+    """SHA-256 over the file's bytes, as read back from it, as far as they have been written.
+
+    Ranges may be written in any order and from any thread; those in front of the first hole can be
+    digested. What is digested begins its way to disk, which leaves little for `fsync` to wait for.
+    (To digest a range from the memory it is written from, where it is the next, saves nothing: it
+    is no longer in the nearest cache either.)
+
+    Args:
+        fd: of the file, open for reading.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._sha256 = hashlib.sha256()
+        self._digested = 0
+        self._flushed = 0
+        self._whole = 0
+        self._beyond: dict[int, int] = {}
+        self._noting = threading.Lock()
+        self._digesting = threading.Lock()
+        self._buffer = memoryview(bytearray(_CHUNK_BYTES))
+
+    def wrote(self, start: int, stop: int) -> None:
+        """Note that the bytes from `start` up to `stop` are there, and will not change."""
+        with self._noting:
+            if start < stop:
+                self._beyond[start] = stop
+            while self._whole in self._beyond:
+                self._whole = self._beyond.pop(self._whole)
+
+    def catch_up(self) -> None:
+        """Digest all there is in front of the first hole; nothing if another thread is at it."""
+        if not self._digesting.acquire(blocking=False):
+            return
+        try:
+            while self._digested < self._whole:
+                wanted = self._buffer[: self._whole - self._digested]
+                count = os.preadv(self._fd, [wanted], self._digested)
+                if count == 0:
+                    raise OSError(errno.EIO, "it ends before what was written to it")
+                self._sha256.update(wanted[:count])
+                self._digested += count
+                if self._digested - self._flushed >= _FLUSH_BYTES:
+                    _begin_flush()(self._fd, self._flushed, self._digested - self._flushed)
+                    self._flushed = self._digested
+        finally:
+            self._digesting.release()
+
+    def of_first(self, size_bytes: int) -> str:
+        """The digest in hex, once the file is whole; its size must be `size_bytes`."""
+        if self._digested != size_bytes:
+            raise AssertionError(f"{self._digested} bytes digested of {size_bytes}")
+        return self._sha256.hexdigest()
+
+
+@cache
+def _begin_flush() -> Callable[[int, int, int], None]:
+    """Begin to write a range of a file to disk, without waiting: fd, offset and length.
+
+    Linux's sync_file_range, which Python does not offer. `posix_fadvise` would do it too, but waits
+    for every processor. Elsewhere nothing; errors are for `fsync` to report.
+    """
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return lambda fd, offset, length: None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return lambda fd, offset, length: call(fd, offset, length, _SYNC_FILE_RANGE_WRITE)

@@ -1,0 +1,65 @@
+"""Where the shards of a plan are written: in this process, or on the machines of a cluster.
+
+The plan, the journal and the commit are the same for all, and so are the bytes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from moequant.conversion.run import write_shards
+from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from moequant.checkpoint.source import Checkpoint
+    from moequant.conversion.journal import FinishedShard, Journal
+    from moequant.conversion.plan import Plan, PlannedShard
+    from moequant.progress import Progress
+    from moequant.quantizers import Quantizer
+
+LOCAL = "local"
+RAY = "ray"
+
+
+class WriteShards(Protocol):
+    """Writes shards and records each; see `run.write_shards`."""
+
+    def __call__(
+        self,
+        source: Checkpoint,
+        plan: Plan,
+        shards: Sequence[PlannedShard],
+        journal: Journal,
+        *,
+        quantizer: Quantizer,
+        workers: int,
+        progress: Progress,
+    ) -> Iterator[FinishedShard]:
+        """Yield each shard once it is recorded."""
+
+
+def choose_executor(text: str) -> WriteShards:
+    """What writes the shards for "local", "ray" or "ray:ADDRESS".
+
+    Raises:
+        MoequantError: none of these, or Ray is not installed.
+    """
+    name, colon, address = text.partition(":")
+    if text == LOCAL:
+        return write_shards
+    if name != RAY or (colon and not address):
+        raise MoequantError(
+            f"executor {text!r}, but {LOCAL}, {RAY} or {RAY}:ADDRESS is wanted, such as "
+            f"{RAY}:10.0.0.1:6379 or {RAY}:auto"
+        )
+    try:
+        from moequant.conversion.cluster import write_shards_on_ray
+    except ImportError as error:
+        raise MoequantError(
+            f"executor {text!r}: Ray cannot be imported here ({error}); install it with "
+            "pip install 'moequant[ray]'"
+        ) from error
+    return partial(write_shards_on_ray, address=address or None)

@@ -1,0 +1,171 @@
+"""Element codecs of `moequant.formats.elements` on vectors of a function being written.
+
+Same results by other means: where the reference rounds with `round_`, these add the power of two
+at which a float32's last bit is worth one step of the element. The sum is rounded by the
+processor, to nearest and ties to even, as `round_` is, and holds the code in its last bits.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from moequant.quantizers.vectors import Type
+
+if TYPE_CHECKING:
+    from moequant.quantizers.vectors import Function, Value
+
+_EXPONENT = 0xFF << 23
+_INT4_ROUNDER = 1.5 * 2.0**23
+
+
+def float_bits(number: float) -> int:
+    """The bits of `number` as a float32."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+class Minifloat:
+    """A small floating-point element.
+
+    Args:
+        exponent: bits of the exponent.
+        mantissa: bits behind the point.
+        least: exponent of the smallest normal number.
+        largest: the largest finite number.
+    """
+
+    def __init__(self, exponent: int, mantissa: int, least: int, largest: float) -> None:
+        self._codes = 1 << (exponent + mantissa)
+        self._mantissa = mantissa
+        self._least = least
+        self._largest = largest
+
+    def encode(self, magnitude: Value) -> Value:
+        """Codes, without a sign, of non-negative float32 values: i32 of as many lanes.
+
+        With p the power of two at or below the value, at least that of the smallest normal number,
+        a step is p / 2**mantissa and the value makes at most 2 * 2**mantissa of them. Each power
+        of two above the least adds 2**mantissa codes.
+        """
+        bits, power = self._bits_and_power(magnitude)
+        total = bits.bitcast("float") + self._rounder(power)
+        return (total.bitcast("i32") + (power >> (23 - self._mantissa))) & (self._codes - 1)
+
+    def round(self, magnitude: Value) -> Value:
+        """The element's value nearest to each non-negative float32 value."""
+        bits, power = self._bits_and_power(magnitude)
+        rounder = self._rounder(power)
+        return (bits.bitcast("float") + rounder) - rounder
+
+    def _bits_and_power(self, magnitude: Value) -> tuple[Value, Value]:
+        bits = magnitude.bitcast("i32").umin(float_bits(self._largest))
+        return bits, (bits & _EXPONENT).umax((self._least + 127) << 23)
+
+    def _rounder(self, power: Value) -> Value:
+        """A float32 whose last bit is worth a step: 2**23 steps, and a few.
+
+        The few, an even number, cancel what the exponent field of the least power of two leaves in
+        the bits of a code.
+        """
+        few = -((self._least + 127) << self._mantissa) % self._codes
+        assert few % 2 == 0, "or ties would go to odd codes"
+        return (power + (((23 - self._mantissa) << 23) + few)).bitcast("float")
+
+
+E2M1 = Minifloat(exponent=2, mantissa=1, least=0, largest=6.0)
+E4M3 = Minifloat(exponent=4, mantissa=3, least=-6, largest=448.0)
+
+
+def decode_e4m3(code: Value) -> Value:
+    """Positive E4M3 codes 0..126, i32, to float32."""
+    normal = ((code << 20) + ((127 - 7) << 23)).bitcast("float")
+    return (code.to("float") * 2.0**-9).where(code < 8, normal)
+
+
+def round_int4(x: Value) -> Value:
+    """float32 to the nearest of -8..7, as float32."""
+    return (x.clamp(-8.0, 7.0) + _INT4_ROUNDER) - _INT4_ROUNDER
+
+
+def encode_int4(x: Value) -> Value:
+    """float32 to two's complement nibbles, i32 0..15.
+
+    Held to -8..7 before the rounding, which is the same as after it: both are integers.
+    """
+    return (x.clamp(-8.0, 7.0) + _INT4_ROUNDER).bitcast("i32") & 0xF
+
+
+def sign_bit(values: Value, place: int) -> Value:
+    """The sign of float32 values as bit `place`: i32."""
+    return (values.bitcast("i32") >> (31 - place)) & (1 << place)
+
+
+def magnitude(values: Value) -> Value:
+    """The bits, i32, of float32 values without their sign."""
+    return values.bitcast("i32") & 0x7FFFFFFF
+
+
+def pack_nibbles(code: Value) -> Value:
+    """Codes 0..15, i32 of 2n lanes, to n bytes: the even lane in the low nibble."""
+    pairs = code.to("i8").bitcast("i16")
+    return (pairs | (pairs >> 4)).to("i8")
+
+
+def round_to_bfloat16(x: Value) -> Value:
+    """Finite float32 to the nearest bfloat16, ties to even, as its bits: i16."""
+    bits = x.bitcast("i32")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to("i16")
+
+
+def widen_bfloat16(bits: Value) -> Value:
+    """Bits of bfloat16, i16, as float32."""
+    return (bits.to("i32") << 16).bitcast("float")
+
+
+def group_sum(x: Value) -> Value:
+    """Sum over the lanes, added as `moequant.formats.blocks.group_sum` adds them."""
+    while x.type.lanes > 1:
+        low, high = x.halves()
+        x = low + high
+    return x
+
+
+class Source:
+    """Weights as they are stored.
+
+    Args:
+        dtype: bfloat16, float16 or float32, by torch's names.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.element = "i32" if dtype == "float32" else "i16"
+        self.infinity = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}[dtype]
+        """The bits of Inf; those of finite magnitudes are less."""
+        self._sign = 1 << (Type(self.element).bits - 1)
+
+    def load(self, function: Function, base: Value, index: Value, lanes: int) -> Value:
+        """The bits of `lanes` weights."""
+        return function.load(Type(self.element, lanes), base, index)
+
+    def magnitude(self, stored: Value) -> Value:
+        """Bits without their sign: unsigned integers in the order of the magnitudes."""
+        return stored & (self._sign - 1)
+
+    def extremes(self, stored: Value) -> tuple[Value, Value]:
+        """Magnitude bits of the largest and of the smallest weight; 0 for one of the other sign."""
+        # As signed integers, positive floats have their own order, and lie above all negative ones.
+        high = stored.reduce("smax").smax(0)
+        return high, (stored ^ -self._sign).reduce("smax").smax(0)
+
+    def float(self, stored: Value) -> Value:
+        """Finite weights as float32, exact."""
+        if self.dtype == "bfloat16":
+            return widen_bfloat16(stored)
+        if self.dtype == "float32":
+            return stored.bitcast("float")
+        # By arithmetic: where a processor lacks the instruction, LLVM would call a library. Also
+        # right for denormals; what comes of Inf and NaN is of no matter.
+        bits = self.magnitude(stored).to("i32") << 13
+        scaled = (bits.bitcast("float") * 2.0**112).bitcast("i32")
+        return (scaled | ((stored & self._sign).to("i32") << 16)).bitcast("float")

@@ -1,0 +1,369 @@
+"""The reference functions of `moequant.formats` once more, as functions on vectors.
+
+Every kernel takes the same parameters and returns the largest magnitude of the weights, as the bits
+of the source dtype without their sign: NaN and Inf are those that reach `Source.infinity`. What it
+has written by then is of no use.
+
+Where these differ from the reference in more than the order of independent operations:
+
+* products with the reciprocal of a power of two stand for quotients: the reciprocal is a normal
+  float32, so both are the same real number, rounded once;
+* signs are put aside: rounding to nearest is symmetric, and so are quotients by positive numbers;
+* magnitudes are compared as unsigned integers, whose order is that of the floats they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.formats.elements import (
+    E2M1_FLOAT32_MAX,
+    E2M1_MAX,
+    E4M3_FLOAT32_MAX,
+    E4M3_MAX,
+    E4M3_SMALLEST,
+    FLOAT32_TINY,
+    INT4_MAX,
+    INT4_MIN,
+)
+from moequant.formats.mxfp4 import ROUND_UP_BITS
+from moequant.formats.nvfp4 import SEARCH_STEPS
+from moequant.formats.w4a8 import (
+    CHANNEL_SCALE_MIN,
+    GROUP,
+    GROUP_SCALE_MAX,
+    SCALE_MAX,
+    SEARCH_FACTORS,
+    TABLE_HEADROOM,
+)
+from moequant.quantizers.elements import (
+    E2M1,
+    E4M3,
+    decode_e4m3,
+    encode_int4,
+    float_bits,
+    group_sum,
+    magnitude,
+    pack_nibbles,
+    round_int4,
+    round_to_bfloat16,
+    sign_bit,
+    widen_bfloat16,
+)
+from moequant.quantizers.vectors import F32, I32, I64, PTR, Function, Type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from moequant.quantizers.elements import Source
+    from moequant.quantizers.vectors import Value
+
+_EXPONENT = 0xFF << 23
+_ONE_E4M3 = 0x38
+_STRIP = 64
+"""Weights that are encoded at a time: of 16, 32, 64 and 128 the fastest."""
+_GROUPS = 16
+"""Groups whose scales are computed at a time: a vector of them."""
+
+
+def amax(source: Source) -> Function:
+    """The largest magnitude alone."""
+    f = _function()
+    largest = f.variable(f.constant(Type(source.element, 2 * _STRIP), 0))
+    rest = f.variable(f.constant(Type(source.element), 0))
+    w, count = f.parameter("w"), f.parameter("rows") * f.parameter("columns")
+    for lanes, loop in f.strips(f.constant(I64, 0), count, 2 * _STRIP):
+        with loop as at:
+            found = largest if lanes > 1 else rest
+            found.set(found.get().umax(source.magnitude(source.load(f, w, at, lanes))))
+    f.give(largest.get().reduce("umax").umax(rest.get()).to("i32"))
+    return f
+
+
+def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
+    """`moequant.formats.fp8_block`."""
+    f = _function()
+    rows, columns = f.parameter("rows"), f.parameter("columns")
+    zero = f.constant(I64, 0)
+    largest = f.variable(f.constant(Type(source.element), 0))
+    block_index = f.variable(zero)
+    with f.loop(zero, rows, 128) as top, f.loop(zero, columns, 128) as left:
+        bottom, right = rows.umin(top + 128), columns.umin(left + 128)
+        found = {n: f.variable(f.constant(Type(source.element, n), 0)) for n in (_STRIP, 1)}
+        with f.loop(top, bottom, 1) as row:
+            start = row * columns
+            for lanes, loop in f.strips(left, right, _STRIP):
+                with loop as column:
+                    stored = source.load(f, f.parameter("w"), start + column, lanes)
+                    found[lanes].set(found[lanes].get().umax(source.magnitude(stored)))
+        block_max = found[_STRIP].get().reduce("umax").umax(found[1].get())
+        largest.set(largest.get().umax(block_max))
+        scale = _fp8_scale(source.float(block_max).bitcast("i32"), options["scale"])
+        f.store(scale, f.parameter("scale"), block_index.get())
+        block_index.set(block_index.get() + 1)
+        with f.loop(top, bottom, 1) as row:
+            start = row * columns
+            for lanes, loop in f.strips(left, right, _STRIP):
+                with loop as column:
+                    stored = source.load(f, f.parameter("w"), start + column, lanes)
+                    values = source.float(stored)
+                    scaled = _clamped(values, E4M3_FLOAT32_MAX)
+                    if options["scale"] == "power_of_two":
+                        scaled = scaled * _reciprocal(scale).splat(lanes)
+                    else:
+                        scaled = scaled / scale.splat(lanes)
+                    code = E4M3.encode(scaled) | sign_bit(values, 7)
+                    f.store(code.to("i8"), f.parameter("qdata"), start + column)
+    f.give(largest.get().to("i32"))
+    return f
+
+
+def _fp8_scale(amax_bits: Value, rule: str) -> Value:
+    amax = amax_bits.umin(float_bits(E4M3_FLOAT32_MAX))
+    scale = (amax.bitcast("float") / E4M3_MAX).bitcast("i32")
+    if rule == "power_of_two":
+        scale = (scale + 0x7FFFFF) & _EXPONENT
+    scale = scale.umax(float_bits(FLOAT32_TINY))
+    return amax.function.constant(F32, 1.0).where(amax.equals(0), scale.bitcast("float"))
+
+
+def _reciprocal(power: Value) -> Value:
+    """1 / 2**k, as float32, of 2**k for -126 <= k <= 126."""
+    bits = power.bitcast("i32")
+    return (power.function.constant(I32, 254 << 23) - bits).bitcast("float")
+
+
+def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
+    """`moequant.formats.mxfp4`."""
+    rule = options["scale_rule"]
+    up = ROUND_UP_BITS["even" if rule == "mse" else rule]
+    f = _function()
+
+    def scale_of(amax: Value) -> Value:
+        # Two less is E2M1's own exponent; the byte of 2**0 is 127, and of a float32's field too.
+        byte = ((amax + up) >> 23).smax(2) - 2
+        return f.constant(byte.type, 127).where(amax.equals(0), byte)
+
+    def reciprocal(byte: Value) -> Value:
+        return ((f.constant(byte.type, 254) - byte) << 23).bitcast("float")
+
+    def least_squares(groups: list[Value], byte: Value) -> Value:
+        x = [w * r for w, r in zip(groups, _spread(reciprocal(byte), 32), strict=True)]
+        half, one = (f.constant(F32, scale).splat(len(groups)) for scale in (0.5, 1.0))
+        lower = _squared_errors(x, half) < _squared_errors(x, one)
+        return (byte - 1).where(lower & (f.constant(byte.type, 0) < byte), byte)
+
+    return _grouped(
+        f,
+        source,
+        group=32,
+        scale_of=scale_of,
+        search=least_squares if rule == "mse" else None,
+        factor=reciprocal,
+        scaled=lambda w, factor: w * factor,
+    )
+
+
+def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
+    """`moequant.formats.nvfp4`, given the global scale."""
+    f = _function()
+    g = f.parameter("global_scale")
+
+    def scale_of(amax: Value) -> Value:
+        code = E4M3.encode(amax.bitcast("float") / g.splat(amax.type.lanes) / E2M1_MAX).umax(1)
+        return f.constant(code.type, _ONE_E4M3).where(amax.equals(0), code)
+
+    def least_squares(groups: list[Value], code: Value) -> Value:
+        x = [w / g.splat(16) for w in groups]
+        best, least = code, _squared_errors(x, decode_e4m3(code))
+        for step in SEARCH_STEPS:
+            near = (code + step).smax(1).umin(126)
+            error = _squared_errors(x, decode_e4m3(near))
+            better = error < least
+            best, least = near.where(better, best), error.where(better, least)
+        return best
+
+    return _grouped(
+        f,
+        source,
+        group=16,
+        scale_of=scale_of,
+        search=least_squares if options["search"] == "mse" else None,
+        factor=lambda code: decode_e4m3(code) * g.splat(code.type.lanes),
+        scaled=lambda w, factor: w / factor,
+    )
+
+
+def _squared_errors(groups: list[Value], scales: Value) -> Value:
+    """For each group of magnitudes the squared error under its scale, side by side."""
+    lanes = groups[0].type.lanes
+    off = [
+        E2M1.round(x / scale) * scale - x
+        for x, scale in zip(groups, _spread(scales, lanes), strict=True)
+    ]
+    return _sums([one * one for one in off])
+
+
+def _spread(numbers: Value, lanes: int) -> list[Value]:
+    """Each number in all lanes of a value of its own."""
+    return [numbers.pick([i] * lanes) for i in range(numbers.type.lanes)]
+
+
+def _grouped(
+    f: Function,
+    source: Source,
+    *,
+    group: int,
+    scale_of: Callable[[Value], Value],
+    search: Callable[[list[Value], Value], Value] | None,
+    factor: Callable[[Value], Value],
+    scaled: Callable[[Value, Value], Value],
+) -> Function:
+    """E2M1 codes of groups that depend on nothing but themselves, many groups at a time.
+
+    Args:
+        f: to be written.
+        source: of the weights.
+        group: weights that share a scale.
+        scale_of: bytes of scales, i32, from the bits of the groups' largest magnitudes.
+        search: better bytes, from the groups' clamped magnitudes and the bytes; if any.
+        factor: from bytes, what magnitudes are scaled by.
+        scaled: what is encoded, from clamped magnitudes and the factor of each.
+    """
+    w, qdata, scale = (f.parameter(name) for name in ("w", "qdata", "scale"))
+    largest = f.variable(f.constant(Type(source.element), 0))
+    groups = f.parameter("rows") * f.parameter("columns") // group
+    for count, loop in f.strips(f.constant(I64, 0), groups, _GROUPS):
+        with loop as first:
+            starts = [(first + i) * group for i in range(count)]
+            stored = [source.load(f, w, start, group) for start in starts]
+            maxima = _maxima([source.magnitude(one) for one in stored])
+            largest.set(largest.get().umax(maxima.reduce("umax")))
+            byte = scale_of(_clamped(source.float(maxima), E2M1_FLOAT32_MAX).bitcast("i32"))
+            if search is not None:
+                values = [source.float(one) for one in stored]
+                byte = search([_clamped(one, E2M1_FLOAT32_MAX) for one in values], byte)
+            f.store(byte.to("i8"), scale, first)
+            factors = factor(byte)
+            together = min(count, _STRIP // group)
+            for i in range(0, count, together):
+                own = [lane for lane in range(i, i + together) for _ in range(group)]
+                strip = source.float(source.load(f, w, starts[i], len(own)))
+                x = scaled(_clamped(strip, E2M1_FLOAT32_MAX), factors.pick(own))
+                codes = E2M1.encode(x) | sign_bit(strip, 3)
+                f.store(pack_nibbles(codes), qdata, starts[i] // 2)
+    f.give(largest.get().to("i32"))
+    return f
+
+
+def _clamped(values: Value, limit: float) -> Value:
+    """Magnitudes of float32 values, held to `limit`."""
+    return magnitude(values).umin(float_bits(limit)).bitcast("float")
+
+
+def _maxima(groups: list[Value]) -> Value:
+    """The largest lane of each of one group or of _GROUPS, side by side."""
+    if len(groups) == 1:
+        return groups[0].reduce("umax")
+    while groups[0].type.lanes > _GROUPS:
+        halves = [group.halves() for group in groups]
+        groups = [low.umax(high) for low, high in halves]
+    # Neighbours meet, of two groups at a time; each round leaves half as many, twice as full.
+    while len(groups) > 1:
+        pairs = zip(groups[::2], groups[1::2], strict=True)
+        even, odd = range(0, 2 * _GROUPS, 2), range(1, 2 * _GROUPS, 2)
+        groups = [a.pick(even, b).umax(a.pick(odd, b)) for a, b in pairs]
+    return groups[0]
+
+
+def _sums(groups: list[Value]) -> Value:
+    """The sum of each of one group or of _GROUPS, side by side, added as `group_sum` adds."""
+    if len(groups) == 1:
+        return group_sum(groups[0])
+    while groups[0].type.lanes > _GROUPS:
+        halves = [group.halves() for group in groups]
+        groups = [low + high for low, high in halves]
+    # The halves of each group meet, of two values at a time.
+    length = _GROUPS
+    while len(groups) > 1:
+        pairs = zip(groups[::2], groups[1::2], strict=True)
+        firsts = range(0, 2 * _GROUPS, length)
+        low = [first + i for first in firsts for i in range(length // 2)]
+        high = [lane + length // 2 for lane in low]
+        groups = [a.pick(low, b) + a.pick(high, b) for a, b in pairs]
+        length //= 2
+    return groups[0]
+
+
+def w4a8(source: Source, options: Mapping[str, str]) -> Function:
+    """`moequant.formats.w4a8`; `scratch` holds one float32 for each group of a row."""
+    f = _function()
+    rows, columns = f.parameter("rows"), f.parameter("columns")
+    w, steps = f.parameter("w"), f.parameter("scratch")
+    zero = f.constant(I64, 0)
+    largest = f.variable(f.constant(Type(source.element), 0))
+    with f.loop(zero, rows, 1) as row:
+        start = row * columns
+        row_max = f.variable(f.constant(I32, 0))
+        with f.loop(zero, columns, GROUP) as column:
+            stored = source.load(f, w, start + column, GROUP)
+            high, low = source.extremes(stored)
+            largest.set(largest.get().umax(high).umax(low))
+            step = _step(source, high, low)
+            if options["search"] == "mse":
+                step = step * _best_factor(source.float(stored), step)
+            row_max.set(row_max.get().umax(step.bitcast("i32")))
+            f.store(step, steps, column // GROUP)
+        row_scale = _row_scale(row_max.get())
+        with f.loop(zero, columns, GROUP) as column:
+            step = f.load(F32, steps, column // GROUP)
+            in_row = (step / row_scale).clamp(E4M3_SMALLEST, GROUP_SCALE_MAX)
+            scale = round_to_bfloat16(decode_e4m3(E4M3.encode(in_row)) * row_scale)
+            f.store(scale, f.parameter("scale"), (start + column) // GROUP)
+            x = source.float(source.load(f, w, start + column, GROUP))
+            codes = encode_int4(x / widen_bfloat16(scale).splat(GROUP))
+            f.store(pack_nibbles(codes), f.parameter("qdata"), (start + column) // 2)
+    f.give(largest.get().to("i32"))
+    return f
+
+
+def _step(source: Source, high: Value, low: Value) -> Value:
+    """The step a group asks for, from the magnitudes of its largest and its smallest weight."""
+    above = source.float(high) / float(INT4_MAX + 1)
+    below = source.float(low) / float(1 - INT4_MIN)
+    return above.bitcast("i32").umax(below.bitcast("i32")).bitcast("float")
+
+
+def _best_factor(w: Value, step: Value) -> Value:
+    f = w.function
+    x = w / f.constant(F32, 1.0).where(step.equals(0), step).splat(GROUP)
+    best, least = f.constant(F32, 1.0), f.constant(F32, float("inf"))
+    for factor in SEARCH_FACTORS:
+        off = round_int4(x / factor) * factor - x
+        error = group_sum(off * off)
+        better = error < least
+        best, least = f.constant(F32, factor).where(better, best), error.where(better, least)
+    return best
+
+
+def _row_scale(row_max_bits: Value) -> Value:
+    step = row_max_bits.umin(float_bits(SCALE_MAX)).bitcast("float")
+    channel = widen_bfloat16(round_to_bfloat16(step)) / E4M3_MAX
+    floored = channel.bitcast("i32").umax(float_bits(CHANNEL_SCALE_MIN)).bitcast("float")
+    return floored * TABLE_HEADROOM
+
+
+def _function() -> Function:
+    parameters = {
+        "w": PTR,
+        "rows": I64,
+        "columns": I64,
+        "global_scale": F32,
+        "qdata": PTR,
+        "scale": PTR,
+        "scratch": PTR,
+    }
+    return Function("kernel", parameters, I32)
+
+
+KERNELS = {"fp8_block": fp8_block, "nvfp4": nvfp4, "mxfp4": mxfp4, "w4a8": w4a8}

@@ -1,0 +1,29 @@
+"""The folder of a converted checkpoint, and which of its files matter."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moequant.errors import CheckpointError
+
+# Notes and model cards may be added; no engine reads them.
+_NOTES = (".md", ".png", ".jpg")
+
+
+def existing_directory(converted: str | Path) -> Path:
+    """The directory of a converted checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    path = Path(os.path.expanduser(converted))  # noqa: PTH111
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
+    return path
+
+
+def is_read_by_engines(file: Path) -> bool:
+    """Whether an engine may read a file that no conversion wrote."""
+    return file.suffix not in _NOTES

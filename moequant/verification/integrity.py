@@ -1,0 +1,231 @@
+"""Whether a converted checkpoint is still the one that was written, by its own moequant.json.
+
+One streaming pass: every recorded byte is read once, and the source is not needed. It finds what
+happened to the files since the conversion; that they are right is `verify`'s to prove.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from moequant.checkpoint.documents import read_document
+from moequant.checkpoint.files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PREPARED_FOLDER,
+    RECORD_FILE,
+    WORK_FOLDER,
+)
+from moequant.checkpoint.folder import is_inner_name, sidecar_files, weight_files
+from moequant.checkpoint.reader import FixedFile
+from moequant.checkpoint.source import natural_key
+from moequant.conversion import DEFAULT_WORKERS
+from moequant.conversion.journal import Journal
+from moequant.errors import CheckpointError, MoequantError
+from moequant.preparation.manifest import read_manifest
+from moequant.progress import SilentProgress
+from moequant.verification.findings import Findings
+from moequant.verification.folder import existing_directory, is_read_by_engines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from moequant.progress import Progress
+    from moequant.verification.report import Problem
+
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegrityReport:
+    """The result of `check_integrity`.
+
+    Attributes:
+        converted: the checkpoint that was checked.
+        problems: what is wrong, the first ones of each check.
+        problem_count: how many there are, those left out included.
+        files: how many were read.
+        bytes: of them, all together.
+        record: what moequant.json says of the conversion beside digests.
+    """
+
+    converted: str
+    problems: tuple[Problem, ...]
+    problem_count: int
+    files: int
+    bytes: int
+    record: Mapping[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.problem_count == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys, fit for a JSON document."""
+        return {**asdict(self), "ok": self.ok, "problems": [asdict(p) for p in self.problems]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """What a record says of one file; a size of None is not recorded."""
+
+    file: str
+    bytes: int | None
+    sha256: str
+
+
+def check_integrity(
+    converted: str | Path,
+    *,
+    workers: int = DEFAULT_WORKERS,
+    progress: Progress | None = None,
+) -> IntegrityReport:
+    """Read every file that moequant.json records, once, and compare sizes and digests.
+
+    Args:
+        converted: directory of a checkpoint that moequant converted.
+        workers: files read at the same time.
+        progress: told what is done.
+
+    Raises:
+        CheckpointError: no such directory, no moequant.json in it, or not a readable one.
+        MoequantError: `workers` is less than 1.
+    """
+    if workers < 1:
+        raise MoequantError(f"workers = {workers}, but at least one has to do the work")
+    path = existing_directory(converted)
+    record = _read_record(path)
+    findings = Findings()
+    if Journal(path).exists:
+        findings.add("files", WORK_FOLDER, "an unfinished conversion; repeat its command")
+    recorded = [*_recorded(record, findings), *_recorded_prepared(path, findings)]
+    files = _open_files(path, recorded, findings)
+    _check_nothing_added(path, {entry.file for entry in recorded}, findings)
+    task = progress or SilentProgress()
+    task.start("reading", sum(file.size_bytes for _, file in files))
+    with ThreadPoolExecutor(workers) as pool:
+        for fault in pool.map(partial(_check_digest, progress=task), files):
+            if fault is not None:
+                findings.add("record", *fault)
+    task.finish()
+    keys = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
+    return IntegrityReport(
+        converted=str(converted),
+        problems=tuple(findings.problems),
+        problem_count=findings.count,
+        files=len(files),
+        bytes=sum(file.size_bytes for _, file in files),
+        record={key: record.get(key) for key in keys},
+    )
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    if not (path / RECORD_FILE).exists():
+        raise CheckpointError(
+            f"{path / RECORD_FILE}: not there, and without it nobody knows the digests; for a "
+            "checkpoint of another tool: moequant verify CONVERTED --against SOURCE"
+        )
+    return read_document(FixedFile.at(path / RECORD_FILE))
+
+
+def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Recorded]:
+    """Every file of the conversion; what cannot be an entry is a problem."""
+    source = record.get("source")
+    tables = {
+        "shards": record.get("shards"),
+        "files": record.get("files"),
+        "source.sidecars": source.get("sidecars") if isinstance(source, dict) else None,
+    }
+    for key, table in tables.items():
+        if not isinstance(table, dict) or (not table and key != "source.sidecars"):
+            findings.add("record", f"{RECORD_FILE}.{key}", "not a table of digests by file")
+            continue
+        for file, entry in table.items():
+            # Of files that come along the digest alone is recorded.
+            if isinstance(entry, str):
+                entry = {"bytes": None, "sha256": entry}
+            if not is_inner_name(file) or not isinstance(entry, dict) or not _is_entry(entry):
+                findings.add("record", f"{RECORD_FILE}.{key}", f"{file!r}: {entry!r} is no entry")
+                continue
+            yield _Recorded(file=file, **entry)
+    files = record.get("files")
+    for file in (CONFIG_FILE, INDEX_FILE):
+        if isinstance(files, dict) and file not in files:
+            findings.add("record", f"{RECORD_FILE}.files", f"lacks {file}")
+
+
+def _recorded_prepared(path: Path, findings: Findings) -> Iterator[_Recorded]:
+    """Kernel-ready files, by the manifest of each target."""
+    root = path / PREPARED_FOLDER
+    folders = [e for e in root.iterdir() if e.name[0] != "."] if root.is_dir() else []
+    for folder in sorted(folders):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            findings.add("prepared", folder.name, str(error))
+            continue
+        for layer in manifest.layers.values():
+            file = str(PurePosixPath(PREPARED_FOLDER, folder.name, layer.file))
+            yield _Recorded(file=file, bytes=layer.bytes, sha256=layer.sha256)
+
+
+def _is_entry(entry: Mapping[str, Any]) -> bool:
+    if entry.keys() != {"bytes", "sha256"}:
+        return False
+    size, digest = entry["bytes"], entry["sha256"]
+    return (size is None or type(size) is int) and isinstance(digest, str)
+
+
+def _open_files(
+    path: Path, recorded: list[_Recorded], findings: Findings
+) -> list[tuple[_Recorded, FixedFile]]:
+    """Those that are there and of their size; a wrong size needs no reading."""
+    files = []
+    for entry in recorded:
+        try:
+            file = FixedFile.at(path / entry.file)
+        except CheckpointError as error:
+            findings.add("files", entry.file, str(error).removeprefix(f"{path / entry.file}: "))
+            continue
+        if entry.bytes not in (None, file.size_bytes):
+            findings.add(
+                "files", entry.file, f"{file.size_bytes} bytes, but {entry.bytes} are recorded"
+            )
+            continue
+        files.append((entry, file))
+    return files
+
+
+def _check_digest(
+    opened: tuple[_Recorded, FixedFile], progress: Progress
+) -> tuple[str, str] | None:
+    """The file's name and what is wrong with its contents, or None."""
+    entry, file = opened
+    digest = hashlib.sha256()
+    try:
+        for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
+            digest.update(chunk)
+            progress.advance(len(chunk), entry.file)
+    except CheckpointError as error:
+        return entry.file, str(error).removeprefix(f"{file.path}: ")
+    if digest.hexdigest() != entry.sha256:
+        return entry.file, f"SHA-256 is {digest.hexdigest()}, but {entry.sha256} is recorded"
+    return None
+
+
+def _check_nothing_added(path: Path, recorded: set[str], findings: Findings) -> None:
+    """Nothing lies beside the recorded files that an engine would read."""
+    try:
+        found = [*sidecar_files(path), *weight_files(path)]
+    except CheckpointError as error:
+        findings.add("sidecars", str(path), str(error))
+        return
+    for file in sorted(map(str, found), key=natural_key):
+        if file not in recorded and is_read_by_engines(Path(file)):
+            findings.add("sidecars", file, "not recorded; engines may read it: remove it")

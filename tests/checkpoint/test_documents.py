@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from moequant.checkpoint import documents
+from moequant.checkpoint.documents import parse_object, read_document
+from moequant.checkpoint.reader import FixedFile
+from moequant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def nested(depth: int) -> str:
+    """An object whose innermost list is `depth` levels down."""
+    return '{"a": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+
+def read(path: Path, text: str) -> dict[str, object]:
+    path.write_text(text)
+    return read_document(FixedFile.at(path))
+
+
+def test_document_is_read(tmp_path: Path) -> None:
+    value = {"a": [1, None, {"b": 2.5}], "c": "ü"}
+    assert read(tmp_path / "x", json.dumps(value)) == value
+
+
+def test_depth_is_bounded(tmp_path: Path) -> None:
+    assert read(tmp_path / "x", nested(99))
+    with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
+        read(tmp_path / "x", nested(101))
+    with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
+        read(tmp_path / "x", '{"a": ' * 200 + "1" + "}" * 200)
+
+
+def test_what_is_let_through_can_be_written_again(tmp_path: Path) -> None:
+    value = read(tmp_path / "x", nested(99))
+    assert json.loads(json.dumps(value, indent=2)) == value
+
+
+def test_size_is_bounded_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_BYTES", 10)
+    assert read(tmp_path / "x", '{"abc": 1}')
+    with pytest.raises(CheckpointError, match="11 bytes, but at most 10 are read"):
+        read(tmp_path / "x", '{"abc": 12}')
+
+
+def test_brackets_are_bounded_in_large_files_alone(tmp_path: Path) -> None:
+    assert parse_object(b'{"a":[' + b"[]," * 1000 + b"0]}", tmp_path)
+    with pytest.raises(CheckpointError, match="400002 brackets in 1200009 bytes"):
+        parse_object(b'{"a":[' + b"[]," * 400_000 + b"0]}", tmp_path)

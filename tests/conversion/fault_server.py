@@ -1,0 +1,112 @@
+"""Runs conversions in children of one process, so that hundreds of faults take seconds.
+
+Reads a JSON request a line, writes a JSON answer a line. Importing torch and compiling are paid for
+once: each request is served by a fork, in which the n-th call that changes the disk fails or kills,
+or which is killed from outside after a while.
+
+A request holds `arguments` for `convert`, and may hold
+
+    at        which call that changes the disk is struck, counted from 1
+    kill      kill the process there, with SIGKILL
+    errno     or let the call fail with this error ...
+    lasting   ... and every later one that takes space on the disk, too: the disk stays full
+    after     or kill the process after so many seconds
+
+An answer holds `calls`, the calls made; `state` and `resumed` of a conversion that came to its
+end; `error`, its type, and `message` of one that did not; or `killed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+
+import torch
+
+from moequant.conversion import convert
+
+TAKES_SPACE = ("open", "write", "pwrite", "pwritev", "posix_fallocate", "ftruncate", "mkdir")
+CHANGES = (*TAKES_SPACE, "fsync", "replace", "rename", "unlink", "rmdir")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+class Striker:
+    """Counts calls that change the disk, and strikes one."""
+
+    def __init__(self, request):
+        self._request = request
+        self._lock = threading.Lock()
+        self.calls = []
+        for name in CHANGES:
+            setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name, original):
+        def call(*args, **kwargs):
+            if name == "open" and not (args[1] if len(args) > 1 else 0) & WRITES:
+                return original(*args, **kwargs)
+            with self._lock:
+                self.calls.append(name)
+                self._strike(name, len(self.calls))
+            return original(*args, **kwargs)
+
+        return call
+
+    def _strike(self, name, number):
+        at = self._request.get("at")
+        lasting = self._request.get("lasting") and name in TAKES_SPACE
+        if at is None or not (number == at or (number > at and lasting)):
+            return
+        if self._request.get("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(self._request["errno"], os.strerror(self._request["errno"]))
+
+
+def run(request):
+    striker = Striker(request)
+    answer = {}
+    try:
+        result = convert(**request["arguments"])
+        answer = {"state": result.state, "resumed": result.resumed_shards}
+    except BaseException as error:
+        answer = {"error": type(error).__name__, "message": str(error)}
+        answer["exit_code"] = getattr(error, "exit_code", None)
+    return {**answer, "calls": striker.calls}
+
+
+def serve(request):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(run(request), pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        if "after" in request:
+            select.select([pipe], [], [], request["after"])
+            os.kill(child, signal.SIGKILL)
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text.endswith("}") else {"killed": True}
+
+
+def warm_up(arguments):
+    """Compile in this process, for all forks, what a conversion into a format needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        convert(**{**arguments, "output": f"{folder}/out", "workers": 1, "overwrite": False})
+
+
+torch.set_num_threads(1)
+warm = set()
+for line in sys.stdin:
+    request = json.loads(line)
+    if (format := request["arguments"]["format"]) not in warm:
+        warm_up(request["arguments"])
+        warm.add(format)
+    print(json.dumps(serve(request)), flush=True)

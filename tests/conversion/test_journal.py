@@ -1,0 +1,99 @@
+"""The journal believes what it can check, and clears away the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from moequant.conversion.journal import FinishedShard, Journal
+
+FILES = ["a.safetensors", "b.safetensors"]
+
+
+def write(journal, file, content):
+    journal.partial(file).write_bytes(content)
+    shard = FinishedShard(file=file, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    journal.record(shard)
+    return shard
+
+
+@pytest.fixture
+def journal(tmp_path):
+    """Of two shards, both finished."""
+    journal = Journal(tmp_path / "out")
+    journal.begin({"plan_sha256": "x"})
+    for file in FILES:
+        write(journal, file, file.encode() * 100)
+    return journal
+
+
+def lines_of(journal):
+    return (journal.folder / "journal.jsonl").read_bytes()
+
+
+def test_finished_shards_are_found_where_they_are(journal):
+    assert list(journal.resume(FILES)) == FILES
+    (journal.shards / FILES[0]).rename(journal.output / FILES[0])
+    assert list(journal.resume(FILES)) == FILES
+
+
+def test_a_begun_shard_gives_its_space_back(journal):
+    journal.partial("c.safetensors").write_bytes(bytes(1000))
+    (journal.shards / "stray.safetensors").write_bytes(bytes(1000))
+    assert list(journal.resume([*FILES, "c.safetensors"])) == FILES
+    assert sorted(path.name for path in journal.shards.iterdir()) == FILES
+
+
+def test_a_shard_of_another_plan_is_not_finished(journal):
+    assert list(journal.resume(FILES[:1])) == FILES[:1]
+    assert sorted(path.name for path in journal.shards.iterdir()) == FILES[:1]
+
+
+@pytest.mark.parametrize("tail", [b'{"file": "c', b"\0\xff\xfe", b"\n\n", b"[" * 100_000])
+def test_a_torn_line_does_not_spoil_the_next(journal, tail):
+    whole = lines_of(journal)
+    (journal.folder / "journal.jsonl").write_bytes(whole + tail)
+    assert list(journal.resume(FILES)) == FILES
+    assert lines_of(journal) == whole
+    write(journal, "c.safetensors", b"c")
+    assert list(journal.resume([*FILES, "c.safetensors"])) == [*FILES, "c.safetensors"]
+
+
+def test_a_right_journal_is_not_written_again(journal):
+    before = (journal.folder / "journal.jsonl").stat().st_ino
+    journal.resume(FILES)
+    assert (journal.folder / "journal.jsonl").stat().st_ino == before
+
+
+def test_a_new_plan_stands_beside_nothing_of_the_old(journal):
+    journal.begin({"plan_sha256": "y"})
+    assert journal.read_plan() == {"plan_sha256": "y"}
+    assert journal.resume(FILES) == {}
+    assert list(journal.shards.iterdir()) == []
+
+
+def test_a_work_folder_without_its_journal_or_shards_is_resumed_from_nothing(journal):
+    (journal.folder / "journal.jsonl").unlink()
+    for path in journal.shards.iterdir():
+        path.unlink()
+    journal.shards.rmdir()
+    assert journal.resume(FILES) == {}
+    write(journal, FILES[0], b"a")
+    assert list(journal.resume(FILES)) == FILES[:1]
+
+
+def test_closed_there_is_nothing(journal):
+    journal.close()
+    assert not journal.exists
+    assert list(journal.output.iterdir()) == []
+
+
+def test_the_last_of_two_lines_for_a_shard_holds(journal):
+    entry = {"file": FILES[0], "bytes": 1, "sha256": "0" * 64}
+    with (journal.folder / "journal.jsonl").open("a") as lines:
+        lines.write(json.dumps(entry) + "\n")
+    assert list(journal.resume(FILES)) == FILES[1:]
+    write(journal, FILES[0], b"again")
+    assert sorted(journal.resume(FILES)) == FILES

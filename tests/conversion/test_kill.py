@@ -1,0 +1,170 @@
+"""kill -9 at any moment, then the same command: the same bytes, and nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+
+import pytest
+
+from moequant.formats import REGISTRY
+
+SETTINGS = {"format": "nvfp4", "max_shard_size": "300KB", "workers": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(struck, small_source, tmp_path_factory):
+    """The output of a run that nothing struck, and how many calls it makes that change the disk."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    answer = struck(small_source, out, **SETTINGS)
+    return answer["calls"], out
+
+
+def finish(struck, source, out, left, contents, whole, **settings):
+    """Run the same command to its end and check what it made of what was left."""
+    before = left(out)
+    answer = struck(source, out, **settings)
+    assert "error" not in answer, answer
+    assert contents(out) == whole
+    assert answer["resumed"] == len(before.finished) or answer["state"] == "already converted"
+    after = left(out)
+    assert {file: after.identity(file) for file in before.finished} == before.finished
+
+
+@pytest.mark.parametrize(
+    ("overwrite", "stride"),
+    [
+        (False, 3),
+        (True, 8),
+        pytest.param(False, 1, marks=pytest.mark.full),
+        pytest.param(True, 1, marks=pytest.mark.full),
+    ],
+)
+def test_killed_before_any_call_that_changes_the_disk(
+    struck, small_source, whole, tmp_path, left, contents, overwrite, stride
+):
+    calls, folder = whole
+    wanted, out, old = contents(folder), tmp_path / "out", tmp_path / "old"
+    settings = SETTINGS | ({"overwrite": True} if overwrite else {})
+    before = None
+    if overwrite:
+        struck(small_source, old, **SETTINGS | {"format": "mxfp4"})
+        before = contents(old)
+    number, killed = 1 - stride, True
+    while killed:
+        number += stride
+        shutil.rmtree(out, ignore_errors=True)
+        if overwrite:
+            shutil.copytree(old, out)
+        killed = "killed" in struck(small_source, out, {"at": number, "kill": True}, **settings)
+        if out.exists():
+            left(out).check_nothing_looks_whole(wanted, before)
+        if killed:
+            finish(struck, small_source, out, left, contents, wanted, **settings)
+    assert number > len(calls)
+    assert contents(out) == wanted
+
+
+@pytest.fixture(scope="module")
+def source(make_checkpoint):
+    """5 MB; a conversion takes a tenth of a second."""
+    return make_checkpoint()
+
+
+def kill_at_random(struck, source, tmp_path, left, contents, format, kills):
+    settings = {"format": format, "max_shard_size": "500KB"}
+    struck(source, tmp_path / "warm", **settings)
+    started = time.monotonic()
+    assert struck(source, tmp_path / "whole", workers=2, **settings)["state"] == "converted"
+    seconds = time.monotonic() - started
+    wanted, out, rng = contents(tmp_path / "whole"), tmp_path / "out", random.Random(format)  # noqa: S311
+    done = 0
+    while done < kills:
+        # Half of the runs are killed in a first part of theirs, so that there are many.
+        fault = {"after": rng.uniform(0, seconds) * rng.choice([1, 0.5])}
+        answer = struck(source, out, fault, workers=rng.randint(1, 3), **settings)
+        done += "killed" in answer
+        if out.exists():
+            left(out).check_nothing_looks_whole(wanted)
+        if rng.random() < 0.4 or "killed" not in answer:
+            if "killed" in answer:
+                workers = rng.randint(1, 3)
+                finish(struck, source, out, left, contents, wanted, workers=workers, **settings)
+            assert contents(out) == wanted
+            shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+def test_killed_at_random_moments(struck, source, tmp_path, left, contents, format):
+    kill_at_random(struck, source, tmp_path, left, contents, format, kills=10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", REGISTRY)
+def test_killed_at_many_random_moments(struck, source, tmp_path, left, contents, format):
+    kill_at_random(struck, source, tmp_path, left, contents, format, kills=100)
+
+
+def flip(position):
+    def damage(shard):
+        content = bytearray(shard.read_bytes())
+        content[position if position >= 0 else len(content) + position] ^= 1
+        shard.write_bytes(content)
+
+    return damage
+
+
+def swap_with_the_next(shard):
+    other = min(p for p in shard.parent.glob("*.safetensors") if p > shard)
+    shard.rename(shard.with_suffix(".swap"))
+    other.rename(shard)
+    shard.with_suffix(".swap").rename(other)
+
+
+def lie_in_the_journal(key, value):
+    def damage(shard):
+        journal = shard.parent.parent / "journal.jsonl"
+        entries = [json.loads(line) for line in journal.read_text().splitlines()]
+        for entry in entries:
+            if entry["file"] == shard.name:
+                entry[key] = value
+        journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+    return damage
+
+
+DAMAGES = {
+    "first bit": (flip(0), 1),
+    "a bit of the data": (flip(-1000), 1),
+    "last bit": (flip(-1), 1),
+    "a byte less": (lambda shard: shard.write_bytes(shard.read_bytes()[:-1]), 1),
+    "a byte more": (lambda shard: shard.write_bytes(shard.read_bytes() + b"\0"), 1),
+    "zeros": (lambda shard: shard.write_bytes(bytes(shard.stat().st_size)), 1),
+    "no content": (lambda shard: shard.write_bytes(b""), 1),
+    "not there": (lambda shard: shard.unlink(), 1),
+    "swapped": (swap_with_the_next, 2),
+    "another digest recorded": (lie_in_the_journal("sha256", "0" * 64), 1),
+    "another size recorded": (lie_in_the_journal("bytes", 1), 1),
+    "another type recorded": (lie_in_the_journal("bytes", True), 1),
+    "a path recorded": (lie_in_the_journal("file", "../../../../etc/hostname"), 1),
+}
+
+
+@pytest.mark.parametrize(("damage", "lost"), DAMAGES.values(), ids=DAMAGES)
+def test_no_shard_is_trusted_without_its_size_and_digest(
+    struck, small_source, whole, tmp_path, contents, damage, lost
+):
+    calls, folder = whole
+    out = tmp_path / "out"
+    # In the first call behind the last shard: all are finished, none is in place.
+    last = max(i for i, call in enumerate(calls) if call == "posix_fallocate")
+    commit = next(i for i in range(last, len(calls)) if calls[i] == "mkdir")
+    answer = struck(small_source, out, {"at": commit + 1, "kill": True}, **SETTINGS)
+    assert answer == {"killed": True}
+    shards = sorted((out / ".moequant" / "shards").iterdir())
+    damage(shards[0])
+    answer = struck(small_source, out, **SETTINGS)
+    assert answer["resumed"] == len(shards) - lost
+    assert contents(out) == contents(folder)

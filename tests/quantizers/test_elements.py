@@ -1,0 +1,106 @@
+"""The codecs alone, against those of moequant.formats, on bit patterns of float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant.formats import elements as reference
+from moequant.quantizers import jit
+from moequant.quantizers.elements import (
+    E2M1,
+    E4M3,
+    Source,
+    decode_e4m3,
+    encode_int4,
+    magnitude,
+    round_int4,
+    round_to_bfloat16,
+    sign_bit,
+    widen_bfloat16,
+)
+from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
+
+LANES = 16
+
+
+def compiled(compute):
+    """float32 [n], n a multiple of 16, to int32 [n] by `compute` on vectors of 16."""
+    pointers = dict.fromkeys(("qdata", "scale", "scratch"), PTR)
+    parameters = {"w": PTR, "rows": I64, "columns": I64, "global_scale": F32, **pointers}
+    f = Function("kernel", parameters, I32)
+    source = Source("float32")
+    with f.loop(f.constant(I64, 0), f.parameter("rows"), LANES) as at:
+        x = source.float(source.load(f, f.parameter("w"), at, LANES))
+        f.store(compute(x).bitcast("i32"), f.parameter("qdata"), at)
+    f.give(f.constant(I32, 0))
+    kernel = jit.compile_kernel(f.text())
+
+    def run(x):
+        found = torch.empty(len(x), dtype=torch.int32)
+        kernel(x.data_ptr(), len(x), 1, 0.0, found.data_ptr(), 0, 0)
+        return found
+
+    return run
+
+
+def signed(minifloat, place):
+    def encode(x):
+        return minifloat.encode(magnitude(x).bitcast("float")) | sign_bit(x, place)
+
+    return encode
+
+
+CODECS = {
+    "e2m1": (signed(E2M1, 3), reference.encode_e2m1),
+    "e4m3": (signed(E4M3, 7), lambda x: reference.encode_e4m3(x).view(torch.uint8)),
+    "int4": (encode_int4, reference.encode_int4),
+    "e2m1 rounded": (
+        lambda x: E2M1.round(magnitude(x).bitcast("float")),
+        lambda x: reference.decode_e2m1(reference.encode_e2m1(x.abs())).view(torch.int32),
+    ),
+    # A zero's sign is lost, which no square and no code can tell.
+    "int4 rounded": (
+        round_int4,
+        lambda x: (x.round().clamp(-8, 7) + 0.0).view(torch.int32),
+    ),
+    "bfloat16": (
+        lambda x: widen_bfloat16(round_to_bfloat16(x)),
+        lambda x: x.bfloat16().float().view(torch.int32),
+    ),
+}
+every_codec = pytest.mark.parametrize(("ours", "theirs"), CODECS.values(), ids=CODECS)
+
+
+def agree(ours, theirs, bits):
+    x = bits.view(torch.float32)
+    x = torch.where(x.isfinite(), x, 0)
+    assert torch.equal(compiled(ours)(x), theirs(x).to(torch.int32))
+
+
+@every_codec
+def test_codecs_agree_around_every_20_bit_pattern(ours, theirs):
+    # Numbers of 8 significant bits, as codes, halves between them and BF16 are, end in zeros; the
+    # neighbours on both sides, and some in between, come with them.
+    heads = torch.arange(-(1 << 19), 1 << 19, dtype=torch.int32) << 12
+    for tail in (0, 1, 0x7FF, 0x800, 0x801, 0xFFF):
+        agree(ours, theirs, heads + tail)
+
+
+@pytest.mark.full
+@every_codec
+def test_codecs_agree_on_every_float32(ours, theirs):
+    run = compiled(ours)
+    for start in range(-(1 << 31), 1 << 31, 1 << 23):
+        x = torch.arange(start, start + (1 << 23), dtype=torch.int64).to(torch.int32)
+        x = x.view(torch.float32)
+        x = torch.where(x.isfinite(), x, 0)
+        assert torch.equal(run(x), theirs(x).to(torch.int32))
+
+
+def test_every_positive_e4m3_code_decodes_to_its_value():
+    codes = torch.arange(128, dtype=torch.int32)
+    codes[127] = 0  # NaN
+    wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    found = compiled(lambda x: decode_e4m3(x.bitcast("i32")))(codes.view(torch.float32))
+    assert torch.equal(found.view(torch.float32), wanted)

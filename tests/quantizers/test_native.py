@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from moequant.checkpoint.buffers import Arena
+from moequant.errors import MoequantError, NonFiniteError, UnsupportedError
+from moequant.formats import REGISTRY, dtype_text
+from moequant.quantizers import NativeQuantizer, TorchQuantizer, choose_quantizer, jit, native
+from moequant.quantizers.elements import Source
+from moequant.quantizers.kernels import KERNELS
+
+EVERY = [
+    pytest.param(fmt, dict(zip(fmt.options, values, strict=True)), id=f"{fmt.name}-{values}")
+    for fmt in map(REGISTRY.get, KERNELS)
+    for values in itertools.product(*fmt.options.values())
+]
+every_option = pytest.mark.parametrize(("fmt", "options"), EVERY)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str
+)
+
+
+@pytest.fixture(scope="module")
+def quantizer():
+    return NativeQuantizer()
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def assert_same(quantizer, fmt, options, *weights):
+    names = [f"w{i}" for i in range(len(weights))]
+    wanted = fmt.quantize_fused(weights, options, names=names)
+    found = quantizer.quantize_fused(fmt, weights, options, names=names)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.format, one.shape) == (other.format, other.shape)
+        assert one.tensors().keys() == other.tensors().keys()
+        for part, tensor in other.tensors().items():
+            made = one.tensors()[part]
+            assert (made.dtype, made.shape) == (tensor.dtype, tensor.shape)
+            bytes_made, bytes_wanted = (t.reshape(-1).view(torch.uint8) for t in (made, tensor))
+            assert torch.equal(bytes_made, bytes_wanted), part
+
+
+def finite(bits):
+    """BF16 of these bits, NaN and Inf made 0."""
+    w = bits.to(torch.int16).view(torch.bfloat16)
+    return torch.where(w.isfinite(), w, 0)
+
+
+def every_pattern():
+    return torch.arange(1 << 16, dtype=torch.int32)
+
+
+@every_option
+@pytest.mark.parametrize("order", ["ascending", "shuffled", "paired with its negative"])
+def test_every_bf16_pattern_in_one_matrix_gives_the_reference_bytes(quantizer, fmt, options, order):
+    bits = every_pattern()
+    if order == "shuffled":
+        bits = bits[torch.randperm(len(bits), generator=generator())]
+    elif order == "paired with its negative":
+        bits = torch.stack([bits, bits ^ 0x8000], 1).flatten()
+    assert_same(quantizer, fmt, options, finite(bits).reshape(-1, 512))
+
+
+@every_option
+def test_every_bf16_pattern_as_the_largest_of_its_block_gives_the_reference_bytes(
+    quantizer, fmt, options
+):
+    # Rows, whose scales depend on themselves alone but for fp8_block's, scaled by one pattern each:
+    # every magnitude is once what a scale is made from, beside fractions of it down to denormals.
+    fractions = torch.linspace(-1, 1, 128)
+    largest = finite(every_pattern()[: 1 << 15]).float()
+    rows = (largest[:, None] * fractions).bfloat16()
+    for chunk in rows.split(1 << 13):
+        assert_same(quantizer, fmt, options, chunk)
+    if fmt.name == "fp8_block":  # a block a pattern, though only every 64th
+        blocks = (largest[::64, None, None] * fractions.repeat(128, 1)).bfloat16()
+        assert_same(quantizer, fmt, options, blocks.reshape(-1, 128))
+
+
+@every_option
+@every_dtype
+def test_random_weights_of_every_magnitude_give_the_reference_bytes(quantizer, fmt, options, dtype):
+    w = torch.randn(384, 1024, generator=generator(1))
+    exponents = torch.randint(-40, 15, (384, 8), generator=generator(2))
+    spread = torch.exp2(exponents).repeat_interleave(128, 1)
+    for scaled in (w * 0.02, w * spread, torch.exp2(w * 8), w * 2.0**-133, w * 2.0**120):
+        weights = scaled.to(dtype)
+        assert_same(quantizer, fmt, options, torch.where(weights.isfinite(), weights, 1))
+
+
+@every_option
+def test_ties_between_codes_give_the_reference_bytes(quantizer, fmt, options):
+    # Multiples of 1/64 up to 8, and of 4 up to 512: every tie of E2M1, INT4 and E4M3, and beside
+    # it, at scales of a power of two and three others.
+    steps = torch.arange(-512, 512).float()
+    for unit in (2.0**-20, 3 * 2.0**-20, 5 * 2.0**-7, 7.0, 2.0**100):
+        rows = torch.stack([steps * unit / 64, steps * unit * 4])
+        rows = rows[:, torch.randperm(1024, generator=generator(3))]
+        whole = torch.cat([rows, rows.flip(1), rows * 1.0078125])
+        assert_same(quantizer, fmt, options, whole.bfloat16(), (whole * 3).bfloat16())
+
+
+@every_option
+def test_zeros_of_both_signs_and_single_weights_give_the_reference_bytes(quantizer, fmt, options):
+    w = torch.zeros(64, 512, dtype=torch.bfloat16)
+    assert_same(quantizer, fmt, options, w)
+    assert_same(quantizer, fmt, options, -w)
+    w[torch.arange(64), torch.arange(64) * 8] = finite(torch.arange(64, dtype=torch.int32) * 500)
+    assert_same(quantizer, fmt, options, w, -w)
+
+
+@every_option
+@pytest.mark.parametrize(
+    "shape", [(1, 128), (3, 256), (129, 128), (130, 640), (17, 1152), (0, 256), (5, 0)], ids=str
+)
+def test_shapes_that_fill_no_vector_give_the_reference_bytes(quantizer, fmt, options, shape):
+    w = torch.randn(shape, generator=generator(4)).bfloat16()
+    assert_same(quantizer, fmt, options, w, w * 3)
+
+
+@pytest.mark.parametrize("scale", REGISTRY["fp8_block"].options["scale"])
+@pytest.mark.parametrize("shape", [(1, 1), (127, 1), (1, 31), (200, 161), (128, 129), (300, 33)])
+def test_ragged_blocks_give_the_reference_bytes(quantizer, scale, shape):
+    w = torch.randn(shape, generator=generator(5)).bfloat16()
+    assert_same(quantizer, REGISTRY["fp8_block"], {"scale": scale}, w)
+
+
+@pytest.mark.parametrize("rule", REGISTRY["nvfp4"].options["global_scale"])
+def test_a_fused_set_shares_its_global_scale(quantizer, rule):
+    fmt = REGISTRY["nvfp4"]
+    options = fmt.resolve_options({"global_scale": rule})
+    gate, up = (torch.randn(64, 256, generator=generator(s)).bfloat16() for s in (6, 7))
+    up[3, 5] = 1000.0
+    assert_same(quantizer, fmt, options, gate, up)
+    assert_same(quantizer, fmt, options, up, gate, torch.zeros_like(gate))
+    one, other = quantizer.quantize_fused(fmt, [gate, up], options, names=["gate", "up"])
+    assert torch.equal(one.global_scale, other.global_scale)
+
+
+@every_option
+def test_strided_weights_give_the_reference_bytes(quantizer, fmt, options):
+    w = torch.randn(256, 512, generator=generator(8)).bfloat16()
+    assert_same(quantizer, fmt, options, w.T, w[::2, :256].T)
+
+
+@every_option
+@every_dtype
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused_as_the_reference_refuses_them(
+    quantizer, fmt, options, dtype, value
+):
+    weights = [torch.ones(130, 640, dtype=dtype) for _ in range(2)]
+    for row, column in ((0, 0), (129, 639), (64, 77)):
+        bad = [weights[0], weights[1].clone()]
+        bad[1][row, column] = value
+        with pytest.raises(NonFiniteError) as wanted:
+            fmt.quantize_fused(bad, options, names=["gate", "up"])
+        with pytest.raises(NonFiniteError) as found:
+            quantizer.quantize_fused(fmt, bad, options, names=["gate", "up"])
+        assert str(found.value) == str(wanted.value)
+
+
+@pytest.mark.parametrize("fmt", [REGISTRY[name] for name in KERNELS], ids=KERNELS)
+def test_other_dtypes_and_shapes_are_refused(quantizer, fmt):
+    options = fmt.resolve_options()
+    for w in (torch.ones(128, 128, dtype=torch.float64), torch.ones(2, 128, 128), torch.ones(128)):
+        with pytest.raises(UnsupportedError, match=r"^w: "):
+            quantizer.quantize_fused(fmt, [w], options, names=["w"])
+
+
+@every_option
+def test_results_lie_in_the_memory_they_were_given(quantizer, fmt, options):
+    w = torch.randn(128, 512, generator=generator(9)).bfloat16()
+    arena = Arena()
+    for _ in range(2):
+        arena.clear()
+        (q,) = quantizer.quantize_fused(fmt, [w], options, names=["w"], empty=arena.empty)
+    start, stop = arena._memory.data_ptr(), arena._memory.data_ptr() + arena._memory.nbytes
+    assert all(start <= t.data_ptr() < stop for t in (q.qdata, q.scale))
+    (wanted,) = fmt.quantize_fused([w], options, names=["w"])
+    assert torch.equal(q.qdata.view(torch.uint8), wanted.qdata.view(torch.uint8))
+
+
+def test_threads_may_share_a_quantizer(quantizer):
+    fmt = REGISTRY["mxfp4"]
+    options = fmt.resolve_options()
+    weights = [torch.randn(64, 512, generator=generator(s)).bfloat16() for s in range(32)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda w: assert_same(quantizer, fmt, options, w), weights))
+
+
+@every_option
+@pytest.mark.parametrize(
+    ("processor", "features"),
+    [
+        ("x86-64", ""),
+        pytest.param("x86-64-v3", "+avx2", marks=pytest.mark.full),
+        pytest.param("skylake-avx512", "+avx512f", marks=pytest.mark.full),
+    ],
+)
+def test_code_for_lesser_processors_gives_the_reference_bytes(
+    monkeypatch, fmt, options, processor, features
+):
+    binding = pytest.importorskip("llvmlite.binding")
+    host = binding.get_host_cpu_features()
+    if not binding.get_default_triple().startswith("x86_64"):
+        pytest.skip("names of x86-64 processors")
+    if any(not host.get(feature) for feature in features.replace("+", "").split()):
+        pytest.skip(f"this processor lacks {features}")
+
+    def machine():
+        target = binding.Target.from_default_triple()
+        return target.create_target_machine(cpu=processor, features=features, opt=3, jit=True)
+
+    monkeypatch.setattr(jit, "_machine", machine)
+    made = NativeQuantizer()
+    assert_same(made, fmt, options, finite(every_pattern()).reshape(-1, 512))
+    w = torch.randn(130, 640, generator=generator())
+    assert_same(made, fmt, options, w.bfloat16())
+    assert_same(made, fmt, options, w.half())
+
+
+@every_option
+@every_dtype
+def test_arm_code_needs_no_library(fmt, options, dtype):
+    binding = pytest.importorskip("llvmlite.binding")
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    triple = "aarch64-unknown-linux-gnu"
+    try:
+        target = binding.Target.from_triple(triple)
+    except RuntimeError:
+        pytest.skip("this LLVM knows no ARM")
+    machine = target.create_target_machine(cpu="neoverse-n1", opt=3)
+    module = binding.parse_assembly(KERNELS[fmt.name](Source(dtype_text(dtype)), options).text())
+    module.triple, module.data_layout = triple, str(machine.target_data)
+    assembly = machine.emit_assembly(module)
+    assert re.search(r"\sfmul\s|\sfdiv\s", assembly)
+    assert not re.search(r"\sblr?\s", assembly)  # a call
+
+
+def test_the_native_quantizer_is_chosen_where_it_runs():
+    fmt = REGISTRY["fp8_block"]
+    choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
+    assert isinstance(choice.quantizer, NativeQuantizer)
+    assert choice.reason is None
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No quantizer made yet in this process."""
+    monkeypatch.setattr("moequant.quantizers._native", NativeQuantizer)
+
+
+def test_without_llvmlite_torch_quantizes_and_the_reason_is_told(fresh, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    choice = choose_quantizer()
+    assert isinstance(choice.quantizer, TorchQuantizer)
+    assert choice.reason.startswith("llvmlite does not load: ")
+
+
+HARDENED = """
+import ctypes, torch
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, of Linux 6.3
+    raise SystemExit("no such call")
+from moequant.formats import REGISTRY
+from moequant.quantizers import choose_quantizer
+fmt = REGISTRY["mxfp4"]
+print(choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)]).reason)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
+def test_where_new_code_may_not_run_torch_quantizes():
+    done = subprocess.run([sys.executable, "-c", HARDENED], capture_output=True, text=True)
+    if "no such call" in done.stderr:
+        pytest.skip("this Linux cannot forbid it")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("this system runs no code that a program makes: ")
+
+
+def test_a_kernel_with_other_bytes_is_not_used(fresh, monkeypatch):
+    wrong = {**KERNELS, "mxfp4": lambda source, _: KERNELS["mxfp4"](source, {"scale_rule": "ceil"})}
+    monkeypatch.setattr(native, "KERNELS", wrong)
+    fmt = REGISTRY["mxfp4"]
+    choice = choose_quantizer([(fmt, {"scale_rule": "even"}, torch.bfloat16)])
+    assert isinstance(choice.quantizer, TorchQuantizer)
+    assert "gives other bytes than the reference" in choice.reason
+
+
+def test_a_format_without_a_kernel_is_quantized_by_torch(fresh, monkeypatch):
+    monkeypatch.setattr(native, "KERNELS", {})
+    fmt = REGISTRY["mxfp4"]
+    choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
+    assert isinstance(choice.quantizer, TorchQuantizer)
+    assert choice.reason == "it has no kernel for mxfp4"
+
+
+def test_code_that_does_not_compile_is_a_reason(fresh, monkeypatch):
+    monkeypatch.setattr(jit, "_machine", failing_after(1, jit._machine))
+    fmt = REGISTRY["w4a8"]
+    choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
+    assert choice.reason == "LLVM does not compile here: no such target"
+
+
+def failing_after(calls, function):
+    left = iter(range(calls))
+
+    def limited():
+        if next(left, None) is None:
+            raise RuntimeError("no such target")
+        return function()
+
+    return limited
+
+
+def test_the_environment_chooses(monkeypatch):
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    assert isinstance(choose_quantizer().quantizer, TorchQuantizer)
+    assert choose_quantizer().reason == "MOEQUANT_QUANTIZER=torch"
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "native")
+    assert isinstance(choose_quantizer().quantizer, NativeQuantizer)
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "abacus")
+    with pytest.raises(MoequantError, match="abacus, but it is native or torch"):
+        choose_quantizer()
+
+
+@every_option
+def test_torch_gives_the_reference_bytes(fmt, options):
+    assert_same(TorchQuantizer(), fmt, options, torch.randn(128, 256).bfloat16())
