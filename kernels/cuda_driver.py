@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,26 +155,46 @@ class Kernel:
         )
         return Kernel(function, threads, shared_bytes, cluster)
 
-    def launch(self, blocks: int, arguments: list[ctypes._CData]) -> None:
-        """Launch on torch's current stream; may start before the kernel in front has ended."""
+
+class Launch:
+    """A kernel with a grid and arguments, to be launched again and again.
+
+    It may start before the kernel in front of it has ended.
+
+    Args:
+        kernel: the kernel.
+        blocks: CTAs, a multiple of the kernel's cluster.
+        arguments: in the order of the parameters. They are read at every launch, so a change of
+            one counts from then on.
+    """
+
+    def __init__(self, kernel: Kernel, blocks: int, arguments: list[Any]) -> None:
         attributes = (_Attribute * 2)()
         attributes[0].id = _LAUNCH_PROGRAMMATIC
         attributes[0].value[0] = 1
         attributes[1].id = _LAUNCH_CLUSTER
-        attributes[1].value[0], attributes[1].value[1], attributes[1].value[2] = self.cluster, 1, 1
-        config = _Config(
+        for axis, size in enumerate((kernel.cluster, 1, 1)):
+            attributes[1].value[axis] = size
+        self._kernel = kernel
+        self._arguments = arguments
+        self._pointers = (ctypes.c_void_p * len(arguments))(
+            *(ctypes.addressof(argument) for argument in arguments)
+        )
+        self._config = _Config(
             grid=(blocks, 1, 1),
-            block=(self.threads, 1, 1),
-            shared_bytes=self.shared_bytes,
-            stream=torch.cuda.current_stream().cuda_stream,
+            block=(kernel.threads, 1, 1),
+            shared_bytes=kernel.shared_bytes,
             attributes=attributes,
-            attribute_count=2 if self.cluster > 1 else 1,
+            attribute_count=2 if kernel.cluster > 1 else 1,
         )
-        pointers = (ctypes.c_void_p * len(arguments))(
-            *(ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in arguments)
-        )
+        self._call = _driver().cuLaunchKernelEx
+        self._config_at = ctypes.byref(self._config)
+
+    def __call__(self, stream: int) -> None:
+        """Launch on `stream`, as `torch.cuda.Stream.cuda_stream` names it."""
+        self._config.stream = stream
         _check(
-            _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None),
+            self._call(self._config_at, self._kernel.function, self._pointers, None),
             "cuLaunchKernelEx",
         )
 

@@ -3,19 +3,82 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton kernels run on the CPU: no inline assembly, and no native cast to FP8."""
 
 
+@cache
 def overlaps_launches(device: torch.device) -> bool:
     """Whether kernels on `device` can start before the one in front ends (SM90 and newer)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of a CUDA device, as CUDA names it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+# How a compiled kernel is called has changed with Triton's versions: older ones launch as ever.
+_RELAUNCHES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+_COMPILED: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, overlap: bool, **constants: Any
+) -> None:
+    """Launch a Triton kernel on the current stream.
+
+    As `kernel[grid](...)` does, but what Triton would compile for arguments of their kinds is
+    looked up here, in less time on the host.
+
+    Args:
+        kernel: its parameters are `args`, then constexpr.
+        grid: programs.
+        args: tensors, or integers that fit int32; their dtype, whether they lie at multiples of 16
+            bytes, are 1, or are multiples of 16 is all that Triton compiles for.
+        num_warps: of a program.
+        overlap: whether it may start before the kernel in front has ended.
+        constants: the constexpr.
+    """
+    if INTERPRETED or not _RELAUNCHES or args[0].device.type != "cuda":
+        kernel[grid](*args, **constants, num_warps=num_warps, launch_pdl=overlap)
+        return
+    kinds = tuple(
+        (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (a == 1, a % 16 == 0)
+        for a in args
+    )
+    key = (id(kernel), args[0].device, num_warps, overlap, kinds, *constants.values())
+    known = _COMPILED.get(key)
+    if known is None:
+        compiled = kernel[grid](*args, **constants, num_warps=num_warps, launch_pdl=overlap)
+        rest = kernel.arg_names[len(args) :]
+        _COMPILED[key] = compiled, tuple(constants[name] for name in rest)
+        return
+    compiled, rest = known
+    # As a compiled kernel launches itself, without what it does for profilers' hooks.
+    compiled.run(
+        *(*grid, 1, 1)[:3],
+        stream_of(args[0].device),
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *args,
+        *rest,
+    )
 
 
 @triton.jit

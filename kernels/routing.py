@@ -19,14 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moequant.kernels.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import launch, overlaps_launches, wait_for_inputs
 
 TILE_FIELDS = 4
 """int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""
 
 ONE_LAUNCH_SLOTS = 4096
 MAX_SLOTS = 65536
-_CHUNK = 256
+_CHUNKS = ((32768, 256), (MAX_SLOTS, 512))
+"""Slots of a program, up to so many in all: it reads the counts of every other."""
 
 
 def max_tiles(slots: int, experts: int, tile_rows: int) -> int:
@@ -88,9 +89,14 @@ def map_size(expert_map: Tensor | None) -> int:
     return -1 if expert_map is None else expert_map.shape[0]
 
 
+def chunk_of(slots: int) -> int:
+    """Slots that a program places, of `slots` in all."""
+    return next(chunk for most, chunk in _CHUNKS if slots <= most)
+
+
 def chunks(slots: int) -> int:
     """Programs that place `slots` slots."""
-    return -(-slots // _CHUNK)
+    return -(-slots // chunk_of(slots))
 
 
 def sort_routing(
@@ -111,20 +117,24 @@ def sort_routing(
         return
     overlap = overlaps_launches(topk_ids.device)
     if slots > ONE_LAUNCH_SLOTS:
-        count_experts[(chunks(slots),)](
+        launch(
+            count_experts,
+            (chunks(slots),),
             topk_ids,
             topk_ids if expert_map is None else expert_map,
             out.counts,
             slots,
             E=experts,
             E_PAD=out.counts.shape[1],
-            CHUNK=_CHUNK,
+            CHUNK=chunk_of(slots),
             MAP_SIZE=map_size(expert_map),
             OVERLAP=overlap,
             num_warps=4,
-            launch_pdl=overlap,
+            overlap=overlap,
         )
-    place_slots[(chunks(slots),)](
+    launch(
+        place_slots,
+        (chunks(slots),),
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         out.counts,
@@ -137,7 +147,7 @@ def sort_routing(
         slots,
         E=experts,
         E_PAD=out.counts.shape[1],
-        CHUNK=_CHUNK,
+        CHUNK=chunk_of(slots),
         SLOTS_PAD=triton.next_power_of_2(slots) if slots <= ONE_LAUNCH_SLOTS else 0,
         ALIGNMENT=alignment,
         TILE_ROWS=tile_rows,
@@ -145,7 +155,7 @@ def sort_routing(
         MAP_SIZE=map_size(expert_map),
         OVERLAP=overlap,
         num_warps=8,
-        launch_pdl=overlap,
+        overlap=overlap,
     )
 
 

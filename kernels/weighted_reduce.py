@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from moequant.kernels.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import launch, overlaps_launches, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +27,10 @@ def weighted_reduce(rows: Tensor, row_of_slot: Tensor, topk_weights: Tensor, out
     tokens, H = out.shape
     if tokens == 0:
         return
-    overlap = overlaps_launches(out.device)
     block = next(block for most, block in _BLOCKS if tokens <= most)
-    reduce_tokens[(tokens, triton.cdiv(H, block))](
+    launch(
+        reduce_tokens,
+        (tokens, -(-H // block)),
         rows,
         row_of_slot,
         topk_weights,
@@ -37,9 +38,9 @@ def weighted_reduce(rows: Tensor, row_of_slot: Tensor, topk_weights: Tensor, out
         H=H,
         TOPK=topk_weights.shape[1],
         BLOCK=block,
-        OVERLAP=overlap,
+        OVERLAP=(overlap := overlaps_launches(out.device)),
         num_warps=4 if block > 256 else 2,
-        launch_pdl=overlap,
+        overlap=overlap,
     )
 
 

@@ -250,6 +250,8 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
     wanted |= {"moequant/kernels/fp8_block/grouped_gemm.cu"}
     wanted |= {f"moequant/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.toml")}
+    tunings = (ROOT / "kernels" / "fp8_block" / "tunings").glob("*.json")
+    wanted |= {f"moequant/kernels/fp8_block/tunings/{p.name}" for p in tunings}
     for name, path in MODULES.items():
         tail = "/__init__.py" if path.name == "__init__.py" else ".py"
         wanted.add(name.replace(".", "/") + tail)

@@ -1,44 +1,68 @@
 """The experts of a layer in FP8 blocks on SM90: four launches from hidden states to output.
 
     prepare          sort the routing, quantize each token, lay it in the rows of its experts
-    gate and up      grouped GEMM, silu(gate) * up and quantization in its epilogue
+    gate and up      grouped GEMM, the activation function and quantization in its epilogue
     down             grouped GEMM, bfloat16
     weighted reduce  per token, float32, in the order of its slots
 
-A `Plan` is all of that for one number of tokens: buffers, TMA descriptors, kernels. It reads
-nothing on the host, so a call can be captured in a CUDA graph. `fused_experts` makes one a call.
+A `Plan` is all of that for one number of tokens: buffers in a workspace, TMA descriptors, kernels.
+It reads nothing on the host, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from moequant.kernels.fp8_block.grouped_gemm import GemmConfig, GroupedGemm
-from moequant.kernels.fp8_block.quantize_permute import prepare
-from moequant.kernels.routing import MAX_SLOTS, SortedRouting, max_rows
+from moequant.kernels.fp8_block.grouped_gemm import ROUTED_SLOTS, GemmConfig, GroupedGemm
+from moequant.kernels.fp8_block.quantize_permute import prepare, quantize_tokens
+from moequant.kernels.fp8_block.tuning import Problem, Tiling, tiling_for
+from moequant.kernels.launch import stream_of
+from moequant.kernels.portable.arena import Arena
+from moequant.kernels.routing import MAX_SLOTS, SortedRouting, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
-_SMS = 132  # of an H200
+_PLANS_KEPT = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Fp8BlockWeights:
     """Weights of E experts as they are on disk, gate over up.
 
     Attributes:
-        w13: float8_e4m3fn [E, 2 * Ip, H], Ip a multiple of 128.
-        w13_scale: float32 [E, 2 * Ip / 128, ceil(H / 128)].
+        w13: float8_e4m3fn [E, 2 * Ip, H], Ip a multiple of 128; [E, Ip, H] where there is no gate.
+        w13_scale: float32 [E, 2 * Ip / 128, ceil(H / 128)], or half as many rows.
         w2: float8_e4m3fn [E, H, I], I at most Ip.
         w2_scale: float32 [E, ceil(H / 128), ceil(I / 128)].
+        bias13: float32 [E, 2 * Ip] or [E, Ip], 0 where padded; None is 0.
+        bias2: float32 [E, H]; None is 0.
+        act: one of `grouped_gemm.ACT_FNS`.
+        gated: whether there is a gate.
+        alpha: of swigluoai.
+        limit: see `ActFn.limit`.
+        source: what these were made of, as views into them, for who wants to keep no more; or None.
     """
 
     w13: Tensor
     w13_scale: Tensor
     w2: Tensor
     w2_scale: Tensor
+    bias13: Tensor | None = None
+    bias2: Tensor | None = None
+    act: str = "silu"
+    gated: bool = True
+    alpha: float = 1.0
+    limit: float | None = None
+    source: object = None
+    _plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, init=False, repr=False)
+    _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
+    _workspace_bytes: dict[tuple[int, int], int] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def experts(self) -> int:
@@ -53,43 +77,30 @@ class Fp8BlockWeights:
     @property
     def intermediate(self) -> int:
         """Ip."""
-        return self.w13.shape[1] // 2
+        return self.w13.shape[1] // (2 if self.gated else 1)
 
+    def tiling(self, tokens: int, topk: int) -> Tiling:
+        """That of calls of [tokens, topk] slots, at most MAX_SLOTS; the same every time."""
+        known = self._tilings
+        if (tokens, topk) not in known:
+            known[tokens, topk] = tiling_for(self.problem(tokens, topk))
+        return known[tokens, topk]
 
-@dataclass(frozen=True, kw_only=True)
-class Tiling:
-    """The tunable part of a plan.
+    def problem(self, tokens: int, topk: int) -> Problem:
+        """What a tiling is chosen for."""
+        properties = torch.cuda.get_device_properties(self.w13.device)
+        return Problem(
+            gpu=properties.name,
+            sms=properties.multi_processor_count,
+            experts=self.experts,
+            hidden=self.hidden,
+            intermediate=self.w2.shape[2],
+            topk=topk,
+            tokens=tokens,
+        )
 
-    Attributes:
-        rows: most rows of a tile, 8 to 128; the smaller the fewer wasted, the larger the fewer
-            times weights are read.
-        split13: CTAs along K of the first GEMM.
-        split2: of the second.
-    """
-
-    rows: int
-    split13: int = 1
-    split2: int = 1
-
-
-def default_tiling(weights: Fp8BlockWeights, slots: int) -> Tiling:
-    """Rows that nearly all experts fit in under uniform routing; split while SMs are idle."""
-    mean = slots / weights.experts
-    likely = mean + 2 * mean**0.5
-    rows = next((rows for rows in (8, 16, 32, 64) if likely <= rows), 128)
-    active = min(slots, weights.experts)
-
-    units13 = active * (weights.intermediate // 128)
-    units2 = active * -(-weights.hidden // 256)
-    # Between one and two rounds of the SMs, halves fill the second: Mixtral at one token, 224
-    # units, takes 97 us instead of 108.
-    uneven = _SMS < units13 < 2 * _SMS
-    few = rows <= 16
-    return Tiling(
-        rows=rows,
-        split13=2 if few and (uneven or units13 * 4 <= _SMS) else 1,
-        split2=2 if few and units2 * 4 <= _SMS else 1,
-    )
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_plans": {}}  # plans hold addresses
 
 
 def fused_experts(
@@ -99,11 +110,12 @@ def fused_experts(
     topk_weights: Tensor,
     *,
     expert_map: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
-    """Run the experts once. Nothing is read on the host, and nothing kept but compiled kernels.
+    """Run the experts once. Nothing is read on the host.
 
-    Buffers come from torch's allocator and go back to it, so calls of one stream share them, and
-    those of a captured call belong to the graph. More than MAX_SLOTS slots run in parts.
+    More than MAX_SLOTS slots run in parts. What a call of a size needs beside the workspace is made
+    in the first one, and kept for as long as calls have the same workspace.
 
     Args:
         weights: the experts here, on a device of SM90; H and I multiples of 16.
@@ -111,102 +123,236 @@ def fused_experts(
         topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
         topk_weights: [M, T] float32, bfloat16 or float16.
         expert_map: [global experts] int32 or int64, index here or -1.
+        workspace: uint8, at least `workspace_bytes`, with anything in it; by default memory from
+            torch's allocator, which takes longer on the host.
 
     Returns:
         [M, H] in the dtype of `hidden`. Each expert's result is rounded to bfloat16; their sum is
         float32.
     """
-    T = topk_ids.shape[1]
+    tokens, T = topk_ids.shape
     if topk_ids.numel() == 0:
         return torch.zeros_like(hidden, memory_format=torch.contiguous_format)
     hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
     if expert_map is not None:
         expert_map = expert_map.contiguous()
     out = torch.empty_like(hidden)
-    most = max(MAX_SLOTS // T, 1)
-    with torch.cuda.device(hidden.device):
-        for first in range(0, hidden.shape[0], most):
+    most = part_tokens(tokens, T)
+    device = hidden.device
+    here = device.index == torch.cuda.current_device()
+    with nullcontext() if here else torch.cuda.device(device):
+        if tokens <= most:
+            plan = _plan(weights, tokens, T, workspace)
+            plan(hidden, topk_ids, topk_weights, out, expert_map)
+            return out
+        for first in range(0, tokens, most):
             part = slice(first, first + most)
-            plan = Plan(weights, out[part].shape[0], T)
+            plan = _plan(weights, out[part].shape[0], T, workspace)
             plan(hidden[part], topk_ids[part], topk_weights[part], out[part], expert_map)
     return out
 
 
+def part_tokens(tokens: int, topk: int) -> int:
+    """Tokens of a part of a call: the sort takes MAX_SLOTS slots."""
+    return min(tokens, max(MAX_SLOTS // max(topk, 1), 1))
+
+
+def workspace_bytes(
+    weights: Fp8BlockWeights, tokens: int, topk: int, tiling: Tiling | None = None
+) -> int:
+    """Scratch memory of a call of [tokens, topk] slots, with a tiling other than its own or not."""
+    if tiling is None:
+        known = weights._workspace_bytes
+        if (tokens, topk) not in known:
+            own = weights.tiling(part_tokens(tokens, topk), topk)
+            known[tokens, topk] = workspace_bytes(weights, tokens, topk, own)
+        return known[tokens, topk]
+    arena = Arena()
+    Buffers.carve(weights, part_tokens(tokens, topk), topk, tiling, arena)
+    return arena.size_bytes
+
+
+def kernels_for(weights: Fp8BlockWeights, tokens: int, topk: int) -> tuple[object, ...]:
+    """Equal for calls that run the same kernels.
+
+    Those of the sort and of the reduction are compiled for powers of two of the slots, and apart
+    for numbers of them that are multiples of 16.
+    """
+    tokens = part_tokens(tokens, topk)
+    slots = tokens * topk
+    sort = slots.bit_length() if slots <= 4096 else slots > 32768
+    tiling = weights.tiling(tokens, topk)
+    routed = _routed(tiling, slots)
+    return tiling, routed, sort, tokens % 16 == 0, slots % 16 == 0, tokens == 1, tokens <= 64, topk
+
+
+def _plan(weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor | None) -> Plan:
+    """A plan in `workspace`: one that was made before, where that has not moved."""
+    if workspace is None:
+        size_bytes = workspace_bytes(weights, tokens, topk)
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=weights.w13.device)
+        return Plan(weights, tokens, topk, workspace=buffer)
+    key = (tokens, topk, workspace.data_ptr())
+    plans = weights._plans
+    plan = plans.get(key)
+    if plan is None:
+        plan = Plan(weights, tokens, topk, workspace=workspace)
+        if not torch.cuda.is_current_stream_capturing():  # that workspace is the graph's own
+            for old in [k for k, other in plans.items() if other.workspace() is None]:
+                del plans[old]
+            while len(plans) >= _PLANS_KEPT:
+                del plans[next(iter(plans))]
+            plans[key] = plan
+    return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffers:
+    """What the kernels of a call hand on, in a workspace.
+
+    Attributes:
+        routing: the sorted routing.
+        x: float8_e4m3fn [rows, H], the tokens in the order of the experts; or [M, H], as they
+            come, where the first GEMM gathers.
+        x_scale: float32 [ceil(H / 128), row stride]; or [M, ceil(H / 128) to a multiple of 4].
+        act: float8_e4m3fn [rows, Ip], between the GEMMs.
+        act_scale: float32 [Ip / 128, row stride].
+        y: bfloat16 [rows, H], the experts' results.
+    """
+
+    routing: SortedRouting
+    x: Tensor
+    x_scale: Tensor
+    act: Tensor
+    act_scale: Tensor
+    y: Tensor
+
+    @staticmethod
+    def carve(
+        weights: Fp8BlockWeights, tokens: int, topk: int, tiling: Tiling, arena: Arena
+    ) -> Buffers:
+        """Those of a call of [tokens, topk] slots, at most MAX_SLOTS."""
+        slots = tokens * topk
+        H, I = weights.hidden, weights.intermediate
+        rows = max_rows(slots, weights.experts, 1)
+        stride = -(-rows // 4) * 4
+        shapes = SortedRouting.allocate(
+            slots, weights.experts, alignment=1, tile_rows=tiling.rows, device=torch.device("meta")
+        )
+        routing = {part.name: getattr(shapes, part.name) for part in fields(shapes)}
+        return Buffers(
+            routing=SortedRouting(
+                **{name: arena.empty(*t.shape, dtype=t.dtype) for name, t in routing.items()}
+            ),
+            x=arena.empty(tokens if tiling.gather else rows, H, dtype=torch.float8_e4m3fn),
+            x_scale=arena.empty(
+                *((tokens, -(-H // 512) * 4) if tiling.gather else (-(-H // 128), stride)),
+                dtype=torch.float32,
+            ),
+            act=arena.empty(rows, I, dtype=torch.float8_e4m3fn),
+            act_scale=arena.empty(I // 128, stride, dtype=torch.float32),
+            y=arena.empty(rows, H, dtype=torch.bfloat16),
+        )
+
+
 class Plan:
-    """Buffers and kernels for calls of exactly `tokens` tokens with `topk` slots each."""
+    """Kernels and buffers for calls of exactly `tokens` tokens with `topk` slots each.
+
+    Args:
+        weights: the experts.
+        tokens: M, at least 1; M * T at most MAX_SLOTS.
+        topk: T, at least 1.
+        workspace: uint8, at least `workspace_bytes`.
+        tiling: by default the weights' own; `workspace` is then as large as that wants.
+    """
 
     def __init__(
-        self, weights: Fp8BlockWeights, tokens: int, topk: int, *, tiling: Tiling | None = None
+        self,
+        weights: Fp8BlockWeights,
+        tokens: int,
+        topk: int,
+        *,
+        workspace: Tensor,
+        tiling: Tiling | None = None,
     ) -> None:
-        self.weights = weights
-        self.slots = tokens * topk
-        self.tiling = default_tiling(weights, self.slots) if tiling is None else tiling
-        E, H, I = weights.experts, weights.hidden, weights.intermediate
-        device = weights.w13.device
-        rows = max_rows(self.slots, E, 1)
-        stride = -(-rows // 4) * 4
-
-        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.routing = SortedRouting.allocate(
-            self.slots, E, alignment=1, tile_rows=self.tiling.rows, device=device
-        )
-        self.x = empty(rows, H, dtype=torch.float8_e4m3fn)
-        self.x_scale = empty(-(-H // 128), stride, dtype=torch.float32)
-        self.act = empty(rows, I, dtype=torch.float8_e4m3fn)
-        self.act_scale = empty(I // 128, stride, dtype=torch.float32)
-        self.y = empty(rows, H, dtype=torch.bfloat16)
+        slots = tokens * topk
+        self.tiling = weights.tiling(tokens, topk) if tiling is None else tiling
+        self.buffers = Buffers.carve(weights, tokens, topk, self.tiling, Arena(workspace))
+        self.workspace = ref(workspace)
+        self._experts = weights.experts
+        self._routed = _routed(self.tiling, slots)
+        b = self.buffers
+        H, I = weights.hidden, weights.intermediate
         self.gate_up = GroupedGemm(
             GemmConfig(
-                gated=True,
+                quantized=True,
+                gated=weights.gated,
+                act=weights.act,
+                limited=weights.limit is not None,
+                bias=weights.bias13 is not None,
+                routed=self._routed,
+                gather=topk if self.tiling.gather else 0,
                 rows=self.tiling.rows,
                 split=self.tiling.split13,
+                pair=self.tiling.pair,
                 K=H,
                 n_out=I,
-                w_rows=2 * I,
+                w_rows=weights.w13.shape[1],
             ),
             weight=weights.w13,
             weight_scale=weights.w13_scale,
-            x=self.x,
-            x_scale=self.x_scale,
-            tiles=self.routing.tiles,
-            tile_count=self.routing.tile_count,
-            units_taken=self.routing.units_taken[:1],
-            out=self.act,
-            out_scale=self.act_scale,
+            x=b.x,
+            x_scale=b.x_scale,
+            slot_of_row=b.routing.slot_of_row if self.tiling.gather else None,
+            tiles=b.routing.tiles,
+            tile_count=b.routing.tile_count,
+            units_taken=b.routing.units_taken[:1],
+            out=b.act,
+            out_scale=b.act_scale,
+            bias=weights.bias13,
+            alpha=weights.alpha,
+            limit=weights.limit or 0.0,
         )
         self.down = GroupedGemm(
             GemmConfig(
+                quantized=False,
                 gated=False,
+                bias=weights.bias2 is not None,
                 rows=self.tiling.rows,
                 split=self.tiling.split2,
+                pair=self.tiling.pair,
                 K=weights.w2.shape[2],
                 n_out=H,
                 w_rows=H,
             ),
             weight=weights.w2,
             weight_scale=weights.w2_scale,
-            x=self.act,
-            x_scale=self.act_scale,
-            tiles=self.routing.tiles,
-            tile_count=self.routing.tile_count,
-            units_taken=self.routing.units_taken[1:],
-            out=self.y,
+            x=b.act,
+            x_scale=b.act_scale,
+            tiles=b.routing.tiles,
+            tile_count=b.routing.tile_count,
+            units_taken=b.routing.units_taken[1:],
+            out=b.y,
             out_scale=None,
+            bias=weights.bias2,
         )
 
     def prepare(self, hidden: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None) -> None:
-        """First launch: see `quantize_permute.prepare`."""
+        """First launches: sort, quantize, and permute where the first GEMM does not gather."""
+        if self._routed:
+            self.gate_up.route(topk_ids, expert_map)
+        sizes = {"experts": self._experts, "alignment": 1, "tile_rows": self.tiling.rows}
+        if self.tiling.gather:
+            sort_routing(topk_ids, self.buffers.routing, **sizes, expert_map=expert_map)
+            quantize_tokens(hidden, self.buffers.x, self.buffers.x_scale)
+            return
         prepare(
             hidden,
             topk_ids,
-            self.routing,
-            self.x,
-            self.x_scale,
-            experts=self.weights.experts,
-            alignment=1,
-            tile_rows=self.tiling.rows,
+            self.buffers.routing,
+            self.buffers.x,
+            self.buffers.x_scale,
+            **sizes,
             expert_map=expert_map,
         )
 
@@ -218,28 +364,21 @@ class Plan:
         out: Tensor,
         expert_map: Tensor | None = None,
     ) -> None:
-        """Run the experts.
+        """Run the experts on the current stream.
 
         Args:
             hidden: [M, H] contiguous bfloat16, float16 or float32.
             topk_ids: [M, T] contiguous int32 or int64; any id that is no expert's is for none.
             topk_weights: [M, T] contiguous float32, bfloat16 or float16.
             out: [M, H] contiguous bfloat16, float16 or float32, written.
-            expert_map: [global experts] int32 or int64, index here or -1.
+            expert_map: [global experts] contiguous int32 or int64, index here or -1.
         """
-        if self.slots == 0:
-            return
+        stream = stream_of(hidden.device)
         self.prepare(hidden, topk_ids, expert_map)
-        self.gate_up()
-        self.down()
-        weighted_reduce(self.y, self.routing.row_of_slot, topk_weights, out)
+        self.gate_up(stream)
+        self.down(stream)
+        weighted_reduce(self.buffers.y, self.buffers.routing.row_of_slot, topk_weights, out)
 
-    def poison(self) -> None:
-        """Fill every buffer with NaN or absurd indices; for tests."""
-        for buffer in (self.x, self.act):
-            buffer.view(torch.uint8).fill_(0x7F)
-        for buffer in (self.x_scale, self.act_scale, self.y):
-            buffer.fill_(float("nan"))
-        r = self.routing
-        for buffer in (r.slot_of_row, r.row_of_slot, r.row_end, r.tiles, r.tile_count, r.counts):
-            buffer.fill_(1 << 20)
+
+def _routed(tiling: Tiling, slots: int) -> bool:
+    return tiling.rows == 8 and slots <= ROUTED_SLOTS

@@ -1,9 +1,10 @@
 // Grouped GEMM of FP8 rows with FP8 weights in blocks of 128 x 128, for SM90.
 //
-//   out[r, n] = sum over k of  x_scale[k / 128, r] * w_scale[e, n / 128, k / 128] * x[r, k] * w[e, n, k]
+//   sum[r, n] = sum over k of  x_scale[k / 128, r] * w_scale[e, n / 128, k / 128] * x[r, k] * w[e, n, k]
 //
-// for the rows r of expert e, products of 128 k summed by the tensor cores and added up in float32.
-// GATED: n runs over gate and up rows, and out is silu(gate) * up quantized again in groups of 128.
+// for the rows r of expert e, products of 128 k summed by the tensor cores and added up in float32; a
+// bias is added behind. QUANTIZED: out is an activation function of the sums, quantized again in groups
+// of 128; GATED: n runs over gate and up rows, and it is act(gate) * up. Else out is bfloat16.
 //
 // A persistent CTA works through units, the next free one each time, as units differ in cost: a tile of
 // rows (a run of at most ROWS rows of one expert) times 256 weight rows. One thread fills a ring of
@@ -11,13 +12,17 @@
 // two warpgroups multiply: each has two blocks of
 //   N < 128   64 weight rows (the M of WGMMA) x N rows of the tile
 //   N = 128   64 rows of the tile (the M of WGMMA) x 128 weight rows
-// and, GATED, block 0 is gate and block 1 the same columns of up, so SwiGLU needs no exchange. N is the
+// and, GATED, block 0 is gate and block 1 the same columns of up, so that they need no exchange. N is the
 // smallest class of the tile's rows: what is left over of a large expert costs what it is, not ROWS.
 // SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
+// PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows; each loads half
+// of these for both, as L2 is what they would wait for.
 //
-// Compile-time: ROWS, GATED, STAGES, SPLIT, KBLOCKS (ceil(K / 128)), UNITS_N (units along n), N_OUT
-// (columns of out), W_ROWS (weight rows an expert), W_SCALE_ROWS, EARLY (weights do not wait for the
-// kernel in front).
+// GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the tokens of a tile's rows.
+//
+// Compile-time: ROWS, QUANTIZED, GATED, ACT, LIMITED, BIAS, STAGES, SPLIT, PAIR, K, KBLOCKS (ceil(K / 128)),
+// UNITS_N (units along n), N_OUT (columns of out), W_ROWS (weight rows an expert), W_SCALE_ROWS, EARLY
+// (weights do not wait for the kernel in front), ROUTED (the tiles are made here, from the ids).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -27,21 +32,29 @@ struct alignas(64) TensorMap { u64 words[16]; };
 
 constexpr int THREADS = 384;
 constexpr int MATH_THREADS = 256;
+constexpr int GATHER_WARPS = GATHER > 0 ? 2 : 0;
+constexpr int X_SCALE_PITCH = (KBLOCKS + 3) / 4 * 4;  // GATHER: x_scale is [tokens, X_SCALE_PITCH]
 constexpr u32 W_BYTES = 256 * 128;
 constexpr u32 X_BYTES = ROWS * 128;
 constexpr u32 SCALE_PITCH = (ROWS * 4 + 127) / 128 * 128;
 constexpr int SWAP_ROWS = ROWS < 64 ? ROWS : 64;  // most rows of a tile whose M is weights
 constexpr u32 OFF_X = STAGES * W_BYTES;
-constexpr u32 OFF_SCALE = OFF_X + STAGES * X_BYTES;
+constexpr int GROUPS = QUANTIZED && !GATED ? 2 : 1;  // of 128 columns of a unit's output
+constexpr u32 WARP_STAGING = 2 * 2048;  // two boxes of 16 rows x 128 bytes
+constexpr u32 STAGING_BYTES = ROWS == 128 ? 8 * WARP_STAGING : QUANTIZED ? GROUPS * SWAP_ROWS * 128 : 0;
+constexpr u32 OFF_STAGING = OFF_X + STAGES * X_BYTES;
+constexpr u32 OFF_SCALE = OFF_STAGING + STAGING_BYTES;
 constexpr u32 OFF_W_SCALE = OFF_SCALE + STAGES * SCALE_PITCH;
 constexpr u32 OFF_FULL = OFF_W_SCALE + STAGES * 8;
 constexpr u32 OFF_EMPTY = OFF_FULL + STAGES * 8;
 constexpr u32 OFF_SPLIT = OFF_EMPTY + STAGES * 8;  // two barriers
-constexpr u32 OFF_QUEUE = OFF_SPLIT + 16;  // two units, then their full and empty barriers
-constexpr u32 OFF_AMAX = (OFF_QUEUE + 48 + 127) / 128 * 128;
-constexpr u32 OFF_STAGING = OFF_AMAX + (GATED ? 8 * SWAP_ROWS * 4 : 0);
-constexpr u32 STAGING_BYTES = ROWS == 128 ? 8 * 2048 : GATED ? SWAP_ROWS * 128 : 0;
-constexpr u32 OFF_PARTIAL = OFF_STAGING + STAGING_BYTES;
+constexpr int CLUSTER = SPLIT * PAIR;
+constexpr u32 OFF_QUEUE = (OFF_SPLIT + 16 + 127) / 128 * 128;  // two units, their full and empty barriers
+constexpr u32 OFF_CHOICE = OFF_QUEUE + 64;  // two numbers of units, the same
+constexpr u32 OFF_AMAX = ROWS == 128 ? OFF_STAGING + GROUPS * SWAP_ROWS * 128 : OFF_QUEUE + 128;
+constexpr u32 OFF_PARTIAL = OFF_QUEUE + 128 + (QUANTIZED && ROWS < 128 ? 8 * SWAP_ROWS * 4 : 0);
+constexpr u32 OFF_TILES = OFF_PARTIAL + (SPLIT - 1) * ROWS * MATH_THREADS * 4;  // and their number
+constexpr int ROUTED_SLOTS = 32;
 static_assert(SPLIT == 1 || ROWS <= 32, "split sums do not fit");
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -67,19 +80,22 @@ __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
   return there;
 }
 __device__ __forceinline__ void barrier_arrive_in(u32 there) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
-__device__ __forceinline__ void barrier_wait_cluster(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 0x989680;\n"
-      "@done bra end;\nbra again;\nend:\n}" ::"r"(bar), "r"(parity) : "memory");
+__device__ __forceinline__ void barrier_expect_in(u32 there, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(there), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void store_in(u32 there, float x) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
+// Into another CTA, whose barrier counts the bytes: a release over the cluster would cost a fence of the
+// whole device's memory.
+__device__ __forceinline__ void store_in(u32 there, int x, u32 bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(there), "r"(x), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void store_in(u32 there, const float* x, u32 bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(there), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(bar) : "memory");
 }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void math_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
@@ -89,6 +105,19 @@ __device__ __forceinline__ void load_2d(u32 to, const TensorMap* map, int c0, in
       ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
 
+// 16 bytes, or 16 zeros if `bytes` is 0.
+__device__ __forceinline__ void copy_16(u32 to, const u8* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// An arrival once this thread's copies are there.
+__device__ __forceinline__ void copies_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+// What threads copied is to be read by the tensor cores.
+__device__ __forceinline__ void see_copies() {
+  if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // What is read once is first to leave L2: 7 % more bandwidth than without the hint.
 __device__ __forceinline__ void load_2d_streaming(u32 to, const TensorMap* map, int c0, int c1, u32 bar) {
   asm volatile(
@@ -96,9 +125,30 @@ __device__ __forceinline__ void load_2d_streaming(u32 to, const TensorMap* map, 
       ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull) : "memory");
 }
 
+// To both CTAs of a pair, at the same place, each with its own barrier.
+__device__ __forceinline__ void load_2d_pair(u32 to, const TensorMap* map, int c0, int c1, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+      ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "h"((u16)3) : "memory");
+}
+
+__device__ __forceinline__ void store_2d(const TensorMap* map, int c0, int c1, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\ncp.async.bulk.commit_group;"
+               ::"l"(map), "r"(from), "r"(c0), "r"(c1) : "memory");
+}
+template <int LEFT>
+__device__ __forceinline__ void await_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Four 8 x 8 matrices of 16 bits to rows of 16 bytes, whose addresses lanes 0 to 7, 8 to 15 .. name.
+__device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 // Shared-memory matrix of 128-byte rows, 128-byte swizzle, K contiguous.
 __device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  return (u64)(address >> 4 | 1 << 16) | (64ull << 32 | 1ull << 62);
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -120,9 +170,11 @@ __device__ __forceinline__ void multiply(float (&d)[ACC], u32 a, u32 b) {
   for (int k = 0; k < 4; ++k) wgmma(d, a_desc + 2 * k, b_desc + 2 * k, k > 0);
 }
 
-struct Unit { int expert, row, rows, n; bool alone; };
+struct Unit { int expert, row, rows, n; bool alone, shared; };
 
-__device__ __forceinline__ Unit unit_of(const int4* __restrict__ tiles, int u) {
+#if PAIR == 1
+constexpr int UNITS_A_TILE = UNITS_N;
+__device__ __forceinline__ Unit unit_of(const int4* tiles, int u, int rank) {
   const int q = u / UNITS_N;
   int4 tile = tiles[q];
   int n = u - q * UNITS_N;
@@ -132,10 +184,54 @@ __device__ __forceinline__ Unit unit_of(const int4* __restrict__ tiles, int u) {
     n = local / count;
     tile = tiles[first + local - n * count];
   }
-  return {tile.x, tile.y, tile.z, n, count == 1};
+  return {tile.x, tile.y, tile.z, n, count == 1, false};
 }
+#else
+// Two tiles of an expert, one a CTA, share weights; of one that is left the CTAs have two units along n,
+// as of a short last one, which would make its partner wait.
+constexpr int UNITS_A_TILE = (UNITS_N + 1) / 2;
+__device__ __forceinline__ Unit unit_of(const int4* tiles, int u, int rank) {
+  int4 tile = tiles[u / UNITS_A_TILE];
+  const int first = tile.w & 0xFFFF, count = tile.w >> 16;
+  const int pairs = (count - (tiles[first + count - 1].z <= SWAP_ROWS)) / 2;
+  int local = u - first * UNITS_A_TILE;
+  if (local < pairs * UNITS_N) {
+    const int n = local / pairs;
+    tile = tiles[first + (local - n * pairs) * 2 + rank];
+    return {tile.x, tile.y, tile.z, n, count == 2, true};
+  }
+  local -= pairs * UNITS_N;
+  const int single = local / UNITS_A_TILE, n = (local - single * UNITS_A_TILE) * 2 + rank;
+  const bool real = n < UNITS_N && pairs * 2 + single < count;
+  tile = tiles[first + min(pairs * 2 + single, count - 1)];
+  return {tile.x, tile.y, real ? tile.z : 0, real ? n : 0, count == 1, false};
+}
+#endif
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+struct ActParameters { float alpha, limit; };
+// Comparisons rather than fminf and fmaxf, which lose NaN.
+__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
+__device__ __forceinline__ float at_least(float x, float limit) { return x < limit ? limit : x; }
+// The activation function: of `x`, times `up` where it is gated.
+__device__ __forceinline__ float activate(float x, float up, const ActParameters& p) {
+#if LIMITED
+  x = at_most(x, p.limit);
+  up = at_least(at_most(up, p.limit), -p.limit);
+#endif
+#if ACT == 0  // silu
+  const float y = __fdividef(x, 1.f + __expf(-x));
+#elif ACT == 1  // gelu
+  const float y = 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+#elif ACT == 2  // gelu_tanh: (1 + tanh(z)) / 2 is the sigmoid of 2 z
+  const float y = __fdividef(x, 1.f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+#elif ACT == 3  // swigluoai
+  const float y = __fdividef(x, 1.f + __expf(-p.alpha * x));
+  up += 1.f;
+#else  // relu2
+  const float positive = at_least(x, 0.f), y = positive * positive;
+#endif
+  return GATED ? y * up : y;
+}
 __device__ __forceinline__ u32 pack_bf16(float lo, float hi) {
   u32 d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
@@ -146,7 +242,10 @@ __device__ __forceinline__ u16 pack_e4m3(float lo, float hi) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
   return d;
 }
-__device__ __forceinline__ float scale_of(float amax) { return amax == 0.f ? 1.f : __fdiv_rn(amax, 448.f); }
+__device__ __forceinline__ float scale_of(float amax) {
+  const float scale = __fdiv_rn(amax, 448.f);
+  return scale == 0.f ? 1.f : scale;
+}
 
 // Rows that the multiplication of a tile of `rows` rows computes.
 __device__ __forceinline__ int class_of(int rows) {
@@ -164,32 +263,70 @@ struct Ring {
   __device__ __forceinline__ void next() { if (++stage == STAGES) stage = 0, parity ^= 1; }
 };
 
-// The producer's choice of units, two at a time, as the other warps see it.
+// The producer's units, two at a time, as the other warps see them: they would wait for `tiles`.
 struct Queue {
   u32 base, turn = 0;
   __device__ __forceinline__ explicit Queue(u32 smem) : base(smem + OFF_QUEUE) {}
   __device__ __forceinline__ u32 slot() const { return turn & 1; }
-  __device__ __forceinline__ void push(int unit) {
-    barrier_wait(base + 32 + slot() * 8, (turn >> 1 & 1) ^ 1);
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(base + slot() * 8), "r"(unit) : "memory");
-    barrier_arrive(base + 16 + slot() * 8);
+  __device__ __forceinline__ void push(const Unit& unit) {
+    barrier_wait(base + 48 + slot() * 8, (turn >> 1 & 1) ^ 1);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(base + slot() * 16), "r"(unit.expert), "r"(unit.row), "r"(unit.rows), "r"(unit.n) : "memory");
+    barrier_arrive(base + 32 + slot() * 8);
     ++turn;
   }
-  __device__ __forceinline__ int pop(int lane) {
-    barrier_wait(base + 16 + slot() * 8, turn >> 1 & 1);
-    int unit;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(unit) : "r"(base + slot() * 8) : "memory");
+  __device__ __forceinline__ Unit pop(int lane) {
+    barrier_wait(base + 32 + slot() * 8, turn >> 1 & 1);
+    Unit unit;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(unit.expert), "=r"(unit.row), "=r"(unit.rows), "=r"(unit.n) : "r"(base + slot() * 16) : "memory");
     __syncwarp();
-    if (lane == 0) barrier_arrive(base + 32 + slot() * 8);
+    if (lane == 0) barrier_arrive(base + 48 + slot() * 8);
     ++turn;
-    return __shfl_sync(~0u, unit, 0);
+    unit.expert = __shfl_sync(~0u, unit.expert, 0), unit.row = __shfl_sync(~0u, unit.row, 0);
+    unit.rows = __shfl_sync(~0u, unit.rows, 0), unit.n = __shfl_sync(~0u, unit.n, 0);
+    return unit;
   }
 };
+
+// The next unit of a pair, from the producer of its first CTA, who takes it, to that of the second.
+struct Choice {
+  u32 base, turn = 0;
+  __device__ __forceinline__ explicit Choice(u32 smem) : base(smem + OFF_CHOICE) {}
+  __device__ __forceinline__ u32 slot() const { return base + (turn & 1) * 8; }
+  __device__ __forceinline__ void send(int unit) {
+    barrier_wait(slot() + 32, (turn >> 1 & 1) ^ 1);
+    const u32 there = address_in(slot(), 1);
+    barrier_expect_in(there + 16, 4);
+    store_in(there, unit, there + 16);
+    ++turn;
+  }
+  __device__ __forceinline__ int receive() {
+    barrier_wait(slot() + 16, turn >> 1 & 1);
+    int unit;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(unit) : "r"(slot()) : "memory");
+    barrier_arrive_in(address_in(slot() + 32, 0));
+    ++turn;
+    return unit;
+  }
+};
+
+// A stage is free when the warps of every CTA it may be filled by have read it.
+__device__ __forceinline__ void release(u32 bar, int lane) {
+#if PAIR == 1
+  if (lane == 0) barrier_arrive(bar);
+#else
+  if (lane < 2) barrier_arrive_in(address_in(bar, lane));
+#endif
+}
 
 struct Output {
   u8* __restrict__ to;
   float* __restrict__ scale;
   int scale_stride;
+  const float* __restrict__ bias;  // [E, W_ROWS]
+  ActParameters act;
+  const TensorMap* map;  // of `to`, boxes of 16 rows x 128 bytes
 };
 
 // Sums of a unit of at most N rows, weights as M; then its part of the output.
@@ -205,6 +342,7 @@ __device__ __forceinline__ void few_rows(u8* smem, u32 base, const Unit& unit, i
   for (int k = k_begin; k < k_end; ++k) {
     const u32 s = ring.stage;
     barrier_wait(base + OFF_FULL + s * 8, ring.parity);
+    see_copies();
     const u32 w = base + s * W_BYTES + group * (GATED ? 8192 : W_BYTES / 2), x = base + OFF_X + s * X_BYTES;
     const float* xs = (const float*)(smem + OFF_SCALE + s * SCALE_PITCH);
     const float2 ws = *(const float2*)(smem + OFF_W_SCALE + s * 8);
@@ -236,68 +374,115 @@ __device__ __forceinline__ void few_rows(u8* smem, u32 base, const Unit& unit, i
     promote(sum[0], d0, by0);
     wgmma_wait<0>();
     pin(d1);
-    if (lane == 0) barrier_arrive(base + OFF_EMPTY + s * 8);
+    release(base + OFF_EMPTY + s * 8, lane);
     promote(sum[1], d1, by1);
     ring.next();
   }
 
 #if SPLIT > 1
+  // 16 bytes a thread side by side, for either half of a cluster's sums.
+  constexpr u32 PITCH = MATH_THREADS * 16, BYTES = N * MATH_THREADS * 4;
+  const u32 sums_in = base + OFF_SPLIT, sums_out = base + OFF_SPLIT + 8;
   if (rank > 0) {
-    barrier_wait_cluster(base + OFF_SPLIT + 8, split_parity ^ 1);
-    const u32 to = address_in(base + OFF_PARTIAL + (rank - 1) * N * MATH_THREADS * 4, 0) + threadIdx.x * 4;
+    barrier_wait(sums_out, split_parity ^ 1);
+    const u32 to = address_in(base + OFF_PARTIAL + (rank - 1) * BYTES + threadIdx.x * 16, 0);
 #pragma unroll
-    for (int i = 0; i < N; ++i) store_in(to + i * MATH_THREADS * 4, sum[i / ACC][i % ACC]);
-    barrier_arrive_in(address_in(base + OFF_SPLIT, 0));
+    for (int i = 0; i < N; i += 4) store_in(to + i / 4 * PITCH, &sum[i / ACC][i % ACC], address_in(sums_in, 0));
     split_parity ^= 1;
     return;
   }
-  barrier_wait_cluster(base + OFF_SPLIT, split_parity);
+  if (threadIdx.x == 0) barrier_expect(sums_in, (SPLIT - 1) * BYTES);
+  barrier_wait(sums_in, split_parity);
 #pragma unroll
   for (int other = 0; other < SPLIT - 1; ++other) {
-    const float* from = (const float*)(smem + OFF_PARTIAL) + other * N * MATH_THREADS + threadIdx.x;
+    const u8* from = smem + OFF_PARTIAL + other * BYTES + threadIdx.x * 16;
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum[i / ACC][i % ACC] += from[i * MATH_THREADS];
+    for (int i = 0; i < N; i += 4) {
+      const float4 x = *(const float4*)(from + i / 4 * PITCH);
+      sum[i / ACC][i % ACC] += x.x;
+      sum[i / ACC][i % ACC + 1] += x.y;
+      sum[i / ACC][i % ACC + 2] += x.z;
+      sum[i / ACC][i % ACC + 3] += x.w;
+    }
   }
-  for (int other = 1; other < SPLIT; ++other) barrier_arrive_in(address_in(base + OFF_SPLIT + 8, other));
+  __syncwarp();
+  if (lane == 0)
+    for (int other = 1; other < SPLIT; ++other) barrier_arrive_in(address_in(sums_out, other));
   split_parity ^= 1;
 #endif
 
-#if GATED
-  float* amax_of = (float*)(smem + OFF_AMAX);
-  u8* staging = smem + OFF_STAGING;
+#if BIAS
 #pragma unroll
-  for (int i = 0; i < ACC; ++i) sum[0][i] = silu(sum[0][i]) * sum[1][i];
+  for (int b = 0; b < 2; ++b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int in_block = (warp & 3) * 16 + lane / 4 + half * 8;
+      const int n = GATED ? b * N_OUT + unit.n * 128 + group * 64 + in_block : unit.n * 256 + group * 128 + b * 64 + in_block;
+      const float bias = n < W_ROWS ? __ldg(out.bias + (long long)unit.expert * W_ROWS + n) : 0.f;
+#pragma unroll
+      for (int i = 0; i < N / 8; ++i) {
+        sum[b][i * 4 + half * 2] += bias;
+        sum[b][i * 4 + half * 2 + 1] += bias;
+      }
+    }
+  }
+#endif
+#if QUANTIZED
+  float* amax_of = (float*)(smem + OFF_AMAX);
+  constexpr int WARPS = 8 / GROUPS;  // that share a group of columns
+  u8* staging = smem + OFF_STAGING + (GROUPS == 2 ? group * SWAP_ROWS * 128 : 0);
+#pragma unroll
+  for (int i = 0; i < ACC; ++i) {
+    sum[0][i] = activate(sum[0][i], sum[1][i], out.act);
+    if (!GATED) sum[1][i] = activate(sum[1][i], 0.f, out.act);
+  }
+  if (ROWS == 128) {  // the other class stores from `staging`
+    if (lane == 0) await_stores_read<0>();
+    math_sync();
+  }
 #pragma unroll
   for (int i = 0; i < N / 8; ++i) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float amax = fmaxf(fabsf(sum[0][i * 4 + j]), fabsf(sum[0][i * 4 + j + 2]));
+      if (!GATED) amax = fmaxf(amax, fmaxf(fabsf(sum[1][i * 4 + j]), fabsf(sum[1][i * 4 + j + 2])));
 #pragma unroll
       for (int x = 4; x < 32; x *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, x));
       if (lane < 4) amax_of[warp * N + i * 8 + quad * 2 + j] = amax;
     }
   }
   math_sync();
+  const int first_warp = GROUPS == 2 ? group * 4 : 0, column_group = unit.n * GROUPS + (GROUPS == 2 ? group : 0);
 #pragma unroll
   for (int i = 0; i < N / 8; ++i) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int token = i * 8 + quad * 2 + j;
-      float amax = amax_of[token];
+      float amax = amax_of[first_warp * N + token];
 #pragma unroll
-      for (int w = 1; w < 8; ++w) amax = fmaxf(amax, amax_of[w * N + token]);
+      for (int w = 1; w < WARPS; ++w) amax = fmaxf(amax, amax_of[(first_warp + w) * N + token]);
       const float scale = scale_of(amax), inverse = __fdividef(1.f, scale);
-      const u16 codes = pack_e4m3(sum[0][i * 4 + j] * inverse, sum[0][i * 4 + j + 2] * inverse);
-      u8* to = staging + token * 128 + warp * 16 + lane / 4;
-      to[0] = (u8)codes;
-      to[8] = (u8)(codes >> 8);
-      if (warp == 0 && lane < 4 && token < unit.rows) out.scale[(long long)unit.n * out.scale_stride + unit.row + token] = scale;
+#pragma unroll
+      for (int b = 0; b < GROUPS; ++b) {
+        const u16 codes = pack_e4m3(sum[b][i * 4 + j] * inverse, sum[b][i * 4 + j + 2] * inverse);
+        u8* to = staging + token * 128 + (GROUPS == 2 ? b * 64 + (warp & 3) * 16 : warp * 16) + lane / 4;
+        to[0] = (u8)codes;
+        to[8] = (u8)(codes >> 8);
+      }
+      if (warp == first_warp && lane < 4 && token < unit.rows && column_group * 128 < N_OUT)
+        out.scale[(long long)column_group * out.scale_stride + unit.row + token] = scale;
     }
   }
   math_sync();
-  for (int i = threadIdx.x; i < unit.rows * 8; i += MATH_THREADS)
-    *(uint4*)(out.to + (long long)(unit.row + i / 8) * N_OUT + unit.n * 128 + (i & 7) * 16) = *(uint4*)(staging + i * 16);
-  if (ROWS == 128) math_sync();  // the other class uses `staging` by warps
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    const int n = (unit.n * GROUPS + g) * 128;
+    if (n >= N_OUT) break;
+    for (int i = threadIdx.x; i < unit.rows * 8; i += MATH_THREADS)
+      *(uint4*)(out.to + (long long)(unit.row + i / 8) * N_OUT + n + (i & 7) * 16) =
+          *(uint4*)(smem + OFF_STAGING + g * SWAP_ROWS * 128 + i * 16);
+  }
+  if (ROWS == 128) math_sync();  // it uses `staging` by warps
 #else
   u16* to_out = (u16*)out.to;
 #pragma unroll
@@ -328,131 +513,230 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
 #pragma unroll
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
 
+  // The scales of a stage, once it is full.
+  float x0, x1;
+  float2 by;
+  auto await = [&]() {
+    barrier_wait(base + OFF_FULL + ring.stage * 8, ring.parity);
+    see_copies();
+    const float* xs = (const float*)(smem + OFF_SCALE + ring.stage * SCALE_PITCH) + group * 64 + (warp & 3) * 16 + lane / 4;
+    x0 = xs[0], x1 = xs[8];
+    by = *(const float2*)(smem + OFF_W_SCALE + ring.stage * 8);
+  };
+  float d[ACC];
+  const u32 x_at = base + OFF_X + group * 8192;
+  auto start = [&](u32 s, int block) {
+    pin(d);
+    wgmma_fence();
+    multiply(d, x_at + s * X_BYTES, base + s * W_BYTES + block * (W_BYTES / 2));
+    wgmma_commit();
+  };
+  auto promote = [&](float (&to)[ACC], float top, float bottom) {
+    pin(d);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      to[i * 4] += top * d[i * 4];
+      to[i * 4 + 1] += top * d[i * 4 + 1];
+      to[i * 4 + 2] += bottom * d[i * 4 + 2];
+      to[i * 4 + 3] += bottom * d[i * 4 + 3];
+    }
+  };
+  await();
   for (int k = 0; k < KBLOCKS; ++k) {
     const u32 s = ring.stage;
-    barrier_wait(base + OFF_FULL + s * 8, ring.parity);
-    const u32 w = base + s * W_BYTES, x = base + OFF_X + s * X_BYTES + group * 8192;
-    const float* xs = (const float*)(smem + OFF_SCALE + s * SCALE_PITCH) + group * 64 + (warp & 3) * 16 + lane / 4;
-    const float2 ws = *(const float2*)(smem + OFF_W_SCALE + s * 8);
-    const float scale0 = xs[0], scale1 = xs[8];
-    float d[ACC];
-    auto start = [&](u32 b) {
-      pin(d);
-      wgmma_fence();
-      multiply(d, x, b);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(d);
-    };
-    auto promote = [&](float (&to)[ACC], float by) {
-      const float top = scale0 * by, bottom = scale1 * by;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        to[i * 4] += top * d[i * 4];
-        to[i * 4 + 1] += top * d[i * 4 + 1];
-        to[i * 4 + 2] += bottom * d[i * 4 + 2];
-        to[i * 4 + 3] += bottom * d[i * 4 + 3];
-      }
-    };
-    start(w);
-    promote(sum[0], ws.x);
-    start(w + W_BYTES / 2);
-    if (lane == 0) barrier_arrive(base + OFF_EMPTY + s * 8);
-    promote(sum[1], ws.y);
+    start(s, 0);
+    const float top0 = x0 * by.x, bottom0 = x1 * by.x, top1 = x0 * by.y, bottom1 = x1 * by.y;
+    wgmma_wait<0>();
+    promote(sum[0], top0, bottom0);
+    start(s, 1);
     ring.next();
+    if (k + 1 < KBLOCKS) await();  // hidden behind the multiplication
+    wgmma_wait<0>();
+    release(base + OFF_EMPTY + s * 8, lane);
+    promote(sum[1], top1, bottom1);
   }
 
-  u8* staging = smem + OFF_STAGING + warp * 2048;
+  // 16 rows of 128 bytes, 16-byte chunks swizzled by row as TMA does; two, in turns.
   const int r = lane / 4, first = group * 64 + (warp & 3) * 16;
-  // 16 rows of 128 bytes, 16-byte chunks swizzled by row, to `columns` of the output rows.
-  auto flush = [&](u8* to, long long pitch, int bytes) {
+  const bool whole = first + 16 <= unit.rows;
+  auto staging_of = [&](int turn) { return OFF_STAGING + warp * WARP_STAGING + turn * 2048; };
+  auto await_staging = [&]() {
+    if (lane == 0) await_stores_read<1>();
     __syncwarp();
+  };
+  auto flush = [&](int turn, int column_byte, int pitch) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (whole) {
+      if (lane == 0) store_2d(out.map, column_byte, unit.row + first, base + staging_of(turn));
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i * 4 + lane / 8, chunk = lane & 7;
-      if (first + row < unit.rows && chunk * 16 < bytes)
-        *(uint4*)(to + (unit.row + first + row) * pitch + chunk * 16) = *(uint4*)(staging + row * 128 + ((chunk ^ (row & 7)) * 16));
+      if (first + row < unit.rows && column_byte + chunk * 16 < pitch)
+        *(uint4*)(out.to + (long long)(unit.row + first + row) * pitch + column_byte + chunk * 16) =
+            *(uint4*)(smem + staging_of(turn) + row * 128 + ((chunk ^ (row & 7)) * 16));
     }
     __syncwarp();
   };
-#if GATED
-  float amax0 = 0.f, amax1 = 0.f;
+#if BIAS
 #pragma unroll
-  for (int i = 0; i < ACC; ++i) {
-    sum[0][i] = silu(sum[0][i]) * sum[1][i];
-    if (i & 2) amax1 = fmaxf(amax1, fabsf(sum[0][i])); else amax0 = fmaxf(amax0, fabsf(sum[0][i]));
-  }
+  for (int b = 0; b < 2; ++b) {
 #pragma unroll
-  for (int x = 1; x < 4; x *= 2) {
-    amax0 = fmaxf(amax0, __shfl_xor_sync(~0u, amax0, x));
-    amax1 = fmaxf(amax1, __shfl_xor_sync(~0u, amax1, x));
+    for (int i = 0; i < 16; ++i) {
+      const int n = (GATED ? b * N_OUT + unit.n * 128 : unit.n * 256 + b * 128) + i * 8 + quad * 2;
+      if (n >= W_ROWS) continue;
+      const float2 bias = __ldg((const float2*)(out.bias + (long long)unit.expert * W_ROWS + n));
+      sum[b][i * 4] += bias.x;
+      sum[b][i * 4 + 1] += bias.y;
+      sum[b][i * 4 + 2] += bias.x;
+      sum[b][i * 4 + 3] += bias.y;
+    }
   }
-  const float scale0 = scale_of(amax0), scale1 = scale_of(amax1);
-  const float inverse0 = __fdividef(1.f, scale0), inverse1 = __fdividef(1.f, scale1);
-  if (quad < 2 && first + r + quad * 8 < unit.rows)
-    out.scale[(long long)unit.n * out.scale_stride + unit.row + first + r + quad * 8] = quad ? scale1 : scale0;
+#endif
+#if QUANTIZED
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int at = ((i / 2) ^ r) * 16 + (i & 1) * 8 + quad * 2;
-    *(u16*)(staging + r * 128 + at) = pack_e4m3(sum[0][i * 4] * inverse0, sum[0][i * 4 + 1] * inverse0);
-    *(u16*)(staging + (r + 8) * 128 + at) = pack_e4m3(sum[0][i * 4 + 2] * inverse1, sum[0][i * 4 + 3] * inverse1);
+  for (int b = 0; b < GROUPS; ++b) {
+    const int n = unit.n * GROUPS + b;
+    if (n * 128 >= N_OUT) break;
+    float amax0 = 0.f, amax1 = 0.f;
+#pragma unroll
+    for (int i = 0; i < ACC; ++i) {
+      sum[b][i] = activate(sum[b][i], GATED ? sum[1][i] : 0.f, out.act);
+      if (i & 2) amax1 = fmaxf(amax1, fabsf(sum[b][i])); else amax0 = fmaxf(amax0, fabsf(sum[b][i]));
+    }
+#pragma unroll
+    for (int x = 1; x < 4; x *= 2) {
+      amax0 = fmaxf(amax0, __shfl_xor_sync(~0u, amax0, x));
+      amax1 = fmaxf(amax1, __shfl_xor_sync(~0u, amax1, x));
+    }
+    const float scale0 = scale_of(amax0), scale1 = scale_of(amax1);
+    const float inverse0 = __fdividef(1.f, scale0), inverse1 = __fdividef(1.f, scale1);
+    if (quad < 2 && first + r + quad * 8 < unit.rows)
+      out.scale[(long long)n * out.scale_stride + unit.row + first + r + quad * 8] = quad ? scale1 : scale0;
+    u8* staging = smem + staging_of(b);
+    await_staging();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int at = ((i / 2) ^ r) * 16 + (i & 1) * 8 + quad * 2;
+      *(u16*)(staging + r * 128 + at) = pack_e4m3(sum[b][i * 4] * inverse0, sum[b][i * 4 + 1] * inverse0);
+      *(u16*)(staging + (r + 8) * 128 + at) = pack_e4m3(sum[b][i * 4 + 2] * inverse1, sum[b][i * 4 + 3] * inverse1);
+    }
+    flush(b, n * 128, N_OUT);
   }
-  flush(out.to + unit.n * 128, N_OUT, 128);
 #else
+  const int row = lane & 15, half = lane / 16;  // of this lane's address for store_matrices
 #pragma unroll
   for (int part = 0; part < 4; ++part) {
     float (&from)[ACC] = sum[part / 2];
+    const u32 to = base + staging_of(part & 1) + row * 128;
+    await_staging();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int j = ((part & 1) * 8 + i) * 4, at = (i ^ r) * 16 + quad * 4;
-      *(u32*)(staging + r * 128 + at) = pack_bf16(from[j], from[j + 1]);
-      *(u32*)(staging + (r + 8) * 128 + at) = pack_bf16(from[j + 2], from[j + 3]);
+    for (int i = 0; i < 8; i += 2) {
+      const int j = ((part & 1) * 8 + i) * 4;
+      store_matrices(to + ((i + half) ^ (row & 7)) * 16,
+                     pack_bf16(from[j], from[j + 1]), pack_bf16(from[j + 2], from[j + 3]),
+                     pack_bf16(from[j + 4], from[j + 5]), pack_bf16(from[j + 6], from[j + 7]));
     }
-    const int n = unit.n * 256 + part * 64;
-    flush(out.to + n * 2, N_OUT * 2, (N_OUT - n) * 2);
+    flush(part & 1, (unit.n * 256 + part * 64) * 2, N_OUT * 2);
   }
 #endif
 }
 
 #endif
 
+// The routing of at most ROUTED_SLOTS slots, as the first kernel of a call is given it.
+struct Routing {
+  const void* ids;
+  const void* expert_map;
+  int slots, experts, map_size;  // map_size < 0: ids are indices
+  int wide_ids, wide_map;        // int64
+};
+
+__device__ __forceinline__ int local_expert(const Routing& routing, int slot) {
+  auto at = [](const void* from, int wide, long long i) { return wide ? ((const long long*)from)[i] : (long long)((const int*)from)[i]; };
+  long long expert = slot < routing.slots ? at(routing.ids, routing.wide_ids, slot) : -1;
+  if (routing.map_size >= 0) expert = expert >= 0 && expert < routing.map_size ? at(routing.expert_map, routing.wide_map, expert) : -1;
+  return expert >= 0 && expert < routing.experts ? (int)expert : routing.experts;
+}
+
+// One warp makes the tiles that the sort in front makes, to have the weights come before that has ended.
+__device__ __forceinline__ void make_tiles(const Routing& routing, int4* tiles, int* count, int lane) {
+  const int expert = local_expert(routing, lane);
+  int row = 0, place = 0, rows = 0;
+  for (int other = 0; other < 32; ++other) {
+    const int of = __shfl_sync(~0u, expert, other);
+    row += of < expert || (of == expert && other < lane);
+    place += of == expert && other < lane;
+    rows += of == expert;
+  }
+  const bool begins = expert < routing.experts && place % ROWS == 0;
+  const u32 all = __ballot_sync(~0u, begins);
+  int index = 0;
+  for (int other = 0; other < 32; ++other) {
+    const int their_row = __shfl_sync(~0u, row, other);
+    index += (all >> other & 1) && their_row < row;
+  }
+  if (begins)
+    tiles[index] = make_int4(expert, row, min(rows - place, ROWS), (index - place / ROWS) | (rows + ROWS - 1) / ROWS << 16);
+  if (lane == 0) *count = __popc(all);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ XMaps x_maps,
-    const float* __restrict__ w_scale, const float* x_scale, const int4* __restrict__ tiles,
-    const int* __restrict__ tile_count, u8* __restrict__ out, float* __restrict__ out_scale,
-    int scale_stride, int* units_taken) {
+    const __grid_constant__ TensorMap out_map,
+    const float* __restrict__ w_scale, const float* x_scale, const int4* tiles, const int* tile_count,
+    u8* __restrict__ out, float* __restrict__ out_scale, int scale_stride, int* units_taken,
+    const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
+    const u8* x, const int* slot_of_row) {
   extern __shared__ __align__(1024) u8 smem[];
   const u32 base = smem_address(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-  const int rank = blockIdx.x % SPLIT;
-  const int first_unit = blockIdx.x / SPLIT, unit_stride = gridDim.x / SPLIT;
-  const int k_begin = KBLOCKS * rank / SPLIT, k_end = KBLOCKS * (rank + 1) / SPLIT;
+  const int rank = blockIdx.x % CLUSTER;
+  const int first_unit = blockIdx.x / CLUSTER, unit_stride = gridDim.x / CLUSTER;
+  const int k_begin = SPLIT > 1 ? KBLOCKS * rank / SPLIT : 0, k_end = SPLIT > 1 ? KBLOCKS * (rank + 1) / SPLIT : KBLOCKS;
   auto full = [&](u32 s) { return base + OFF_FULL + s * 8; };
   auto empty = [&](u32 s) { return base + OFF_EMPTY + s * 8; };
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(full(s), 2);
-      barrier_init(empty(s), MATH_THREADS / 32);
+      barrier_init(full(s), 2 + 32 * GATHER_WARPS);
+      barrier_init(empty(s), PAIR * MATH_THREADS / 32);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(base + OFF_QUEUE + 16 + i * 8, 1);
-      barrier_init(base + OFF_QUEUE + 32 + i * 8, MATH_THREADS / 32 + 1);
+      barrier_init(base + OFF_QUEUE + 32 + i * 8, 1);
+      barrier_init(base + OFF_QUEUE + 48 + i * 8, MATH_THREADS / 32 + 1 + GATHER_WARPS);
+      barrier_init(base + OFF_CHOICE + 16 + i * 8, 1);
+      barrier_init(base + OFF_CHOICE + 32 + i * 8, 1);
     }
-    barrier_init(base + OFF_SPLIT, (SPLIT - 1) * MATH_THREADS + (SPLIT == 1));
-    barrier_init(base + OFF_SPLIT + 8, MATH_THREADS);
+    barrier_init(base + OFF_SPLIT, 1);
+    barrier_init(base + OFF_SPLIT + 8, MATH_THREADS / 32);
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   }
-  if (SPLIT > 1) cluster_sync(); else __syncthreads();
+#if ROUTED
+  // What is in front of the kernel in front has ended: that lets this one start only then.
+  tiles = (const int4*)(smem + OFF_TILES);
+  tile_count = (const int*)(smem + OFF_TILES + ROUTED_SLOTS * 16);
+  if (warp == 11) make_tiles(routing, (int4*)tiles, (int*)tile_count, lane);
+  __syncthreads();
+#endif
+  if (CLUSTER > 1) cluster_sync(); else __syncthreads();
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (warp == 8 && lane == 0) {
       auto load_weights = [&](const Unit& unit, int k, u32 s) {
-        barrier_expect(full(s), W_BYTES + class_of(unit.rows) * 128);
+        barrier_expect(full(s), W_BYTES + (GATHER ? 0 : class_of(unit.rows) * 128));
         const int row = unit.expert * W_ROWS + unit.n * (GATED ? 128 : 256);
         const u32 to = base + s * W_BYTES;
         const int second = row + (GATED ? N_OUT : 128);
+#if PAIR > 1
+        if (unit.shared) {
+          load_2d_pair(to + rank * (W_BYTES / 2), &w_map, k * 128, rank ? second : row, full(s));
+          return;
+        }
+#endif
         if (unit.alone) {
           load_2d_streaming(to, &w_map, k * 128, row, full(s));
           load_2d_streaming(to + W_BYTES / 2, &w_map, k * 128, second, full(s));
@@ -463,10 +747,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
       };
       int ahead = 0;
       if (!EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
-      const int units = *tile_count * UNITS_N;
+      const int units = *tile_count * UNITS_A_TILE;
       if (EARLY) {
         if (first_unit < units) {
-          const Unit unit = unit_of(tiles, first_unit);
+          const Unit unit = unit_of(tiles, first_unit, rank);
           for (; ahead < STAGES && ahead < k_end - k_begin; ++ahead) load_weights(unit, k_begin + ahead, ahead);
         }
         asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -474,12 +758,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
       u32 s = 0, parity = 1;
       Queue queue(base);
-      int u = first_unit;
-      while (u < units) {
-        queue.push(u);
-        // A cluster would have to agree; its units are few and alike.
-        const int next = SPLIT > 1 ? u + unit_stride : unit_stride + atomicAdd(units_taken, 1);
-        const Unit unit = unit_of(tiles, u);
+      Choice choice(base);
+      for (int u = first_unit; u < units;) {
+        const Unit unit = unit_of(tiles, u, rank);
+        int next = u + unit_stride;
+        // SPLIT CTAs would have to agree; their units are few and alike.
+        if (SPLIT == 1 && rank == 0) next = unit_stride + atomicAdd(units_taken, 1);
+        queue.push(unit);
         const TensorMap* x_map = &x_maps.of[map_of(class_of(unit.rows))];
         for (int k = k_begin; k < k_end; ++k) {
           if (ahead > 0) {
@@ -488,29 +773,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
             barrier_wait(empty(s), parity);
             load_weights(unit, k, s);
           }
-          load_2d(base + OFF_X + s * X_BYTES, x_map, k * 128, unit.row, full(s));
+          if (!GATHER) load_2d(base + OFF_X + s * X_BYTES, x_map, k * 128, unit.row, full(s));
           if (++s == STAGES) s = 0, parity ^= 1;
+          if (PAIR > 1 && rank == 0 && k == k_begin) choice.send(next);
         }
-        u = next;
+        u = PAIR > 1 && rank > 0 ? choice.receive() : next;
       }
-      queue.push(-1);
+      queue.push({0, 0, -1, 0});
     } else if (warp == 9) {
       asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
       u32 s = 0, parity = 1;
       Queue queue(base);
-      for (int u = queue.pop(lane); u >= 0; u = queue.pop(lane)) {
-        const Unit unit = unit_of(tiles, u);
+      for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
         int row = GATED ? unit.n + (lane & 1) * (N_OUT / 128) : unit.n * 2 + (lane & 1);
         row = min(row, W_SCALE_ROWS - 1);
         const float* w_from = w_scale + ((long long)unit.expert * W_SCALE_ROWS + row) * KBLOCKS;
-        const float* x_from = x_scale + unit.row + lane;
         constexpr int LOADS = (ROWS + 31) / 32;
+#if GATHER
+        const float* x_from[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i)
+          x_from[i] = x_scale + (long long)(__ldcg(slot_of_row + unit.row + min(i * 32 + lane, max(unit.rows - 1, 0))) / GATHER) * X_SCALE_PITCH;
+        float4 four[LOADS], ahead[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) ahead[i] = __ldcg((const float4*)x_from[i]);
+#else
+        const float* x_from = x_scale + unit.row + lane;
+#endif
         float w = 0.f, x[LOADS];
         auto load = [&](int k) {
           w = __ldg(w_from + k);
 #pragma unroll
-          for (int i = 0; i < LOADS; ++i)
+          for (int i = 0; i < LOADS; ++i) {
+#if GATHER
+            if (k % 4 == 0) {
+              four[i] = ahead[i];
+              if (k + 4 < KBLOCKS) ahead[i] = __ldcg((const float4*)(x_from[i] + k + 4));
+            }
+            x[i] = k % 4 == 0 ? four[i].x : k % 4 == 1 ? four[i].y : k % 4 == 2 ? four[i].z : four[i].w;
+#else
             x[i] = i * 32 + lane < unit.rows ? __ldcg(x_from + (long long)k * scale_stride + i * 32) : 0.f;
+#endif
+          }
         };
         load(k_begin);
         for (int k = k_begin; k < k_end; ++k) {
@@ -528,16 +832,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
       }
     } else {
       asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#if GATHER
+      // A warp copies every second four rows of a tile, a lane 16 bytes of each.
+      if (warp >= 10) {
+        const int odd = warp - 10, chunk = lane & 7, row_of_four = lane / 8;
+        const u32 to = base + OFF_X + odd * 512 + row_of_four * 128 + (chunk ^ (odd * 4 + row_of_four)) * 16;
+        u32 s = 0, parity = 1;
+        Queue queue(base);
+        for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
+          const int rows = class_of(unit.rows);
+          u32 token_at[ROWS / 8];
+#pragma unroll
+          for (int i = 0; i < ROWS / 8; ++i) {
+            const int row = i * 8 + odd * 4 + row_of_four;
+            token_at[i] = 0;
+            if (i * 8 < rows) token_at[i] = (u32)(__ldcg(slot_of_row + unit.row + min(row, max(unit.rows - 1, 0))) / GATHER) * (u32)K;
+          }
+          for (int k = 0; k < KBLOCKS; ++k) {
+            const int column = k * 128 + chunk * 16;
+            const bool within = column < K;
+            const u8* from = x + (within ? column : 0);
+            barrier_wait(empty(s), parity);
+#pragma unroll
+            for (int i = 0; i < ROWS / 8; ++i)
+              if (i * 8 < rows) copy_16(to + s * X_BYTES + i * 1024, from + token_at[i], within ? 16 : 0);
+            copies_arrive(full(s));
+            if (++s == STAGES) s = 0, parity ^= 1;
+          }
+        }
+      }
+#endif
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-    const Output output{out, out_scale, scale_stride};
+    const Output output{out, out_scale, scale_stride, bias, act, &out_map};
     Ring ring;
     u32 split_parity = 0;
     Queue queue(base);
-    for (int u = queue.pop(lane); u >= 0; u = queue.pop(lane)) {
-      const Unit unit = unit_of(tiles, u);
+    for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
 #define FEW_ROWS(N) case N: few_rows<N>(smem, base, unit, k_begin, k_end, rank, ring, split_parity, output); break
       switch (class_of(unit.rows)) {
 #if ROWS == 8
@@ -557,6 +890,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
       }
     }
   }
+  if (ROWS == 128 && warp < 8 && lane == 0) await_stores();
   // No CTA of a cluster may end while another still writes to it.
-  if (SPLIT > 1) cluster_sync();
+  if (CLUSTER > 1) cluster_sync();
 }

@@ -10,9 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moequant.kernels.cuda_driver import Kernel, TensorMap, compile_cubin, tensor_map
+from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubin, tensor_map
 
 THREADS = 384
+ROUTED_SLOTS = 32
+"""Up to here, the first GEMM finds its tiles by itself."""
+
+ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+"""Of a kernel's ACT."""
+
 _SHARED_LIMIT = 227 * 1024
 _SOURCE = Path(__file__).with_suffix(".cu")
 
@@ -22,17 +28,31 @@ class GemmConfig:
     """What one compiled kernel is for.
 
     Attributes:
-        gated: gate and up in, silu(gate) * up quantized out; else plain, bfloat16 out.
+        quantized: the activation function of the sums, quantized, out; else bfloat16 sums.
+        gated: the weights are gate over up; `quantized` too.
+        act: one of ACT_FNS, where it is quantized.
+        limited: whether what goes into the activation function is clamped.
+        bias: whether there is one to add.
+        gather: T where x is of tokens, not of rows; 0 where not. For 128 rows only.
+        routed: tiles are made from ids, at most ROUTED_SLOTS, and weights are not waited for.
         rows: most rows a CTA has of a tile: 8, 16, 32, 64 or 128.
         split: CTAs that share a unit along K: 1, 2 or 4; 1 from 64 rows up.
+        pair: whether CTAs of a cluster have two tiles and share weights; for 128 rows only.
         K: columns of the weights.
         n_out: columns of the output: I or H.
         w_rows: weight rows of an expert.
     """
 
+    quantized: bool
     gated: bool
+    act: str = "silu"
+    limited: bool = False
+    bias: bool = False
+    routed: bool = False
+    gather: int = 0
     rows: int
     split: int
+    pair: bool = False
     K: int
     n_out: int
     w_rows: int
@@ -41,6 +61,11 @@ class GemmConfig:
     def units_n(self) -> int:
         """Units along the weight rows."""
         return -(-self.n_out // (128 if self.gated else 256))
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if self.pair else self.split
 
     @property
     def stages(self) -> int:
@@ -57,33 +82,46 @@ class GemmConfig:
         return 256 * 128 + self.rows * 128 + scale + 3 * 8
 
     def _fixed_bytes(self) -> int:
-        few = min(self.rows, 64)
-        amax = few * 32 if self.gated else 0
-        staging = 8 * 2048 if self.rows == 128 else few * 128 if self.gated else 0
-        epilogue = amax + staging
+        barriers = 16 + 128 + 128  # and units, with room to align them
+        if self.rows == 128:
+            return barriers + 8 * 4096  # staging
+        groups = 1 if self.gated else 2
+        few = groups * self.rows * 128 + self.rows * 32 if self.quantized else 0
         partial = (self.split - 1) * self.rows * 256 * 4
-        return 16 + 48 + 128 + epilogue + partial
+        tiles = (ROUTED_SLOTS + 1) * 16 if self.routed else 0
+        return barriers + few + partial + tiles
 
     def defines(self) -> dict[str, int]:
         """Macros of the source."""
         return {
             "ROWS": self.rows,
+            "QUANTIZED": int(self.quantized),
             "GATED": int(self.gated),
+            "ACT": ACT_FNS.index(self.act),
+            "LIMITED": int(self.limited),
+            "BIAS": int(self.bias),
+            "ROUTED": int(self.routed),
             "STAGES": self.stages,
             "SPLIT": self.split,
+            "PAIR": 1 + self.pair,
+            "GATHER": self.gather,
+            "K": self.K,
             "KBLOCKS": -(-self.K // 128),
             "UNITS_N": self.units_n,
             "N_OUT": self.n_out,
             "W_ROWS": self.w_rows,
             "W_SCALE_ROWS": -(-self.w_rows // 128),
-            "EARLY": int(not self.gated),
+            "EARLY": int(self.routed or not self.quantized),
         }
+
+    def source(self) -> str:
+        """C++ without the macros."""
+        sizes = [n for n in (8, 16, 32, 64, 128) if n <= self.rows and (n > 8 or self.rows == 8)]
+        return _SOURCE.read_text().replace("//WGMMA", "".join(map(_wgmma, sizes)))
 
     def compile(self) -> bytes:
         """Machine code."""
-        sizes = [n for n in (8, 16, 32, 64, 128) if n <= self.rows and (n > 8 or self.rows == 8)]
-        source = _SOURCE.read_text().replace("//WGMMA", "".join(map(_wgmma, sizes)))
-        return compile_cubin(source, self.defines())
+        return compile_cubin(self.source(), self.defines())
 
 
 def _wgmma(n: int) -> str:
@@ -107,24 +145,48 @@ def _kernel(config: GemmConfig, device: int) -> Kernel:
         "fp8_grouped_gemm",
         threads=THREADS,
         shared_bytes=config.shared_bytes,
-        cluster=config.split,
+        cluster=config.cluster,
+    )
+
+
+class _Act(ctypes.Structure):
+    _fields_ = (("alpha", ctypes.c_float), ("limit", ctypes.c_float))
+
+
+class _Routing(ctypes.Structure):
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("expert_map", ctypes.c_void_p),
+        ("slots", ctypes.c_int),
+        ("experts", ctypes.c_int),
+        ("map_size", ctypes.c_int),
+        ("wide_ids", ctypes.c_int),
+        ("wide_map", ctypes.c_int),
     )
 
 
 class GroupedGemm:
     """A grouped GEMM over fixed weights and buffers; a call launches one kernel.
 
+    It keeps no tensor: what it is given must outlive it.
+
     Args:
         config: the kernel.
         weight: float8_e4m3fn [E, w_rows, K] contiguous.
         weight_scale: float32 [E, ceil(w_rows / 128), ceil(K / 128)] contiguous.
-        x: float8_e4m3fn [rows, >= K], rows in the order of the experts.
-        x_scale: float32 [ceil(K / 128), row stride].
+        x: float8_e4m3fn [rows, >= K], rows in the order of the experts; [M, K] if it gathers.
+        x_scale: float32 [ceil(K / 128), row stride]; [M, ceil(K / 128) to a multiple of 4] if it
+            gathers.
         tiles: int32 [max_tiles, 4], runs of at most `config.rows` rows.
         tile_count: int32 [1].
         units_taken: int32 [1], 0 before each call.
-        out: [rows, n_out] float8_e4m3fn if gated, else bfloat16.
-        out_scale: float32 [n_out / 128, row stride], the stride of `x_scale`, if gated; else None.
+        out: [rows, n_out] float8_e4m3fn if quantized, else bfloat16.
+        out_scale: float32 [n_out / 128, row stride], the stride of `x_scale` unless it gathers, if
+            quantized; else None.
+        slot_of_row: int32 [rows], if it gathers; else None.
+        bias: float32 [E, w_rows] contiguous, if `config` has one; else None.
+        alpha: of swigluoai.
+        limit: where the activation function is limited.
     """
 
     def __init__(
@@ -140,33 +202,68 @@ class GroupedGemm:
         units_taken: Tensor,
         out: Tensor,
         out_scale: Tensor | None,
+        slot_of_row: Tensor | None = None,
+        bias: Tensor | None = None,
+        alpha: float = 1.0,
+        limit: float = 0.0,
     ) -> None:
         assert weight.shape[1:] == (config.w_rows, config.K)
         assert all(t.is_contiguous() for t in (weight, weight_scale, out))
         assert weight_scale.shape[1:] == (-(-config.w_rows // 128), -(-config.K // 128))
+        assert x_scale.stride(1) == 1
+        assert (slot_of_row is not None) == bool(config.gather)
+        strided = x_scale if out_scale is None else out_scale
+        assert config.gather or strided.stride(0) == x_scale.stride(0)
+        assert not config.gather or x.is_contiguous()
+        assert (bias is not None) == config.bias
+        assert bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:2])
         index = weight.device.index or 0
-        self.kernel = _kernel(config, index)
-        self.kept = (weight, weight_scale, x, x_scale, tiles, tile_count, units_taken)
-        self.written = (out, out_scale)
         bytes_of_x = x.view(torch.uint8)[:, : config.K]
         boxes = [min(rows, config.rows) for rows in (16, 32, 64, 128)]
         x_map = {rows: tensor_map(bytes_of_x, box=(rows, 128)) for rows in set(boxes)}
-        w_map = tensor_map(weight.view(torch.uint8).flatten(0, 1), box=(128, 128))
-        assert x_scale.stride(1) == 1
-        assert out_scale is None or out_scale.stride(0) == x_scale.stride(0)
-        pointers = [weight_scale, x_scale, tiles, tile_count, out]
-        self.arguments = [
-            w_map,
-            (TensorMap * 4)(*(x_map[rows] for rows in boxes)),
-            *(ctypes.c_void_p(t.data_ptr()) for t in pointers),
-            ctypes.c_void_p(0 if out_scale is None else out_scale.data_ptr()),
-            ctypes.c_int(x_scale.stride(0)),
-            ctypes.c_void_p(units_taken.data_ptr()),
-        ]
-        sms = torch.cuda.get_device_properties(index).multi_processor_count
-        most = tiles.shape[0] * config.units_n * config.split
-        self.blocks = min(sms // config.split * config.split, most)
+        self._routing = _Routing(map_size=-1, experts=weight.shape[0])
 
-    def __call__(self) -> None:
-        """Launch on the current stream."""
-        self.kernel.launch(self.blocks, self.arguments)
+        def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+            return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+        sms = torch.cuda.get_device_properties(index).multi_processor_count
+        cluster = config.cluster
+        most = tiles.shape[0] * -(-config.units_n // (1 + config.pair)) * cluster
+        self._launch = Launch(
+            _kernel(config, index),
+            min(sms // cluster * cluster, most),
+            [
+                tensor_map(weight.view(torch.uint8).flatten(0, 1), box=(128, 128)),
+                (TensorMap * 4)(*(x_map[rows] for rows in boxes)),
+                tensor_map(out.view(torch.uint8), box=(16, 128)),
+                pointer(weight_scale),
+                pointer(x_scale),
+                pointer(tiles),
+                pointer(tile_count),
+                pointer(out),
+                pointer(out_scale),
+                ctypes.c_int(strided.stride(0)),
+                pointer(units_taken),
+                pointer(bias),
+                _Act(alpha, limit),
+                self._routing,
+                pointer(x),
+                pointer(slot_of_row),
+            ],
+        )
+
+    def route(self, topk_ids: Tensor, expert_map: Tensor | None) -> None:
+        """Where a routed kernel finds the ids of its next call, contiguous int32 or int64."""
+        routing = self._routing
+        routing.ids = topk_ids.data_ptr()
+        routing.slots = topk_ids.numel()
+        routing.wide_ids = int(topk_ids.dtype == torch.int64)
+        routing.map_size = -1
+        if expert_map is not None:
+            routing.expert_map = expert_map.data_ptr()
+            routing.map_size = expert_map.shape[0]
+            routing.wide_map = int(expert_map.dtype == torch.int64)
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream of CUDA's."""
+        self._launch(stream)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moequant.kernels.fp8_codes import quantize_groups
-from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
 from moequant.kernels.routing import (
     TILE_FIELDS,
     SortedRouting,
@@ -70,7 +70,9 @@ def prepare(
         "OVERLAP": overlap,
     }
     if tokens * topk <= FEW_SLOTS and alignment == 1:
-        prepare_few[(tokens + 1, triton.cdiv(H, 128 * _GROUPS_A_PROGRAM))](
+        launch(
+            prepare_few,
+            (tokens + 1, -(-H // (128 * _GROUPS_A_PROGRAM))),
             hidden,
             topk_ids,
             topk_ids if expert_map is None else expert_map,
@@ -92,14 +94,16 @@ def prepare(
             MAP_SIZE=map_size(expert_map),
             **shared,
             num_warps=4,
-            launch_pdl=overlap,
+            overlap=overlap,
         )
         return
     sort_routing(
         topk_ids, routing, experts=experts, alignment=alignment, tile_rows=tile_rows,
         expert_map=expert_map,
     )  # fmt: skip
-    quantize_permute[(tokens, triton.cdiv(H, 128 * _GROUPS_A_PROGRAM))](
+    launch(
+        quantize_permute,
+        (tokens, -(-H // (128 * _GROUPS_A_PROGRAM))),
         hidden,
         routing.row_of_slot,
         rows,
@@ -108,8 +112,56 @@ def prepare(
         GROUPS=_GROUPS_A_PROGRAM,
         **shared,
         num_warps=4,
-        launch_pdl=overlap,
+        overlap=overlap,
     )
+
+
+def quantize_tokens(hidden: Tensor, qdata: Tensor, scale: Tensor) -> None:
+    """Quantize each token, in their order: one launch.
+
+    Args:
+        hidden: [M, H] contiguous, bfloat16, float16 or float32.
+        qdata: float8_e4m3fn [M, H] contiguous, written.
+        scale: float32 [M, >= ceil(H / 128)] contiguous, written but for what is behind a token's.
+    """
+    tokens, H = hidden.shape
+    overlap = overlaps_launches(hidden.device)
+    groups = 8  # 16 would waste a quarter of the work for 2880 columns
+    launch(
+        quantize_in_place,
+        (tokens, -(-H // (128 * groups))),
+        hidden,
+        qdata,
+        scale,
+        scale.stride(0),
+        GROUPS=groups,
+        H=H,
+        NATIVE=not INTERPRETED,
+        OVERLAP=overlap,
+        num_warps=4,
+        overlap=overlap,
+    )
+
+
+@triton.jit
+def quantize_in_place(
+    hidden,
+    qdata,
+    scale,
+    scale_stride,
+    GROUPS: tl.constexpr,
+    H: tl.constexpr,
+    NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: GROUPS groups of one token, to the token's own place."""
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    codes, group_scale = _quantize(hidden, token, group, H, NATIVE)
+    col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(qdata + token * H + col, codes, mask=col < H)
+    tl.store(scale + token * scale_stride + group, group_scale, mask=group * 128 < H)
 
 
 @triton.jit

@@ -77,6 +77,66 @@ def test_it_is_the_default_where_it_runs():
     assert select(WORKLOAD).name == NAME
 
 
+def layer_on_cpu(I, act_fn=SILU, bias_dtype=None):
+    g = torch.Generator().manual_seed(0)
+    parts = {"gate": (3, I, 256), "up": (3, I, 256), "down": (3, 256, I)}
+    if not act_fn.gated:
+        del parts["gate"]
+    projections = {n: quantize(torch.randn(s, generator=g), "fp8_block") for n, s in parts.items()}
+    biases = {f"{n}_bias": torch.randn(s[:2], generator=g).to(bias_dtype) for n, s in parts.items()}
+    return ExpertWeights(
+        **{"gate": None, **projections, **(biases if bias_dtype else {})}, act_fn=act_fn
+    )
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("I", [128, 144])
+def test_gate_and_up_are_stacked_once_and_adopted_as_views(I):
+    layer, backend = layer_on_cpu(I), REGISTRY[NAME]
+    packed = backend.pack(layer, "fp8_group128")
+    views = backend.adopted(packed)
+    for name, tensor in layer.tensors().items():
+        assert torch.equal(as_bytes(views.tensors()[name]), as_bytes(tensor))
+    assert views.up.qdata.untyped_storage().data_ptr() == packed.w13.untyped_storage().data_ptr()
+    again = backend.pack(views, "fp8_group128")
+    assert again.w13.data_ptr() == packed.w13.data_ptr()
+    assert again.w13_scale.data_ptr() == packed.w13_scale.data_ptr()
+    assert again.w13.shape == packed.w13.shape == (3, 2 * -(-I // 128) * 128, 256)
+    assert backend.adopted(again) is None
+    moved = views.replace({name: t.clone() for name, t in views.tensors().items()})
+    assert torch.equal(as_bytes(backend.pack(moved, "fp8_group128").w13), as_bytes(packed.w13))
+
+
+def test_up_alone_is_padded_and_biases_are_float32():
+    layer = layer_on_cpu(144, RELU2, torch.bfloat16)
+    packed = REGISTRY[NAME].pack(layer, "fp8_group128")
+    assert REGISTRY[NAME].adopted(packed) is None
+    assert packed.w13.shape == (3, 256, 256)
+    assert not as_bytes(packed.w13[:, 144:]).any()
+    assert packed.bias13.dtype == packed.bias2.dtype == torch.float32
+    assert torch.equal(packed.bias13[:, :144], layer.up_bias.float())
+    assert not packed.bias13[:, 144:].any()
+
+
+def test_gate_biases_lie_over_those_of_up():
+    layer = layer_on_cpu(144, SWIGLUOAI, torch.float32)
+    bias = REGISTRY[NAME].pack(layer, "fp8_group128").bias13
+    assert torch.equal(bias[:, :144], layer.gate_bias)
+    assert torch.equal(bias[:, 256:400], layer.up_bias)
+    assert not bias[:, 144:256].any()
+    assert not bias[:, 400:].any()
+
+
+@pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI, RELU2, ActFn(name="gelu", gated=False)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_activation_function_or_bias_is_a_reason_for_no(act_fn, bias):
+    asked = replace(WORKLOAD, act_fn=act_fn, bias=bias)
+    assert REGISTRY[NAME].supports(asked) == REGISTRY[NAME].supports(WORKLOAD)
+
+
 @pytest.fixture(scope="module")
 def weights():
     """weights(shape): experts on the device; the same arguments give the same."""
@@ -169,8 +229,9 @@ def test_it_does_for_every_kind_of_routing(weights, shape, M, kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("router", [torch.bfloat16, torch.float16, torch.float32])
 def test_it_takes_every_dtype(weights, dtype, router):
-    hidden, ids, topk_weights = inputs(SMALL, 20, dtype=dtype)
-    check(weights(SMALL), (hidden, ids.long(), topk_weights.to(router)))
+    for M in (5, 20):  # up to 32 slots, the first GEMM reads the ids too
+        hidden, ids, topk_weights = inputs(SMALL, M, dtype=dtype)
+        check(weights(SMALL), (hidden, ids.long(), topk_weights.to(router)))
 
 
 @gpu
