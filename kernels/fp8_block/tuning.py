@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 KERNEL = 2
 """Rises when the kernels change so that old measurements mislead."""
@@ -37,6 +37,7 @@ NEAR = 1.5
 """A tiling holds for this many times fewer or more tokens than it was measured with."""
 FORMAT = "fp8_block"
 
+_SIZES = ("experts", "hidden", "intermediate", "topk")
 _ROWS = (8, 16, 32, 64, 128)
 _OURS = Path(__file__).with_name("tunings")
 
@@ -156,7 +157,9 @@ def candidates(problem: Problem) -> list[Tiling]:
 def write_table(
     gpu: str, measured: Iterable[tuple[Problem, Tiling, float]], path: Path | None = None
 ) -> Path:
-    """Write a table of the fastest tiling of each problem, replacing what is there.
+    """Write the fastest tiling of each problem into a table, beside what it has of others.
+
+    A table that cannot be read, or is of other kernels or another GPU, is replaced.
 
     Args:
         gpu: the name of the GPU measured on.
@@ -166,22 +169,31 @@ def write_table(
     Returns:
         Where it is.
     """
-    shapes: dict[tuple[int, ...], dict[str, Any]] = {}
-    for problem, tiling, time_us in measured:
-        sizes = {
-            "experts": problem.experts,
-            "hidden": problem.hidden,
-            "intermediate": problem.intermediate,
-            "topk": problem.topk,
-        }
-        shape = shapes.setdefault(tuple(sizes.values()), {**sizes, "tilings": []})
-        shape["tilings"].append(
-            {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
-        )
-    table = {"format": FORMAT, "kernel": KERNEL, "gpu": gpu, "shapes": list(shapes.values())}
     path = path or _user_folder() / f"{FORMAT}_{_slug(gpu)}.json"
+    try:
+        shapes = _rows(path, gpu) if path.exists() else {}
+    except MoequantError:
+        shapes = {}
+    for problem, tiling, time_us in measured:
+        sizes = (problem.experts, problem.hidden, problem.intermediate, problem.topk)
+        row = {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
+        shapes.setdefault(sizes, {})[problem.tokens] = row
+    document = {
+        "format": FORMAT,
+        "kernel": KERNEL,
+        "gpu": gpu,
+        "shapes": [
+            {
+                **dict(zip(_SIZES, sizes, strict=True)),
+                "tilings": [rows[tokens] for tokens in sorted(rows)],
+            }
+            for sizes, rows in shapes.items()
+        ],
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.replace(path)
     _tables.cache_clear()
     return path
 
@@ -201,21 +213,30 @@ def _tables(gpu: str, user: Path) -> dict[tuple[int, ...], dict[int, Tiling]]:
     found: dict[tuple[int, ...], dict[int, Tiling]] = {}
     for folder in (_OURS, user):
         for path in sorted(folder.glob(f"{FORMAT}_*.json")):
-            _read_into(found, path, gpu)
+            for sizes, rows in _rows(path, gpu).items():
+                tilings = {tokens: _tiling(row) for tokens, row in rows.items()}
+                found.setdefault(sizes, {}).update(tilings)
     return found
 
 
-def _read_into(found: dict[tuple[int, ...], dict[int, Tiling]], path: Path, gpu: str) -> None:
+def _rows(path: Path, gpu: str) -> dict[tuple[int, ...], dict[int, dict[str, Any]]]:
+    """The rows of a table by shape and tokens; none if it is of other kernels or another GPU."""
     try:
         table = json.loads(path.read_text())
         if (table["format"], table["kernel"], table["gpu"]) != (FORMAT, KERNEL, gpu):
-            return
-        for shape in table["shapes"]:
-            key = tuple(shape[name] for name in ("experts", "hidden", "intermediate", "topk"))
-            for row in shape["tilings"]:
-                tiling = Tiling(**{part.name: row[part.name] for part in fields(Tiling)})
-                found.setdefault(key, {})[row["tokens"]] = tiling
+            return {}
+        rows = {
+            tuple(shape[size] for size in _SIZES): {row["tokens"]: row for row in shape["tilings"]}
+            for shape in table["shapes"]
+        }
+        for row in (row for by_tokens in rows.values() for row in by_tokens.values()):
+            _tiling(row)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MoequantError(
             f"{path} is no table of tilings ({error!r}); remove it, or tune again"
         ) from error
+    return rows
+
+
+def _tiling(row: Mapping[str, Any]) -> Tiling:
+    return Tiling(**{part.name: row[part.name] for part in fields(Tiling)})

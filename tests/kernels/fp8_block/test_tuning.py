@@ -114,3 +114,20 @@ def test_experts_that_nearly_all_fit_a_tile_get_it():
 def test_few_units_are_split_and_so_are_those_of_part_of_a_second_round():
     assert default_tiling(problem(1)) == Tiling(rows=8, split13=2, split2=2)
     assert default_tiling(problem(8)) == Tiling(rows=8)
+
+
+def test_tuning_again_keeps_other_shapes_and_sizes_and_replaces_its_own():
+    first, second = Tiling(rows=32, split13=2), Tiling(rows=32, split13=4)
+    write_table("A", [(problem(9), first, 1.0), (problem(90), first, 1.0)])
+    write_table("A", [(problem(9), second, 1.0), (problem(9, experts=4), second, 1.0)])
+    assert tiling_for(problem(9)) == second
+    assert tiling_for(problem(90)) == first
+    assert tiling_for(problem(9, experts=4)) == second
+
+
+def test_tuning_again_replaces_a_broken_table():
+    path = write_table("A", [(problem(9), Tiling(rows=32), 1.0)])
+    path.write_text("{")
+    write_table("A", [(problem(9), Tiling(rows=32, split13=4), 1.0)])
+    assert tiling_for(problem(9)) == Tiling(rows=32, split13=4)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
