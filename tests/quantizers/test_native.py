@@ -218,6 +218,9 @@ def test_code_for_lesser_processors_gives_the_reference_bytes(
     if any(not host.get(feature) for feature in features.replace("+", "").split()):
         pytest.skip(f"this processor lacks {features}")
 
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+
     def machine():
         target = binding.Target.from_default_triple()
         return target.create_target_machine(cpu=processor, features=features, opt=3, jit=True)
