@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import click
 
 from moequant.cli import options
 from moequant.cli.output import Output, size
-from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +40,10 @@ def parse_tokens(ctx: click.Context, param: click.Parameter, value: str) -> list
     help="Also time these: other backends, grouped_mm (torch in BF16), vllm.",
 )  # fmt: skip
 @click.option("--device", default="cuda", show_default=True, help="CUDA device to use.")
-@click.option("--plot", metavar="FILE.png", type=click.Path(path_type=Path), help="Draw the times.")
+@click.option(
+    "--plot", metavar="FILE.png", type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw the times.",
+)  # fmt: skip
 @click.option(
     "--from", "saved", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
     help="Show what --json printed before, instead of measuring.",
@@ -66,8 +67,14 @@ def command(
     out = Output(as_json=as_json)
     if (shape is None) == (saved is None):
         raise click.UsageError("give --shape to measure, or --from to show what was measured")
+    if plot is not None:
+        from moequant.benchmarks.plot import check_plots
+
+        check_plots()
     if saved is not None:
-        document = _read(saved)
+        from moequant.benchmarks.saved import read_run
+
+        document = read_run(saved)
     else:
         from moequant.benchmarks.experts import bench_experts
         from moequant.benchmarks.shapes import parse_shape
@@ -89,17 +96,6 @@ def command(
     out.result(document, _show)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    wanted = {"shape", "format", "backend", "machine", "ceilings", "cells"}
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(document, dict) or not wanted <= document.keys():
-        raise CheckpointError(f"{path}: not what `moequant bench experts --json` prints")
-    return document
-
-
 def _show(out: Output, document: Mapping[str, Any]) -> None:
     machine, ceilings = document["machine"], document["ceilings"]
     versions = ", ".join(f"{name} {text}" for name, text in machine.items() if name != "gpu")
@@ -116,7 +112,7 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     numbers = ["us", "p20", "p80", "moved", "TB/s", "TFLOPS", "floor us", "share"]
     columns = [">tokens", *(f">{name}" for name in numbers)]
     out.table([*columns, *(f">{name} us" for name in others)], [_row(c, others) for c in cells])
-    for name, reason in cells[0]["refusals"].items() if cells else ():
+    for name, reason in cells[0]["refusals"].items():
         out.line(f"{name} was not timed: {reason}")
 
 

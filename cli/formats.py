@@ -124,17 +124,17 @@ def _devices() -> Iterator[torch.device]:
 def _refusal(backend: Backend, format: Format, device: torch.device) -> str | None:
     """Why the backend does not run a layer of common sizes, those of Qwen3-30B-A3B."""
     from moequant.runtime.backends import Workload
+    from moequant.runtime.select import why_not
 
-    return backend.supports(
-        Workload(
-            format=format.name,
-            activations=format.activations,
-            experts=128,
-            hidden=2048,
-            intermediate=768,
-            device=device,
-        )
+    workload = Workload(
+        format=format.name,
+        activations=format.activations,
+        experts=128,
+        hidden=2048,
+        intermediate=768,
+        device=device,
     )
+    return why_not(backend, workload)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

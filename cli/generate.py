@@ -63,7 +63,14 @@ def _parse_ids(
     metavar="T",
     help="0 takes the likeliest token; above, tokens are drawn.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="What drawing begins with.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="What drawing begins with.",
+)
 @options.json_option
 @options.quiet_option
 def command(

@@ -23,7 +23,14 @@ from moequant.kernels.fp8_block.quantize_permute import prepare, quantize_tokens
 from moequant.kernels.fp8_block.tuning import Problem, Tiling, tiling_for
 from moequant.kernels.launch import stream_of
 from moequant.kernels.portable.arena import Arena
-from moequant.kernels.routing import MAX_SLOTS, SortedRouting, max_rows, sort_routing
+from moequant.kernels.routing import (
+    MAX_SLOTS,
+    ONE_LAUNCH_SLOTS,
+    SortedRouting,
+    chunk_of,
+    max_rows,
+    sort_routing,
+)
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 _PLANS_KEPT = 64
@@ -175,15 +182,15 @@ def workspace_bytes(
 def kernels_for(weights: Fp8BlockWeights, tokens: int, topk: int) -> tuple[object, ...]:
     """Equal for calls that run the same kernels.
 
-    Those of the sort and of the reduction are compiled for powers of two of the slots, and apart
-    for numbers of them that are multiples of 16.
+    The sort is compiled for the next power of two of the slots, and Triton compiles apart for
+    numbers that are 1 or multiples of 16: here tokens, slots, and the row stride of the scales.
     """
     tokens = part_tokens(tokens, topk)
     slots = tokens * topk
-    sort = slots.bit_length() if slots <= 4096 else slots > 32768
+    sort = (slots - 1).bit_length() if slots <= ONE_LAUNCH_SLOTS else chunk_of(slots)
     tiling = weights.tiling(tokens, topk)
-    routed = _routed(tiling, slots)
-    return tiling, routed, sort, tokens % 16 == 0, slots % 16 == 0, tokens == 1, tokens <= 64, topk
+    multiples = tuple(number % 16 == 0 for number in (tokens, slots, _row_stride(slots)))
+    return tiling, _routed(tiling, slots), sort, multiples, tokens == 1, tokens <= 64, topk
 
 
 def _plan(weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor | None) -> Plan:
@@ -198,10 +205,10 @@ def _plan(weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor | 
     if plan is None:
         plan = Plan(weights, tokens, topk, workspace=workspace)
         if not torch.cuda.is_current_stream_capturing():  # that workspace is the graph's own
-            for old in [k for k, other in plans.items() if other.workspace() is None]:
-                del plans[old]
-            while len(plans) >= _PLANS_KEPT:
-                del plans[next(iter(plans))]
+            # A copy, and pop: another thread may be at the same.
+            for old, other in list(plans.items()):
+                if other.workspace() is None or len(plans) >= _PLANS_KEPT:
+                    plans.pop(old, None)
             plans[key] = plan
     return plan
 
@@ -235,7 +242,7 @@ class Buffers:
         slots = tokens * topk
         H, I = weights.hidden, weights.intermediate
         rows = max_rows(slots, weights.experts, 1)
-        stride = -(-rows // 4) * 4
+        stride = _row_stride(rows)
         shapes = SortedRouting.allocate(
             slots, weights.experts, alignment=1, tile_rows=tiling.rows, device=torch.device("meta")
         )
@@ -378,6 +385,11 @@ class Plan:
         self.gate_up(stream)
         self.down(stream)
         weighted_reduce(self.buffers.y, self.buffers.routing.row_of_slot, topk_weights, out)
+
+
+def _row_stride(rows: int) -> int:
+    """Between the groups of a scale: multiples of 16 bytes."""
+    return -(-rows // 4) * 4
 
 
 def _routed(tiling: Tiling, slots: int) -> bool:

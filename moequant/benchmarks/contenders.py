@@ -19,13 +19,15 @@ from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import FusedExperts
-from moequant.runtime.backends import backends
+from moequant.runtime.act_fn import SILU
+from moequant.runtime.backends import FusedBackend, backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from moequant.formats import QuantizedWeight
     from moequant.runtime import ExpertWeights
 
     Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,7 +42,8 @@ def make_contender(name: str, weights: ExpertWeights) -> Experts:
     """`experts(hidden, ids, topk_weights)` by `name`.
 
     Raises:
-        UnsupportedError: nothing is called that, or it does not run these experts here; says why.
+        UnsupportedError: nothing is called that, or it does not run these experts here, or not
+            within a CUDA graph; says why.
     """
     if name in _OTHERS:
         return _OTHERS[name](weights)
@@ -48,21 +51,42 @@ def make_contender(name: str, weights: ExpertWeights) -> Experts:
         raise UnsupportedError(
             f"there is nothing called {name!r} to time; there are {', '.join(contender_names())}"
         )
-    return FusedExperts(weights, backend=name)
+    return capturable(FusedExperts(weights, backend=name))
+
+
+def capturable(experts: FusedExperts) -> FusedExperts:
+    """`experts`, whose calls a CUDA graph can capture.
+
+    Raises:
+        UnsupportedError: their backend is not fused, and so waits for the device.
+    """
+    name = experts.chosen_backend()
+    if not isinstance(backends()[name], FusedBackend):
+        raise UnsupportedError(
+            f"backend {name!r} waits for the device, which no CUDA graph captures: it is not timed"
+        )
+    return experts
 
 
 def _grouped_mm(weights: ExpertWeights) -> Experts:
     if weights.device.type != "cuda":
         raise UnsupportedError("grouped_mm wants a CUDA device")
-    assert weights.gate is not None
+    gate, up = _plain(weights, "grouped_mm")
     w13 = torch.stack(
         [
-            torch.cat([dequantize(weights.gate[e]), dequantize(weights.up[e])]).bfloat16()
+            torch.cat([dequantize(gate[e]), dequantize(up[e])]).bfloat16()
             for e in range(weights.experts)
         ]
     )
     w2 = torch.stack([dequantize(weights.down[e]).bfloat16() for e in range(weights.experts)])
     return partial(_run_grouped_mm, w13.mT, w2.mT)
+
+
+def _plain(weights: ExpertWeights, name: str) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Gate and up of experts that compute gated SiLU without biases."""
+    if weights.gate is None or weights.act_fn != SILU or weights.biases():
+        raise UnsupportedError(f"{name} is timed with gated SiLU and no biases")
+    return weights.gate, weights.up
 
 
 def _run_grouped_mm(
@@ -93,8 +117,7 @@ def _vllm(weights: ExpertWeights) -> Experts:
         fp8_w8a8_moe_quant_config,
     )
 
-    assert weights.gate is not None
-    w13 = stack_gate_up(weights.gate, weights.up)
+    w13 = stack_gate_up(*_plain(weights, "vllm"))
     down = weights.down
     config = fp8_w8a8_moe_quant_config(
         w1_scale=w13.scale, w2_scale=down.scale, block_shape=[128, 128]

@@ -34,7 +34,7 @@ class Inputs:
 
 
 def random_experts(shape: LayerShape, format: str, device: torch.device) -> ExpertWeights:
-    """Experts quantized from Gaussian BF16 weights of deviation K ** -0.5.
+    """Experts quantized from Gaussian BF16 weights of deviation K ** -0.5; biases have 0.1.
 
     Raises:
         UnsupportedError: the format does not take weights of these sizes.
@@ -53,7 +53,20 @@ def random_experts(shape: LayerShape, format: str, device: torch.device) -> Expe
 
     gate, up = fmt.quantize_fused([gaussian(I, H), gaussian(I, H)], names=["gate", "up"])
     down = fmt.quantize(gaussian(H, I))
-    return ExpertWeights(gate=repeated(gate), up=repeated(up), down=repeated(down))
+    biases = {}
+    if shape.biased:
+        rows = {"gate_bias": I, "up_bias": I, "down_bias": H}
+        biases = {
+            name: torch.randn(E, size, generator=g, device=device) * 0.1
+            for name, size in rows.items()
+        }
+    return ExpertWeights(
+        gate=repeated(gate),
+        up=repeated(up),
+        down=repeated(down),
+        act_fn=shape.act_fn,
+        **biases,
+    )
 
 
 def random_inputs(shape: LayerShape, tokens: int, device: torch.device, seed: int) -> Inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import UnsupportedError
@@ -11,6 +12,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def check_plots() -> None:
+    """Ask, before anything is measured, whether it can be drawn.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "a plot wants matplotlib, which is not installed: pip install 'moequant[plot]'"
+        )
+
+
 def plot_experts(document: Mapping[str, Any], path: Path) -> None:
     """Write a PNG of what `ExpertsBenchmark.document` holds.
 
@@ -18,12 +31,9 @@ def plot_experts(document: Mapping[str, Any], path: Path) -> None:
         UnsupportedError: matplotlib is not installed.
         OSError: `path` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "a plot wants matplotlib, which is not installed: pip install 'moequant[plot]'"
-        ) from error
+    check_plots()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     cells = document["cells"]

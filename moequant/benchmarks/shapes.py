@@ -6,23 +6,35 @@ import re
 from dataclasses import dataclass
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.act_fn import SILU, SWIGLUOAI, ActFn
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Sizes of a MoE layer: E experts, H, I, and the T experts of a token."""
+    """A MoE layer: E experts, H, I, the T experts of a token, and what its experts compute."""
 
     experts: int
     hidden: int
     intermediate: int
     topk: int
+    act_fn: ActFn = SILU
+    biased: bool = False
 
     def __str__(self) -> str:
         return f"{self.experts}x{self.hidden}x{self.intermediate}x{self.topk}"
 
 
-def _shape(experts: int, hidden: int, intermediate: int, topk: int) -> LayerShape:
-    return LayerShape(experts=experts, hidden=hidden, intermediate=intermediate, topk=topk)
+def _shape(
+    experts: int, hidden: int, intermediate: int, topk: int, act_fn: ActFn = SILU
+) -> LayerShape:
+    return LayerShape(
+        experts=experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        topk=topk,
+        act_fn=act_fn,
+        biased=act_fn is SWIGLUOAI,
+    )
 
 
 SHAPES = {
@@ -30,13 +42,13 @@ SHAPES = {
     "qwen3-235b": _shape(128, 4096, 1536, 8),
     "deepseek-v3": _shape(256, 7168, 2048, 8),
     "mixtral-8x7b": _shape(8, 4096, 14336, 2),
-    "gpt-oss-120b": _shape(128, 2880, 2880, 4),
+    "gpt-oss-120b": _shape(128, 2880, 2880, 4, SWIGLUOAI),
 }
 """From the config.json of each release."""
 
 
 def parse_shape(text: str) -> LayerShape:
-    """A shape by its name, or written as ExHxIxT.
+    """A shape by its name, or written as ExHxIxT: gated SiLU without biases.
 
     Raises:
         UnsupportedError: it is neither, or T is more than E.

@@ -83,12 +83,14 @@ def tune(
         progress: told of every M.
 
     Raises:
-        UnsupportedError: no such device, or the backend does not run the layer there.
+        UnsupportedError: no such device, the backend does not run the layer there, or more tokens
+            than it runs at once.
         OSError: the table cannot be written.
     """
     place = cuda_device(device)
     from moequant.kernels.fp8_block.tuning import write_table
 
+    _check_tokens(tokens, shape.topk)
     experts = FusedExperts(random_experts(shape, "fp8_block", place), backend=BACKEND)
     packed = cast("Fp8BlockWeights", experts.packed_weights())
     report = progress or SilentProgress()
@@ -117,18 +119,24 @@ def tune(
     )
 
 
+def _check_tokens(tokens: Sequence[int], topk: int) -> None:
+    from moequant.kernels.fp8_block.experts import part_tokens
+
+    for M in tokens:
+        if part_tokens(M, topk) != M:
+            raise UnsupportedError(
+                f"{M} tokens run in parts of {part_tokens(M, topk)}; tune at most so many"
+            )
+
+
 def _tune(
     weights: Fp8BlockWeights, shape: LayerShape, inputs: Sequence[Inputs]
 ) -> tuple[Problem, Tiling, dict[Tiling, float]]:
     """The problem, its fastest tiling, and the time of each, the formula's first."""
-    from moequant.kernels.fp8_block.experts import Plan, part_tokens, workspace_bytes
+    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import candidates
 
     M = inputs[0].hidden.shape[0]
-    if part_tokens(M, shape.topk) != M:
-        raise UnsupportedError(
-            f"{M} tokens run in parts of {part_tokens(M, shape.topk)}; tune at most so many"
-        )
     problem = weights.problem(M, shape.topk)
     out = torch.empty_like(inputs[0].hidden)
     plans = {}

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_NO_TOKENS = "the prompt holds no tokens; give at least one"
+
+_COLDEST = 1e-6
+"""Logits are divided by the temperature: far below, they overflow."""
+
 # One of these holds the vocabulary; without, transformers makes up a tokenizer that knows nothing.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json",
@@ -78,7 +83,7 @@ class Prompts:
             UnsupportedError: none at all, or one outside the vocabulary, which is named.
         """
         if not ids:
-            raise UnsupportedError("the prompt holds no tokens; give at least one")
+            raise UnsupportedError(_NO_TOKENS)
         for id_ in ids:
             if not 0 <= id_ < self.vocabulary:
                 raise UnsupportedError(
@@ -134,19 +139,26 @@ def generate(
 
     Args:
         model: a model that generates, such as `load_model` gives.
-        prompt: ids, at least one, all in the vocabulary.
+        prompt: ids, at least one, all in the vocabulary: `Prompts.check` looks.
         max_new_tokens: how many at most, at least one; fewer where one comes that ends a text.
-        temperature: 0 takes the likeliest token; above, tokens are drawn, with the other choices
-            of generation_config.json such as top_p.
-        seed: what the drawing begins with. The same seed draws the same on the same machine.
+        temperature: 0 takes the likeliest token; from 1e-6 on tokens are drawn, with the other
+            choices of generation_config.json such as top_p.
+        seed: what the drawing begins with, of 64 bits. The same seed draws the same on the same
+            machine.
 
     Raises:
-        UnsupportedError: `max_new_tokens` below 1 or a negative temperature.
+        UnsupportedError: no prompt, `max_new_tokens` below 1, or another temperature or seed.
     """
+    if not prompt:
+        raise UnsupportedError(_NO_TOKENS)
     if max_new_tokens < 1:
         raise UnsupportedError(f"max_new_tokens is {max_new_tokens}, but at least 1 is wanted")
-    if not 0 <= temperature < float("inf"):
-        raise UnsupportedError(f"temperature is {temperature}, but 0 or more is wanted")
+    if temperature != 0 and not _COLDEST <= temperature < float("inf"):
+        raise UnsupportedError(
+            f"temperature is {temperature}, but wanted is 0, or a number from {_COLDEST:g} on"
+        )
+    if not 0 <= seed < 1 << 64:
+        raise UnsupportedError(f"seed is {seed}, but wanted is a number from 0 to 2**64 - 1")
     ids = torch.tensor([list(prompt)], device=model.device)
     on_cuda = model.device.type == "cuda"
     if on_cuda:

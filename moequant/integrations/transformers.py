@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import dequantize, dtype_text
+from moequant.formats import dequantize
 from moequant.models import ActivationConfig, find_architecture
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.runtime.experts import HIDDEN_DTYPES
+from moequant.runtime.inputs import HIDDEN_DTYPES
 from moequant.runtime.load import open_reader, usable_device
 
 if TYPE_CHECKING:
@@ -269,15 +269,21 @@ def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[Pre
             f"config.json: transformers {transformers.__version__} has no causal language model of "
             f"model_type {config.model_type!r}"
         )
-    return classes[type(config)]  # type: ignore[no-any-return]
+    model_class: type[PreTrainedModel] = classes[type(config)]
+    if not isinstance(config, cast("type", model_class.config_class)):
+        raise UnsupportedError(
+            f"config.json: model_type {config.model_type!r} is more than a language model, which "
+            f"{model_class.__name__} alone would be; let transformers or an engine load it"
+        )
+    return model_class
 
 
 def _check_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in HIDDEN_DTYPES:
         raise UnsupportedError(
-            f"the model computes in {dtype_text(dtype)}, but experts take one of: "
-            f"{', '.join(map(dtype_text, HIDDEN_DTYPES))}; choose another dtype"
+            f"the model computes in {dtype!r}, but experts take one of: "
+            f"{', '.join(map(repr, HIDDEN_DTYPES))}; choose another dtype"
         )
     return dtype
 
@@ -422,6 +428,11 @@ def _check_holders(
     model: PreTrainedModel, holders: Mapping[int, _Holder], converted: ConvertedCheckpoint
 ) -> None:
     """Refuse a model whose experts are not called as ours are."""
+    if (routing := converted.architecture.routing) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: its router {routing}, which our experts do not do; let "
+            "transformers or an engine load this checkpoint, or call `load_experts` yourself"
+        )
     wanted = converted.moe.sparse_layers
     if tuple(holders) != wanted:
         raise UnsupportedError(

@@ -15,6 +15,7 @@ import torch
 
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import BatchedExpertsBackend, ExpertsBackend, FusedBackend
+from moequant.runtime.batched import finalize_batched, largest_batch, prepare_batched
 from moequant.runtime.routing import permute, reduce, route
 from moequant.runtime.workspace import workspace
 
@@ -85,8 +86,6 @@ class Call:
         return reduce(rows, routing, permutation)
 
     def _batched(self, backend: BatchedExpertsBackend, x: Tensor, routing: Routing) -> Tensor:
-        from moequant.runtime.batched import finalize_batched, largest_batch, prepare_batched
-
         E = self.weights.experts
         # `route` has waited for the device already.
         capacity = largest_batch(routing, E)

@@ -13,7 +13,7 @@ from moequant.runtime import experts_op
 from moequant.runtime.backends import FusedBackend, Workload
 from moequant.runtime.call import Call, parts_of, run_in_parts
 from moequant.runtime.formats import get_format
-from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
+from moequant.runtime.inputs import check_expert_map, check_inputs
 from moequant.runtime.select import select
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from moequant.runtime.backends import Backend
     from moequant.runtime.weights import ExpertWeights
 
-HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TOKENS = 8192
 """Tokens of a part, unless told otherwise: what servers put in one step, and beyond which no kernel
 gets faster."""
@@ -41,6 +40,10 @@ class FusedExperts(nn.Module):
     call once before the capture, and capture again after the weights have changed or moved.
 
     Under torch.compile a call is one operator, moequant::fused_experts, that the graph keeps whole.
+    It names the module by a number, so code that is compiled for one layer is compiled anew for the
+    next, up to torch's recompile_limit: compile the whole model, or set
+    torch._dynamo.config.allow_unspec_int_on_nn_module. torch.export is refused: what it saved would
+    hold the number, and not the experts.
 
     The weights are buffers and part of `state_dict`. They move between devices as any module's do,
     but keep their dtypes: `.half()` on a model around this module leaves codes and scales alone.
@@ -85,7 +88,9 @@ class FusedExperts(nn.Module):
         if max_tokens < 1:
             raise UnsupportedError(f"max_tokens is {max_tokens}, but a part has at least one token")
         if expert_map is not None:
-            _check_expert_map(expert_map, weights)
+            check_expert_map(
+                expert_map, experts=weights.experts, device=weights.device, values=True
+            )
         select(_workload(weights, activations), backend)
 
     @property
@@ -125,8 +130,13 @@ class FusedExperts(nn.Module):
 
         Raises:
             UnsupportedError: a shape, dtype, device or id that is not as above, no backend that
-                runs this, or a first call within the capture of a CUDA graph.
+                runs this, a first call within the capture of a CUDA graph, or torch.export.
         """
+        if torch.compiler.is_exporting():
+            raise UnsupportedError(
+                "torch.export of experts: a saved program would not hold them; export the rest of "
+                "the model, or run it under torch.compile"
+            )
         with torch.no_grad():
             if torch.compiler.is_compiling():
                 output: Tensor = experts_op.fused_experts(
@@ -202,12 +212,14 @@ class FusedExperts(nn.Module):
     ) -> Tensor:
         """`forward` itself, not as an operator of a graph."""
         ready = self._prepared(self.activations if activations is None else activations)
-        _check_inputs(hidden_states, topk_ids, topk_weights, ready.weights)
-        if apply_router_weight_on_input and topk_ids.shape[1] != 1:
-            raise UnsupportedError(
-                f"apply_router_weight_on_input wants one expert a token, but topk_ids is "
-                f"{list(topk_ids.shape)}"
-            )
+        check_inputs(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden=ready.weights.hidden,
+            device=ready.weights.device,
+            weight_on_input=apply_router_weight_on_input,
+        )
         call = Call(
             backend=ready.backend,
             weights=ready.weights,
@@ -251,8 +263,10 @@ class FusedExperts(nn.Module):
                     "CUDA graph cannot capture; call the experts once before the capture"
                 )
             self._ready = None  # lets go of the layout of before
-            packed = backend.pack(self.weights, workload.activations)
-            self._adopt(backend.adopted(packed))
+            # Buffers of that mode could not be written to outside of it, nor be seen to change.
+            with torch.inference_mode(mode=False):
+                packed = backend.pack(self.weights, workload.activations)
+                self._adopt(backend.adopted(packed))
         weights = self.weights
         return _Ready(
             asked=(activations, self.backend),
@@ -276,8 +290,12 @@ class FusedExperts(nn.Module):
     def _expert_map(self, ready: _Ready, expert_map: Tensor | None) -> Tensor | None:
         if expert_map is None:
             return self.expert_map
-        values = not isinstance(ready.backend, FusedBackend)
-        _check_expert_map(expert_map, ready.weights, values=values)
+        check_expert_map(
+            expert_map,
+            experts=ready.weights.experts,
+            device=ready.weights.device,
+            values=not isinstance(ready.backend, FusedBackend),
+        )
         return expert_map
 
     def __getstate__(self) -> dict[str, Any]:
@@ -343,51 +361,3 @@ def _workload(weights: ExpertWeights, activations: str) -> Workload:
         act_fn=weights.act_fn,
         bias=bool(weights.biases()),
     )
-
-
-def _check_expert_map(expert_map: Tensor, weights: ExpertWeights, *, values: bool = True) -> None:
-    _check("expert_map", expert_map, ID_DTYPES, "[global experts]", 1, weights.device)
-    if not values:  # to read them on the host would wait for the device
-        return
-    unknown = (expert_map < NOWHERE) | (expert_map >= weights.experts)
-    if unknown.any():
-        index = int(unknown.nonzero()[0])
-        raise UnsupportedError(
-            f"expert_map[{index}] is {int(expert_map[index])}, but the experts here are 0 to "
-            f"{weights.experts - 1}, and -1 stands for one that is elsewhere"
-        )
-
-
-def _check_inputs(
-    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights
-) -> None:
-    H, device = weights.hidden, weights.device
-    _check("hidden_states", hidden_states, HIDDEN_DTYPES, f"[M, {H}]", 2, device)
-    _check("topk_ids", topk_ids, ID_DTYPES, "[M, T]", 2, device)
-    _check("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", 2, device)
-    if hidden_states.shape[1] != H:
-        raise UnsupportedError(
-            f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {H}]"
-        )
-    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != hidden_states.shape[0]:
-        raise UnsupportedError(
-            f"topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, but "
-            f"both want [M, T] for the M = {hidden_states.shape[0]} rows of hidden_states"
-        )
-
-
-def _check(
-    name: str,
-    tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: str,
-    dimensions: int,
-    device: torch.device,
-) -> None:
-    if tensor.dtype not in dtypes:
-        wanted = ", ".join(str(dtype) for dtype in dtypes)
-        raise UnsupportedError(f"{name} is {tensor.dtype}, but wanted is one of: {wanted}")
-    if tensor.dim() != dimensions:
-        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but wanted is {shape}")
-    if tensor.device != device:
-        raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")

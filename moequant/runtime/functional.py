@@ -10,9 +10,11 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.runtime.act_fn import SILU, ActFn
-from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.backends import REGISTRY, FusedBackend, Workload
+from moequant.runtime.backends.triton_portable import act_of
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.formats import check_parts
+from moequant.runtime.inputs import check_expert_map, check_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +38,8 @@ def fused_experts(
     apply_router_weight_on_input: bool = False,
 ) -> Tensor:
     """Run experts, as `FusedExperts` does; what a backend makes of `weights` lives as long as they.
+
+    That may be a copy, so what is written into `weights` later may not be seen: make new ones.
 
     Args:
         hidden_states: [M, H] bfloat16, float16 or float32.
@@ -106,11 +110,13 @@ def deep_gemm_moe_fp8(
         [M, H] in the dtype of `hidden_states`; sums over a token's slots are float32.
 
     Raises:
-        UnsupportedError: sizes, a function, a device or an installation that it cannot run with.
+        UnsupportedError: sizes, a function, a device or an installation that it cannot run with; a
+            dtype, shape or device of the call that is not as above.
         CheckpointError: weights or scales of another shape or dtype.
     """
     workload = _workload(w13, w2, act_fn)
     backend = REGISTRY["deepgemm"]
+    assert isinstance(backend, FusedBackend)
     reason = backend.supports(workload)
     if reason is not None:
         raise UnsupportedError(
@@ -119,11 +125,18 @@ def deep_gemm_moe_fp8(
     E, H = workload.experts, workload.hidden
     check_parts({"qdata": w13, "scale": w13_scale}, "fp8_block", (E, w13.shape[1], H), "w13")
     check_parts({"qdata": w2, "scale": w2_scale}, "fp8_block", (E, H, workload.intermediate), "w2")
-    _check_call(hidden_states, topk_weights, topk_ids, H, apply_router_weight_on_input)
+    check_inputs(
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        hidden=H,
+        device=w13.device,
+        weight_on_input=apply_router_weight_on_input,
+    )
+    if expert_map is not None:
+        check_expert_map(expert_map, experts=E, device=w13.device, values=False)
 
     from moequant.kernels.deepgemm.experts import DeepGemmWeights
-    from moequant.kernels.deepgemm.experts import fused_experts as run
-    from moequant.runtime.backends.triton_portable import act_of
 
     weights = DeepGemmWeights(
         w13=w13.contiguous(),
@@ -132,12 +145,15 @@ def deep_gemm_moe_fp8(
         w2_scale=w2_scale.contiguous(),
         act=act_of(act_fn),
     )
-    x = hidden_states
-    if apply_router_weight_on_input:
-        x = x.float() * topk_weights.float()
-        topk_weights = torch.ones_like(topk_weights)
-    out = run(weights, x, topk_ids, topk_weights, expert_map=expert_map)
-    return out.to(hidden_states.dtype)
+    return backend.forward(
+        weights,
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        workspace=torch.empty(0, dtype=torch.uint8, device=w13.device),
+    )
 
 
 def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
@@ -155,27 +171,3 @@ def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
         device=w13.device,
         act_fn=act_fn,
     )
-
-
-def _check_call(
-    hidden_states: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    hidden: int,
-    weight_on_input: bool,
-) -> None:
-    M = hidden_states.shape[0]
-    if hidden_states.shape != (M, hidden):
-        raise UnsupportedError(
-            f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {hidden}]"
-        )
-    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != M:
-        raise UnsupportedError(
-            f"topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, but "
-            f"both want [M, T] for the M = {M} rows of hidden_states"
-        )
-    if weight_on_input and topk_ids.shape[1] != 1:
-        raise UnsupportedError(
-            "apply_router_weight_on_input wants one expert a token, but topk_ids is "
-            f"{list(topk_ids.shape)}"
-        )

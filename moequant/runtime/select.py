@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.backends import backends
+from moequant.runtime.backends import REGISTRY, backends
 
 if TYPE_CHECKING:
     from moequant.runtime.backends import Backend, Workload
@@ -21,14 +21,24 @@ def select(workload: Workload, backend: str | None = None) -> Backend:
         for candidate in backends().values():
             if _reason(candidate, workload) is None:
                 return candidate
-    elif backend in backends() and backends()[backend].supports(workload) is None:
+    elif backend in backends() and why_not(backends()[backend], workload) is None:
         return backends()[backend]
     raise UnsupportedError(_refusal(workload, backend))
 
 
+def why_not(backend: Backend, workload: Workload) -> str | None:
+    """What `backend.supports` says; of another package's that fails, how."""
+    try:
+        return backend.supports(workload)
+    except Exception as error:
+        if backend.name in REGISTRY:
+            raise
+        return f"cannot say whether it runs this: {error!r}"
+
+
 def _reason(backend: Backend, workload: Workload) -> str | None:
     """Why `backend` is not chosen for `workload` unasked; None where it may be."""
-    reason = backend.supports(workload)
+    reason = why_not(backend, workload)
     if reason is None and workload.device.type not in backend.default_on:
         return f'runs on {workload.device.type} only when named, backend="{backend.name}"'
     return reason

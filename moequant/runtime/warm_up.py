@@ -8,18 +8,19 @@ request than in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.errors import UnsupportedError
 from moequant.progress import SilentProgress
-from moequant.runtime.load import load_experts
+from moequant.runtime.load import load_experts, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
+    from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.progress import Progress
     from moequant.runtime.experts import FusedExperts
 
@@ -93,9 +94,10 @@ def warm_up_checkpoint(
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one.
-        UnsupportedError: no such device here, or no backend that runs the experts there.
+        UnsupportedError: no layer was converted, no such device here, or no backend that runs the
+            experts there.
     """
-    checkpoint = ConvertedCheckpoint.open(Path(converted))
+    checkpoint = open_reader(converted, torch.device("cpu")).converted
     return [
         _warm_up_layer(
             load_experts(converted, layer, device, backend=backend),
@@ -113,6 +115,11 @@ def _one_of_each_format(checkpoint: ConvertedCheckpoint) -> list[int]:
     for layer in checkpoint.expert_layers():
         layers.setdefault(checkpoint.format_of(checkpoint.expert_module(layer, 0, "down")), layer)
     layers.pop(None, None)  # layers that were kept
+    if not layers:
+        raise UnsupportedError(
+            f"{checkpoint.checkpoint.path}: config.json leaves the experts of all layers as they "
+            "were; there is nothing to compile"
+        )
     return list(layers.values())
 
 

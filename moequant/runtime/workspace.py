@@ -1,6 +1,7 @@
-"""Scratch memory of a call: one buffer a device and stream, shared by all layers.
+"""Scratch memory of a call: one buffer a device, stream and thread, shared by all layers.
 
-Layers run one after the other on a stream, so they can share. The buffer grows to the largest size
+The layers that a thread runs on a stream run one after the other, so they can share. Two threads
+cannot: either may launch between two launches of the other. The buffer grows to the largest size
 asked for and stays, at the same address until it grows: what a backend derives from the address, it
 may keep. A call that a CUDA graph captures gets memory of its own from the graph's pool instead,
 since replays on different streams may overlap.
@@ -8,19 +9,24 @@ since replays on different streams may overlap.
 
 from __future__ import annotations
 
+from threading import get_ident
+
 import torch
 from torch import Tensor
 
-_BUFFERS: dict[tuple[torch.device, int], Tensor] = {}
+_BUFFERS: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def workspace(device: torch.device, size_bytes: int) -> Tensor:
-    """At least `size_bytes` bytes, uint8, for the current stream of `device`; not initialized."""
+    """At least `size_bytes` bytes, uint8, for this thread and the current stream of `device`.
+
+    They are not initialized.
+    """
     if device.type != "cuda":
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
     if torch.cuda.is_current_stream_capturing():
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    key = (device, torch.cuda.current_stream(device).cuda_stream, get_ident())
     buffer = _BUFFERS.get(key)
     if buffer is None or buffer.numel() < size_bytes:
         _BUFFERS.pop(key, None)  # let go of the old one before the new one is taken

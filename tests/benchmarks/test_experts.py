@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from moequant.benchmarks import tune
 from moequant.benchmarks.contenders import contender_names, make_contender
 from moequant.benchmarks.cuda_timing import Ceilings
 from moequant.benchmarks.experts import bench_experts, calc_diff
@@ -14,6 +17,7 @@ from moequant.benchmarks.plot import plot_experts
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts
+from moequant.runtime.act_fn import SWIGLUOAI
 from moequant.runtime.backends import backends
 
 SMALL = LayerShape(experts=6, hidden=256, intermediate=128, topk=2)
@@ -23,7 +27,8 @@ CEILINGS = Ceilings(read_tb_per_s=4.0, fp8_tflops=1000.0, bf16_tflops=500.0)
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_is_known_by_its_name_and_by_its_sizes(name):
-    assert parse_shape(name) == parse_shape(str(SHAPES[name])) == SHAPES[name]
+    assert parse_shape(name) == SHAPES[name]
+    assert str(parse_shape(str(SHAPES[name]))) == str(SHAPES[name])
 
 
 @pytest.mark.parametrize("text", ["qwen", "8x256x128", "0x256x128x2", "8x256x128x2x1", "8x8x8x9"])
@@ -72,7 +77,7 @@ def test_calc_diff_is_zero_for_the_same_and_nan_for_nan():
     assert not calc_diff(x * float("nan"), x) <= 1
 
 
-def test_every_backend_can_be_timed_and_others_say_why_not():
+def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     weights = random_experts(SMALL, "mxfp4", CPU)
     assert set(backends()) < set(contender_names())
     for name, reason in (
@@ -80,6 +85,8 @@ def test_every_backend_can_be_timed_and_others_say_why_not():
         ("vllm", "fp8_block, not mxfp4"),
         ("cutlas", "nothing called 'cutlas'"),
         ("sm90_fp8_block", "runs fp8_block alone"),
+        ("torch_reference", "waits for the device, which no CUDA graph captures"),
+        ("naive_batched", "waits for the device, which no CUDA graph captures"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             make_contender(name, weights)
@@ -88,6 +95,13 @@ def test_every_backend_can_be_timed_and_others_say_why_not():
 def test_it_is_refused_without_a_cuda_device():
     with pytest.raises(UnsupportedError, match="device 'cpu': experts are timed by"):
         bench_experts(SMALL, [1], device="cpu")
+
+
+def test_tuning_refuses_more_tokens_than_run_at_once_before_it_times_any(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(tune, "cuda_device", lambda device: CPU)
+    with pytest.raises(UnsupportedError, match="40000 tokens run in parts of 32768"):
+        tune.tune(SMALL, [1, 40000])
 
 
 def document():
@@ -106,3 +120,11 @@ def document():
 def test_a_plot_is_a_png(tmp_path):
     plot_experts(document(), tmp_path / "times.png")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_gpt_oss_is_timed_with_its_function_and_biases_and_without_peers_that_have_none():
+    assert SHAPES["gpt-oss-120b"].act_fn == SWIGLUOAI
+    shape = dataclasses.replace(SHAPES["gpt-oss-120b"], experts=2, hidden=32, intermediate=32)
+    weights = random_experts(shape, "mxfp4", CPU)
+    assert weights.act_fn == SWIGLUOAI
+    assert list(weights.biases()) == ["gate_bias", "up_bias", "down_bias"]

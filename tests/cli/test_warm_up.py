@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -38,6 +39,25 @@ def test_a_checkpoint_that_was_not_converted_is_refused(run, source):
     result = run("warm-up", source, "--device", "cpu")
     assert result.exit_code == 3
     assert "quantization_config" in result.stderr
+
+
+def test_a_prepared_folder_will_do(run, converted, tmp_path):
+    path = shutil.copytree(converted, tmp_path / "converted")
+    prepared = moequant.prepare(path, target="sm90").folder
+    result = run("warm-up", prepared, "--device", "cpu", "--json")
+    assert [kind["format"] for kind in result.document["layers"]] == ["nvfp4"]
+
+
+def test_a_checkpoint_whose_experts_were_kept_is_refused(run, make_checkpoint, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'schema_version = 1\nsummary = "attention alone"\n'
+        "[[rules]]\nmatch = '.*self_attn\\.[qkvo]_proj.*'\nformat = \"fp8_block\"\n"
+    )
+    path = moequant.convert(make_checkpoint(), tmp_path / "out", recipe=recipe).output
+    result = run("warm-up", path, "--device", "cpu")
+    assert result.exit_code == 4
+    assert "leaves the experts of all layers as they were" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -68,9 +68,19 @@ def test_an_end_ends_it(model):
 def test_wrong_numbers_are_refused_by_name(model):
     with pytest.raises(UnsupportedError, match="max_new_tokens is 0"):
         generate(model, [5], max_new_tokens=0)
-    for temperature in (-1.0, float("nan"), float("inf")):
+    with pytest.raises(UnsupportedError, match="the prompt holds no tokens"):
+        generate(model, [], max_new_tokens=1)
+    for seed in (-1, 1 << 64):
+        with pytest.raises(UnsupportedError, match=f"seed is {seed}"):
+            generate(model, [5], max_new_tokens=1, seed=seed)
+    for temperature in (-1.0, 1e-320, float("nan"), float("inf")):
         with pytest.raises(UnsupportedError, match=f"temperature is {temperature}"):
             generate(model, [5], max_new_tokens=1, temperature=temperature)
+
+
+def test_the_coldest_temperature_and_the_largest_seed_draw_the_likeliest(model):
+    drawn = generate(model, [5], max_new_tokens=3, temperature=1e-6, seed=(1 << 64) - 1)
+    assert drawn.ids == generate(model, [5], max_new_tokens=3).ids
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_name(converted):

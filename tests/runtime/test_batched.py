@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime.act_fn import RELU2, SWIGLUOAI, ActFn
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.runtime.backends import REGISTRY
 from moequant.runtime.batched import (
@@ -179,6 +182,41 @@ def test_naive_batched_gives_the_bits_of_the_reference(layers, format):
     want = FusedExperts(weights, backend="torch_reference")(*layer.call)
     got = FusedExperts(weights, backend="naive_batched")(*layer.call)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("router", [torch.bfloat16, torch.float32])
+def test_batches_take_every_call_that_the_reference_takes(layers, dtype, router):
+    layer = layers.make("w4a8", T=1, dtype=dtype)
+    ids, topk_weights = layer.ids.clone(), layer.topk_weights.to(router)
+    ids[2:5] = -1
+    here = torch.tensor([1, -1, 0, 5, -1, 2])
+    want, got = (
+        FusedExperts(layer.weights, backend=name) for name in ("torch_reference", "naive_batched")
+    )
+    for M in (0, 1, 13):
+        call = layer.hidden[:M], ids[:M], topk_weights[:M]
+        for expert_map in (None, here):
+            for on_input in (False, True):
+                options = {"expert_map": expert_map, "apply_router_weight_on_input": on_input}
+                assert torch.equal(got(*call, **options), want(*call, **options))
+
+
+@pytest.mark.parametrize("act_fn", [SWIGLUOAI, RELU2, ActFn(name="gelu", limit=0.5)], ids=str)
+def test_batches_take_every_function_and_biases(layers, act_fn):
+    layer = layers.make()
+    w = layer.weights
+    weights = replace(
+        w,
+        gate=w.gate if act_fn.gated else None,
+        act_fn=act_fn,
+        up_bias=layer.hidden[:6, :128].contiguous(),
+        down_bias=layer.hidden[6:12].contiguous(),
+    )
+    want, got = (
+        FusedExperts(weights, backend=name) for name in ("torch_reference", "naive_batched")
+    )
+    assert torch.equal(got(*layer.call), want(*layer.call))
 
 
 def test_naive_batched_looks_at_no_row_beyond_the_counts(layers):

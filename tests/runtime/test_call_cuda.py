@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -105,6 +106,12 @@ def test_calls_on_two_streams_do_not_meet(every_format):
     torch.cuda.synchronize()
     for i, result in enumerate(got):
         assert torch.equal(result, want[i % 2])
+
+
+def test_threads_do_not_share_a_workspace():
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(workspace, CUDA, 256).result()
+    assert other.data_ptr() != workspace(CUDA, 256).data_ptr()
 
 
 def test_experts_are_there_once():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts
 
 
@@ -46,6 +48,22 @@ def test_the_operator_keeps_torch_s_rules(layers):
     module = FusedExperts(layer.weights)
     arguments = (*layer.call, None, False, None, module._handle)
     torch.library.opcheck(torch.ops.moequant.fused_experts, arguments)
+
+
+@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+def test_layers_compiled_one_by_one_may_share_their_code(layers):
+    layer = layers.make()
+    blocks = [Block(FusedExperts(layers.make(seed=seed).weights)) for seed in range(10)]
+    torch._dynamo.reset()
+    forward = torch.compile(Block.forward, backend="aot_eager", fullgraph=True)
+    for block in blocks:  # more than torch compiles one piece of code
+        assert torch.equal(forward(block, *layer.call), block(*layer.call))
+
+
+def test_export_is_refused(layers):
+    layer = layers.make()
+    with pytest.raises(UnsupportedError, match=r"torch\.export"):
+        torch.export.export(Block(FusedExperts(layer.weights)), layer.call)
 
 
 def test_a_copy_is_called_by_its_own_handle(layers):

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import FusedExperts, functional
-from moequant.runtime.functional import fused_experts
+from moequant.runtime.backends import REGISTRY
+from moequant.runtime.functional import deep_gemm_moe_fp8, fused_experts
 
 
 def test_it_computes_what_the_module_does(layers):
@@ -48,3 +50,25 @@ def test_what_cannot_run_is_refused(layers):
         fused_experts(*(layer.hidden, layer.weights, layer.topk_weights, layer.ids), backend="fast")
     with pytest.raises(UnsupportedError, match="topk_ids"):
         fused_experts(layer.hidden, layer.weights, layer.topk_weights, layer.ids[:3])
+
+
+def test_deep_gemm_moe_fp8_checks_a_call_before_it_runs(layers, monkeypatch):
+    """As if DeepGEMM ran here: what is refused never comes to it."""
+    monkeypatch.setattr(REGISTRY["deepgemm"], "supports", lambda workload: None)
+    layer = layers.make()
+    w13 = stack_gate_up(layer.weights.gate, layer.weights.up)
+    down = layer.weights.down
+    parts = (w13.qdata, down.qdata, w13.scale, down.scale)
+    hidden, ids, topk_weights = layer.call
+    for call, options, message in (
+        ((hidden[0], topk_weights, ids), {}, r"hidden_states is \[256\]"),
+        ((hidden.double(), topk_weights, ids), {}, "hidden_states is torch.float64"),
+        ((hidden[:, :5], topk_weights, ids), {}, r"want \[M, 256\]"),
+        ((hidden, topk_weights, ids.float()), {}, "topk_ids is torch.float32"),
+        ((hidden, topk_weights[1:], ids), {}, r"both want \[M, T\]"),
+        ((hidden, topk_weights, ids), {"apply_router_weight_on_input": True}, "one expert a token"),
+        ((hidden, topk_weights, ids), {"expert_map": hidden}, "expert_map is torch.float32"),
+        ((hidden, topk_weights, ids.to("meta")), {}, "topk_ids is on meta"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            deep_gemm_moe_fp8(call[0], *parts, *call[1:], **options)

@@ -9,7 +9,7 @@ import torch
 
 from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError
-from moequant.runtime.staging import Read, Staging
+from moequant.runtime.staging import THREADS, Read, Staging
 
 SIZE = 1000
 
@@ -117,7 +117,8 @@ def test_reads_are_asked_for_a_few_slots_ahead_only(file):
 
 
 def test_files_are_read_by_several_threads(staging, file, monkeypatch):
-    together = threading.Barrier(3)
+    # As many as are on their way at once: fewer would let one wait for reads that wait for it.
+    together = threading.Barrier(len(staging._slots) or THREADS)
     read_into = FixedFile.read_into
 
     def wait(self, start, buffer):
@@ -125,7 +126,7 @@ def test_files_are_read_by_several_threads(staging, file, monkeypatch):
         read_into(self, start, buffer)
 
     monkeypatch.setattr(FixedFile, "read_into", wait)
-    for read in staging.stream([read_of(file, start, 64) for start in range(0, 576, 64)]):
+    for read in staging.stream([read_of(file, start, 64) for start in range(0, 768, 64)]):
         assert read.target.tolist() != [255] * 64
 
 

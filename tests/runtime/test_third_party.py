@@ -6,10 +6,12 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from moequant.cli import cli
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
-from moequant.runtime.backends import ExpertsBackend, third_party
+from moequant.runtime.backends import Backend, ExpertsBackend, third_party
 
 
 class Zeros(ExpertsBackend):
@@ -29,6 +31,31 @@ class Misnamed(Zeros):
 
 def not_a_backend():
     return 3
+
+
+class Nameless(ExpertsBackend):
+    supports = run = None
+
+
+class OfNoKind(Backend):
+    name = "kind"
+    default_on = ()
+
+    def supports(self, workload):
+        return None
+
+
+class ByDefaultNowhere(Zeros):
+    name = "nowhere"
+    default_on = None
+
+
+class Undecided(Zeros):
+    name = "undecided"
+    default_on = ("cpu",)
+
+    def supports(self, workload):
+        raise RuntimeError("driver is gone")
 
 
 @pytest.fixture
@@ -59,9 +86,13 @@ def test_an_installed_backend_runs_when_named(layers, install):
     ("name", "value", "reason"),
     [
         ("gone", "Missing", "cannot be loaded from .*: KeyError"),
-        ("three", "not_a_backend", "is no moequant.runtime.backends.Backend"),
+        ("three", "not_a_backend", "makes none of ExpertsBackend"),
+        ("kind", "OfNoKind", "makes none of ExpertsBackend"),
         ("twos", "Misnamed", "calls itself 'ones'; both names must be one"),
-        ("torch_reference", "Zeros", "its name is a backend's of moequant"),
+        ("name", "Nameless", "calls itself None; both names must be one"),
+        ("nowhere", "ByDefaultNowhere", "has default_on None; it must be a tuple"),
+        ("torch_reference", "Zeros", "its name is another backend's"),
+        ("undecided", "Undecided", r"cannot say whether it runs this: RuntimeError\('driver is"),
     ],
 )
 def test_one_that_cannot_be_used_is_listed_with_its_reason(layers, install, name, value, reason):
@@ -70,3 +101,21 @@ def test_one_that_cannot_be_used_is_listed_with_its_reason(layers, install, name
     with pytest.raises(UnsupportedError, match=rf"{name}.*{reason}"):
         FusedExperts(layer.weights, backend="nothing")
     assert FusedExperts(layer.weights, backend="torch_reference")(*layer.call).any()
+
+
+def test_of_two_packages_with_one_name_the_first_has_it(layers, install, monkeypatch):
+    points = [EntryPoint("zeros", f"{__name__}:{c}", third_party.GROUP) for c in ("Zeros", "Other")]
+    install()
+    monkeypatch.setattr(third_party, "entry_points", lambda group: points)
+    assert isinstance(backends.backends()["zeros"], Zeros)
+    with pytest.raises(
+        UnsupportedError, match=r"zeros \(.*:Other\): its name is another backend's"
+    ):
+        FusedExperts(layers.make().weights, backend="nothing")
+
+
+def test_moequant_formats_lists_one_that_fails(install):
+    install(undecided="Undecided")
+    shown = CliRunner().invoke(cli, ["formats"])
+    assert shown.exit_code == 0
+    assert "no: cannot say whether it runs this: RuntimeError('driver is gone')" in shown.stdout

@@ -50,9 +50,9 @@ class DeepGemm(FusedBackend):
         return _packed(weights)
 
     def kernels_for(self, packed: object, tokens: int, topk: int) -> Hashable:
-        """A power of two of the slots: DeepGEMM chooses among its kernels by itself."""
+        """The next power of two of the slots: DeepGEMM chooses among its kernels by itself."""
         slots = tokens * topk
-        return slots.bit_length(), slots % 16 == 0, topk
+        return (slots - 1).bit_length(), slots % 16 == 0, topk
 
     def forward(
         self,

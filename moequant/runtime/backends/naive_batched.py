@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.runtime.activations import SCHEMES, Activations
+from moequant.runtime.activations import Activations
 from moequant.runtime.backends.base import BatchedExpertsBackend, Workload
-from moequant.runtime.backends.torch_reference import run_expert
+from moequant.runtime.backends.torch_reference import run_expert, why_not_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +27,8 @@ class NaiveBatched(BatchedExpertsBackend):
     default_on = ()
 
     def supports(self, workload: Workload) -> str | None:
-        """Says no to activations that nothing here can quantize, and to nothing else."""
-        if workload.activations not in SCHEMES:
-            return f"cannot quantize activations to {workload.activations}"
-        return None
+        """See `why_not_reference`."""
+        return why_not_reference(workload)
 
     def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
         """See `BatchedExpertsBackend.run`; rows beyond the counts are 0."""

@@ -13,7 +13,12 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from moequant.runtime.backends.base import Backend
+from moequant.runtime.backends.base import (
+    Backend,
+    BatchedExpertsBackend,
+    ExpertsBackend,
+    FusedBackend,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from moequant.runtime.backends.base import Workload
 
 GROUP = "moequant.backends"
+_KINDS = (ExpertsBackend, BatchedExpertsBackend, FusedBackend)
 
 
 class Unavailable(Backend):
@@ -39,23 +45,31 @@ class Unavailable(Backend):
 
 def load_third_party(taken: frozenset[str]) -> dict[str, Backend]:
     """The backends that installed packages offer; `taken` are names that are ours."""
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    loaded = (_load(point, taken) for point in points)
-    return {backend.name: backend for backend in loaded}
+    loaded: dict[str, Backend] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        backend = _load(point, taken | loaded.keys())
+        loaded[backend.name] = backend
+    return loaded
 
 
 def _load(point: EntryPoint, taken: frozenset[str]) -> Backend:
     if point.name in taken:
-        return Unavailable(f"{point.name} ({point.value})", "its name is a backend's of moequant")
+        return Unavailable(f"{point.name} ({point.value})", "its name is another backend's")
     # Another package's code: whatever it raises is that backend's reason, not ours to end with.
     try:
         backend = point.load()()
     except Exception as error:
         return Unavailable(point.name, f"cannot be loaded from {point.value}: {error!r}")
-    if not isinstance(backend, Backend):
-        return Unavailable(point.name, f"{point.value} is no moequant.runtime.backends.Backend")
-    if backend.name != point.name:
+    if not isinstance(backend, _KINDS):
+        kinds = ", ".join(kind.__name__ for kind in _KINDS)
+        return Unavailable(point.name, f"{point.value} makes none of {kinds}")
+    name, default_on = (getattr(backend, field, None) for field in ("name", "default_on"))
+    if name != point.name:
         return Unavailable(
-            point.name, f"{point.value} calls itself {backend.name!r}; both names must be one"
+            point.name, f"{point.value} calls itself {name!r}; both names must be one"
+        )
+    if not isinstance(default_on, tuple):
+        return Unavailable(
+            point.name, f"{point.value} has default_on {default_on!r}; it must be a tuple"
         )
     return backend

@@ -41,15 +41,13 @@ class TorchReference(ExpertsBackend):
     default_on = ("cpu",)
 
     def supports(self, workload: Workload) -> str | None:
-        """Says no to activations that nothing here can quantize, and to nothing else."""
-        if workload.activations not in SCHEMES:
-            return f"cannot quantize activations to {workload.activations}"
-        return None
+        """See `why_not_reference`."""
+        return why_not_reference(workload)
 
     def run(
         self, activations: Activations, weights: ExpertWeights, permutation: Permutation
     ) -> Tensor:
-        """See `Backend.run`."""
+        """See `ExpertsBackend.run`."""
         token = permutation.token
         size = (token.shape[0], weights.hidden)
         rows = torch.zeros(size, dtype=torch.float32, device=token.device)
@@ -59,6 +57,15 @@ class TorchReference(ExpertsBackend):
                 x = activations.take(token[begin:end])
                 rows[begin:end] = run_expert(x, weights, e)
         return rows
+
+
+def why_not_reference(workload: Workload) -> str | None:
+    """Activations that nothing here can quantize, a device without numbers, and nothing else."""
+    if workload.activations not in SCHEMES:
+        return f"cannot quantize activations to {workload.activations}"
+    if workload.device.type == "meta":
+        return "wants a device that holds numbers"
+    return None
 
 
 def run_expert(x: Activations, weights: ExpertWeights, e: int) -> Tensor:

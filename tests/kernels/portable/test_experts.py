@@ -135,9 +135,16 @@ def test_the_workspace_is_as_large_as_was_said(weights, call):
     assert workspace_bytes(packed, 9, 2, torch.bfloat16) < size
 
 
-@pytest.mark.parametrize("format", KINDS)
-def test_a_batch_for_each_expert_computes_the_same(weights, call, format):
-    w, (hidden, ids, topk_weights) = weights(format), call()
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        *((format, {}) for format in KINDS),
+        ("fp8_channel", {"act_fn": RELU2, "biases": True}),
+        ("mxfp4", {"act_fn": SWIGLUOAI, "biases": True}),
+    ],
+)
+def test_a_batch_for_each_expert_computes_the_same(weights, call, format, options):
+    w, (hidden, ids, topk_weights) = weights(format, **options), call()
     scheme = get_format(format).activations
     routing = route(ids, topk_weights, experts=4)
     tokens, places = prepare_batched(hidden, routing, experts=4, capacity=9, scheme=scheme)

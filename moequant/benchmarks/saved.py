@@ -1,0 +1,100 @@
+"""Read what `moequant bench experts --json` printed, as if it lied."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from moequant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_ANY = "*"
+"""Stands for every key of an object, which has at least those beside it."""
+
+_TIME = {"median_us": float, "p20_us": float, "p80_us": float}
+_CELL = {
+    "tokens": int,
+    "times": {_ANY: _TIME, "moequant": _TIME},
+    "refusals": {_ANY: str},
+    "bytes_moved": float,
+    "tb_per_s": float,
+    "tflops": float,
+    "floor_us": float,
+    "share_of_floor": float,
+}
+_RUN = {
+    "shape": str,
+    "format": str,
+    "backend": str,
+    "machine": {_ANY: str, "gpu": str},
+    "ceilings": {"read_tb_per_s": float, "fp8_tflops": (float, None), "bf16_tflops": float},
+    "cells": [_CELL],
+}
+"""Objects by their keys, lists of at least one, numbers that are positive, text; or one of a tuple.
+The fields are those of `moequant.benchmarks.experts.ExpertsBenchmark`."""
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The document of a run, `ExpertsBenchmark.document`.
+
+    Raises:
+        CheckpointError: the file cannot be read, or something in it is not what a run says.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    for fault in _faults(document, _RUN, "run"):
+        raise CheckpointError(
+            f"{path}: not what `moequant bench experts --json` prints: {fault}; measure again"
+        )
+    assert isinstance(document, dict)
+    return document
+
+
+def _faults(value: object, wanted: object, name: str) -> Iterator[str]:
+    """What is wrong with `value`, which is called `name`."""
+    if isinstance(wanted, tuple):
+        if all(any(_faults(value, each, name)) for each in wanted):
+            yield from _faults(value, wanted[0], name)
+    elif isinstance(wanted, dict):
+        yield from _faults_of_object(value, wanted, name)
+    elif isinstance(wanted, list):
+        if not isinstance(value, list) or not value:
+            yield f"{name} is no list of at least one"
+            return
+        for index, element in enumerate(value):
+            yield from _faults(element, wanted[0], f"{name}[{index}]")
+    elif wanted is str:
+        if not isinstance(value, str):
+            yield f"{name} is no text"
+    elif wanted is None:
+        if value is not None:
+            yield f"{name} is not null"
+    elif not _is_positive(value, whole=wanted is int):
+        yield f"{name} is no positive number"
+
+
+def _faults_of_object(value: object, wanted: dict[str, Any], name: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield f"{name} is no object"
+        return
+    for key in wanted.keys() - {_ANY} - value.keys():
+        yield f"{name} has no {key}"
+    for key, element in value.items():
+        of = wanted.get(key, wanted.get(_ANY))
+        if of is not None:
+            yield from _faults(element, of, f"{name}.{key}")
+
+
+def _is_positive(value: object, *, whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return False
+    try:
+        return value > 0 and math.isfinite(value)
+    except OverflowError:  # an integer beyond float
+        return False

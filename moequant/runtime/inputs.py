@@ -1,0 +1,92 @@
+"""What a caller gives for a call of experts, checked before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_inputs(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    hidden: int,
+    device: torch.device,
+    weight_on_input: bool,
+) -> None:
+    """Check a call of experts of H = `hidden` columns on `device`; reads no values.
+
+    Raises:
+        UnsupportedError: a dtype, shape or device that no backend takes; or router weights that
+            multiply the input, and more than one of them a token.
+    """
+    _check("hidden_states", hidden_states, HIDDEN_DTYPES, f"[M, {hidden}]", 2, device)
+    _check("topk_ids", topk_ids, ID_DTYPES, "[M, T]", 2, device)
+    _check("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", 2, device)
+    if hidden_states.shape[1] != hidden:
+        raise UnsupportedError(
+            f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {hidden}]"
+        )
+    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != hidden_states.shape[0]:
+        raise UnsupportedError(
+            f"topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, but "
+            f"both want [M, T] for the M = {hidden_states.shape[0]} rows of hidden_states"
+        )
+    if weight_on_input and topk_ids.shape[1] != 1:
+        raise UnsupportedError(
+            "apply_router_weight_on_input wants one expert a token, but topk_ids is "
+            f"{list(topk_ids.shape)}"
+        )
+
+
+def check_expert_map(
+    expert_map: Tensor, *, experts: int, device: torch.device, values: bool
+) -> None:
+    """Check an expert_map of E = `experts` experts on `device`.
+
+    Args:
+        expert_map: [global experts].
+        experts: E.
+        device: of the experts.
+        values: whether to look at the indices too, which waits for the device.
+
+    Raises:
+        UnsupportedError: another dtype, shape or device, or an index that is no expert's.
+    """
+    _check("expert_map", expert_map, ID_DTYPES, "[global experts]", 1, device)
+    if not values:
+        return
+    unknown = (expert_map < NOWHERE) | (expert_map >= experts)
+    if unknown.any():
+        index = int(unknown.nonzero()[0])
+        raise UnsupportedError(
+            f"expert_map[{index}] is {int(expert_map[index])}, but the experts here are 0 to "
+            f"{experts - 1}, and -1 stands for one that is elsewhere"
+        )
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: str,
+    dimensions: int,
+    device: torch.device,
+) -> None:
+    if tensor.dtype not in dtypes:
+        wanted = ", ".join(str(dtype) for dtype in dtypes)
+        raise UnsupportedError(f"{name} is {tensor.dtype}, but wanted is one of: {wanted}")
+    if tensor.dim() != dimensions:
+        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but wanted is {shape}")
+    if tensor.device != device:
+        raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
