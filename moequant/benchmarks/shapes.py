@@ -61,7 +61,8 @@ def parse_shape(text: str) -> LayerShape:
             f"there is no shape {text!r}; use {', '.join(SHAPES)}, or sizes such as "
             "128x2048x768x8 (experts x hidden x intermediate x experts a token)"
         )
-    shape = _shape(*map(int, match.groups()))
+    experts, hidden, intermediate, topk = map(int, match.groups())
+    shape = _shape(experts, hidden, intermediate, topk)
     if shape.topk > shape.experts:
         raise UnsupportedError(
             f"shape {text}: {shape.topk} experts a token of {shape.experts}; at most all"

@@ -9,7 +9,7 @@ from moequant.checkpoint.parts import read_places
 from moequant.checkpoint.source import Checkpoint
 from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.models import PROJECTIONS, ROUTED_EXPERTS, Place, find_architecture, stack_of
+from moequant.models import PROJECTIONS, ROUTED_EXPERTS, Place, find_architecture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -171,7 +171,7 @@ class ConvertedCheckpoint:
         biases = {}
         for projection in PROJECTIONS:
             name = stacked.bias(layer, projection)
-            wanted = stacked.bias_shape(stack_of(projection), self.moe)
+            wanted = stacked.bias_shape(stacked.stack_of(projection), self.moe)
             if self.checkpoint.info(name).shape != wanted:
                 raise CheckpointError(
                     f"{name}: shape {list(self.checkpoint.info(name).shape)}, but config.json "
@@ -207,7 +207,7 @@ def stored_places(
             tensor=f"{tensor}_{suffix}",
             expert=role.expert,
             rows=stacked.rows(role.projection, moe.intermediate),
-            extents=stacked.bias_shape(stack_of(role.projection), moe),
+            extents=stacked.bias_shape(stacked.stack_of(role.projection), moe),
         )
         for suffix, name in names.items()
     }

@@ -20,7 +20,7 @@ from moequant.models.experts import (
     classify_all,
     read_model,
 )
-from moequant.models.stacked import Place, StackedExperts, stack_of
+from moequant.models.stacked import Place, StackedExperts
 
 __all__ = [
     "CONVERTIBLE_ROLES",
@@ -41,5 +41,4 @@ __all__ = [
     "find_architecture",
     "fused_sets",
     "read_model",
-    "stack_of",
 ]

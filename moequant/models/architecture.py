@@ -43,7 +43,7 @@ class TensorRole:
     """What a tensor is: its role, and where it stands if it belongs to a layer or an expert.
 
     `projection` is gate, up or down; of a tensor that holds all experts of a layer, which has no
-    `expert`, it is gate_up or down.
+    `expert`, it may be gate_up.
     """
 
     role: str
@@ -114,7 +114,10 @@ class Architecture:
         self._keys: dict[str, list[str]] = _COMMON_KEYS | table["config"]
         self._sparse: dict[str, Any] = table.get("sparse", {})
         self._section: str | None = table.get("section")
+        self._per_layer: tuple[str, ...] = tuple(table.get("per_layer", ()))
         self._act_fn: dict[str, Any] = table.get("act_fn", {})
+        self.routing: str | None = table.get("routing")
+        """What its router asks of experts that others do not, in words; None for nothing."""
         self.stacked = StackedExperts(table["stacked"]) if "stacked" in table else None
         """How a plain checkpoint stacks the experts of a layer; None where each has its tensors."""
         self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])
@@ -206,6 +209,8 @@ class Architecture:
         name = self._act_fn.get("name") or self._value(config, "activation")
         if not isinstance(name, str):
             raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {name!r}")
+        if any(_list(config, self._act_fn.get("limits"))):
+            name = self._act_fn["limited"]
         return ActivationConfig(
             name=_table()["act_fns"].get(name, name),
             alpha=self._number(config, "alpha", default=1.0),
@@ -227,24 +232,33 @@ class Architecture:
         return float(value)
 
     def _sparse_layers(self, config: Mapping[str, Any], layers: range) -> tuple[int, ...]:
-        first = _integer(config, self._sparse.get("first"), default=0, minimum=0)
-        step = _integer(config, self._sparse.get("step"), default=1, minimum=1)
-        listed = config.get(self._sparse.get("except", ""), None) or ()
-        if not isinstance(listed, list | tuple):
-            raise CheckpointError(f"config.json: {self._sparse['except']} is not a list")
-        # A set, for a hostile list may be as long as there are layers.
-        dense = {layer for layer in listed if isinstance(layer, int)}
-        offset = self._sparse.get("offset", 0)
+        rule = self._sparse
+        if kinds := _list(config, rule.get("kinds")):
+            behind = len(kinds)
+            return tuple(n for n in layers if n >= behind or kinds[n] == "sparse")
+        # Sets, for a hostile list may be as long as there are layers.
+        if listed := _layers(config, rule.get("listed")):
+            return tuple(layer for layer in layers if layer in listed)
+        first = _integer(config, rule.get("first"), default=0, minimum=0)
+        last = _integer(config, rule.get("last"), default=-1, minimum=-1)
+        step = _integer(config, rule.get("step"), default=1, minimum=1)
+        phase = _integer(config, rule.get("phase"), default=0, minimum=0)
+        dense = _layers(config, rule.get("except"))
+        offset = rule.get("offset", 0) - phase
         return tuple(
             layer
             for layer in layers
-            if layer >= first and (layer + offset) % step == 0 and layer not in dense
+            if layer >= first
+            and (last < 0 or layer <= last)
+            and (layer + offset) % step == 0
+            and layer not in dense
         )
 
     def _value(self, config: Mapping[str, Any], quantity: str) -> Any:
         for key in self._keys.get(quantity, ()):
             if config.get(key) is not None:
-                return config[key]
+                value = config[key]
+                return _same(key, value) if quantity in self._per_layer else value
         return None
 
     def _positive(
@@ -324,6 +338,36 @@ def _translate(part: str, named: Mapping[str, str]) -> str:
     if part.startswith("{"):
         return f"(?:{'|'.join(re.escape(choice) for choice in part[1:-1].split('|'))})"
     return re.escape(part)
+
+
+def _same(key: str, value: Any) -> Any:
+    """What a list with one entry a layer says of all layers; a value that is no list, as it is."""
+    if not isinstance(value, list) or not value:
+        return value
+    other = next((entry for entry in value if entry != value[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"config.json: {key} is {value[0]!r} in one layer and {other!r} in another; experts of "
+            "one size in all layers are wanted"
+        )
+    return value[0]
+
+
+def _layers(config: Mapping[str, Any], key: str | None) -> set[int]:
+    """Indices of layers, a list or a text with commas; none where the key is missing."""
+    listed = None if key is None else config.get(key)
+    if isinstance(listed, str):
+        return {int(layer) for layer in listed.split(",") if re.fullmatch(_NUMBER, layer.strip())}
+    return {layer for layer in _list(config, key) if isinstance(layer, int)}
+
+
+def _list(config: Mapping[str, Any], key: str | None) -> list[Any] | tuple[Any, ...]:
+    listed = None if key is None else config.get(key)
+    if listed is None:
+        return ()
+    if not isinstance(listed, list | tuple):
+        raise CheckpointError(f"config.json: {key} is not a list")
+    return listed
 
 
 def _integer(config: Mapping[str, Any], key: str | None, *, default: int, minimum: int) -> int:

@@ -13,7 +13,6 @@ from moequant.models.architecture import (
     TensorRole,
     find_architecture,
 )
-from moequant.models.stacked import stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -87,7 +86,7 @@ def _unstack(
             unstacked[name] = role
             continue
         assert role.layer is not None, name
-        for expert, projection in _members(moe, role):
+        for expert, projection in _members(architecture.stacked, moe, role):
             weight = architecture.expert_tensor(role.layer, expert, projection)
             if weight in roles:
                 raise CheckpointError(
@@ -102,11 +101,13 @@ def _unstack(
     return unstacked, places
 
 
-def _members(moe: MoeConfig, role: TensorRole) -> Iterator[tuple[int, str]]:
+def _members(
+    stacked: StackedExperts, moe: MoeConfig, role: TensorRole
+) -> Iterator[tuple[int, str]]:
     """Expert and projection of every weight in a stack."""
     for expert in range(moe.experts):
         for projection in PROJECTIONS:
-            if stack_of(projection) == role.projection:
+            if stacked.stack_of(projection) == role.projection:
                 yield expert, projection
 
 
@@ -116,7 +117,7 @@ def _check_stacks(
     roles: Mapping[str, TensorRole],
     tensors: Mapping[str, HasShape],
 ) -> None:
-    """Refuse stacks of other shapes than config.json has it, in other layers, or one of two.
+    """Refuse stacks of other shapes than config.json has it, in other layers, or not all there.
 
     Raises:
         CheckpointError: names the tensor.

@@ -1,6 +1,7 @@
 """Experts of a layer stacked in one tensor: which expert, rows and orientation are whose.
 
 `gate_up` is [E, 2I, H] or, transposed, [E, H, 2I]; `down` is [E, H, I] or, transposed, [E, I, H].
+Where `gate` and `up` have a tensor each, it is [E, I, H] or, transposed, [E, H, I].
 The rows of gate and up are interleaved (gate 0, up 0, gate 1, ...) or gate's come first. Nothing is
 told from shapes, for `down` fits either way where H = I: the architecture table says it.
 """
@@ -42,15 +43,20 @@ class StackedExperts:
     """A `stacked` table of architectures.toml: tensors that hold all experts of a layer."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
-        self.tensors: dict[str, str] = {k: table[k] for k in ("gate_up", "down")}
+        stacks = ("gate_up", "gate", "up", "down")
+        self.tensors: dict[str, str] = {k: table[k] for k in stacks if k in table}
         """Pattern of the name, with {layer}, by what is stacked."""
         self.transposed: bool = table.get("transposed", False)
         self.interleaved: bool = table.get("interleaved", False)
         self.biased: bool = table.get("biased", False)
 
+    def stack_of(self, projection: str) -> str:
+        """Where gate, up or down is stacked: one of `tensors`."""
+        return projection if projection in self.tensors else "gate_up"
+
     def tensor(self, layer: int, projection: str) -> str:
         """The name of the tensor that holds a layer's gate, up or down."""
-        return self.tensors[stack_of(projection)].format(layer=layer)
+        return self.tensors[self.stack_of(projection)].format(layer=layer)
 
     def bias(self, layer: int, projection: str) -> str:
         """The name of the tensor that holds a layer's biases of gate, up or down."""
@@ -58,7 +64,7 @@ class StackedExperts:
 
     def rows(self, projection: str, intermediate: int) -> range | None:
         """Which rows of what is stacked are those of gate, up or down; None for all."""
-        if projection == "down":
+        if projection in self.tensors:
             return None
         first = 0 if projection == "gate" else 1
         if self.interleaved:
@@ -75,16 +81,11 @@ class StackedExperts:
         )
 
     def shape(self, stack: str, moe: MoeConfig) -> tuple[int, int, int]:
-        """[E, ...] of `gate_up` or `down` in a plain checkpoint."""
-        N, K = moe.shape("down" if stack == "down" else "gate")
-        N = N if stack == "down" else 2 * N
+        """[E, ...] of one of `tensors` in a plain checkpoint."""
+        N, K = moe.shape("gate" if stack == "gate_up" else stack)
+        N = 2 * N if stack == "gate_up" else N
         return (moe.experts, K, N) if self.transposed else (moe.experts, N, K)
 
     def bias_shape(self, stack: str, moe: MoeConfig) -> tuple[int, int]:
         """[E, N] of the biases of `gate_up` or `down`."""
         return moe.experts, moe.hidden if stack == "down" else 2 * moe.intermediate
-
-
-def stack_of(projection: str) -> str:
-    """`gate_up` or `down`: where gate, up or down is stacked."""
-    return "down" if projection == "down" else "gate_up"

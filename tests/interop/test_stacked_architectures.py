@@ -1,13 +1,12 @@
-"""The `stacked` tables of three more architectures, against transformers' classes.
+"""Stacked experts of released layouts, one by one, against the modules of transformers' classes.
 
-They are not in architectures.toml: what is shown here is that each is one entry, and that every way
-of stacking experts comes out right on a model whose module says itself what gate, up and down are.
+The module's forward says itself what gate, up and down are; tests/models/test_round_trip.py has
+whole models of every architecture.
 """
 
 from __future__ import annotations
 
 import json
-import tomllib
 
 import pytest
 import torch
@@ -24,58 +23,10 @@ from transformers import (
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
 from moequant.formats import get_format
-from moequant.models import PROJECTIONS, architecture
+from moequant.models import PROJECTIONS
 from moequant.verification import verify
 
 E, H, I = 4, 128, 64
-TABLES = """
-[[architecture]]
-name = "qwen3_5_moe_text"
-model_types = ["qwen3_5_moe_text"]
-experts = "model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
-projections = { gate = "gate_proj", up = "up_proj", down = "down_proj" }
-config.experts = ["num_experts"]
-config.top_k = ["num_experts_per_tok"]
-config.intermediate = ["moe_intermediate_size"]
-roles.router = ["model.layers.{layer}.mlp.{gate|shared_expert_gate}.weight"]
-roles.shared_experts = ["model.layers.{layer}.mlp.shared_expert.{gate_proj|up_proj|down_proj}.weight"]
-
-[architecture.stacked]
-gate_up = "model.layers.{layer}.mlp.experts.gate_up_proj"
-down = "model.layers.{layer}.mlp.experts.down_proj"
-
-[[architecture]]
-name = "qwen3_vl_moe"
-model_types = ["qwen3_vl_moe"]
-section = "text_config"
-experts = "model.language_model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
-projections = { gate = "gate_proj", up = "up_proj", down = "down_proj" }
-config.experts = ["num_local_experts", "num_experts"]
-config.top_k = ["num_experts_per_tok"]
-config.intermediate = ["moe_intermediate_size"]
-roles.router = ["model.language_model.layers.{layer}.mlp.gate.weight"]
-
-[architecture.stacked]
-gate_up = "model.language_model.layers.{layer}.mlp.experts.gate_up_proj"
-down = "model.language_model.layers.{layer}.mlp.experts.down_proj"
-transposed = true
-
-[[architecture]]
-name = "llama4_text"
-model_types = ["llama4_text"]
-experts = "model.layers.{layer}.feed_forward.experts.{expert}.{projection}.weight"
-projections = { gate = "gate_proj", up = "up_proj", down = "down_proj" }
-config.experts = ["num_local_experts"]
-config.top_k = ["num_experts_per_tok"]
-config.intermediate = ["intermediate_size"]
-roles.router = ["model.layers.{layer}.feed_forward.router.weight"]
-roles.shared_experts = ["model.layers.{layer}.feed_forward.shared_expert.*"]
-
-[architecture.stacked]
-gate_up = "model.layers.{layer}.feed_forward.experts.gate_up_proj"
-down = "model.layers.{layer}.feed_forward.experts.down_proj"
-transposed = true
-"""  # noqa: E501
 SIZES = {
     "vocab_size": 96,
     "hidden_size": H,
@@ -151,16 +102,6 @@ def llama4(path):
     return [layer.feed_forward.experts for layer in model.model.layers], True
 
 
-@pytest.fixture
-def tables(monkeypatch):
-    common = {"other": ["model.visual.*"]}
-    known = tuple(
-        architecture.Architecture(table, common | architecture._table()["common"])
-        for table in tomllib.loads(TABLES)["architecture"]
-    )
-    monkeypatch.setattr(architecture, "architectures", lambda: known)
-
-
 def split(experts, expert, transposed):
     """Gate, up and down [N, K] as the module's forward takes them apart."""
     gate_up, down = experts.gate_up_proj[expert].detach(), experts.down_proj[expert].detach()
@@ -172,7 +113,7 @@ def split(experts, expert, transposed):
 
 @pytest.mark.parametrize("build", [qwen3_5_moe, qwen3_vl_moe, llama4])
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-def test_stacked_experts_are_converted_one_by_one(tables, tmp_path, build, format):
+def test_stacked_experts_are_converted_one_by_one(tmp_path, build, format):
     torch.manual_seed(0)
     (tmp_path / "source").mkdir()
     modules, transposed = build(tmp_path / "source")
