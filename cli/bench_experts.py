@@ -28,7 +28,11 @@ def parse_tokens(ctx: click.Context, param: click.Parameter, value: str) -> list
 
 
 @click.command("experts", short_help="Time fused experts on a GPU.")
-@click.option("--shape", metavar="NAME|ExHxIxT", help="Layer to time: a model, or sizes.")
+@click.option(
+    "--shape",
+    metavar="NAME|ExHxIxT",
+    help="Layer to time: a model such as qwen3-30b, or sizes such as 128x2048x768x8.",
+)
 @click.option(
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
     help="Numbers of tokens.",
@@ -39,7 +43,9 @@ def parse_tokens(ctx: click.Context, param: click.Parameter, value: str) -> list
     "--against", metavar="NAME,...", default="",
     help="Also time these: other backends, grouped_mm (torch in BF16), vllm.",
 )  # fmt: skip
-@click.option("--device", default="cuda", show_default=True, help="CUDA device to use.")
+@click.option(
+    "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
+)
 @click.option(
     "--plot", metavar="FILE.png", type=click.Path(path_type=Path, dir_okay=False),
     help="Draw the times.",

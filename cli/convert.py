@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -86,17 +87,24 @@ def command(
                 workers=workers,
                 dry_run=dry_run,
                 progress=progress,
+                on_plan=partial(_warn_ahead, out),
                 **settings,
             )
     except KeyboardInterrupt:
         raise InterruptedWork from None
     document = _describe(result, workers, time.monotonic() - started)
-    for warning in document["warnings"]:
+    for warning in _slowness(result.quantizer):
         out.warn(warning)
     if result.refusals:
         raise FailedResult(UnsupportedError("\n".join(result.refusals)), document)
     document["next"] = _next_command(source, output, settings["revision"])
     out.result(document, _show_plan if dry_run else _show_result)
+
+
+def _warn_ahead(out: Output, plan: Plan) -> None:
+    """What engines get wrong, before hours are spent on it."""
+    for warning in plan.warnings:
+        out.warn(warning)
 
 
 def _next_command(source: str, output: str, revision: str | None) -> str:

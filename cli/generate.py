@@ -45,7 +45,11 @@ def _parse_ids(
     help="Stop after N tokens, or at one that ends a text.",
 )
 @click.option(
-    "--device", default="cpu", show_default=True, help="Where to run: cpu, cuda or cuda:1."
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="DEVICE",
+    help="Where to run: cpu, cuda or cuda:1.",
 )
 @click.option("--backend", metavar="NAME", help="Backend of the experts; by default the best.")
 @click.option(

@@ -162,17 +162,22 @@ def _make_bars() -> Bars:
         def render(self, task: Task) -> Text:
             return super().render(task) if task.fields["unit"] == "bytes" else Text()
 
+    class Current(TextColumn):
+        """The only column that gives way: it is cut to what the others leave."""
+
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["current"], no_wrap=True, overflow="ellipsis")
+
+    def whole() -> Column:
+        return Column(no_wrap=True)
+
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        Done(),
-        Speed(),
-        TimeRemainingColumn(),
-        TextColumn(
-            "{task.fields[current]}",
-            markup=False,
-            table_column=Column(no_wrap=True, overflow="ellipsis"),
-        ),
+        TextColumn("{task.description}", markup=False, table_column=whole()),
+        BarColumn(bar_width=20, table_column=whole()),
+        Done(table_column=whole()),
+        Speed(table_column=whole()),
+        TimeRemainingColumn(table_column=whole()),
+        Current("", table_column=Column()),
         console=Console(stderr=True),
         transient=True,
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 @options.json_option
 def command(name: str | None, as_json: bool) -> None:
-    """List the recipes that come with moequant, or check and print the one called NAME.
+    """List the recipes that come with moequant, or check and print one, by name or from a file.
 
     A printed recipe is a good beginning for your own: moequant recipes NAME > mine.toml
     """

@@ -19,12 +19,19 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
 @click.command("tune", short_help="Find and keep the fastest tilings for a layer.")
-@click.option("--shape", metavar="NAME|ExHxIxT", required=True, help="A model, or sizes.")
+@click.option(
+    "--shape",
+    metavar="NAME|ExHxIxT",
+    required=True,
+    help="A model such as qwen3-30b, or sizes such as 128x2048x768x8.",
+)
 @click.option(
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
     help="Numbers of tokens.",
 )  # fmt: skip
-@click.option("--device", default="cuda", show_default=True, help="CUDA device to use.")
+@click.option(
+    "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
+)
 @click.option(
     "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
     help="Table to write.  [default: this user's, which every later call looks into]",

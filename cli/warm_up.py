@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     "--max-tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="M",
     help="Compile for calls of 1 to M tokens.",
 )  # fmt: skip
-@click.option("--device", default="cuda", show_default=True, help="Device the experts will run on.")
+@click.option(
+    "--device",
+    default="cuda",
+    show_default=True,
+    metavar="DEVICE",
+    help="Device the experts will run on.",
+)
 @click.option("--backend", metavar="NAME", help="Backend that will run; by default the best.")
 @options.json_option
 @options.quiet_option

@@ -51,13 +51,14 @@ class GrowingDigest:
             while self._whole in self._beyond:
                 self._whole = self._beyond.pop(self._whole)
 
-    def catch_up(self) -> None:
-        """Digest all there is in front of the first hole; nothing if another thread is at it."""
+    def catch_up(self, at_most_bytes: int) -> None:
+        """Digest what is in front of the first hole; nothing if another thread is at it."""
         if not self._digesting.acquire(blocking=False):
             return
         try:
-            while self._digested < self._whole:
-                wanted = self._buffer[: self._whole - self._digested]
+            last = self._digested + at_most_bytes
+            while self._digested < (stop := min(self._whole, last)):
+                wanted = self._buffer[: stop - self._digested]
                 count = os.preadv(self._fd, [wanted], self._digested)
                 if count == 0:
                     raise OSError(errno.EIO, "it ends before what was written to it")

@@ -33,7 +33,8 @@ def sidecar_files(root: Path) -> list[Path]:
 
     Raises:
         CheckpointError: a link leads out of the checkpoint (a hub cache's own blobs aside) or
-            nowhere, or is a folder: who converts a folder shall not publish another.
+            nowhere, or is a folder: who converts a folder shall not publish another. Or a name is
+            one that a record could not hold; see `is_inner_name`.
     """
     names = [name for name in _walk(root) if not _is_weights(name)]
     for name in names:
@@ -92,6 +93,11 @@ def _is_weights(name: Path) -> bool:
 
 def _check_content(root: Path, name: Path) -> None:
     path, home = root / name, root.resolve()
+    if not is_inner_name(str(name)):
+        raise CheckpointError(
+            f"{root}: holds {str(name)!r}, but names without control characters and backslashes "
+            "are wanted; rename or remove it"
+        )
     if not path.is_file():
         raise CheckpointError(f"{path}: no file, nor a link to one; remove or replace it")
     homes = [home]

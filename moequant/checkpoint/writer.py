@@ -154,10 +154,10 @@ class ShardWriter:
         if view.nbytes:
             self._written[name].append((offset_bytes, stop))
 
-    def digest(self) -> None:
+    def digest(self, at_most_bytes: int) -> None:
         """Digest what the file has got since, from its start on, unless another thread is at it."""
         with explained(self.path, "read"):
-            self._digest.catch_up()
+            self._digest.catch_up(at_most_bytes)
 
     def finish(self) -> tuple[int, str]:
         """Digest the rest of the file, bring it to disk and close it.
@@ -171,7 +171,7 @@ class ShardWriter:
                 _ensure(start == position, f"{name}: byte {min(start, position)} written not once")
                 position = stop
             _ensure(position == slot.size_bytes, f"{name}: {position} of {slot.size_bytes} bytes")
-        self.digest()
+        self.digest(self.size_bytes)
         with explained(self.path, "finished"):
             os.fsync(self._descriptor())
             self._close()

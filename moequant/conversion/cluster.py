@@ -138,7 +138,7 @@ def write_shard(job: Job, file: str) -> tuple[FinishedShard, str]:
     Returns:
         The shard, not recorded yet, and its name in the work folder.
     """
-    source, plan = _open(job)
+    source, plan, quantizer = _open(job)
     attempt = _Attempt(Path(job.output))
     shards = [shard for shard in plan.shards if shard.file == file]
     (finished,) = write_shards(
@@ -146,7 +146,7 @@ def write_shard(job: Job, file: str) -> tuple[FinishedShard, str]:
         plan,
         shards,
         attempt,
-        quantizer=choose_quantizer().quantizer,
+        quantizer=quantizer,
         workers=job.workers,
         progress=SilentProgress(),
     )
@@ -169,8 +169,8 @@ class _Attempt(Journal):
 
 
 @cache
-def _open(job: Job) -> tuple[Checkpoint, Plan]:
-    """Source and plan, once for a worker and not for each of its tasks."""
+def _open(job: Job) -> tuple[Checkpoint, Plan, Quantizer]:
+    """Source, plan and what quantizes, once for a worker and not for each of its tasks."""
     from moequant.conversion.pipeline import plan_checkpoint
 
     host = os.uname().nodename
@@ -191,7 +191,7 @@ def _open(job: Job) -> tuple[Checkpoint, Plan]:
             f"{host}: another plan than where the conversion was begun; install the same moequant "
             "on every machine"
         )
-    return source, plan
+    return source, plan, choose_quantizer(plan.jobs()).quantizer
 
 
 def _state(source: Checkpoint) -> tuple[tuple[str, int, int], ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.checkpoint.buffers import Arena
-from moequant.errors import MoequantError
+from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats.base import check_values
 from moequant.quantizers import Choice, Quantizer, choose_quantizer
 from moequant.quantizers.base import UnavailableError
@@ -59,7 +59,7 @@ def choose_device(text: str, jobs: Iterable[Job] = ()) -> Choice:
     try:
         import moequant.kernels.quantize.words  # noqa: F401
     except ImportError as error:
-        raise MoequantError(
+        raise UnsupportedError(
             f"device {text}: Triton cannot be imported here ({error}); install triton, which "
             f"torch's CUDA builds bring, or convert with --device {CPU}"
         ) from error
@@ -68,7 +68,7 @@ def choose_device(text: str, jobs: Iterable[Job] = ()) -> Choice:
         for format, options, dtype in jobs:
             quantizer.prepare(format, options, dtype)
     except UnavailableError as error:
-        raise MoequantError(f"device {text}: {error}; convert with --device {CPU}") from error
+        raise UnsupportedError(f"device {text}: {error}; convert with --device {CPU}") from error
     return Choice(quantizer=quantizer, devices=tuple(map(str, devices)))
 
 
@@ -81,7 +81,7 @@ def _indices(text: str) -> list[int]:
         or not all(n.isascii() and n.isdigit() for n in numbers)
         or len({int(n) for n in numbers}) < len(numbers)
     ):
-        raise MoequantError(
+        raise UnsupportedError(
             f"device {text!r}, but {CPU}, {AUTO}, {CUDA} or {CUDA}:I,J,... is wanted, each GPU "
             f"once, such as {CUDA}:0,1"
         )
@@ -89,11 +89,11 @@ def _indices(text: str) -> list[int]:
     if count == 0:
         built = torch.version.cuda is not None
         why = "torch sees none" if built else "this torch is built without CUDA"
-        raise MoequantError(f"device {text}: no GPU; {why}. Convert with --device {CPU}")
+        raise UnsupportedError(f"device {text}: no GPU; {why}. Convert with --device {CPU}")
     for n in map(int, numbers):
         if n >= count:
             there = ", ".join(str(torch.device(CUDA, i)) for i in range(count))
-            raise MoequantError(
+            raise UnsupportedError(
                 f"device {text}: no GPU {n}; torch sees {there}. CUDA_VISIBLE_DEVICES decides "
                 "which it sees"
             )
@@ -141,7 +141,7 @@ class DeviceQuantizer(Quantizer):
         for w, name in zip(weights, names, strict=True):
             format.check_shape(w.shape, name)
             check_columns(format.name, w.shape[-1], name)
-        self.prepare(format, options, weights[0].dtype)
+            self.prepare(format, options, w.dtype)
         if not hasattr(self._own, "worker"):
             device = self._devices[next(self._turn) % len(self._devices)]
             self._own.worker = _Worker(device)

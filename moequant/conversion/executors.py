@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from moequant.conversion.run import write_shards
-from moequant.errors import MoequantError
+from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,20 +45,20 @@ def choose_executor(text: str) -> WriteShards:
     """What writes the shards for "local", "ray" or "ray:ADDRESS".
 
     Raises:
-        MoequantError: none of these, or Ray is not installed.
+        UnsupportedError: none of these, or Ray is not installed.
     """
     name, colon, address = text.partition(":")
     if text == LOCAL:
         return write_shards
     if name != RAY or (colon and not address):
-        raise MoequantError(
+        raise UnsupportedError(
             f"executor {text!r}, but {LOCAL}, {RAY} or {RAY}:ADDRESS is wanted, such as "
             f"{RAY}:10.0.0.1:6379 or {RAY}:auto"
         )
     try:
         from moequant.conversion.cluster import write_shards_on_ray
     except ImportError as error:
-        raise MoequantError(
+        raise UnsupportedError(
             f"executor {text!r}: Ray cannot be imported here ({error}); install it with "
             "pip install 'moequant[ray]'"
         ) from error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.checkpoint.headers import DTYPES
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
 from moequant.checkpoint.writer import explained
@@ -27,16 +26,15 @@ from moequant.conversion.plan import Plan, make_plan
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
 from moequant.errors import MoequantError, RecipeError, UnsupportedError
-from moequant.formats import get_format
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
     from moequant.progress import Progress
-    from moequant.quantizers import Choice, Job
+    from moequant.quantizers import Choice
 
 DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
@@ -55,7 +53,7 @@ class ConversionResult:
     """
 
     output: Path
-    plan: Plan
+    plan: Plan = field(repr=False)
     state: Literal["converted", "already converted", "planned"]
     resumed_shards: int = 0
     refusals: tuple[str, ...] = ()
@@ -78,6 +76,7 @@ def convert(
     device: str = CPU,
     dry_run: bool = False,
     progress: Progress | None = None,
+    on_plan: Callable[[Plan], object] | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint's experts.
 
@@ -101,6 +100,7 @@ def convert(
             or "auto", GPUs if there are any. The bytes do not depend on it.
         dry_run: plan only; reads headers and writes nothing.
         progress: told what is done.
+        on_plan: called with the plan, and its warnings, before anything is written.
 
     Raises:
         RecipeError: neither or both of `format` and `recipe`, or a recipe that does not fit.
@@ -137,6 +137,8 @@ def convert(
         write_shards=choose_executor(executor),
         device=device,
     )
+    if on_plan is not None:
+        on_plan(plan)
     if dry_run:
         refusals = (*plan.refusals, *_refusals(work))
         return ConversionResult(
@@ -148,7 +150,7 @@ def convert(
         )
     if plan.refusals:
         raise UnsupportedError("\n".join(plan.refusals))
-    check_apart(path, target)
+    check_apart(checkpoint, target)
     with explained(target, "written"):
         return _convert(work, workers, progress or SilentProgress())
 
@@ -201,7 +203,7 @@ class _Work:
 def _refusals(work: _Work) -> list[str]:
     """Why the output directory would be refused; nothing is touched."""
     try:
-        check_apart(work.checkpoint.path, work.journal.output)
+        check_apart(work.checkpoint, work.journal.output)
         with explained(work.journal.output, "read"):
             work.is_left()
     except MoequantError as error:
@@ -234,7 +236,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         check_places(journal.output, work.files())
         check_space(journal.output, sum(s.size_bytes for s in todo) + work.sidecar_bytes(state))
         progress.start("converting", sum(shard.work_bytes for shard in todo))
-        chosen = choose_device(work.device, _jobs(plan))
+        chosen = choose_device(work.device, plan.jobs())
         for shard in work.write_shards(
             work.checkpoint,
             plan,
@@ -253,13 +255,6 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         check_unchanged(work.checkpoint, state)
         commit(work.checkpoint, plan, journal, ordered, provenance)
     return result(state="converted", resumed_shards=resumed, quantizer=chosen)
-
-
-def _jobs(plan: Plan) -> Iterator[Job]:
-    """What the quantizer will be asked for."""
-    for unit in plan.units:
-        for weight in unit.weights:
-            yield get_format(unit.format), unit.options, DTYPES[weight.info.dtype]
 
 
 def _resume_or_begin(work: _Work, state: Mapping[str, Any]) -> dict[str, FinishedShard]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
-from moequant.checkpoint.headers import DTYPE_BITS, TensorInfo, dtype_name
+from moequant.checkpoint.headers import DTYPE_BITS, DTYPES, TensorInfo, bit_count, dtype_name
 from moequant.checkpoint.parts import PartInfo, unstacked
 from moequant.checkpoint.writer import TensorSlot, lay_out
 from moequant.conversion.assign import assign
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moequant.conversion.units import Weight
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture, Model
+    from moequant.quantizers import Job
 
 # What a quantized checkpoint holds and a plain one does not, in any known dialect.
 _QUANTIZED_DTYPES = {name for name, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
@@ -113,6 +114,17 @@ class Plan:
     def copies(self) -> tuple[Copy, ...]:
         """What is copied, in order."""
         return tuple(item for item in self.items if isinstance(item, Copy))
+
+    def jobs(self) -> list[Job]:
+        """What a quantizer will be asked for, each once; of a plan without refusals."""
+        kinds = {
+            (unit.format, tuple(sorted(unit.options.items())), weight.info.dtype)
+            for unit in self.units
+            for weight in unit.weights
+        }
+        return [
+            (FORMATS[name], dict(options), DTYPES[dtype]) for name, options, dtype in sorted(kinds)
+        ]
 
     @property
     def source_bytes(self) -> int:
@@ -397,7 +409,7 @@ def _shards(
         outputs = _outputs(together, dialect)
         for name, _, _ in outputs:
             _claim(name, together[0].name, writers)
-        size = sum(slot.size_bytes for slot in lay_out(outputs)[1].values())
+        size = sum(bit_count(dtype, shape) // 8 for _, dtype, shape in outputs)
         if not groups or size > room:
             groups.append(([], []))
             room = max_shard_bytes

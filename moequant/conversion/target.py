@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.documents import read_document
@@ -13,8 +15,8 @@ from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
 
+    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import Journal
 
 
@@ -72,17 +74,25 @@ def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
     return list(filter(is_inner_name, sidecars)) if isinstance(sidecars, dict) else []
 
 
-def check_apart(source: Path, output: Path) -> None:
-    """Refuse an output that lies in the source, or around it.
+def check_apart(source: Checkpoint, output: Path) -> None:
+    """Refuse an output that lies in the source or around it, or around a file it links to.
 
     Raises:
         MoequantError: it does.
     """
-    one, other = source.resolve(), output.resolve()
-    if one == other or one in other.parents or other in one.parents:
+    # Not Path.resolve, which fails at a loop of links.
+    one, other = (Path(os.path.realpath(path)) for path in (source.path, output))
+    if one.is_relative_to(other) or other.is_relative_to(one):
         raise MoequantError(
-            f"{output}: lies in the source {source} or around it; choose a directory apart from it"
+            f"{output}: lies in the source {source.path} or around it; choose a directory apart "
+            "from it"
         )
+    for file in source.weight_files().values():
+        if file.path.resolve().is_relative_to(other):
+            raise MoequantError(
+                f"{output}: holds {file.path.resolve()}, which the source {source.path} links to; "
+                "choose a directory apart from it"
+            )
 
 
 def check_places(output: Path, files: Iterable[str]) -> None:

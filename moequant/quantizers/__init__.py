@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moequant.errors import MoequantError
+from moequant.errors import UnsupportedError
 from moequant.quantizers.base import Job, Quantizer, UnavailableError
 from moequant.quantizers.native import NativeQuantizer
 from moequant.quantizers.tiles import TorchQuantizer
@@ -48,11 +48,11 @@ def choose_quantizer(jobs: Iterable[Job] = ()) -> Choice:
         jobs: all there will be to do; it is made ready for them.
 
     Raises:
-        MoequantError: MOEQUANT_QUANTIZER names none.
+        UnsupportedError: MOEQUANT_QUANTIZER names none.
     """
     wanted = os.environ.get(_VARIABLE, "")
     if wanted not in ("", NativeQuantizer.name, TorchQuantizer.name):
-        raise MoequantError(
+        raise UnsupportedError(
             f"{_VARIABLE}={wanted}, but it is {NativeQuantizer.name} or {TorchQuantizer.name}"
         )
     if wanted == TorchQuantizer.name:

@@ -148,6 +148,12 @@ class Source:
         """The bits of `lanes` weights."""
         return function.load(Type(self.element, lanes), base, index)
 
+    def number(self, bits: int) -> float:
+        """The finite number that has these bits."""
+        code, integer = ("e", "H") if self.dtype == "float16" else ("f", "I")
+        whole = bits << 16 if self.dtype == "bfloat16" else bits
+        return float(struct.unpack(f"<{code}", struct.pack(f"<{integer}", whole))[0])
+
     def magnitude(self, stored: Value) -> Value:
         """Bits without their sign: unsigned integers in the order of the magnitudes."""
         return stored & (self._sign - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +55,7 @@ class NativeQuantizer(Quantizer):
             amax=jit.compile_kernel(amax(source).text()),
             quantize=jit.compile_kernel(KERNELS[format.name](source, options).text()),
         )
-        check_bytes(format, options, dtype, made.run, self._processor)
+        check_bytes(format, options, dtype, partial(_run, [made]), self._processor)
         self._kernels[key] = made
 
     def quantize_fused(
@@ -67,15 +67,13 @@ class NativeQuantizer(Quantizer):
         names: Sequence[str],
         empty: Allocator = torch.empty,
     ) -> list[QuantizedWeight]:
-        """As Quantizer; one dtype in a set."""
+        """As Quantizer."""
         for w, name in zip(weights, names, strict=True):
             _check_kind(w, format, name)
-        dtype = weights[0].dtype
-        self.prepare(format, options, dtype)
+            self.prepare(format, options, w.dtype)
+        kernels = [self._kernels[_key(format, options, w.dtype)] for w in weights]
         weights = [w.detach().contiguous() for w in weights]
-        return self._kernels[_key(format, options, dtype)].run(
-            format, weights, options, names, empty
-        )
+        return _run(kernels, format, weights, options, names, empty)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,32 +84,13 @@ class _Kernels:
     amax: jit.Kernel
     quantize: jit.Kernel
 
-    def run(
-        self,
-        format: Format,
-        weights: Sequence[Tensor],
-        options: Mapping[str, str],
-        names: Sequence[str],
-        empty: Allocator,
-    ) -> list[QuantizedWeight]:
-        global_scale = None
-        if format.has_global_scale:
-            largest = max(self._largest(w, name) for w, name in zip(weights, names, strict=True))
-            key = _key(format, options, weights[0].dtype)
-            # A copy: what one caller does to it is nothing to the next.
-            global_scale = _global_scale(format, key, largest).clone()
-        return [
-            self._quantize(format, w, name, global_scale, empty)
-            for w, name in zip(weights, names, strict=True)
-        ]
-
-    def _largest(self, w: Tensor, name: str) -> int:
-        """The bits of the largest magnitude of `w`."""
+    def find_largest(self, w: Tensor, name: str) -> float:
+        """The largest magnitude of `w`."""
         bits = self.amax(w.data_ptr(), *w.shape, 0.0, 0, 0, 0)
         self._check_finite(bits, w, name)
-        return bits
+        return self.source.number(bits)
 
-    def _quantize(
+    def run(
         self,
         format: Format,
         w: Tensor,
@@ -141,16 +120,32 @@ class _Kernels:
             raise AssertionError(f"{name}: magnitude {bits:#x}, but every weight is finite")
 
 
+def _run(
+    kernels: Sequence[_Kernels],
+    format: Format,
+    weights: Sequence[Tensor],
+    options: Mapping[str, str],
+    names: Sequence[str],
+    empty: Allocator,
+) -> list[QuantizedWeight]:
+    """Quantize a fused set, each weight with the kernels of its dtype."""
+    global_scale = None
+    work = list(zip(kernels, weights, names, strict=True))
+    if format.has_global_scale:
+        largest = max(own.find_largest(w, name) for own, w, name in work)
+        # A copy: what one caller does to it is nothing to the next.
+        global_scale = _global_scale(format, tuple(options.items()), largest).clone()
+    return [own.run(format, w, name, global_scale, empty) for own, w, name in work]
+
+
 @lru_cache(maxsize=1 << 12)
-def _global_scale(format: Format, key: _Key, largest: int) -> Tensor:
-    """Of weights whose largest magnitude has these bits.
+def _global_scale(format: Format, options: tuple[tuple[str, str], ...], largest: float) -> Tensor:
+    """Of weights with this largest magnitude, a float32.
 
     Kept, because a dozen torch operations on one number take a tenth of what the quantizer does,
     and the largest weights of a model's experts are few numbers of eight bits.
     """
-    _, options, dtype = key
-    as_integer = torch.int16 if dtype.itemsize == 2 else torch.int32
-    w = torch.tensor([[largest]], dtype=as_integer).view(dtype)
+    w = torch.tensor([[largest]], dtype=torch.float32, device="cpu")
     return format.global_scale([w], dict(options))
 
 

@@ -36,8 +36,8 @@ def test_ranges_in_any_order_give_the_digest_of_the_file(fd, seed, often):
     for start, stop in random.Random(seed).sample(RANGES, len(RANGES)):  # noqa: S311
         write(fd, growing, start, stop)
         if often:
-            growing.catch_up()
-    growing.catch_up()
+            growing.catch_up(len(CONTENT))
+    growing.catch_up(len(CONTENT))
     assert growing.of_first(len(CONTENT)) == hashlib.sha256(CONTENT).hexdigest()
 
 
@@ -46,11 +46,11 @@ def test_threads_that_write_and_digest_at_once_give_the_digest_of_the_file(fd):
 
     def work(piece):
         write(fd, growing, *piece)
-        growing.catch_up()
+        growing.catch_up(len(CONTENT))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, RANGES))
-    growing.catch_up()
+    growing.catch_up(len(CONTENT))
     assert growing.of_first(len(CONTENT)) == hashlib.sha256(CONTENT).hexdigest()
 
 
@@ -58,17 +58,26 @@ def test_nothing_behind_a_hole_is_digested(fd):
     growing = GrowingDigest(fd)
     write(fd, growing, 0, 10)
     write(fd, growing, 20, 30)
-    growing.catch_up()
+    growing.catch_up(len(CONTENT))
     assert growing.of_first(10) == hashlib.sha256(CONTENT[:10]).hexdigest()
     with pytest.raises(AssertionError, match="10 bytes digested of 30"):
         growing.of_first(30)
+
+
+def test_a_turn_ends_at_its_limit_and_the_next_goes_on_there(fd):
+    growing = GrowingDigest(fd)
+    write(fd, growing, 0, 5000)
+    growing.catch_up(2500)
+    assert growing.of_first(2500) == hashlib.sha256(CONTENT[:2500]).hexdigest()
+    growing.catch_up(2500)
+    assert growing.of_first(5000) == hashlib.sha256(CONTENT[:5000]).hexdigest()
 
 
 def test_an_empty_range_holds_nothing_up(fd):
     growing = GrowingDigest(fd)
     for start, stop in ((0, 5), (5, 5), (5, 9)):
         write(fd, growing, start, stop)
-    growing.catch_up()
+    growing.catch_up(len(CONTENT))
     assert growing.of_first(9) == hashlib.sha256(CONTENT[:9]).hexdigest()
 
 
@@ -76,9 +85,9 @@ def test_a_thread_does_not_wait_for_another_that_digests(fd):
     growing = GrowingDigest(fd)
     with growing._digesting:
         write(fd, growing, 0, 10)
-        growing.catch_up()
+        growing.catch_up(len(CONTENT))
         assert growing._digested == 0
-    growing.catch_up()
+    growing.catch_up(len(CONTENT))
     assert growing.of_first(10) == hashlib.sha256(CONTENT[:10]).hexdigest()
 
 
@@ -87,4 +96,4 @@ def test_a_file_that_was_cut_meanwhile_is_an_error(fd):
     write(fd, growing, 0, 100)
     os.ftruncate(fd, 50)
     with pytest.raises(OSError, match="ends before what was written"):
-        growing.catch_up()
+        growing.catch_up(len(CONTENT))

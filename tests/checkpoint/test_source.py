@@ -399,6 +399,14 @@ def test_link_out_of_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> 
         (folder / "link").unlink()
 
 
+@pytest.mark.parametrize("name", ["a\nb.json", "a\x1b.json", "a\\b.json", "\udcff.json"], ids=repr)
+def test_a_name_that_no_record_could_hold_is_refused(folder: Path, name: str) -> None:
+    (folder / name).touch()
+    with pytest.raises(CheckpointError, match="rename or remove it") as refused:
+        Checkpoint.open(folder).sidecars()
+    assert repr(name) in str(refused.value)
+
+
 def test_pipe_beside_the_weights_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(CheckpointError, match="pipe: no file"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -9,15 +12,20 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from moequant.checkpoint.source import Checkpoint
 from moequant.cli import cli
 from moequant.conversion import convert
 from moequant.conversion.executors import choose_executor
 from moequant.conversion.run import write_shards
 from moequant.errors import MoequantError
+from moequant.quantizers import NativeQuantizer
+from moequant.quantizers.base import UnavailableError
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "2MB"}
 
@@ -187,7 +195,6 @@ def cluster_of(process):
 @pytest.mark.full
 @pytest.mark.usefixtures("_cluster")
 def test_an_error_of_a_worker_is_the_error(make_checkpoint, tmp_path):
-    import torch
     from safetensors.torch import load_file, save_file
 
     source = make_checkpoint(path=tmp_path / "source", shard_bytes=10**9)
@@ -209,6 +216,46 @@ def test_a_cluster_that_is_not_there_is_named(source, tmp_path):
         convert(source, tmp_path / "out", executor="ray:127.0.0.1:1", **SETTINGS)
 
 
+@pytest.fixture
+def cluster(monkeypatch):
+    """The module, with as much of Ray as a worker itself needs if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        errors = {"RayError": Exception, "RayTaskError": Exception}
+        exceptions = SimpleNamespace(**errors)
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=exceptions))
+        monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    monkeypatch.delitem(sys.modules, "moequant.conversion.cluster", raising=False)
+    yield importlib.import_module("moequant.conversion.cluster")
+    monkeypatch.delitem(sys.modules, "moequant.conversion.cluster", raising=False)
+
+
+def test_a_worker_on_which_kernels_do_not_compile_writes_the_same_bytes(
+    source, whole, tmp_path, monkeypatch, cluster
+):
+    def refuse(text):
+        raise UnavailableError("no LLVM on this machine")
+
+    monkeypatch.setattr("moequant.quantizers.jit.compile_kernel", refuse)
+    monkeypatch.setattr("moequant.quantizers._native", NativeQuantizer)
+    plan = convert(source, tmp_path / "out", dry_run=True, **SETTINGS).plan
+    checkpoint = Checkpoint.open(source)
+    job = cluster.Job(
+        source=str(source),
+        output=str(tmp_path / "out"),
+        recipe=plan.recipe.model_dump_json(),
+        plan_sha256=plan.digest,
+        source_state=cluster._state(checkpoint),
+        torch=torch.__version__,
+        workers=2,
+    )
+    (tmp_path / "out" / ".moequant" / "shards").mkdir(parents=True)
+    shard = plan.shards[-1].file
+    finished, partial = cluster.write_shard(job, shard)
+    written = (tmp_path / "out" / ".moequant" / "shards" / partial).read_bytes()
+    assert written == (whole / shard).read_bytes()
+    assert finished.sha256 == hashlib.sha256(written).hexdigest()
+
+
 def test_this_process_is_the_default():
     assert choose_executor("local") is write_shards
 
@@ -222,7 +269,7 @@ def test_another_executor_is_refused(text):
 def test_the_command_line_takes_it(source, tmp_path):
     words = ["convert", source, tmp_path / "out", "--format", "nvfp4", "--executor", "slurm"]
     result = CliRunner().invoke(cli, [str(word) for word in words])
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert "executor 'slurm', but local, ray" in result.stderr
 
 

@@ -172,6 +172,29 @@ def test_source_and_output_stay_apart(own_source, where):
     assert snapshot(own_source) == before
 
 
+def test_an_output_that_holds_what_the_source_links_to_is_refused(own_source, tmp_path):
+    (tmp_path / "links").mkdir()
+    for file in own_source.iterdir():
+        linked = tmp_path / "links" / file.name
+        if file.suffix == ".safetensors":
+            linked.symlink_to(file)
+        else:
+            shutil.copy(file, linked)
+    before = snapshot(own_source)
+    settings = {"format": "mxfp4", "overwrite": True}
+    (refusal,) = convert(tmp_path / "links", own_source, dry_run=True, **settings).refusals
+    assert "which the source" in refusal
+    with pytest.raises(MoequantError, match="which the source"):
+        convert(tmp_path / "links", own_source, **settings)
+    assert snapshot(own_source) == before
+
+
+def test_an_output_that_is_a_loop_of_links_is_named(source, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(MoequantError, match="loop"):
+        convert(source, tmp_path / "loop", format="mxfp4")
+
+
 def test_a_dry_run_plans_and_writes_nothing(source, tmp_path):
     result = convert(source, tmp_path / "out", format="w4a8", dry_run=True)
     assert result.state == "planned"

@@ -225,7 +225,7 @@ def test_the_report_says_what_quantized_and_where(source, tmp_path, device):
 
 def test_an_index_that_is_not_there_is_an_error_that_says_what_to_do(source, tmp_path):
     result = run(source, tmp_path / "out", "--format", "mxfp4", "--device", "cuda:99")
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert "device cuda:99: no GPU" in result.stderr
 
 

@@ -106,12 +106,14 @@ def test_a_killed_conversion_continues_to_the_same_bytes(source, whole, tmp_path
         assert moment is MOMENTS["after the config"]
         assert {name: left_over[name] for name in whole} == whole
     finished = list((out / ".moequant" / "shards").glob("*.safetensors"))
-    before = {path.name: path.stat().st_ino for path in finished}
+    # A new file may get the inode of one that was removed, but not its time.
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in finished}
     result = convert(source, out, format="nvfp4", max_shard_size=SHARDS)
     assert result.state == "converted"
     assert snapshot(out) == whole
     # Finished shards were moved, not written again.
-    recorded = {name for name in before if (out / name).stat().st_ino == before[name]}
+    after = {name: (out / name).stat() for name in before}
+    recorded = {n for n, s in after.items() if (s.st_ino, s.st_mtime_ns) == before[n]}
     assert result.resumed_shards >= len(recorded)
     assert result.resumed_shards >= len(before) - 1
 

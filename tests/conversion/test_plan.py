@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from moequant.checkpoint.headers import DTYPE_BITS, TensorInfo
 from moequant.checkpoint.source import natural_key
@@ -328,3 +330,14 @@ def test_headers_are_valid_json_with_data_aligned_to_eight_bytes():
         assert len(shard.header) == 8 + length
         assert len(shard.header) % 8 == 0
         assert set(json.loads(shard.header[8:])) - {"__metadata__"} == set(shard.slots)
+
+
+def test_every_kind_of_job_is_named_once():
+    tensors = headers()
+    name = "model.layers.3.mlp.experts.1.down_proj.weight"
+    tensors[name] = replace(tensors[name], dtype="F16")
+    options = {"global_scale": "power_of_two", "search": "none"}
+    assert plan("nvfp4", tensors=tensors).jobs() == [
+        (REGISTRY["nvfp4"], options, torch.bfloat16),
+        (REGISTRY["nvfp4"], options, torch.float16),
+    ]

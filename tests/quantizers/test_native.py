@@ -120,6 +120,15 @@ def test_zeros_of_both_signs_and_single_weights_give_the_reference_bytes(quantiz
 
 
 @every_option
+def test_a_set_of_several_dtypes_gives_the_reference_bytes(quantizer, fmt, options):
+    w = torch.randn(64, 256, generator=generator(5))
+    for dtypes in itertools.permutations([torch.bfloat16, torch.float16, torch.float32]):
+        # The last decides about what they share.
+        weights = [w.to(dtypes[0]), (w[:8] * 3).to(dtypes[1]), (w * 300).to(dtypes[2])]
+        assert_same(quantizer, fmt, options, *weights)
+
+
+@every_option
 @pytest.mark.parametrize(
     "shape", [(1, 128), (3, 256), (129, 128), (130, 640), (17, 1152), (0, 256), (5, 0)], ids=str
 )

@@ -1,0 +1,117 @@
+"""How shards follow one another: what is at work at once, and in which order it is recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+
+import pytest
+
+from moequant.checkpoint.writer import ShardWriter
+from moequant.conversion import convert
+from moequant.conversion.journal import Journal
+from moequant.errors import MoequantError
+
+SETTINGS = {"format": "nvfp4", "max_shard_size": "200KB"}
+
+
+@pytest.fixture(scope="module")
+def source(make_checkpoint):
+    return make_checkpoint()
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Names of the shards that were recorded, in that order."""
+    names, original = [], Journal.record
+
+    def record(self, shard):
+        original(self, shard)
+        names.append(shard.file)
+
+    monkeypatch.setattr(Journal, "record", record)
+    return names
+
+
+class Finishing:
+    """Stands for `ShardWriter.finish`: slower for every other shard, and counts."""
+
+    def __init__(self, monkeypatch):
+        self._original = ShardWriter.finish
+        self._lock = threading.Lock()
+        self._now = 0
+        self.calls = self.most = 0
+        monkeypatch.setattr(ShardWriter, "finish", lambda writer: self(writer))
+
+    def __call__(self, writer):
+        with self._lock:
+            self._now += 1
+            self.calls += 1
+            self.most = max(self.most, self._now)
+            slow = self.calls % 2
+        time.sleep(0.1 if slow else 0.02)
+        try:
+            return self._original(writer)
+        finally:
+            with self._lock:
+                self._now -= 1
+
+
+@pytest.mark.parametrize(("workers", "at_once"), [(1, 1), (7, 1), (8, 2), (16, 4)])
+def test_one_shard_is_finished_at_a_time_for_each_four_workers(
+    source, tmp_path, monkeypatch, recorded, workers, at_once
+):
+    finishing = Finishing(monkeypatch)
+    result = convert(source, tmp_path / "out", workers=workers, **SETTINGS)
+    planned = [shard.file for shard in result.plan.shards]
+    assert len(planned) > 8
+    assert finishing.most == at_once
+    assert recorded == planned
+
+
+def test_what_others_have_finished_when_one_fails_is_kept(
+    source, tmp_path, monkeypatch, recorded, contents
+):
+    original = ShardWriter.finish
+
+    def finish(writer):
+        time.sleep(0.05)
+        if writer.path.name.startswith("model-00002-"):
+            raise MoequantError("the second fails")
+        return original(writer)
+
+    with monkeypatch.context() as context:
+        context.setattr(ShardWriter, "finish", finish)
+        with pytest.raises(MoequantError, match="the second fails"):
+            convert(source, tmp_path / "out", workers=16, **SETTINGS)
+    left = set(recorded)
+    assert len(left) > 1
+    assert not any(name.startswith("model-00002-") for name in left)
+    recorded.clear()
+    result = convert(source, tmp_path / "out", workers=2, **SETTINGS)
+    assert result.resumed_shards == len(left)
+    assert {*recorded} == {shard.file for shard in result.plan.shards} - left
+    whole = convert(source, tmp_path / "whole", workers=1, **SETTINGS)
+    assert contents(tmp_path / "out") == contents(whole.output)
+
+
+def test_workers_leave_to_the_end_what_they_do_not_keep_up_with(
+    source, tmp_path, monkeypatch, contents
+):
+    asked = []
+    original = ShardWriter.digest
+
+    def digest(writer, at_most_bytes):
+        asked.append(at_most_bytes == writer.size_bytes)
+        # As if another worker was at it: nothing is digested until the shard is finished.
+        if asked[-1]:
+            original(writer, at_most_bytes)
+
+    monkeypatch.setattr(ShardWriter, "digest", digest)
+    result = convert(source, tmp_path / "out", workers=8, **SETTINGS)
+    assert asked.count(True) == len(result.plan.shards)
+    record = json.loads((result.output / "moequant.json").read_text())
+    for file, entry in record["shards"].items():
+        assert hashlib.sha256((result.output / file).read_bytes()).hexdigest() == entry["sha256"]
