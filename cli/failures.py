@@ -113,8 +113,17 @@ def _describe(error: BaseException, arguments: list[str]) -> _Failure:
             return _Failure(kind=kind, message=error.format_message(), exit_code=error.exit_code)
         case OSError():
             return _Failure(kind=kind, message=_explain(error), exit_code=1)
+        case MemoryError() | RuntimeError() if _is_out_of_memory(error):
+            message = f"out of memory: {error or kind}; choose fewer --workers, or free some"
+            return _Failure(kind=kind, message=message, exit_code=1)
     message = f"{kind}: {error}; a bug in moequant, please report it with its traceback"
     return _Failure(kind=kind, message=message, exit_code=1, foreseen=False)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python has a type for it, threads and torch's allocator have words."""
+    words = ("can't start new thread", "can't allocate memory", "CUDA out of memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _explain(error: OSError) -> str:

@@ -327,8 +327,8 @@ def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
             first.setdefault(kind, reason)
             count[kind] += 1
     for kind, reason in first.items():
-        more = f" (and {count[kind] - 1} more like it)" if count[kind] > 1 else ""
-        yield reason + more
+        others = count[kind] - 1
+        yield reason + (f". So it is with {others} more weights of this shape" if others else "")
 
 
 def _refusal(unit: Unit, weight: Weight, dialect: Dialect) -> str | None:

@@ -56,6 +56,19 @@ def test_json_error_says_type_message_and_exit_code(run, convert_raises):
     }
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("[enforce fail] "
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")],
+)  # fmt: skip
+def test_too_little_memory_is_no_bug_and_says_what_to_do(run, convert_raises, error):
+    convert_raises(error)
+    result = run(*COMMANDS)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: out of memory: ")
+    assert "choose fewer --workers" in result.stderr
+    assert "bug" not in result.stderr
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
 def test_error_of_the_system_names_the_file_without_a_traceback(run, convert_raises, number):
     convert_raises(OSError(number, os.strerror(number), "/some/file"))
