@@ -16,7 +16,7 @@ import torch
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import BatchedExpertsBackend, ExpertsBackend, FusedBackend
 from moequant.runtime.batched import finalize_batched, largest_batch, prepare_batched
-from moequant.runtime.routing import permute, reduce, route
+from moequant.runtime.routing import permute, reduce, route, weight_input
 from moequant.runtime.workspace import workspace
 
 if TYPE_CHECKING:
@@ -50,15 +50,8 @@ class Call:
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """[M, H] in the dtype of `hidden_states`; what goes in is as checked by FusedExperts."""
         if isinstance(self.backend, FusedBackend):
-            return self.backend.forward(
-                self.packed,
-                hidden_states,
-                topk_ids,
-                topk_weights,
-                expert_map=self.expert_map,
-                apply_router_weight_on_input=self.weight_on_input,
-                workspace=self._workspace(self.backend, *topk_ids.shape),
-            )
+            y = self._fused(self.backend, hidden_states, topk_ids, topk_weights)
+            return y.to(hidden_states.dtype)
         x, routing = self._routed(hidden_states, topk_ids, topk_weights)
         if isinstance(self.backend, BatchedExpertsBackend):
             y = self._batched(self.backend, x, routing)
@@ -66,6 +59,18 @@ class Call:
             assert isinstance(self.backend, ExpertsBackend)
             y = self._standard(self.backend, x, routing)
         return y.to(hidden_states.dtype)
+
+    def _fused(self, backend: FusedBackend, x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+        if self.weight_on_input:
+            x, topk_weights = weight_input(x, topk_weights)
+        return backend.forward(
+            self.packed,
+            x,
+            ids,
+            topk_weights,
+            expert_map=self.expert_map,
+            workspace=self._workspace(backend, *ids.shape),
+        )
 
     def _workspace(self, backend: FusedBackend, tokens: int, topk: int) -> Tensor:
         return workspace(self.weights.device, backend.workspace_bytes(self.packed, tokens, topk))

@@ -15,6 +15,7 @@ from moequant.runtime.backends.triton_portable import act_of
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.formats import check_parts
 from moequant.runtime.inputs import check_expert_map, check_inputs
+from moequant.runtime.routing import weight_input
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,15 +146,18 @@ def deep_gemm_moe_fp8(
         w2_scale=w2_scale.contiguous(),
         act=act_of(act_fn),
     )
-    return backend.forward(
+    x = hidden_states
+    if apply_router_weight_on_input:
+        x, topk_weights = weight_input(x, topk_weights)
+    y = backend.forward(
         weights,
-        hidden_states,
+        x,
         topk_ids,
         topk_weights,
         expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
         workspace=torch.empty(0, dtype=torch.uint8, device=w13.device),
     )
+    return y.to(hidden_states.dtype)
 
 
 def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:

@@ -83,6 +83,11 @@ def route(
     return Routing(expert=expert, weight=topk_weights.float().masked_fill(expert == NOWHERE, 0.0))
 
 
+def weight_input(hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Router weights [M, 1] moved into the input: their product in float32, and weights of 1."""
+    return hidden_states.float() * topk_weights.float(), torch.ones_like(topk_weights)
+
+
 def permute(routing: Routing, experts: int) -> Permutation:
     """Sort the slots by expert; the same routing always gives the same order."""
     M, T = routing.expert.shape

@@ -115,3 +115,27 @@ def test_a_call_without_a_module_leaves_the_weights_alone(layers, every_format, 
         assert torch.equal(y, want)
     assert stacks.packs == 1
     assert all(before[name] is tensor for name, tensor in weights.tensors().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_router_weight_on_the_input_reaches_any_backend_as_a_weight_of_one(
+    layers, stacks, monkeypatch, dtype
+):
+    layer = layers.make(T=1, dtype=dtype)
+    weights = layer.topk_weights / 2
+    seen = []
+    forward = stacks.forward
+
+    def watched(packed, x, ids, topk_weights, **options):
+        seen.append((x, topk_weights))
+        return forward(packed, x, ids, topk_weights, **options)
+
+    monkeypatch.setattr(stacks, "forward", watched)
+    call = (layer.hidden, layer.ids, weights)
+    got = FusedExperts(layer.weights, backend="stacks")(*call, apply_router_weight_on_input=True)
+    want = FusedExperts(layer.weights)(*call, apply_router_weight_on_input=True)
+    assert got.dtype == dtype
+    assert torch.equal(got, want)
+    ((x, ones),) = seen
+    assert torch.equal(x, layer.hidden.float() * weights)
+    assert (ones == 1).all()

@@ -137,7 +137,6 @@ class FusedBackend(Backend):
         topk_weights: Tensor,
         *,
         expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
         workspace: Tensor,
     ) -> Tensor:
         """Every token's output, [M, H] in the dtype of `hidden_states`.
@@ -150,7 +149,6 @@ class FusedBackend(Backend):
             topk_ids: [M, T].
             topk_weights: [M, T].
             expert_map: [global experts], index here or -1.
-            apply_router_weight_on_input: as for `FusedExperts.forward`; T is 1 where it is set.
             workspace: uint8, at least `workspace_bytes`, with anything in it; the next call of any
                 layer may have it.
         """

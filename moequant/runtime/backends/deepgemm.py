@@ -62,19 +62,13 @@ class DeepGemm(FusedBackend):
         topk_weights: Tensor,
         *,
         expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
         workspace: Tensor,
     ) -> Tensor:
         """See `FusedBackend.forward`."""
         from moequant.kernels.deepgemm.experts import DeepGemmWeights, fused_experts
 
         assert isinstance(packed, DeepGemmWeights)
-        x = hidden_states
-        if apply_router_weight_on_input:
-            x = x.float() * topk_weights.float()
-            topk_weights = torch.ones_like(topk_weights)
-        out = fused_experts(packed, x, topk_ids, topk_weights, expert_map=expert_map)
-        return out.to(hidden_states.dtype)
+        return fused_experts(packed, hidden_states, topk_ids, topk_weights, expert_map=expert_map)
 
 
 class DeepGemmBatched(BatchedExpertsBackend):

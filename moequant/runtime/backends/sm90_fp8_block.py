@@ -102,25 +102,19 @@ class Sm90Fp8Block(FusedBackend):
         topk_weights: Tensor,
         *,
         expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
         workspace: Tensor,
     ) -> Tensor:
         """See `FusedBackend.forward`."""
         from moequant.kernels.fp8_block.experts import fused_experts
 
-        x = hidden_states
-        if apply_router_weight_on_input:
-            x = x.float() * topk_weights.float()
-            topk_weights = torch.ones_like(topk_weights)
-        out = fused_experts(
+        return fused_experts(
             _packed(packed),
-            x,
+            hidden_states,
             topk_ids,
             topk_weights,
             expert_map=expert_map,
             workspace=workspace,
         )
-        return out.to(hidden_states.dtype)
 
 
 def _packed(packed: object) -> Fp8BlockWeights:

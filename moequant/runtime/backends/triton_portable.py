@@ -69,21 +69,20 @@ class TritonPortable(FusedBackend):
         topk_weights: Tensor,
         *,
         expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
         workspace: Tensor,
     ) -> Tensor:
         """See `FusedBackend.forward`."""
         from moequant.kernels.portable.experts import fused_experts
 
         assert isinstance(packed, Experts)
-        x = hidden_states
-        if apply_router_weight_on_input:
-            x = x.float() * topk_weights.float()
-            topk_weights = torch.ones_like(topk_weights)
-        out = fused_experts(
-            packed, x, topk_ids, topk_weights, expert_map=expert_map, workspace=workspace
+        return fused_experts(
+            packed,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            expert_map=expert_map,
+            workspace=workspace,
         )
-        return out.to(hidden_states.dtype)
 
 
 def why_not_portable(workload: Workload) -> str | None:
