@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moequant.benchmarks.experts import calc_diff
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import quantize
 from moequant.layouts.gate_up import stack_gate_up
@@ -60,11 +61,6 @@ def inputs(shape, M, dtype=torch.bfloat16):
     topk_weights, ids = torch.rand(M, E, generator=g, device="cuda").topk(T)
     ids[torch.rand(M, T, generator=g, device="cuda") < 0.2] = -1
     return hidden, ids.int(), topk_weights
-
-
-def calc_diff(x, y):
-    x, y = x.double(), y.double()
-    return float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
 
 
 def check(got, weights, call, **options):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, quantize
 from moequant.runtime import ExpertWeights, FusedExperts, select
@@ -187,11 +188,6 @@ def inputs(shape, M, kind="uniform", dtype=torch.bfloat16):
         ids[:] = -1
     router = torch.rand(M, T, generator=g, device="cuda") + 0.1
     return hidden, ids.int(), router / router.sum(1, keepdim=True)
-
-
-def calc_diff(x, y):
-    x, y = x.double(), y.double()
-    return float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
 
 
 def check(weights, call, **options):

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 import triton
-from shapes import SHAPES, calc_diff, evaluate, random_weights, uniform_routing
+from shapes import SHAPES, evaluate, random_weights, uniform_routing
 from timing import DEVICE, fp8_tflops, graph_time, read_tb_per_s
 
+from moequant.benchmarks.experts import calc_diff
 from moequant.kernels.fp8_block.experts import Plan, fused_experts, workspace_bytes
 from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS
 from moequant.kernels.fp8_block.tuning import Tiling, candidates, tiling_for, write_table

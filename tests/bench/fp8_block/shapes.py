@@ -94,9 +94,3 @@ def evaluate(weights: Fp8BlockWeights, hidden: Tensor, ids: Tensor, topk_weights
         y = act @ dequantize(weights.w2[e], weights.w2_scale[e]).T
         out.index_put_((token,), y * topk_weights[token, t, None].float(), accumulate=True)
     return out
-
-
-def calc_diff(x: Tensor, y: Tensor) -> float:
-    """1 - 2 <x, y> / (|x|^2 + |y|^2)."""
-    x, y = x.double(), y.double()
-    return float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
