@@ -8,15 +8,15 @@ import shutil
 from functools import cache
 from typing import TYPE_CHECKING
 
-import torch
-
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime.backends.base import BatchedExpertsBackend, FusedBackend, Workload
+from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.triton_portable import act_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    import torch
     from torch import Tensor
 
     from moequant.kernels.deepgemm.experts import DeepGemmWeights
@@ -122,11 +122,8 @@ def _why_not(workload: Workload) -> str | None:
 
 @cache
 def _why_not_on(device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
-        return "finds no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        return f"wants compute capability 9.0, and {device} has {major}.{minor}"
+    if (reason := why_not_sm90(device)) is not None:
+        return reason
     for package in ("triton", "deep_gemm"):
         # A wheel made for another torch fails in ways of its own.
         try:

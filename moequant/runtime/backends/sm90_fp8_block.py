@@ -13,6 +13,7 @@ from moequant.formats import QuantizedWeight
 from moequant.kernels.cuda_driver import why_no_compiler
 from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 from moequant.runtime.backends.base import FusedBackend, Workload
+from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -180,11 +181,8 @@ def _first_bias(weights: ExpertWeights, rows: int) -> Tensor | None:
 
 @cache
 def _why_not_on(device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
-        return "finds no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        return f"wants compute capability 9.0, and {device} has {major}.{minor}"
+    if (reason := why_not_sm90(device)) is not None:
+        return reason
     if find_spec("triton") is None:
         return "wants the package triton"
     return why_no_compiler()

@@ -11,6 +11,7 @@ import torch
 from moequant.kernels.portable.weights import KINDS, Act, Experts, projection
 from moequant.runtime.activations import SCHEMES
 from moequant.runtime.backends.base import FusedBackend, Workload
+from moequant.runtime.backends.capability import why_not_capable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -120,12 +121,9 @@ def act_of(function: ActFn) -> Act:
 
 @cache
 def _why_not_on(device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
-        return "finds no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _CAPABILITY:
-        found = ".".join(map(str, capability))
-        return f"wants compute capability 8.0 or more, and {device} has {found}"
+    reason = why_not_capable(device, "8.0 or more", lambda capability: capability >= _CAPABILITY)
+    if reason is not None:
+        return reason
     if find_spec("triton") is None:
         return "wants the package triton"
     return None

@@ -1,0 +1,33 @@
+"""What backends ask of a CUDA device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def why_not_capable(
+    device: torch.device, wanted: str, suits: Callable[[tuple[int, int]], bool]
+) -> str | None:
+    """Why the compute capability of `device` does not suit; None where it does.
+
+    Args:
+        device: a CUDA device, which need not be there.
+        wanted: what would, in words.
+        suits: whether a capability (major, minor) does.
+    """
+    if not torch.cuda.is_available():
+        return "finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if suits((major, minor)):
+        return None
+    return f"wants compute capability {wanted}, and {device} has {major}.{minor}"
+
+
+def why_not_sm90(device: torch.device) -> str | None:
+    """Why `device` is no Hopper, for which WGMMA code is compiled; None where it is."""
+    return why_not_capable(device, "9.0", lambda capability: capability == (9, 0))
