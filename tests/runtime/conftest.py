@@ -1,4 +1,4 @@
-"""Small layers of experts, routings for them, and their evaluation in float64."""
+"""Small layers of experts, calls of them, and their evaluation in float64."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from moequant.runtime import ExpertWeights
 from moequant.verification.reference import evaluate_layer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -98,3 +100,33 @@ def every_format(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def layers() -> Layers:
     return Layers()
+
+
+@pytest.fixture(scope="session")
+def inputs() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """inputs((E, H, I, T), M): a call on the GPU; equal arguments give the same."""
+    return _inputs
+
+
+def _inputs(
+    shape: tuple[int, int, int, int],
+    M: int,
+    kind: str = "uniform",
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    E, H, _, T = shape
+    g = torch.Generator("cuda").manual_seed(M)
+    hidden = torch.randn(M, H, generator=g, device="cuda").to(dtype)
+    score = torch.rand(M, E, generator=g, device="cuda")
+    if kind == "skewed":  # the first experts take most tokens
+        score = score * torch.arange(E, 0, -1, device="cuda") ** 2
+    ids = score.topk(T).indices
+    if kind == "holes":
+        ids[torch.rand(M, T, generator=g, device="cuda") < 0.4] = -1
+    if kind == "one expert":
+        ids[:] = -1
+        ids[:, T - 1] = E - 1
+    if kind == "nowhere":
+        ids[:] = -1
+    router = torch.rand(M, T, generator=g, device="cuda") + 0.1
+    return hidden, ids.int(), router / router.sum(1, keepdim=True)

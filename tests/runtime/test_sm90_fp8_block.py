@@ -171,25 +171,6 @@ def weights():
     return make
 
 
-def inputs(shape, M, kind="uniform", dtype=torch.bfloat16):
-    E, H, _, T = shape
-    g = torch.Generator("cuda").manual_seed(M)
-    hidden = torch.randn(M, H, generator=g, device="cuda").to(dtype)
-    score = torch.rand(M, E, generator=g, device="cuda")
-    if kind == "skewed":  # the first experts take most tokens
-        score = score * torch.arange(E, 0, -1, device="cuda") ** 2
-    ids = score.topk(T).indices
-    if kind == "holes":
-        ids[torch.rand(M, T, generator=g, device="cuda") < 0.4] = -1
-    if kind == "one expert":
-        ids[:] = -1
-        ids[:, T - 1] = E - 1
-    if kind == "nowhere":
-        ids[:] = -1
-    router = torch.rand(M, T, generator=g, device="cuda") + 0.1
-    return hidden, ids.int(), router / router.sum(1, keepdim=True)
-
-
 def check(weights, call, **options):
     """The output, compared with the float32 reference on the same device."""
     got = FusedExperts(weights, backend=NAME)(*call, **options)
@@ -208,14 +189,14 @@ def check(weights, call, **options):
 @gpu
 @pytest.mark.parametrize("M", [0, 1, 3, 8, 32, 128, 512])
 @pytest.mark.parametrize("shape", [SMALL, ODD, QWEN3_30B])
-def test_it_computes_what_the_reference_does(weights, shape, M):
+def test_it_computes_what_the_reference_does(weights, inputs, shape, M):
     check(weights(shape), inputs(shape, M))
 
 
 @gpu
 @pytest.mark.parametrize("kind", ["skewed", "holes", "one expert", "nowhere"])
 @pytest.mark.parametrize(("shape", "M"), [(SMALL, 5), (ODD, 200), (QWEN3_30B, 300)])
-def test_it_does_for_every_kind_of_routing(weights, shape, M, kind):
+def test_it_does_for_every_kind_of_routing(weights, inputs, shape, M, kind):
     call = inputs(shape, M, kind)
     got = check(weights(shape), call)
     assert not got[(call[1] < 0).all(1)].any()
@@ -224,7 +205,7 @@ def test_it_does_for_every_kind_of_routing(weights, shape, M, kind):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("router", [torch.bfloat16, torch.float16, torch.float32])
-def test_it_takes_every_dtype(weights, dtype, router):
+def test_it_takes_every_dtype(weights, inputs, dtype, router):
     for M in (5, 20):  # up to 32 slots, the first GEMM reads the ids too
         hidden, ids, topk_weights = inputs(SMALL, M, dtype=dtype)
         check(weights(SMALL), (hidden, ids.long(), topk_weights.to(router)))
@@ -232,7 +213,7 @@ def test_it_takes_every_dtype(weights, dtype, router):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_it_takes_the_ids_of_other_ranks(weights, dtype):
+def test_it_takes_the_ids_of_other_ranks(weights, inputs, dtype):
     hidden, ids, topk_weights = inputs((64, *SMALL[1:]), 50)
     here = torch.full((64,), -1, dtype=dtype, device="cuda")
     here[20:36] = torch.arange(15, -1, -1, device="cuda").to(dtype)
@@ -241,14 +222,14 @@ def test_it_takes_the_ids_of_other_ranks(weights, dtype):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_weights_the_input_where_asked(weights, dtype):
+def test_it_weights_the_input_where_asked(weights, inputs, dtype):
     hidden, ids, topk_weights = inputs((16, 1024, 512, 1), 30, dtype=dtype)
     topk_weights = topk_weights * torch.rand_like(topk_weights)
     check(weights(SMALL), (hidden, ids, topk_weights), apply_router_weight_on_input=True)
 
 
 @gpu
-def test_it_takes_strided_inputs(weights):
+def test_it_takes_strided_inputs(weights, inputs):
     hidden, ids, topk_weights = inputs(SMALL, 40)
     module = FusedExperts(weights(SMALL))
     strided = (t.repeat_interleave(2, 1)[:, ::2] for t in (hidden, ids, topk_weights))
@@ -257,7 +238,7 @@ def test_it_takes_strided_inputs(weights):
 
 @gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_ids_out_of_range_contribute_nothing_and_nothing_waits_for_the_device(weights):
+def test_ids_out_of_range_contribute_nothing_and_nothing_waits_for_the_device(weights, inputs):
     hidden, ids, topk_weights = inputs(SMALL, 40)
     module = FusedExperts(weights(SMALL))
     absent = torch.rand(ids.shape, device="cuda") < 0.5
@@ -278,7 +259,7 @@ def test_ids_out_of_range_contribute_nothing_and_nothing_waits_for_the_device(we
 
 
 @gpu
-def test_nan_stays_in_its_own_token(weights):
+def test_nan_stays_in_its_own_token(weights, inputs):
     hidden, ids, topk_weights = inputs(SMALL, 40)
     module = FusedExperts(weights(SMALL))
     clean = module(hidden, ids, topk_weights)
@@ -291,7 +272,7 @@ def test_nan_stays_in_its_own_token(weights):
 
 @gpu
 @pytest.mark.parametrize(("shape", "M"), [(SMALL, 1), (ODD, 33), (QWEN3_30B, 512)])
-def test_runs_of_one_call_are_bitwise_equal(weights, shape, M):
+def test_runs_of_one_call_are_bitwise_equal(weights, inputs, shape, M):
     module = FusedExperts(weights(shape))
     call = inputs(shape, M, "skewed")
     first = module(*call)
@@ -316,7 +297,7 @@ ACT_FNS = [
 @gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("act_fn", ACT_FNS, ids=str)
-def test_it_computes_every_activation_function(weights, act_fn, bias):
+def test_it_computes_every_activation_function(weights, inputs, act_fn, bias):
     # 640 columns without a gate are two units and a half; tiles of 8, 32 and 128 rows.
     for shape, M in [((16, 1024, 640, 4), 6), (ODD, 60), ((16, 1024, 640, 4), 700)]:
         check(weights(shape, act_fn, bias), inputs(shape, M))
@@ -324,7 +305,7 @@ def test_it_computes_every_activation_function(weights, act_fn, bias):
 
 @gpu
 @pytest.mark.parametrize("M", [1, 40, 500])
-def test_biases_count_for_silu_too(weights, M):
+def test_biases_count_for_silu_too(weights, inputs, M):
     check(weights(ODD, bias=True), inputs(ODD, M, "skewed"))
 
 
@@ -345,7 +326,7 @@ def test_biases_count_for_silu_too(weights, M):
     ids=lambda choice: "-".join(map(str, choice.values())),
 )
 @pytest.mark.parametrize("shape", [SMALL, ODD])
-def test_no_buffer_is_read_before_it_is_written(weights, shape, choice, byte):
+def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, byte):
     from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
@@ -383,7 +364,7 @@ def experts_of(weights, ids):
 
 @gpu
 @pytest.mark.parametrize("name", REAL)
-def test_it_does_on_the_shapes_of_real_models(name):
+def test_it_does_on_the_shapes_of_real_models(inputs, name):
     """Each M and kind of routing; of many tokens, a few are compared.
 
     Random codes and scales stand in for quantized weights, which take longer to make. Activations
@@ -430,7 +411,7 @@ def random_experts(shape):
 
 
 @gpu
-def test_a_workspace_is_reused_and_its_size_is_known(weights):
+def test_a_workspace_is_reused_and_its_size_is_known(weights, inputs):
     from moequant.kernels.fp8_block.experts import fused_experts, workspace_bytes
 
     packed = REGISTRY[NAME].pack(weights(SMALL), "fp8_group128")
@@ -448,7 +429,7 @@ def test_a_workspace_is_reused_and_its_size_is_known(weights):
 
 
 @gpu
-def test_the_module_holds_gate_and_up_once(weights):
+def test_the_module_holds_gate_and_up_once(weights, inputs):
     layer = copy.deepcopy(weights(QWEN3_30B))
     module = FusedExperts(layer)
     del layer
@@ -465,7 +446,7 @@ def test_the_module_holds_gate_and_up_once(weights):
 
 
 @gpu
-def test_more_slots_than_the_sort_takes_run_in_parts(weights):
+def test_more_slots_than_the_sort_takes_run_in_parts(weights, inputs):
     from moequant.kernels.routing import MAX_SLOTS
 
     call = inputs(SMALL, MAX_SLOTS // SMALL[3] + 40)
@@ -474,7 +455,7 @@ def test_more_slots_than_the_sort_takes_run_in_parts(weights):
 
 @gpu
 @pytest.mark.parametrize(("shape", "M"), [(SMALL, 1), (ODD, 64), (QWEN3_30B, 512)])
-def test_a_captured_call_is_replayed_on_new_inputs(weights, shape, M):
+def test_a_captured_call_is_replayed_on_new_inputs(weights, inputs, shape, M):
     module = FusedExperts(weights(shape))
     static = inputs(shape, M)
     module(*static)
@@ -492,7 +473,7 @@ def test_a_captured_call_is_replayed_on_new_inputs(weights, shape, M):
 
 
 @gpu
-def test_a_first_call_within_a_capture_is_refused(weights, monkeypatch):
+def test_a_first_call_within_a_capture_is_refused(weights, inputs, monkeypatch):
     module = FusedExperts(weights(SMALL))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="call the experts once before the capture"):
@@ -500,7 +481,7 @@ def test_a_first_call_within_a_capture_is_refused(weights, monkeypatch):
 
 
 @gpu
-def test_weights_that_are_loaded_later_count(weights):
+def test_weights_that_are_loaded_later_count(weights, inputs):
     call = inputs(SMALL, 16)
     module = FusedExperts(copy.deepcopy(weights(SMALL)))
     first = module(*call)
@@ -514,7 +495,7 @@ def test_weights_that_are_loaded_later_count(weights):
 
 
 @gpu
-def test_a_module_moves_to_the_device_and_back(weights):
+def test_a_module_moves_to_the_device_and_back(weights, inputs):
     call = inputs(SMALL, 16)
     module = FusedExperts(weights(SMALL))
     want = module(*call)

@@ -109,25 +109,6 @@ def weights():
     return make
 
 
-def inputs(shape, M, kind="uniform", dtype=torch.bfloat16):
-    E, H, _, T = shape
-    g = torch.Generator("cuda").manual_seed(M)
-    hidden = torch.randn(M, H, generator=g, device="cuda").to(dtype)
-    score = torch.rand(M, E, generator=g, device="cuda")
-    if kind == "skewed":  # the first experts take most tokens
-        score = score * torch.arange(E, 0, -1, device="cuda") ** 2
-    ids = score.topk(T).indices
-    if kind == "holes":
-        ids[torch.rand(M, T, generator=g, device="cuda") < 0.4] = -1
-    if kind == "one expert":
-        ids[:] = -1
-        ids[:, T - 1] = E - 1
-    if kind == "nowhere":
-        ids[:] = -1
-    router = torch.rand(M, T, generator=g, device="cuda") + 0.1
-    return hidden, ids.int(), router / router.sum(1, keepdim=True)
-
-
 def check(weights, call, activations="format", **options):
     """The output, compared with the float32 reference on the same device."""
     modules = (
@@ -149,21 +130,21 @@ def check(weights, call, activations="format", **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("M", [0, 1, 40, 700])
 @pytest.mark.parametrize("format", EVERY)
-def test_it_computes_what_the_reference_does(weights, format, M, dtype):
+def test_it_computes_what_the_reference_does(weights, inputs, format, M, dtype):
     check(weights(format), inputs(SMALL, M, dtype=dtype))
 
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("format", EVERY)
-def test_it_does_for_activations_that_are_not_quantized(weights, format, dtype):
+def test_it_does_for_activations_that_are_not_quantized(weights, inputs, format, dtype):
     check(weights(format), inputs(SMALL, 70, dtype=dtype), activations="none")
 
 
 @gpu
 @pytest.mark.parametrize("kind", ["uniform", "skewed", "holes", "one expert", "nowhere"])
 @pytest.mark.parametrize("format", EVERY)
-def test_it_does_for_every_kind_of_routing_and_incomplete_blocks(weights, format, kind):
+def test_it_does_for_every_kind_of_routing_and_incomplete_blocks(weights, inputs, format, kind):
     call = inputs(ODD[format], 130, kind)
     got = check(weights(format, ODD[format]), call)
     assert not got[(call[1] < 0).all(1)].any()
@@ -185,13 +166,15 @@ def test_it_does_for_every_kind_of_routing_and_incomplete_blocks(weights, format
     ids=str,
 )
 @pytest.mark.parametrize("format", FORMATS)
-def test_it_does_for_every_function_with_and_without_biases(weights, format, act_fn, biases):
+def test_it_does_for_every_function_with_and_without_biases(
+    weights, inputs, format, act_fn, biases
+):
     check(weights(format, SMALL, act_fn, biases), inputs(SMALL, 50))
 
 
 @gpu
 @pytest.mark.parametrize("router", [torch.bfloat16, torch.float16])
-def test_it_takes_router_weights_of_every_dtype_and_strided_inputs(weights, router):
+def test_it_takes_router_weights_of_every_dtype_and_strided_inputs(weights, inputs, router):
     hidden, ids, topk_weights = inputs(SMALL, 40)
     call = (hidden, ids.long(), topk_weights.to(router))
     got = check(weights("nvfp4"), call)
@@ -201,7 +184,7 @@ def test_it_takes_router_weights_of_every_dtype_and_strided_inputs(weights, rout
 
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_it_takes_the_ids_of_other_ranks(weights, format):
+def test_it_takes_the_ids_of_other_ranks(weights, inputs, format):
     hidden, ids, topk_weights = inputs((64, *SMALL[1:]), 50)
     here = torch.full((64,), -1, dtype=torch.int32, device="cuda")
     here[20:36] = torch.arange(15, -1, -1, device="cuda").int()
@@ -210,7 +193,7 @@ def test_it_takes_the_ids_of_other_ranks(weights, format):
 
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_it_weights_the_input_where_asked(weights, format):
+def test_it_weights_the_input_where_asked(weights, inputs, format):
     hidden, ids, topk_weights = inputs((16, 1024, 512, 1), 30)
     topk_weights = topk_weights * torch.rand_like(topk_weights)
     check(weights(format), (hidden, ids, topk_weights), apply_router_weight_on_input=True)
@@ -218,7 +201,7 @@ def test_it_weights_the_input_where_asked(weights, format):
 
 @gpu
 @pytest.mark.parametrize("scale", [2.0**-100, 2.0**60])
-def test_scales_far_from_one_are_exact_too(weights, scale):
+def test_scales_far_from_one_are_exact_too(weights, inputs, scale):
     # E8M0 exponents near the ends: weights whose products with x stay in float32's range.
     g = torch.Generator("cuda").manual_seed(0)
     sizes = {"gate": (2, 64, 64), "up": (2, 64, 64), "down": (2, 64, 64)}
@@ -231,7 +214,7 @@ def test_scales_far_from_one_are_exact_too(weights, scale):
 @gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("format", FORMATS)
-def test_nothing_waits_for_the_device(weights, format):
+def test_nothing_waits_for_the_device(weights, inputs, format):
     hidden, ids, topk_weights = inputs(SMALL, 40)
     module = FusedExperts(weights(format), backend=NAME)
     absent = torch.rand(ids.shape, device="cuda") < 0.5
@@ -248,7 +231,7 @@ def test_nothing_waits_for_the_device(weights, format):
 
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_nan_stays_in_its_own_token(weights, format):
+def test_nan_stays_in_its_own_token(weights, inputs, format):
     hidden, ids, topk_weights = inputs(SMALL, 40)
     module = FusedExperts(weights(format), backend=NAME)
     clean = module(hidden, ids, topk_weights)
@@ -262,7 +245,7 @@ def test_nan_stays_in_its_own_token(weights, format):
 @gpu
 @pytest.mark.parametrize("M", [1, 300])
 @pytest.mark.parametrize("format", FORMATS)
-def test_runs_of_one_call_are_bitwise_equal_whatever_the_buffers_hold(weights, format, M):
+def test_runs_of_one_call_are_bitwise_equal_whatever_the_buffers_hold(weights, inputs, format, M):
     from moequant.kernels.portable.experts import fused_experts
 
     packed = REGISTRY[NAME].pack(weights(format), get_format(format).activations)
@@ -276,7 +259,7 @@ def test_runs_of_one_call_are_bitwise_equal_whatever_the_buffers_hold(weights, f
 
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_captured_call_is_replayed_on_new_inputs(weights, format):
+def test_a_captured_call_is_replayed_on_new_inputs(weights, inputs, format):
     module = FusedExperts(weights(format), backend=NAME)
     static = inputs(SMALL, 64)
     module(*static)
@@ -293,7 +276,7 @@ def test_a_captured_call_is_replayed_on_new_inputs(weights, format):
 
 
 @gpu
-def test_more_slots_than_the_sort_takes_run_in_parts(weights):
+def test_more_slots_than_the_sort_takes_run_in_parts(weights, inputs):
     from moequant.kernels.routing import MAX_SLOTS
 
     call = inputs(SMALL, MAX_SLOTS // SMALL[3] + 40)
@@ -305,7 +288,7 @@ def test_more_slots_than_the_sort_takes_run_in_parts(weights):
 
 @gpu
 @pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
-def test_a_warm_up_compiles_all_that_a_range_of_tokens_needs(weights, format, monkeypatch):
+def test_a_warm_up_compiles_all_that_a_range_of_tokens_needs(weights, inputs, format, monkeypatch):
     import triton
 
     module = FusedExperts(weights(format), backend=NAME)
@@ -320,7 +303,7 @@ def test_a_warm_up_compiles_all_that_a_range_of_tokens_needs(weights, format, mo
 
 
 @gpu
-def test_the_scheme_of_a_call_is_its_own(weights):
+def test_the_scheme_of_a_call_is_its_own(weights, inputs):
     module = FusedExperts(weights("fp8_block"), backend=NAME)
     call = inputs(SMALL, 20)
     quantized = module(*call)
