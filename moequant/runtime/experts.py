@@ -132,11 +132,6 @@ class FusedExperts(nn.Module):
             UnsupportedError: a shape, dtype, device or id that is not as above, no backend that
                 runs this, a first call within the capture of a CUDA graph, or torch.export.
         """
-        if torch.compiler.is_exporting():
-            raise UnsupportedError(
-                "torch.export of experts: a saved program would not hold them; export the rest of "
-                "the model, or run it under torch.compile"
-            )
         with torch.no_grad():
             if torch.compiler.is_compiling():
                 output: Tensor = experts_op.fused_experts(

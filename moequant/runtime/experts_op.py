@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from moequant.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from moequant.runtime.experts import FusedExperts
 
@@ -52,4 +54,10 @@ def _(
     activations: str | None,
     handle: int,
 ) -> Tensor:
+    # Not in forward: Dynamo of torch 2.11 takes is_exporting() for true under torch.compile too.
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.export of experts: a saved program would not hold them; export the rest of "
+            "the model, or run it under torch.compile"
+        )
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
