@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 _DEFAULT_GB = 1.26
 
 
+def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """A number of GB; NaN and infinity pass every range."""
+    if math.isfinite(value):
+        return value
+    raise click.BadParameter(f"{value} is no number of GB", ctx, param)
+
+
 @click.command("convert", short_help="Time conversion on a CPU.")
 @options.converted_format_option
 @click.option(
@@ -25,6 +33,7 @@ _DEFAULT_GB = 1.26
     type=click.FloatRange(min=0, min_open=True),
     default=_DEFAULT_GB,
     show_default=True,
+    callback=_check_size,
     help="About how large a checkpoint to generate and convert.",
 )
 @click.option("--against", metavar="NAME", help="Also time llmcompressor, if it is installed.")

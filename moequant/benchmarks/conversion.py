@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
-from moequant.benchmarks.moe_checkpoint import write_moe_checkpoint
+from moequant.benchmarks.moe_checkpoint import Extent, write_moe_checkpoint
 from moequant.benchmarks.one_conversion import TOOLS
+from moequant.benchmarks.room import check_room, need_of
 from moequant.errors import MoequantError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -78,10 +79,13 @@ def bench_conversion(
 
     Raises:
         UnsupportedError: a tool that is not known or not installed.
-        MoequantError: the disk is full, or a conversion failed.
+        MoequantError: disk or memory are too small for it, or a conversion failed.
     """
     for tool in against:
         _check_installed(tool)
+    extent = Extent.of(size_bytes)
+    need = need_of(extent, formats, workers=workers, others=bool(against))
+    check_room(extent, need, folder)
     with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
         place = Path(name)
         source = place / "source"

@@ -53,7 +53,16 @@ def test_json_is_what_was_measured(run, measured):
     assert document["machine"] == {"processor": "Z80", "cores": 1}
 
 
-@pytest.mark.parametrize("arguments", [("--size", "0"), ("--rounds", "0"), ("--format", "abacus")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--size", "0"),
+        ("--size", "inf"),
+        ("--size", "nan"),
+        ("--rounds", "0"),
+        ("--format", "abacus"),
+    ],
+)
 def test_arguments_that_make_no_sense_are_refused(run, measured, arguments):
     assert run("bench", "convert", *arguments).exit_code == 2
     assert not measured
