@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, PREPARED_FOLDER, RECORD_FILE
+from moequant.checkpoint.files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PREPARED_FOLDER,
+    RECORD_FILE,
+    WORK_FOLDER,
+)
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,6 +29,28 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 2048
 
 # What a conversion writes itself, at the top of a checkpoint.
 _WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
+
+
+def check_finished(root: Path) -> None:
+    """Refuse the output of a conversion that has not put its config.json, the last file, in place.
+
+    Where config.json is there beside a work folder, either the old checkpoint is still whole or the
+    new one already is.
+
+    Raises:
+        CheckpointError: says how to finish it.
+    """
+    try:
+        begun = (root / WORK_FOLDER).is_dir() and not (root / CONFIG_FILE).exists()
+    except OSError:
+        # A folder that may not be looked into; who opens its files says so.
+        return
+    if begun:
+        raise CheckpointError(
+            f"{root}: an unfinished conversion, interrupted or still at work; once it is "
+            "interrupted, the same moequant convert command again finishes it, and keeps what is "
+            "done"
+        )
 
 
 def sidecar_files(root: Path) -> list[Path]:

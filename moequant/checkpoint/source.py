@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 from moequant.checkpoint.buffers import Arena, tensor_bytes
 from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from moequant.checkpoint.folder import PICKLES, entries, sidecar_files, weight_files
+from moequant.checkpoint.folder import (
+    PICKLES,
+    check_finished,
+    entries,
+    sidecar_files,
+    weight_files,
+)
 from moequant.checkpoint.headers import DTYPES, TensorInfo, read_header
 from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
@@ -57,9 +63,11 @@ class Checkpoint:
         """Read config, index and headers of the checkpoint in the directory `path`.
 
         Raises:
-            CheckpointError: a file is missing, malformed or contradicts another; names it.
+            CheckpointError: a file is missing, malformed or contradicts another; names it. Or the
+                directory is the output of an unfinished conversion.
             UnsupportedError: the weights are in pickle files.
         """
+        check_finished(path)
         config_file = FixedFile.at(path / CONFIG_FILE)
         config = read_document(config_file)
         weight_map, files = _choose_files(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from moequant.checkpoint.folder import check_finished
 from moequant.errors import CheckpointError
 
 # Notes and model cards may be added; no engine reads them.
@@ -15,12 +16,13 @@ def existing_directory(converted: str | Path) -> Path:
     """The directory of a converted checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or a conversion into it is unfinished.
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     path = Path(os.path.expanduser(converted))  # noqa: PTH111
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
+    check_finished(path)
     return path
 
 

@@ -94,7 +94,8 @@ def check_integrity(
         progress: told what is done.
 
     Raises:
-        CheckpointError: no such directory, no moequant.json in it, or not a readable one.
+        CheckpointError: no such directory, an unfinished conversion in it, no moequant.json, or not
+            a readable one.
         MoequantError: `workers` is less than 1.
     """
     if workers < 1:
@@ -103,7 +104,12 @@ def check_integrity(
     record = _read_record(path)
     findings = Findings()
     if Journal(path).exists:
-        findings.add("files", WORK_FOLDER, "an unfinished conversion; repeat its command")
+        findings.add(
+            "files",
+            WORK_FOLDER,
+            "an unfinished conversion that is to take the place of this one; the same command "
+            "again finishes it",
+        )
     recorded = [*_recorded(record, findings), *_recorded_prepared(path, findings)]
     files = _open_files(path, recorded, findings)
     _check_nothing_added(path, {entry.file for entry in recorded}, findings)

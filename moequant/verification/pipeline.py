@@ -72,8 +72,9 @@ def verify(
         progress: told what is done.
 
     Raises:
-        CheckpointError: the source is damaged, incomplete or contradicts itself, there is no
-            directory `converted`, or a file cannot be read or changes meanwhile.
+        CheckpointError: the source is damaged, incomplete or contradicts itself; there is no
+            directory `converted`, or an unfinished conversion in it; or a file cannot be read or
+            changes meanwhile.
         UnsupportedError: an architecture, or a source dtype, that we do not know.
         MoequantError: `layers` or `workers` is not as above.
     """
@@ -81,9 +82,9 @@ def verify(
         raise MoequantError(f"workers = {workers}, but at least one has to do the work")
     if layers != "all" and not (isinstance(layers, int) and layers >= 0):
         raise MoequantError(f'layers = {layers!r}, but a number of layers or "all" is wanted')
+    path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
     model = read_model(source.config, source.tensors)
-    path = existing_directory(converted)
     if layers != 0 and model.moe.act_fn.name not in FUNCTIONS:
         raise UnsupportedError(
             f"config.json: activation function {model.moe.act_fn.name!r}, but layers are evaluated "

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from moequant.checkpoint.documents import read_document
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
+from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.headers import read_header
 from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.source import Checkpoint, natural_key
-from moequant.conversion.journal import Journal
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ class StoredCheckpoint:
 def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
     """Read config, record, index and headers; what is wrong with them goes to `findings`."""
     has_record = (path / RECORD_FILE).exists()
-    if Journal(path).exists and not (path / CONFIG_FILE).exists():
-        findings.add("files", WORK_FOLDER, "an unfinished conversion; repeat its command")
     config = _read_json(path, CONFIG_FILE, "config", findings)
     record = _read_json(path, RECORD_FILE, "record", findings) if has_record else None
     present = {entry.name for entry in path.glob("*.safetensors") if entry.name[0] != "."}

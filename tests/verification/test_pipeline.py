@@ -692,16 +692,6 @@ def test_the_checkpoint_of_another_source_is_not_taken_for_right(make_checkpoint
     assert ROUTER in problems(report, "weights")
 
 
-def test_an_unfinished_conversion_is_named(source, converted):
-    folder = converted()
-    (folder / "config.json").unlink()
-    (folder / ".moequant").mkdir()
-    (folder / ".moequant" / "plan.json").write_text("{}")
-    found = problems(verify(folder, against=source, layers=0))
-    assert "unfinished" in found[".moequant"]
-    assert set(found) == {".moequant", "config.json"}
-
-
 @pytest.mark.parametrize("content", [{}, {"config.json": "[]"}, {"a.safetensors": ""}])
 def test_what_is_no_checkpoint_at_all_is_reported_not_raised(source, tmp_path, content):
     for name, text in content.items():
