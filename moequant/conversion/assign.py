@@ -51,7 +51,7 @@ def assign(
         )
     check_whole_layers({name: rule.format for name, rule in chosen.items()}, roles)
     warnings = [
-        f"rule {i + 1} of the recipe decides about no tensor of this checkpoint"
+        f"rules[{i}] of the recipe decides about no tensor of this checkpoint"
         for i in range(len(recipe.rules))
         if i not in used
     ]

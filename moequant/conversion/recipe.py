@@ -24,6 +24,8 @@ from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from moequant.models import TensorRole
 
 KEEP = "keep"
@@ -227,17 +229,17 @@ def _explain(error: ValidationError) -> str:
     # A rule that is wrong also leaves pydantic without rules.
     wrong_rule = any(entry["loc"][:1] == ("rules",) and len(entry["loc"]) > 1 for entry in entries)
     problems = [
-        f"{_place(entry['loc'])}: {_reason(entry['type'], entry['msg'])}"
+        f"{field_path(entry['loc']) or 'the recipe'}: {_reason(entry['type'], entry['msg'])}"
         for entry in entries
         if not (wrong_rule and entry["loc"] == ("rules",))
     ]
     return "; ".join(problems)
 
 
-def _place(location: tuple[int | str, ...]) -> str:
-    """Where in the file, rules counted from one."""
-    parts = [f"rule {part + 1}" if isinstance(part, int) else part for part in location]
-    return ".".join(part for part in parts if part != "rules" or len(parts) == 1) or "the recipe"
+def field_path(location: Iterable[int | str]) -> str:
+    """Where in a document: `rules[0].roles[1]`; entries of lists are counted from zero."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")
 
 
 def _reason(kind: str, message: str) -> str:

@@ -20,6 +20,7 @@ from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
 from moequant.conversion.assign import check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
 from moequant.conversion.identity import content_digests, source_digests
+from moequant.conversion.recipe import field_path
 from moequant.conversion.units import Unit, Weight
 from moequant.dialects import find_dialect
 from moequant.errors import MoequantError, RecipeError
@@ -116,7 +117,7 @@ def _plan_again(source: Checkpoint, record: Mapping[str, Any], findings: Finding
         plan = plan_checkpoint(source, Recipe.model_validate(record.get("recipe")))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, (RECORD_FILE, "recipe", *first["loc"])))
+        place = f"{RECORD_FILE}.{field_path(('recipe', *first['loc']))}"
         findings.add("record", place, first["msg"])
         return None
     except MoequantError as error:

@@ -241,7 +241,7 @@ def test_a_rule_without_effect_is_said():
             Rule(roles=("dense_mlp",), layers="3", format="fp8_block"),
         )
     )
-    assert any("rule 2" in warning for warning in plan(recipe).warnings)
+    assert any("rules[1] of the recipe" in warning for warning in plan(recipe).warnings)
 
 
 def test_a_recipe_for_another_architecture_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moequant.conversion import Recipe, load_recipe, shipped_recipes
-from moequant.conversion.recipe import Rule, parse_size
+from moequant.conversion.recipe import Rule, field_path, parse_size
 from moequant.errors import RecipeError, UnsupportedError
 from moequant.formats import REGISTRY
 from moequant.models import TensorRole
@@ -109,6 +109,33 @@ def test_a_bad_recipe_is_refused_with_its_place(tmp_path, text, message):
     with pytest.raises(RecipeError, match=message) as raised:
         load_recipe(path)
     assert raised.value.exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("rule", "place"),
+    [
+        ("roles = ['attention', 'router']", "rules[1].roles[1]"),
+        ("roles = ['attention', 5]", "rules[1].roles[1]"),
+        ("roles = ['attention']\noptions.scale = 1", "rules[1].options.scale"),
+        ("roles = ['attention']\nignore = [1]", "rules[1].ignore"),
+        ("layers = '0'", "rules[1]"),
+    ],
+)
+def test_a_place_in_a_recipe_is_a_path(tmp_path, rule, place):
+    path = tmp_path / "recipe.toml"
+    first = "[[rules]]\nroles = ['attention']\nformat = 'keep'\n"
+    path.write_text(f"{first}[[rules]]\n{rule}\nformat = 'fp8_block'")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(path)
+    assert str(raised.value).startswith(f"{path}: {place}: ")
+
+
+def test_what_is_wrong_with_the_whole_says_so(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text("")
+    with pytest.raises(RecipeError, match=r"recipe.toml: rules: "):
+        load_recipe(path)
+    assert field_path(("rules", 2, "ignore", 0)) == "rules[2].ignore[0]"
 
 
 def test_a_recipe_that_is_not_there_names_those_that_are(tmp_path):
