@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moequant.cli import options
-from moequant.cli.output import Output, count, size
+from moequant.cli import inspect_prepared, options
+from moequant.cli.output import Output, count, ranges, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -25,16 +25,43 @@ if TYPE_CHECKING:
 @click.option("--tensors", is_flag=True, help="List every tensor too.")
 @options.json_option
 def command(checkpoint: str, tensors: bool, as_json: bool) -> None:
-    """Say what the CHECKPOINT in a directory is made of; a source or a converted one.
+    """Say what the CHECKPOINT in a directory is made of; a source, a converted or a prepared one.
 
     Reads config.json and headers, no weights.
     """
     from moequant.checkpoint.locate import locate
     from moequant.checkpoint.source import Checkpoint
+    from moequant.preparation import PreparedCheckpoint, is_prepared_folder
 
+    out = Output(as_json=as_json)
     # As a Path: what is no directory here is not looked for on the hub.
-    opened = Checkpoint.open(locate(Path(checkpoint)))
-    Output(as_json=as_json).result(_describe(opened, with_tensors=tensors), _show)
+    path = locate(Path(checkpoint))
+    if is_prepared_folder(path):
+        prepared = PreparedCheckpoint.open(path)
+        inspect_prepared.show(out, prepared, with_tensors=tensors)
+        return
+    _check_no_parent(path)
+    out.result(_describe(Checkpoint.open(path), with_tensors=tensors), _show)
+
+
+def _check_no_parent(path: Path) -> None:
+    """Refuse the folder in which the prepared ones lie.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    from moequant.checkpoint.files import PREPARED_FOLDER
+    from moequant.checkpoint.folder import entries
+    from moequant.errors import CheckpointError
+    from moequant.preparation import is_prepared_folder
+
+    if path.resolve().name != PREPARED_FOLDER:
+        return
+    if targets := [entry.name for entry in entries(path) if is_prepared_folder(entry)]:
+        raise CheckpointError(
+            f"{path}: holds what was prepared for {' and '.join(targets)}; name one of these "
+            f"folders, such as {path / targets[0]}"
+        )
 
 
 def _describe(checkpoint: Checkpoint, *, with_tensors: bool) -> dict[str, Any]:
@@ -117,7 +144,7 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
     fields = {
         "checkpoint": checkpoint["path"],
         "architecture": checkpoint["architecture"],
-        "layers": f"{checkpoint['layers']}, with experts: {_ranges(checkpoint['expert_layers'])}",
+        "layers": f"{checkpoint['layers']}, with experts: {ranges(checkpoint['expert_layers'])}",
         "experts": f"{checkpoint['experts']} a layer, {checkpoint['top_k']} a token",
         "sizes": f"hidden {checkpoint['hidden']}, intermediate {checkpoint['intermediate']}",
         "weights": f"{size(checkpoint['bytes'])} in {count(checkpoint['tensors'], 'tensor')}, "
@@ -151,14 +178,3 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
                 for t in checkpoint["tensor_list"]
             ],
         )
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers for people: 0, 3-5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "none"

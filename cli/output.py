@@ -215,3 +215,14 @@ def size(size_bytes: int) -> str:
 def count(number: int, noun: str) -> str:
     """A number of things for people: 1 shard, 2 shards."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Sorted numbers for people: 0, 3-5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"

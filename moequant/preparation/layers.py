@@ -98,11 +98,7 @@ class LayerFile:
             CheckpointError: it is not there, damaged, or another layer's.
         """
         path = folder / entry.file
-        file = FixedFile.at(path)
-        if file.size_bytes != entry.bytes:
-            raise CheckpointError(
-                f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; {_REMEDY}"
-            )
+        file = check_size(path, entry)
         tensors = read_header(path, entry.file)
         for info in tensors.values():
             _check_header(path, layer, info, experts)
@@ -159,6 +155,20 @@ class LayerFile:
         """What the kernel reads of one weight, by the layout's names."""
         prefix = f"layers.{self.layer}.{weight}."
         return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def check_size(path: Path, entry: PreparedLayer) -> FixedFile:
+    """The file of a layer, if it has the size that it had.
+
+    Raises:
+        CheckpointError: it has not, or it is not there.
+    """
+    file = FixedFile.at(path)
+    if file.size_bytes != entry.bytes:
+        raise CheckpointError(
+            f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; {_REMEDY}"
+        )
+    return file
 
 
 def _check_header(path: Path, layer: int, info: TensorInfo, experts: int) -> None:

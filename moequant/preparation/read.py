@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
-from moequant.errors import CheckpointError
+from moequant.checkpoint.files import CONFIG_FILE, MANIFEST_FILE, PREPARED_FOLDER
+from moequant.errors import CheckpointError, MoequantError
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
 from moequant.models import PROJECTIONS
-from moequant.preparation.layers import LayerFile
+from moequant.preparation.layers import LayerFile, check_size
 from moequant.preparation.manifest import Manifest, OriginalsDigest, read_manifest
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def is_prepared_folder(path: Path) -> bool:
     """Whether `path` is a folder that `moequant prepare` wrote."""
-    return (path / MANIFEST_FILE).is_file()
+    return (path / MANIFEST_FILE).is_file() and not (path / CONFIG_FILE).exists()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,27 @@ class PreparedCheckpoint:
         self._check_originals(layer, entry)
         return LayerFile.open(self.folder, layer, entry, self.converted.moe.experts), layout
 
+    def staleness(self) -> str | None:
+        """Why a layer would be refused, as far as sizes and times of files tell.
+
+        Returns:
+            None where nothing changed since the folder was written. If the originals' times alone
+            are others, the weights decide, which only loading reads: that is said here too.
+        """
+        try:
+            for layer, entry in self.manifest.layers.items():
+                self._layout(layer, entry)
+                self._check_sizes(layer)
+                check_size(self.folder / entry.file, entry)
+        except MoequantError as error:
+            return str(error)
+        if self.converted.checkpoint.file_state() != self.manifest.originals:
+            return (
+                "the converted checkpoint's files have other times than when it was prepared; "
+                "loading compares the weights"
+            )
+        return None
+
     def _layout(self, layer: int, entry: PreparedLayer) -> KernelLayout:
         """The layout of this moequant, if the layer was made by it."""
         layout = kernel_layout(entry.format, self.manifest.target)
@@ -116,17 +137,19 @@ class PreparedCheckpoint:
         differ, as after a copy or a download, the layer's portable weights are read and their
         digest decides.
         """
-        now = self.converted.checkpoint.file_state()
-        then = self.manifest.originals
-        if now == then:
+        if self.converted.checkpoint.file_state() == self.manifest.originals:
             return
-        if {f: s[0] for f, s in now.items()} != {f: s[0] for f, s in then.items()}:
-            raise self._stale(layer, "the converted checkpoint has other files now")
+        self._check_sizes(layer)
         digest = OriginalsDigest()
         for expert in range(self.converted.moe.experts):
             digest.update(self.converted.read_expert(layer, expert, p) for p in PROJECTIONS)
         if digest.hexdigest() != entry.originals_sha256:
             raise self._stale(layer, "the converted checkpoint has other weights now")
+
+    def _check_sizes(self, layer: int) -> None:
+        now, then = self.converted.checkpoint.file_bytes, self.manifest.originals
+        if now != {file: state[0] for file, state in then.items()}:
+            raise self._stale(layer, "the converted checkpoint has other files now")
 
     def _stale(self, layer: int, reason: str) -> CheckpointError:
         return CheckpointError(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 from safetensors import safe_open
 
-from moequant import convert
+from moequant import convert, prepare
 from moequant.formats import REGISTRY
 
 
@@ -104,3 +106,64 @@ def test_name_of_a_hub_repository_is_not_fetched(run):
 def test_unknown_architecture_exits_4(run, make_checkpoint, tmp_path):
     path = make_checkpoint(tmp_path / "unknown", config={"model_type": "gpt2"})
     assert run("inspect", path, "--json").exit_code == 4
+
+
+@pytest.fixture(scope="module")
+def prepared(make_checkpoint, tmp_path_factory):
+    """A checkpoint in nvfp4, prepared for sm100; not to be changed."""
+    out = tmp_path_factory.mktemp("prepared") / "out"
+    return prepare(convert(make_checkpoint(), out, format="nvfp4").output, target="sm100").folder
+
+
+def test_a_prepared_folder_says_what_it_is(run, prepared):
+    document = run("inspect", prepared, "--json", "--tensors").document
+    expected = {
+        "path": str(prepared),
+        "target": "sm100",
+        "converted": str(prepared.parent.parent),
+        "architecture": "qwen3_moe",
+        "experts": 4,
+        "stale": None,
+        "bytes": sum(path.stat().st_size for path in prepared.glob("*.safetensors")),
+    }
+    assert {key: document[key] for key in expected} == expected
+    layers = [
+        (e["layer"], e["format"], e["layout"], e["layout_version"]) for e in document["layers"]
+    ]
+    assert layers == [(n, "nvfp4", "swizzle_128x4", 1) for n in (0, 1)]
+    found = {(t["name"], tuple(t["shape"])) for t in document["tensor_list"]}
+    wanted = set()
+    for path in prepared.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            wanted |= {(n, tuple(file.get_slice(n).get_shape())) for n in file.keys()}  # noqa: SIM118
+    assert found == wanted
+
+
+def test_people_see_target_layout_and_staleness(run, prepared, tmp_path):
+    lines = run("inspect", prepared).stdout.splitlines()
+    assert lines[0].startswith(f"prepared      {prepared}, for sm100 by moequant ")
+    assert f"made from     {prepared.parent.parent}" in lines
+    assert "stale         no" in lines
+    assert "nvfp4 swizzle_128x4, version 1 2 " in " ".join(lines[-1].split())
+    copied = tmp_path / "copied"
+    shutil.copytree(prepared.parent.parent, copied)
+    folder = copied / "moequant-prepared" / "sm100"
+    for path in copied.glob("*.safetensors"):
+        os.utime(path)
+    assert "loading compares the weights" in run("inspect", folder).stdout
+    layer = max(folder.glob("*.safetensors"))
+    layer.write_bytes(layer.read_bytes()[:-1])
+    assert "but its manifest says" in run("inspect", folder, "--json").document["stale"]
+
+
+def test_the_folder_of_prepared_ones_names_them(run, prepared):
+    result = run("inspect", prepared.parent)
+    assert result.exit_code == 3
+    assert "holds what was prepared for sm100; name one of these folders" in result.stderr
+
+
+def test_a_prepared_folder_that_was_moved_says_where_it_belongs(run, prepared, tmp_path):
+    moved = shutil.copytree(prepared, tmp_path / "sm100")
+    result = run("inspect", moved)
+    assert result.exit_code == 3
+    assert "is read where it was written, in CONVERTED/moequant-prepared" in result.stderr
