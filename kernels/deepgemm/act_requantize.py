@@ -81,6 +81,8 @@ def _launch(
         ACT=act.name,
         LIMIT=act.limit,
         ALPHA=act.alpha,
+        BETA=act.beta,
+        LINEAR_BETA=act.linear_beta,
         BATCHED=capacity > 0,
         GROUPS=_GROUPS_A_PROGRAM,
         NATIVE=not INTERPRETED,
@@ -103,6 +105,8 @@ def act_requantize_rows(
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
     BATCHED: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -124,6 +128,7 @@ def act_requantize_rows(
     col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     gate = tl.load(gate_up + row * 2 * IP + col, mask=col < I, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * IP + IP + col, mask=col < I, other=0.0).to(tl.float32)
-    codes, group_scale = quantize_groups(act_fn(gate, up, ACT, True, LIMIT, ALPHA), NATIVE)
+    y = act_fn(gate, up, ACT, True, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    codes, group_scale = quantize_groups(y, NATIVE)
     tl.store(rows + row * I + col, codes, mask=col < I)
     tl.store(scale + group * scale_stride, group_scale, mask=group * 128 < I)

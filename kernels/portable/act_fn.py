@@ -8,15 +8,23 @@ import triton.language as tl
 
 @triton.jit
 def act_fn(
-    gate, up, NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
+    gate,
+    up,
+    NAME: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
 ):
-    """The function called NAME of `gate` and `up`, or of `up` alone; LIMIT 0 is none.
+    """The function called NAME of `gate` and `up`, or of `up` alone; LIMIT and LINEAR_BETA 0: none.
 
     `tl.where` clamps, since NaN goes through it.
     """
     x = gate if GATED else up
     if LIMIT > 0:
-        x = tl.where(x > LIMIT, LIMIT, x)
+        if NAME != "swiglustep":
+            x = tl.where(x > LIMIT, LIMIT, x)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if NAME == "gelu":
         y = 0.5 * x * (1 + tl.math.erf(x * 0.7071067811865476))
@@ -27,9 +35,40 @@ def act_fn(
     elif NAME == "relu2":
         y = tl.where(x < 0, 0.0, x)
         y = y * y
+    elif NAME == "situ":
+        y = saturate(x, BETA) / (1 + tl.exp(-x))
     else:
-        tl.static_assert(NAME == "silu" or NAME == "swigluoai")
+        tl.static_assert(NAME == "silu" or NAME == "swigluoai" or NAME == "swiglustep")
         y = x / (1 + tl.exp(-ALPHA * x))
+        if NAME == "swiglustep":
+            y = tl.where(y > LIMIT, LIMIT, y)
     if GATED:
-        y *= up + 1 if NAME == "swigluoai" else up
+        if NAME == "swigluoai":
+            up += BETA
+        if LINEAR_BETA > 0:
+            up = saturate(up, LINEAR_BETA)
+        y *= up
     return y
+
+
+@triton.jit
+def saturate(x, BOUND: tl.constexpr):
+    """BOUND * tanh(x / BOUND)."""
+    return BOUND * tanh(x / BOUND)
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent of float32, off by 2 ulp or so.
+
+    From exp(2 |x|), and below 0.625, where that cancels, by the polynomial of Cephes' tanhf.
+    """
+    size = tl.abs(x)
+    large = 1 - 2 / (1 + tl.exp(2 * size))
+    large = tl.where(x < 0, -large, large)
+    s = x * x
+    p = -5.70498872745e-3 * s + 2.06390887954e-2
+    p = p * s - 5.37397155531e-2
+    p = p * s + 1.33314422036e-1
+    p = p * s - 3.33332819422e-1
+    return tl.where(size < 0.625, x + x * s * p, large)

@@ -161,6 +161,8 @@ def grouped_gemm(
         ACT=act.name if act else "",
         LIMIT=act.limit if act else 0.0,
         ALPHA=act.alpha if act else 1.0,
+        BETA=act.beta if act else 1.0,
+        LINEAR_BETA=act.linear_beta if act else 0.0,
         GATED=gate is not None,
         GATE_BIAS=first.bias is not None,
         BIAS=weight.bias is not None,
@@ -250,6 +252,8 @@ def experts_gemm(
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
     GATED: tl.constexpr,
     GATE_BIAS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -307,7 +311,7 @@ def experts_gemm(
             GATE_BIAS,
         )  # fmt: skip
     if ACT != "":
-        y = act_fn(gate_sum, y, ACT, GATED, LIMIT, ALPHA)
+        y = act_fn(gate_sum, y, ACT, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
 
     to = out + row[None, :] * N + n[:, None]
     inside = (n < N)[:, None] & live[None, :]

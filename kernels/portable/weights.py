@@ -133,14 +133,20 @@ class Act:
     """The function between the GEMMs, as `moequant.runtime.act_fn.ActFn` defines it.
 
     Attributes:
-        name: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
+        name: one of its NAMES.
         limit: 0 for none.
         alpha: of swigluoai.
+        beta: of swigluoai and situ.
+        linear_beta: of situ; 0 for none.
+        gated: whether there is a gate.
     """
 
     name: str = "silu"
     limit: float = 0.0
     alpha: float = 1.0
+    beta: float = 1.0
+    linear_beta: float = 0.0
+    gated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.act_fn import NAMES, RELU2, SILU, SWIGLUOAI, ActFn
+from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 
 U = 2.0**-24
 ORACLE = {
@@ -33,7 +33,7 @@ def assert_close(result, expected, magnitude):
 
 
 @pytest.mark.parametrize("limit", [None, 3.0])
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "swigluoai"])
+@pytest.mark.parametrize("name", ORACLE)
 def test_gated_functions_multiply_by_up(name, limit):
     gate, up = gate_and_up()
     result = ActFn(name=name, limit=limit)(gate, up)
@@ -45,7 +45,7 @@ def test_gated_functions_multiply_by_up(name, limit):
 
 
 @pytest.mark.parametrize("limit", [None, 3.0])
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "swigluoai"])
+@pytest.mark.parametrize("name", ORACLE)
 def test_functions_that_are_not_gated_are_of_up(name, limit):
     _, up = gate_and_up()
     result = ActFn(name=name, gated=False, limit=limit)(None, up)
@@ -63,10 +63,56 @@ def test_swigluoai_is_the_function_of_gpt_oss():
     assert_close(result, expected, gate.abs() * (up.abs() + 1) * (1 + gate.abs()))
 
 
+@pytest.mark.parametrize("beta", [0.0, -0.25, 2.5])
+def test_swigluoai_adds_beta_to_up(beta):
+    # vLLM's SWIGLUOAI_UNINTERLEAVE: silu_and_mul_with_clamp(limit, alpha, beta).
+    gate, up = gate_and_up()
+    result = ActFn(name="swigluoai", alpha=0.75, beta=beta, limit=3.0)(gate, up)
+    gate, up = gate.double().clamp(max=3), up.double().clamp(-3, 3)
+    expected = gate * torch.sigmoid(0.75 * gate) * (up + beta)
+    assert_close(result, expected, gate.abs() * (up.abs() + abs(beta)) * (1 + gate.abs()))
+
+
+def test_swigluoai_of_alpha_one_and_beta_zero_is_silu():
+    gate, up = gate_and_up()
+    assert torch.equal(ActFn(name="swigluoai", beta=0.0)(gate, up), SILU(gate, up))
+
+
+def test_swiglustep_clamps_silu_and_not_its_argument():
+    # vLLM's SwigluStepAndMul: silu(gate).clamp(max=limit) * up.clamp(-limit, limit).
+    gate, up = gate_and_up()
+    result = ActFn(name="swiglustep", limit=3.0)(gate, up)
+    gate, up = gate.double(), up.double().clamp(-3, 3)
+    assert_close(
+        result, functional.silu(gate).clamp(max=3) * up, gate.abs() * up.abs() * (1 + gate.abs())
+    )
+    # silu(3.1) is 2.97: a clamped argument would give silu(3) = 2.86.
+    at = ActFn(name="swiglustep", limit=3.0)(torch.tensor([3.1]), torch.tensor([1.0]))
+    assert at.item() == pytest.approx(2.9663, abs=1e-4)
+
+
+@pytest.mark.parametrize("linear_beta", [None, 25.0])
+@pytest.mark.parametrize("beta", [1.0, 4.0])
+def test_situ_saturates_gate_and_up(beta, linear_beta):
+    # Kimi-K3's SituAndMul.
+    gate, up = gate_and_up()
+    result = ActFn(name="situ", beta=beta, linear_beta=linear_beta)(gate, up)
+    gate, up = gate.double(), up.double()
+    factor = up if linear_beta is None else linear_beta * torch.tanh(up / linear_beta)
+    expected = beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * factor
+    # exp(-gate) is off by u |gate| of itself, and infinite where the result is below 2**-118.
+    assert_close(result, expected, expected.abs() * (1 + gate.abs()) + 2.0**-96)
+    assert SITU(torch.tensor([1e9]), torch.tensor([-1e9])).item() == -100.0
+
+
 def test_nan_and_infinity_are_not_hidden():
     x = torch.tensor([float("nan"), float("inf")])
     for act_fn in (SILU, RELU2, ActFn(name="gelu"), ActFn(name="gelu_tanh")):
         assert not act_fn(x if act_fn.gated else None, torch.ones(2) * x).isfinite().any()
+    nan, one = x[:1], torch.ones(1)
+    for act_fn in (SWIGLUOAI, SITU, ActFn(name="swiglustep", limit=1.0)):
+        assert act_fn(nan, one).isnan().all()
+        assert act_fn(one, nan).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -75,6 +121,14 @@ def test_nan_and_infinity_are_not_hidden():
         ({"name": "tanh"}, "'tanh', but the runtime computes silu, gelu"),
         ({"name": "swigluoai", "gated": False}, "swigluoai is gated"),
         ({"name": "silu", "alpha": 2.0}, r"alpha 2.0: activation function silu has none"),
+        ({"name": "swiglustep", "limit": 7.0, "gated": False}, "swiglustep is gated"),
+        ({"name": "situ", "gated": False}, "situ is gated"),
+        ({"name": "swiglustep"}, "swiglustep clamps, so it wants a limit"),
+        ({"name": "gelu", "beta": 0.0}, r"beta 0.0: activation function gelu has none; .* at 1.0"),
+        ({"name": "swigluoai", "linear_beta": 2.0}, r"linear_beta 2.0: .* leave it at None"),
+        ({"name": "swigluoai", "beta": float("inf")}, "beta is inf, but it must be finite"),
+        ({"name": "situ", "beta": 0.0}, "beta is 0.0, but it must be positive and finite"),
+        ({"name": "situ", "linear_beta": -1.0}, "linear_beta is -1.0, .* positive and finite, or"),
         ({"name": "silu", "limit": 0.0}, r"limit is 0.0, but it must be positive"),
         ({"name": "silu", "limit": float("nan")}, r"limit is nan"),
     ],
@@ -86,4 +140,5 @@ def test_what_is_no_function_is_refused(arguments, message):
 
 def test_it_says_what_it_is():
     assert str(SWIGLUOAI) == "swigluoai, limit 7, alpha 1.702"
+    assert str(SITU) == "situ, beta 4, linear_beta 25"
     assert str(RELU2) == "relu2, not gated"

@@ -25,6 +25,9 @@ ACT_FNS = [
     ActFn(name="relu2"),
     RELU2,
     ActFn(name="silu", gated=False),
+    ActFn(name="swigluoai", alpha=0.75, beta=-0.25, limit=3.0),
+    ActFn(name="swiglustep", limit=0.5),
+    ActFn(name="situ", beta=0.5, linear_beta=2.0),
 ]
 
 

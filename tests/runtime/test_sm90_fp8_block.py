@@ -12,7 +12,7 @@ from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, quantize
 from moequant.runtime import ExpertWeights, FusedExperts, select
-from moequant.runtime.act_fn import RELU2, SILU, SWIGLUOAI, ActFn
+from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.backends import REGISTRY, Workload
 
 NAME = "sm90_fp8_block"
@@ -55,6 +55,8 @@ def gpu(test):
     ("change", "reason"),
     [
         ({"format": "nvfp4", "activations": "none"}, "runs fp8_block alone"),
+        ({"act_fn": SITU}, "does not compute situ, beta 4"),
+        ({"act_fn": ActFn(name="swigluoai", beta=0.0)}, "does not compute swigluoai, beta 0"),
         ({"activations": "none"}, "activations in fp8_group128 alone"),
         ({"hidden": 264}, "wants H a multiple of 16"),
         ({"intermediate": 100}, "wants I a multiple of 16"),

@@ -10,7 +10,7 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.runtime import ExpertWeights, FusedExperts, select
-from moequant.runtime.act_fn import RELU2, SILU, SWIGLUOAI, ActFn
+from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.formats import RUNTIME_ONLY, get_format
 from moequant.runtime.warm_up import warm_up
@@ -162,6 +162,9 @@ def test_it_does_for_every_kind_of_routing_and_incomplete_blocks(weights, inputs
         ActFn(name="gelu_tanh", limit=1.0),
         ActFn(name="silu", gated=False),
         ActFn(name="silu", limit=0.5),
+        ActFn(name="swigluoai", alpha=0.75, beta=-0.25, limit=3.0),
+        ActFn(name="swiglustep", limit=0.5),
+        SITU,
     ],
     ids=str,
 )

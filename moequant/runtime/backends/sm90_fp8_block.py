@@ -11,6 +11,7 @@ import torch
 
 from moequant.formats import QuantizedWeight
 from moequant.kernels.cuda_driver import why_no_compiler
+from moequant.kernels.fp8_block.grouped_gemm import ACT_FNS
 from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 from moequant.runtime.backends.base import FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
@@ -29,7 +30,8 @@ _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 class Sm90Fp8Block(FusedBackend):
     """FP8 GEMMs with activations in FP8 groups of 128, quantized as `quantize_activations` does.
 
-    Every activation function, with biases or without. An expert's result is rounded to bfloat16,
+    Every activation function but swiglustep, situ, and swigluoai with a beta that is not 1; with
+    biases or without. An expert's result is rounded to bfloat16,
     whatever the dtype of the hidden states; the sum over a token's slots is float32. Runs of one
     call are bitwise equal. Nothing is read on the host: an id that is out of range contributes
     nothing, like -1, and raises no error.
@@ -44,6 +46,8 @@ class Sm90Fp8Block(FusedBackend):
             return "runs fp8_block alone"
         if workload.activations != "fp8_group128":
             return "multiplies by activations in fp8_group128 alone"
+        if workload.act_fn.name not in ACT_FNS or workload.act_fn.beta != 1:
+            return f"does not compute {workload.act_fn}"
         for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
             if size % _ROW_MULTIPLE:
                 return f"wants {name} a multiple of {_ROW_MULTIPLE}"

@@ -116,7 +116,14 @@ def portable_experts(weights: ExpertWeights, activations: str) -> Experts:
 
 def act_of(function: ActFn) -> Act:
     """The function as kernels are told it."""
-    return Act(name=function.name, limit=function.limit or 0.0, alpha=function.alpha)
+    return Act(
+        name=function.name,
+        limit=function.limit or 0.0,
+        alpha=function.alpha,
+        beta=function.beta,
+        linear_beta=function.linear_beta or 0.0,
+        gated=function.gated,
+    )
 
 
 @cache

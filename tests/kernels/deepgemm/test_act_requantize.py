@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.weights import Act
-from moequant.runtime.act_fn import SILU, SWIGLUOAI
+from moequant.runtime.act_fn import SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends.triton_portable import act_of
 
@@ -34,7 +34,9 @@ def check(x, I, function, rows, scale, used):
     assert (got != want.qdata.float()).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("function", [SILU, SWIGLUOAI], ids=str)
+@pytest.mark.parametrize(
+    "function", [SILU, SWIGLUOAI, SITU, ActFn(name="swiglustep", limit=1.0)], ids=str
+)
 @pytest.mark.parametrize(("I", "padded"), [(256, 256), (80, 128)])
 def test_rows_of_slots_are_quantized_and_no_other_is_written(I, padded, function):
     x = gate_up(I, padded).to(DEVICE)

@@ -7,16 +7,24 @@ import triton.language as tl
 
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.act_fn import act_fn
-from moequant.runtime.act_fn import NAMES, SWIGLUOAI, ActFn
+from moequant.runtime.act_fn import GATED_ONLY, NAMES, SITU, SWIGLUOAI, ActFn
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FUNCTIONS = [
     SWIGLUOAI,
-    *(ActFn(name=name, limit=limit) for name in NAMES for limit in (None, 1.5)),
+    SITU,
+    ActFn(name="situ", beta=0.5, limit=1.5),
+    ActFn(name="swigluoai", alpha=0.75, beta=-0.25),
+    *(
+        ActFn(name=name, limit=limit)
+        for name in NAMES
+        for limit in (None, 1.5)
+        if limit or name != "swiglustep"
+    ),
     *(
         ActFn(name=name, gated=False, limit=limit)
         for name in NAMES
-        if name != "swigluoai"
+        if name not in GATED_ONLY
         for limit in (None, 1.5)
     ),
 ]
@@ -24,10 +32,19 @@ FUNCTIONS = [
 
 @triton.jit
 def apply(
-    gate, up, out, NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
+    gate,
+    up,
+    out,
+    NAME: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
 ):
     i = tl.arange(0, 256)
-    y = act_fn(tl.load(gate + i), tl.load(up + i), NAME, GATED, LIMIT, ALPHA)
+    gate, up = tl.load(gate + i), tl.load(up + i)
+    y = act_fn(gate, up, NAME, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
     tl.store(out + i, y)
 
 
@@ -41,7 +58,8 @@ def test_it_is_the_reference_s_function(function):
     out = torch.empty(256, device=DEVICE)
     apply[(1,)](
         gate.to(DEVICE), up.to(DEVICE), out, NAME=function.name, GATED=function.gated,
-        LIMIT=function.limit or 0.0, ALPHA=function.alpha,
+        LIMIT=function.limit or 0.0, ALPHA=function.alpha, BETA=function.beta,
+        LINEAR_BETA=function.linear_beta or 0.0,
     )  # fmt: skip
     want = function(gate if function.gated else None, up)
     # exp is good to 2 ulp on either side (of 2**-24), erf and division likewise. Where 1 + erf

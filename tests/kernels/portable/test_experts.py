@@ -10,7 +10,7 @@ from moequant.kernels.portable.batched import batched_experts
 from moequant.kernels.portable.experts import TILE_ROWS, Plan, fused_experts, workspace_bytes
 from moequant.kernels.portable.weights import KINDS
 from moequant.runtime import FusedExperts
-from moequant.runtime.act_fn import RELU2, SWIGLUOAI, ActFn
+from moequant.runtime.act_fn import RELU2, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.backends.triton_portable import portable_experts
 from moequant.runtime.batched import finalize_batched, prepare_batched
 from moequant.runtime.formats import RUNTIME_ONLY, get_format
@@ -66,7 +66,15 @@ def test_last_groups_may_be_incomplete(weights, call, format):
 @pytest.mark.parametrize("format", ["fp8_block", "w4a8", "mxfp4"])
 @pytest.mark.parametrize(
     "act_fn",
-    [SWIGLUOAI, RELU2, ActFn(name="gelu"), ActFn(name="gelu_tanh", gated=False, limit=0.5)],
+    [
+        SWIGLUOAI,
+        SITU,
+        RELU2,
+        ActFn(name="gelu"),
+        ActFn(name="gelu_tanh", gated=False, limit=0.5),
+        ActFn(name="swiglustep", limit=0.5),
+        ActFn(name="swigluoai", alpha=0.75, beta=-0.25),
+    ],
     ids=str,
 )
 def test_functions_and_biases(weights, call, act_fn, format):
