@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 @options.format_option
 @options.recipe_option
 @options.dialect_option
+@options.architecture_option
 @options.revision_option
 @options.workers_option
 @options.max_shard_size_option

@@ -75,6 +75,7 @@ def _parse_ids(
     metavar="N",
     help="What drawing begins with.",
 )
+@options.recorded_architecture_option
 @options.json_option
 @options.quiet_option
 def command(
@@ -87,6 +88,7 @@ def command(
     activations: Literal["format", "none"],
     temperature: float,
     seed: int,
+    architecture: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -102,14 +104,19 @@ def command(
 
     out = Output(as_json=as_json, quiet=quiet)
     import_transformers()
-    prompts = Prompts.of(converted)
+    prompts = Prompts.of(converted, architecture)
     if prompt_ids is not None:
         prompts.check(prompt_ids)
     ids = prompts.encode(prompt) if prompt is not None else list(prompt_ids or ())
     begun = time.perf_counter()
     with out.progress() as progress:
         model = load_model(
-            converted, device=device, backend=backend, activations=activations, progress=progress
+            converted,
+            device=device,
+            backend=backend,
+            activations=activations,
+            architecture=architecture,
+            progress=progress,
         )
     loaded_s = time.perf_counter() - begun
     generated = generate(

@@ -17,14 +17,19 @@ if TYPE_CHECKING:
     from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
-    from moequant.models import Architecture, TensorRole
+    from moequant.models import Architecture, MoeConfig, TensorRole
 
 
 @click.command("inspect", short_help="Say what a checkpoint is made of.")
 @click.argument("checkpoint", type=options.DIRECTORY)
-@click.option("--tensors", is_flag=True, help="List every tensor too.")
+@click.option(
+    "--tensors",
+    is_flag=True,
+    help="List every tensor too: its role, how it lies and its format.",
+)
+@options.architecture_option
 @options.json_option
-def command(checkpoint: str, tensors: bool, as_json: bool) -> None:
+def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: bool) -> None:
     """Say what the CHECKPOINT in a directory is made of; a source, a converted or a prepared one.
 
     Reads config.json and headers, no weights.
@@ -37,11 +42,11 @@ def command(checkpoint: str, tensors: bool, as_json: bool) -> None:
     # As a Path: what is no directory here is not looked for on the hub.
     path = locate(Path(checkpoint))
     if is_prepared_folder(path):
-        prepared = PreparedCheckpoint.open(path)
+        prepared = PreparedCheckpoint.open(path, architecture=architecture)
         inspect_prepared.show(out, prepared, with_tensors=tensors)
         return
     _check_no_parent(path)
-    out.result(_describe(Checkpoint.open(path), with_tensors=tensors), _show)
+    out.result(_describe(Checkpoint.open(path), architecture, with_tensors=tensors), _show)
 
 
 def _check_no_parent(path: Path) -> None:
@@ -64,19 +69,21 @@ def _check_no_parent(path: Path) -> None:
         )
 
 
-def _describe(checkpoint: Checkpoint, *, with_tensors: bool) -> dict[str, Any]:
-    from moequant.checkpoint.converted import ConvertedCheckpoint
+def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -> dict[str, Any]:
+    from moequant.checkpoint.converted import ConvertedCheckpoint, described_architectures
     from moequant.models import ROUTED_EXPERTS, find_architecture
 
     converted = None
     if "quantization_config" in checkpoint.config:
-        converted = ConvertedCheckpoint.open(checkpoint.path)
-    architecture = find_architecture(checkpoint.config)
+        converted = ConvertedCheckpoint.open(checkpoint.path, architecture=file)
+    own = described_architectures(checkpoint.path, file)
+    architecture = find_architecture(checkpoint.config, own)
     moe = architecture.read_config(checkpoint.config)
     rows = list(_rows(checkpoint.tensors.values(), architecture, converted))
     document: dict[str, Any] = {
         "path": str(checkpoint.path),
         "architecture": architecture.name,
+        "architecture_by": architecture.origin,
         "layers": moe.layers,
         "expert_layers": sorted({r.layer for _, r, _ in rows if r.role == ROUTED_EXPERTS}),
         "experts": moe.experts,
@@ -92,7 +99,7 @@ def _describe(checkpoint: Checkpoint, *, with_tensors: bool) -> dict[str, Any]:
         "groups": _groups(rows),
     }
     if with_tensors:
-        document["tensor_list"] = [_describe_tensor(*row) for row in rows]
+        document["tensor_list"] = [_describe_tensor(*row, architecture, moe) for row in rows]
     return document
 
 
@@ -125,13 +132,23 @@ def _groups(rows: Iterable[_Row]) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_tensor(info: TensorInfo, role: TensorRole, format: str | None) -> dict[str, Any]:
+def _describe_tensor(
+    info: TensorInfo,
+    role: TensorRole,
+    format: str | None,
+    architecture: Architecture,
+    moe: MoeConfig,
+) -> dict[str, Any]:
+    from moequant.models import orientation
+
+    way = orientation(architecture, moe, role, info.shape, converted=format is not None)
     return {
         "name": info.name,
         "role": role.role,
         "layer": role.layer,
         "expert": role.expert,
         "projection": role.projection,
+        "orientation": way,
         "format": format,
         "dtype": info.dtype,
         "shape": list(info.shape),
@@ -143,7 +160,7 @@ def _describe_tensor(info: TensorInfo, role: TensorRole, format: str | None) -> 
 def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
     fields = {
         "checkpoint": checkpoint["path"],
-        "architecture": checkpoint["architecture"],
+        "architecture": _architecture(checkpoint),
         "layers": f"{checkpoint['layers']}, with experts: {ranges(checkpoint['expert_layers'])}",
         "experts": f"{checkpoint['experts']} a layer, {checkpoint['top_k']} a token",
         "sizes": f"hidden {checkpoint['hidden']}, intermediate {checkpoint['intermediate']}",
@@ -172,9 +189,23 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
     if "tensor_list" in checkpoint:
         out.line()
         out.table(
-            ["tensor", "role", "dtype", "shape", ">size", "file"],
+            ["tensor", "role", "orientation", "format", "dtype", "shape", ">size", "file"],
             [
-                (t["name"], t["role"], t["dtype"], str(t["shape"]), size(t["bytes"]), t["file"])
+                (
+                    t["name"],
+                    t["role"],
+                    t["orientation"] or "",
+                    t["format"] or "",
+                    t["dtype"],
+                    str(t["shape"]),
+                    size(t["bytes"]),
+                    t["file"],
+                )
                 for t in checkpoint["tensor_list"]
             ],
         )
+
+
+def _architecture(checkpoint: Mapping[str, Any]) -> str:
+    by = checkpoint["architecture_by"]
+    return f"{checkpoint['architecture']}, by {by}" if by else f"{checkpoint['architecture']}"

@@ -102,6 +102,18 @@ benched_format_option = _name_option(
 converted_format_option = _name_option(
     "--format", _formats, help="Format to convert into.  [default: every one]"
 )
+architecture_option = click.option(
+    "--architecture",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Describe the model in a TOML file, in place of our table; see docs/architectures.md.",
+)
+recorded_architecture_option = click.option(
+    "--architecture",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Describe the model in a TOML file; needed where moequant.json and our table do not.",
+)
 recipe_option = click.option(
     "--recipe",
     metavar="NAME-OR-FILE",

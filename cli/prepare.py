@@ -17,9 +17,17 @@ if TYPE_CHECKING:
 @click.argument("converted", type=options.DIRECTORY)
 @options.target_option
 @options.overwrite_option
+@options.recorded_architecture_option
 @options.json_option
 @options.quiet_option
-def command(converted: str, target: str, overwrite: bool, as_json: bool, quiet: bool) -> None:
+def command(
+    converted: str,
+    target: str,
+    overwrite: bool,
+    architecture: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Write kernel-ready tensors to CONVERTED/moequant-prepared/TARGET.
 
     The portable files stay as every engine reads them.
@@ -28,7 +36,13 @@ def command(converted: str, target: str, overwrite: bool, as_json: bool, quiet: 
 
     out = Output(as_json=as_json, quiet=quiet)
     with out.progress() as progress:
-        result = prepare(converted, target=target, overwrite=overwrite, progress=progress)
+        result = prepare(
+            converted,
+            target=target,
+            overwrite=overwrite,
+            architecture=architecture,
+            progress=progress,
+        )
     layers = result.manifest.layers
     document = {
         "state": result.state,

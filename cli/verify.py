@@ -34,6 +34,7 @@ _MOST_PROBLEMS = 10
     "pass.",
 )
 @options.revision_option
+@options.recorded_architecture_option
 @options.layers_option
 @options.workers_option
 @options.json_option
@@ -43,6 +44,7 @@ def command(
     source: str | None,
     integrity: bool,
     revision: str | None,
+    architecture: str | None,
     layers: Literal["all"] | int | None,
     workers: int | None,
     as_json: bool,
@@ -59,11 +61,18 @@ def command(
     # What was not asked for is the library's to choose.
     asked = {
         k: v
-        for k, v in {"revision": revision, "layers": layers, "workers": workers}.items()
+        for k, v in {
+            "revision": revision,
+            "architecture": architecture,
+            "layers": layers,
+            "workers": workers,
+        }.items()
         if v is not None
     }
     if source is None:
-        unfit = [f"--{option}" for option in ("revision", "layers") if option in asked]
+        unfit = [
+            f"--{option}" for option in ("revision", "architecture", "layers") if option in asked
+        ]
         if unfit:
             raise click.UsageError(f"{unfit[0]} goes with --against")
         _check_integrity(out, converted, asked)
@@ -126,6 +135,11 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
         f"{count(counts['converted'], 'weight')} converted, {counts['copied']} copied, "
         f"{size(counts['bytes'])}. {_METHODS[report['method']]}"
     )
+    if report["architecture_by"]:
+        out.line(
+            f"What its tensors are, {report['architecture_by']} says: architecture "
+            f"{report['architecture']}."
+        )
     if report["prepared"]:
         out.line(f"Prepared for {' and '.join(report['prepared'])}, with the same weights.")
     out.line()

@@ -27,10 +27,17 @@ if TYPE_CHECKING:
     help="Device the experts will run on.",
 )
 @click.option("--backend", metavar="NAME", help="Backend that will run; by default the best.")
+@options.recorded_architecture_option
 @options.json_option
 @options.quiet_option
 def command(
-    converted: str, max_tokens: int, device: str, backend: str | None, as_json: bool, quiet: bool
+    converted: str,
+    max_tokens: int,
+    device: str,
+    backend: str | None,
+    architecture: str | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Compile, and keep on disk, exactly the kernels that the experts of CONVERTED will run.
 
@@ -41,7 +48,12 @@ def command(
     out = Output(as_json=as_json, quiet=quiet)
     with out.progress() as progress:
         warmed = warm_up_checkpoint(
-            converted, max_tokens=max_tokens, device=device, backend=backend, progress=progress
+            converted,
+            max_tokens=max_tokens,
+            device=device,
+            backend=backend,
+            architecture=architecture,
+            progress=progress,
         )
     document = {
         "device": device,

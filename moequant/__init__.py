@@ -13,6 +13,7 @@ from moequant._version import __version__
 if TYPE_CHECKING:
     from moequant.conversion import ConversionResult, Recipe, convert
     from moequant.errors import (
+        ArchitectureError,
         CheckpointError,
         MoequantError,
         NonFiniteError,
@@ -29,6 +30,7 @@ else:
     _HOME = {
         "conversion": ("ConversionResult", "Recipe", "convert"),
         "errors": (
+            "ArchitectureError",
             "CheckpointError",
             "MoequantError",
             "NonFiniteError",
@@ -56,6 +58,7 @@ else:
 
 
 __all__ = [
+    "ArchitectureError",
     "CheckpointError",
     "ConversionResult",
     "FusedExperts",

@@ -5,7 +5,8 @@ MoequantError            1   anything else that was foreseen
 │   └── NonFiniteError   3   a weight holds NaN or Inf
 ├── UnsupportedError     4   well-formed, but not something we can do: a shape, an architecture
 ├── NumericsError        5   numbers out of their budget, or bytes that are not what they must be
-└── RecipeError          6   a recipe, or an option of a format, that we do not understand
+├── RecipeError          6   a recipe, or an option of a format, that we do not understand
+└── ArchitectureError    6   a description of an architecture that we do not understand
 
 Exit code 2 is click's for wrong usage, 130 for an interrupt. A message names the thing, the value
 found, the value wanted and the next step.
@@ -42,5 +43,11 @@ class NumericsError(MoequantError):
 
 class RecipeError(MoequantError):
     """A recipe, or an option of a format, that we do not understand."""
+
+    exit_code = 6
+
+
+class ArchitectureError(MoequantError):
+    """A description of an architecture that we do not understand."""
 
     exit_code = 6

@@ -122,6 +122,7 @@ def test_public_names_are_sorted_and_there():
 
 def test_public_names_are_these():
     assert moequant.__all__ == [
+        "ArchitectureError",
         "CheckpointError",
         "ConversionResult",
         "FusedExperts",

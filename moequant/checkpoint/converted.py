@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.documents import read_document
+from moequant.checkpoint.files import RECORD_FILE
 from moequant.checkpoint.parts import read_places
+from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.source import Checkpoint
 from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.models import PROJECTIONS, ROUTED_EXPERTS, Place, find_architecture
+from moequant.models import (
+    ROUTED_EXPERTS,
+    Place,
+    find_architecture,
+    read_architectures,
+    recorded_architecture,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,6 +29,10 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.formats import QuantizedWeight
     from moequant.models import Architecture, MoeConfig, TensorRole
+
+
+_DEFINITION = "architecture_definition"
+"""Of moequant.json: what a user's file said of the architecture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +54,29 @@ class ConvertedCheckpoint:
     format_of: Callable[[str], str | None]
 
     @classmethod
-    def open(cls, path: Path) -> ConvertedCheckpoint:
+    def open(cls, path: Path, *, architecture: str | Path | None = None) -> ConvertedCheckpoint:
         """Read config and headers.
 
+        Args:
+            path: its directory.
+            architecture: a TOML file that describes its architecture; by default what moequant.json
+                records is asked, then our table.
+
         Raises:
+            ArchitectureError: the file `architecture`, or what is recorded, is no description.
             CheckpointError: not a checkpoint, or one without a `quantization_config`.
             UnsupportedError: an architecture or a quantization we do not know.
         """
         checkpoint = Checkpoint.open(path)
-        architecture = find_architecture(checkpoint.config)
+        own = described_architectures(path, architecture)
+        found = find_architecture(checkpoint.config, own)
         quantization_config = _quantization_config(checkpoint)
         dialect = find_dialect(quantization_config)
         return cls(
             checkpoint=checkpoint,
             dialect=dialect,
-            architecture=architecture,
-            moe=architecture.read_config(checkpoint.config),
+            architecture=found,
+            moe=found.read_config(checkpoint.config),
             format_of=dialect.reader(quantization_config),
         )
 
@@ -169,7 +189,7 @@ class ConvertedCheckpoint:
         if stacked is None or not stacked.biased:
             return None
         biases = {}
-        for projection in PROJECTIONS:
+        for projection in self.moe.projections:
             name = stacked.bias(layer, projection)
             wanted = stacked.bias_shape(stacked.stack_of(projection), self.moe)
             if self.checkpoint.info(name).shape != wanted:
@@ -183,6 +203,31 @@ class ConvertedCheckpoint:
                 bias = bias[:, rows.start : rows.stop : rows.step]
             biases[projection] = bias.contiguous()
         return biases
+
+
+def described_architectures(path: Path, file: str | Path | None = None) -> tuple[Architecture, ...]:
+    """What a user's file describes, else what moequant.json of a directory records; else nothing.
+
+    Raises:
+        ArchitectureError: the file, or the record, is no description of an architecture.
+        CheckpointError: moequant.json cannot be read.
+    """
+    if file is not None:
+        return read_architectures(file)
+    record = path / RECORD_FILE
+    if not record.is_file():
+        return ()
+    return recorded_architectures(read_document(FixedFile.at(record)), str(record))
+
+
+def recorded_architectures(record: Mapping[str, Any], origin: str) -> tuple[Architecture, ...]:
+    """What a record describes; nothing where the table of moequant was used.
+
+    Raises:
+        ArchitectureError: it is no description of an architecture.
+    """
+    definition = record.get(_DEFINITION)
+    return () if definition is None else (recorded_architecture(definition, origin),)
 
 
 def stored_places(

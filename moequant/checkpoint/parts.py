@@ -113,6 +113,9 @@ def _read_expert(checkpoint: Checkpoint, place: Place, arena: Arena | None) -> T
             f"{place.tensor}: shape {list(shape)}, but by config.json it begins with "
             f"{list(place.extents)}; fetch or convert the checkpoint again"
         )
+    if place.height is not None:
+        first = place.expert * place.height
+        return checkpoint.read(place.tensor, slice(first, first + place.height), arena)
     return checkpoint.read(place.tensor, slice(place.expert, place.expert + 1), arena)[0]
 
 

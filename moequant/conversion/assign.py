@@ -8,7 +8,7 @@ from moequant.conversion.recipe import KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.errors import RecipeError
 from moequant.formats import get_format
-from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, fused_sets
+from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +23,16 @@ def assign(
     roles: Mapping[str, TensorRole],
     recipe: Recipe,
     layer_count: int,
+    fused: Iterable[Sequence[str]],
 ) -> tuple[list[Unit], list[str]]:
     """Apply the recipe's rules to the convertible weights.
+
+    Args:
+        tensors: what is known of every weight.
+        roles: the role of every weight.
+        recipe: what to convert.
+        layer_count: layers without those for multi-token prediction.
+        fused: last name components of linear layers that engines merge, by set.
 
     Returns:
         The units in natural order, and warnings.
@@ -55,7 +63,7 @@ def assign(
         for i in range(len(recipe.rules))
         if i not in used
     ]
-    groups = group_fused(tensors, roles)
+    groups = group_fused(tensors, roles, fused)
     return [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))], warnings
 
 
@@ -82,9 +90,13 @@ def check_whole_layers(formats: Mapping[str, str], roles: Mapping[str, TensorRol
             )
 
 
-def group_fused(tensors: Iterable[str], roles: Mapping[str, TensorRole]) -> list[tuple[str, ...]]:
+def group_fused(
+    tensors: Iterable[str],
+    roles: Mapping[str, TensorRole],
+    fused: Iterable[Sequence[str]],
+) -> list[tuple[str, ...]]:
     """Names of convertible weights in the sets that engines merge, in order of their first."""
-    set_of = {leaf: i for i, leaves in enumerate(fused_sets()) for leaf in leaves}
+    set_of = {leaf: i for i, leaves in enumerate(fused) for leaf in leaves}
     groups: dict[tuple[str, object], list[str]] = {}
     for name in tensors:
         if roles[name].role not in CONVERTIBLE_ROLES or not name.endswith(".weight"):

@@ -12,6 +12,7 @@ Decision / failure it prevents:
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -31,6 +32,7 @@ from moequant.conversion.journal import FinishedShard, Journal
 from moequant.conversion.recipe import Recipe
 from moequant.conversion.run import write_shards
 from moequant.errors import MoequantError
+from moequant.models import recorded_architecture
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
 
@@ -58,6 +60,7 @@ class Job:
         source: absolute path of the source's directory.
         output: absolute path of the output's.
         recipe: as JSON.
+        architecture: as JSON, what a user's file says of it; null where our table is used.
         plan_sha256: digest of the plan it must arrive at.
         source_state: file, size and modification time (ns) of every weight file.
         torch: version of torch.
@@ -67,6 +70,7 @@ class Job:
     source: str
     output: str
     recipe: str
+    architecture: str
     plan_sha256: str
     source_state: tuple[tuple[str, int, int], ...]
     torch: str
@@ -105,6 +109,7 @@ def write_shards_on_ray(
         source=str(source.path.resolve()),
         output=str(journal.output.resolve()),
         recipe=plan.recipe.model_dump_json(),
+        architecture=json.dumps(plan.model.architecture.definition),
         plan_sha256=plan.digest,
         source_state=_state(source),
         torch=torch.__version__,
@@ -185,7 +190,9 @@ def _open(job: Job) -> tuple[Checkpoint, Plan, Quantizer]:
             f"{host}: {job.source}: other sizes or times of files than where the conversion was "
             "begun; all machines must see one copy of the source"
         )
-    plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe))
+    definition = json.loads(job.architecture)
+    own = () if definition is None else (recorded_architecture(definition, "--architecture"),)
+    plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe), own)
     if plan.digest != job.plan_sha256:
         raise MoequantError(
             f"{host}: another plan than where the conversion was begun; install the same moequant "

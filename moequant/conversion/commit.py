@@ -186,12 +186,14 @@ def _record(
     provenance: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
+    definition = plan.model.architecture.definition
     return {
         "schema_version": 1,
         "moequant": __version__,
         "torch": torch.__version__,
         "source": {**provenance, "files": plan.source_files},
         "architecture": plan.model.architecture.name,
+        **({} if definition is None else {"architecture_definition": definition}),
         "dialect": plan.dialect.name,
         "recipe": plan.recipe.model_dump(mode="json"),
         "plan_sha256": plan.digest,

@@ -26,6 +26,7 @@ from moequant.conversion.plan import Plan, make_plan
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
 from moequant.errors import MoequantError, RecipeError, UnsupportedError
+from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
+    from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.quantizers import Choice
 
@@ -67,6 +69,7 @@ def convert(
     format: str | None = None,
     recipe: Recipe | str | Path | None = None,
     dialect: str | None = None,
+    architecture: str | Path | None = None,
     revision: str | None = None,
     workers: int = DEFAULT_WORKERS,
     max_shard_size: str | None = None,
@@ -89,6 +92,8 @@ def convert(
         format: convert the routed experts, and nothing else, into this format.
         recipe: or a recipe: a `Recipe`, the name of one that comes with moequant, or a TOML file.
         dialect: overrides the recipe's and the format's own.
+        architecture: a TOML file that describes the source's architecture, in place of our table;
+            what it says goes into moequant.json, so that nobody needs it again.
         revision: branch, tag or commit of a hub repository.
         workers: units converted at the same time.
         max_shard_size: for example "5GB".
@@ -103,6 +108,7 @@ def convert(
         on_plan: called with the plan, and its warnings, before anything is written.
 
     Raises:
+        ArchitectureError: the file `architecture` is none.
         RecipeError: neither or both of `format` and `recipe`, or a recipe that does not fit.
         CheckpointError: the source is damaged, incomplete or contradicts itself.
         UnsupportedError: an architecture, a shape or a format and dialect we cannot do.
@@ -120,9 +126,10 @@ def convert(
     chosen = _choose_recipe(format, recipe).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
+    own = () if architecture is None else read_architectures(architecture)
     path = locate(source, revision)
     checkpoint = Checkpoint.open(path)
-    plan = _mention_left_out(plan_checkpoint(checkpoint, chosen), checkpoint)
+    plan = _mention_left_out(plan_checkpoint(checkpoint, chosen, own), checkpoint)
     # Now, so that a file that cannot come along is found before anything is written.
     sidecars = [f for f in checkpoint.sidecars() if f.name not in OTHER_QUANTIZATION]
     target = _output_path(output)
@@ -155,9 +162,11 @@ def convert(
         return _convert(work, workers, progress or SilentProgress())
 
 
-def plan_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+def plan_checkpoint(
+    checkpoint: Checkpoint, recipe: Recipe, own: Sequence[Architecture] = ()
+) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
-    return make_plan(checkpoint.tensors, checkpoint.config, checkpoint.file_bytes, recipe)
+    return make_plan(checkpoint.tensors, checkpoint.config, checkpoint.file_bytes, recipe, own)
 
 
 def _mention_left_out(plan: Plan, checkpoint: Checkpoint) -> Plan:

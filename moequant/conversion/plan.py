@@ -168,6 +168,7 @@ def make_plan(
     config: Mapping[str, Any],
     file_bytes: Mapping[str, int],
     recipe: Recipe,
+    own: Sequence[Architecture] = (),
 ) -> Plan:
     """Plan a conversion.
 
@@ -176,6 +177,7 @@ def make_plan(
         config: the source's config.json.
         file_bytes: size of every weight file of the source.
         recipe: what to convert into what, and how to write it.
+        own: architectures that a user's file or a record describes.
 
     Raises:
         CheckpointError: the source is incomplete or contradicts its config.
@@ -184,10 +186,12 @@ def make_plan(
             matches nothing.
     """
     _check_plain(tensors, config)
-    model = read_model(config, tensors)
+    model = read_model(config, tensors, own)
     _check_architecture(recipe, model.architecture, config)
     weights = unstacked(tensors, model)
-    units, warnings = assign(weights, model.roles, recipe, model.moe.layers)
+    units, warnings = assign(
+        weights, model.roles, recipe, model.moe.layers, model.architecture.fused
+    )
     formats = list(dict.fromkeys(unit.format for unit in units))
     dialect = _choose_dialect(recipe.output.dialect, formats, model.architecture)
     if dialect.stacks:
@@ -220,7 +224,9 @@ def make_plan(
         source_files=source_files,
         warnings=tuple(warnings),
         refusals=refusals,
-        digest=_digest(units, dialect, shards, quantization_config, source_files),
+        digest=_digest(
+            model.architecture, units, dialect, shards, quantization_config, source_files
+        ),
     )
 
 
@@ -470,14 +476,17 @@ def _describe_files(
 
 
 def _digest(
+    architecture: Architecture,
     units: Iterable[Unit],
     dialect: Dialect,
     shards: Iterable[PlannedShard],
     quantization_config: Mapping[str, Any],
     source_files: Mapping[str, Any],
 ) -> str:
+    own = architecture.definition
     return _sha256_of_json(
         {
+            **({} if own is None else {"architecture": own}),
             "moequant": __version__,
             "units": [[[w.info.name for w in u.weights], u.format, dict(u.options)] for u in units],
             "dialect": dialect.name,

@@ -60,14 +60,16 @@ class Prompts:
     vocabulary: int
 
     @classmethod
-    def of(cls, checkpoint: str | Path) -> Prompts:
+    def of(cls, checkpoint: str | Path, architecture: str | Path | None = None) -> Prompts:
         """Those of a converted checkpoint, or of the one that a prepared folder lies in.
+
+        A file `architecture` is taken as `load_experts` does.
 
         Raises:
             CheckpointError: it is neither, or its config.json gives no size of the vocabulary.
             UnsupportedError: an architecture or a quantization we do not know.
         """
-        opened = open_reader(checkpoint, torch.device("cpu")).converted.checkpoint
+        opened = open_reader(checkpoint, torch.device("cpu"), architecture).converted.checkpoint
         vocabulary = opened.config.get("vocab_size")
         if type(vocabulary) is not int or vocabulary < 1:
             raise CheckpointError(

@@ -25,7 +25,7 @@ from torch import nn
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize
-from moequant.models import ActivationConfig, find_architecture
+from moequant.models import ActivationConfig
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.inputs import HIDDEN_DTYPES
@@ -63,6 +63,7 @@ def load_model(
     activations: Literal["format", "none"] = "format",
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
+    architecture: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Load a converted checkpoint as a model of transformers, ready to generate.
@@ -79,6 +80,7 @@ def load_model(
             never does.
         dtype: what the rest of the model computes in; by default what config.json says.
         attn_implementation: as `from_pretrained` has it.
+        architecture: as `load_experts` takes it.
         progress: told of every layer.
 
     Returns:
@@ -94,7 +96,7 @@ def load_model(
     """
     transformers = import_transformers()
     place = usable_device(device)
-    reader = open_reader(checkpoint, place)
+    reader = open_reader(checkpoint, place, architecture)
     config = _read_config(transformers, reader.converted)
     model_class = _model_class(transformers, config)
     dtype = _check_dtype(config.dtype if dtype is None else dtype)
@@ -132,6 +134,7 @@ def replace_experts(
     *,
     backend: str | None = None,
     activations: Literal["format", "none"] = "format",
+    architecture: str | Path | None = None,
 ) -> None:
     """Replace the experts of a model of transformers by those of a converted checkpoint.
 
@@ -144,6 +147,7 @@ def replace_experts(
         checkpoint: as for `load_model`.
         backend: as for `load_model`.
         activations: as for `load_model`.
+        architecture: as for `load_model`.
 
     Raises:
         CheckpointError: as `load_experts`; the layers in front are replaced then.
@@ -151,7 +155,7 @@ def replace_experts(
             experts that we can replace, or a dtype that ours do not take; or as `load_experts`.
     """
     import_transformers()
-    reader = open_reader(checkpoint, torch.device("cpu"))
+    reader = open_reader(checkpoint, torch.device("cpu"), architecture)
     converted = reader.converted
     _check_same_model(model, converted)
     _check_dtype(model.dtype)
@@ -166,7 +170,7 @@ def replace_experts(
                 "load_model"
             )
         if device not in readers:
-            readers[device] = open_reader(checkpoint, device)
+            readers[device] = open_reader(checkpoint, device, architecture)
         holders[layer].put(_load(readers[device], layer, backend=backend, activations=activations))
     _refuse_saving(model, converted.checkpoint.path)
 
@@ -408,7 +412,7 @@ def _check_same_model(model: PreTrainedModel, converted: ConvertedCheckpoint) ->
             f"{model_type}"
         )
     config = model.config.to_dict()
-    found = find_architecture(config).read_config(config)
+    found = converted.architecture.read_config(config)
     for field, label in _SAME.items():
         has, wanted = getattr(found, field), getattr(converted.moe, field)
         if has != wanted:

@@ -9,9 +9,6 @@ from moequant.models.architecture import (
     Architecture,
     MoeConfig,
     TensorRole,
-    architectures,
-    find_architecture,
-    fused_sets,
 )
 from moequant.models.experts import (
     Model,
@@ -20,7 +17,14 @@ from moequant.models.experts import (
     classify_all,
     read_model,
 )
+from moequant.models.orientation import orientation
 from moequant.models.stacked import Place, StackedExperts
+from moequant.models.table import (
+    architectures,
+    find_architecture,
+    read_architectures,
+    recorded_architecture,
+)
 
 __all__ = [
     "CONVERTIBLE_ROLES",
@@ -39,6 +43,8 @@ __all__ = [
     "check_shapes",
     "classify_all",
     "find_architecture",
-    "fused_sets",
+    "orientation",
+    "read_architectures",
     "read_model",
+    "recorded_architecture",
 ]

@@ -1,24 +1,23 @@
-"""Read the architecture table; turn tensor names into roles and back.
+"""One architecture: tensor names into roles and back, and the sizes that config.json has.
 
-The table is architectures.toml beside this file; its head explains the schema.
+It is made of an entry of architectures.toml beside this file, whose head explains the schema, or of
+one in a user's file; `moequant.models.table` reads both.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models.stacked import BIAS, StackedExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 PROJECTIONS = ("gate", "up", "down")
+"""Of an expert, in this order; the first only where it is gated."""
 ROUTED_EXPERTS = "routed_experts"
 EXPERT_BIAS = "expert_bias"
 OTHER = "other"
@@ -60,11 +59,13 @@ class ActivationConfig:
         name: its name there; what config.json says, where there is no such function.
         alpha: factor within the sigmoid of swigluoai; 1 for the others.
         limit: clamps gate to at most this and up to +-this; None does not.
+        gated: whether it is of gate, and times up; else there is no gate, and it is of up.
     """
 
     name: str
     alpha: float = 1.0
     limit: float | None = None
+    gated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,11 @@ class MoeConfig:
         """Name of the function between the GEMMs."""
         return self.act_fn.name
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """What an expert has: gate, up and down, or up and down."""
+        return PROJECTIONS if self.act_fn.gated else PROJECTIONS[1:]
+
     def shape(self, projection: str) -> tuple[int, int]:
         """[N, K] of one expert's projection."""
         if projection == "down":
@@ -104,10 +110,29 @@ class MoeConfig:
 
 
 class Architecture:
-    """One family of checkpoints: how tensors are called and which config keys hold the sizes."""
+    """One family of checkpoints: how tensors are called and which config keys hold the sizes.
 
-    def __init__(self, table: Mapping[str, Any], common: Mapping[str, list[str]]) -> None:
+    Args:
+        table: an entry of the table.
+        common: patterns by role that all entries share.
+        fused: sets of last name components of linear layers that engines merge into one.
+        act_fns: names of functions that are other words for those the runtime computes.
+        origin: the file or record that describes it, as errors call it; None for our own table.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        common: Mapping[str, list[str]],
+        *,
+        fused: Iterable[Iterable[str]] = (),
+        act_fns: Mapping[str, str] | None = None,
+        origin: str | None = None,
+    ) -> None:
         self.name: str = table["name"]
+        self.origin = origin
+        self.definition: Mapping[str, Any] | None = None if origin is None else dict(table)
+        """What moequant.json records of it; None for what comes with moequant."""
         self.model_types: tuple[str, ...] = tuple(table["model_types"])
         self.projections: dict[str, str] = table["projections"]
         self._experts: str = table["experts"]
@@ -116,6 +141,12 @@ class Architecture:
         self._section: str | None = table.get("section")
         self._per_layer: tuple[str, ...] = tuple(table.get("per_layer", ()))
         self._act_fn: dict[str, Any] = table.get("act_fn", {})
+        self._act_fns = {**(act_fns or {}), **table.get("act_fns", {})}
+        self.gated = "gate" in self.projections
+        """Whether an expert has a gate."""
+        pair = [self.projections[p] for p in PROJECTIONS[:2] if p in self.projections]
+        self.fused = _disjoint([pair, *table.get("fused", ()), *fused])
+        """Sets of last name components of linear layers that engines merge into one."""
         self.routing: str | None = table.get("routing")
         """What its router asks of experts that others do not, in words; None for nothing."""
         self.stacked = StackedExperts(table["stacked"]) if "stacked" in table else None
@@ -158,7 +189,8 @@ class Architecture:
             raise UnsupportedError(
                 f"{name}: looks like an expert, but no rule of architecture {self.name!r} explains "
                 f"it; experts are expected as {' or '.join([self._experts, *stacks])}. Nothing was "
-                "converted: add a rule to architectures.toml (CONTRIBUTING, 'Add an architecture')"
+                f"converted: {self.mend('`experts` or `stacked`')}; if it is no expert's weight "
+                'and is kept, add roles.NAME = ["PATTERN"] there'
             )
         return TensorRole(role=OTHER)
 
@@ -166,6 +198,15 @@ class Architecture:
         """The name on disk of one expert's weight; `projection` is gate, up or down."""
         leaf = self.projections[projection]
         return self._experts.format(layer=layer, expert=expert, projection=leaf)
+
+    def mend(self, key: str) -> str:
+        """What a user does to have `key` of this description otherwise; the end of an error."""
+        if self.origin is not None:
+            return f"change {key} in {self.origin}"
+        return (
+            f"if the release is right, describe it in a file of yours, with {key} as it has it, "
+            "and name that: --architecture FILE.toml (docs/architectures.md)"
+        )
 
     def read_config(self, config: Mapping[str, Any]) -> MoeConfig:
         """The sizes of the expert layers.
@@ -180,7 +221,7 @@ class Architecture:
                 f"config.json: {' or '.join(self._keys['top_k'])} is {top_k}, but there are "
                 f"{experts} experts to choose from; correct it"
             )
-        layers = self._positive(config, "layers")
+        layers = self._layer_count(config)
         mtp_layers = self._positive(config, "mtp_layers", default=0)
         return MoeConfig(
             experts=experts,
@@ -207,14 +248,17 @@ class Architecture:
 
     def _read_act_fn(self, config: Mapping[str, Any]) -> ActivationConfig:
         name = self._act_fn.get("name") or self._value(config, "activation")
+        if name is None:
+            name = self._act_fn.get("default")
         if not isinstance(name, str):
             raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {name!r}")
         if any(_list(config, self._act_fn.get("limits"))):
             name = self._act_fn["limited"]
         return ActivationConfig(
-            name=_table()["act_fns"].get(name, name),
+            name=self._act_fns.get(name, name),
             alpha=self._number(config, "alpha", default=1.0),
             limit=self._number(config, "limit", default=None),
+            gated=self.gated,
         )
 
     def _number(self, config: Mapping[str, Any], quantity: str, default: float | None) -> Any:
@@ -233,9 +277,10 @@ class Architecture:
 
     def _sparse_layers(self, config: Mapping[str, Any], layers: range) -> tuple[int, ...]:
         rule = self._sparse
-        if kinds := _list(config, rule.get("kinds")):
+        sparse = _names(rule.get("kind", "sparse"))
+        if kinds := _kinds(config, _names(rule.get("kinds")), sparse):
             behind = len(kinds)
-            return tuple(n for n in layers if n >= behind or kinds[n] == "sparse")
+            return tuple(n for n in layers if n >= behind or kinds[n] in sparse)
         # Sets, for a hostile list may be as long as there are layers.
         if listed := _layers(config, rule.get("listed")):
             return tuple(layer for layer in layers if layer in listed)
@@ -256,10 +301,17 @@ class Architecture:
 
     def _value(self, config: Mapping[str, Any], quantity: str) -> Any:
         for key in self._keys.get(quantity, ()):
-            if config.get(key) is not None:
-                value = config[key]
+            value = _at(config, key)
+            if value is not None:
                 return _same(key, value) if quantity in self._per_layer else value
         return None
+
+    def _layer_count(self, config: Mapping[str, Any]) -> int:
+        """How many layers: a number, or as many as something has an entry, or a letter, for."""
+        value = self._value(config, "layers")
+        if isinstance(value, list | str) and 0 < len(value) <= _LARGEST:
+            return len(value)
+        return self._positive(config, "layers")
 
     def _positive(
         self, config: Mapping[str, Any], quantity: str, default: int | None = None
@@ -275,42 +327,6 @@ class Architecture:
                 f"integer of {minimum} to {_LARGEST} there"
             )
         return value
-
-
-def find_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a checkpoint with this config.json.
-
-    Raises:
-        UnsupportedError: `model_type` is missing or not in the table; lists those that are.
-    """
-    model_type = config.get("model_type")
-    for architecture in architectures():
-        if model_type in architecture.model_types:
-            return architecture
-    known = sorted(t for a in architectures() for t in a.model_types)
-    raise UnsupportedError(
-        f"config.json: model_type {model_type!r} is not in the architecture table; known are "
-        f"{', '.join(known)}. See 'Add an architecture' in CONTRIBUTING"
-    )
-
-
-@cache
-def architectures() -> tuple[Architecture, ...]:
-    """Every architecture of the table."""
-    table = _table()
-    return tuple(Architecture(entry, table["common"]) for entry in table["architecture"])
-
-
-@cache
-def fused_sets() -> tuple[tuple[str, ...], ...]:
-    """Last name components of linear layers that engines merge into one."""
-    return tuple(tuple(names) for names in _table()["fused"])
-
-
-@cache
-def _table() -> dict[str, Any]:
-    text = resources.files("moequant.models").joinpath("architectures.toml").read_text("utf-8")
-    return tomllib.loads(text)
 
 
 def _stack_patterns(stacked: StackedExperts) -> list[tuple[str, str, re.Pattern[str]]]:
@@ -340,6 +356,30 @@ def _translate(part: str, named: Mapping[str, str]) -> str:
     return re.escape(part)
 
 
+def _disjoint(sets: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
+    """The sets, each without what one before it has; those of one name alone are none."""
+    taken: set[str] = set()
+    kept = []
+    for names in sets:
+        rest = tuple(name for name in names if name not in taken)
+        taken |= set(rest)
+        if len(rest) > 1:
+            kept.append(rest)
+    return tuple(kept)
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, dots in which lead into objects; None where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _names(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
 def _same(key: str, value: Any) -> Any:
     """What a list with one entry a layer says of all layers; a value that is no list, as it is."""
     if not isinstance(value, list) or not value:
@@ -359,6 +399,20 @@ def _layers(config: Mapping[str, Any], key: str | None) -> set[int]:
     if isinstance(listed, str):
         return {int(layer) for layer in listed.split(",") if re.fullmatch(_NUMBER, layer.strip())}
     return {layer for layer in _list(config, key) if isinstance(layer, int)}
+
+
+def _kinds(config: Mapping[str, Any], keys: Iterable[str], wanted: Iterable[str]) -> Any:
+    """What kind each layer is; () where nothing says so.
+
+    A list, or, where a kind that is wanted is a letter, a text with a letter for each layer.
+    """
+    letters = any(len(kind) == 1 for kind in wanted)
+    for key in keys:
+        if letters and isinstance(config.get(key), str):
+            return config[key]
+        if listed := _list(config, key):
+            return listed
+    return ()
 
 
 def _list(config: Mapping[str, Any], key: str | None) -> list[Any] | tuple[Any, ...]:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moequant.errors import CheckpointError
-from moequant.models.architecture import (
-    EXPERT_BIAS,
-    PROJECTIONS,
-    ROUTED_EXPERTS,
-    TensorRole,
-    find_architecture,
-)
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.models.architecture import EXPERT_BIAS, ROUTED_EXPERTS, TensorRole
+from moequant.models.table import find_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from moequant.models.architecture import Architecture, MoeConfig
     from moequant.models.stacked import Place, StackedExperts
@@ -49,36 +44,51 @@ class Model:
     places: Mapping[str, Place]
 
 
-def read_model(config: Mapping[str, Any], tensors: Mapping[str, HasShape]) -> Model:
+def read_model(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, HasShape],
+    own: Sequence[Architecture] = (),
+) -> Model:
     """Say what the tensors of a plain checkpoint are.
 
+    Args:
+        config: its config.json.
+        tensors: what its headers say.
+        own: architectures that a user's file or a record describes.
+
     Raises:
-        UnsupportedError: an unknown architecture, or an expert that no rule explains.
+        UnsupportedError: an unknown architecture, an expert that no rule explains, or a stack that
+            fits two orientations of which none is said to be right.
         CheckpointError: experts are missing, too many, or not of the shapes config.json promises.
     """
-    architecture = find_architecture(config)
+    architecture = find_architecture(config, own)
     roles = classify_all(architecture, tensors)
     moe = architecture.read_config(config)
     places: dict[str, Place] = {}
     if architecture.stacked is not None:
-        _check_stacks(architecture.stacked, moe, roles, tensors)
-        roles, places = _unstack(architecture, moe, roles)
+        turned = _check_stacks(architecture, architecture.stacked, moe, roles, tensors)
+        roles, places = _unstack(architecture, architecture.stacked, moe, roles, turned)
     layers = check_complete(architecture, moe, roles)
     if architecture.stacked is not None and architecture.stacked.biased:
-        _check_biases(architecture.stacked, moe, layers, roles, tensors)
-    check_shapes(moe, roles, {name: info for name, info in tensors.items() if name in roles})
+        _check_biases(architecture, architecture.stacked, moe, layers, roles, tensors)
+    check_shapes(
+        architecture, moe, roles, {name: info for name, info in tensors.items() if name in roles}
+    )
     return Model(architecture=architecture, moe=moe, roles=roles, layers=layers, places=places)
 
 
 def _unstack(
-    architecture: Architecture, moe: MoeConfig, roles: Mapping[str, TensorRole]
+    architecture: Architecture,
+    stacked: StackedExperts,
+    moe: MoeConfig,
+    roles: Mapping[str, TensorRole],
+    turned: Mapping[str, bool],
 ) -> tuple[dict[str, TensorRole], dict[str, Place]]:
     """Roles with each weight of a stack in its place, and where those weights lie.
 
     Raises:
         CheckpointError: an expert is there twice, in a stack and on its own.
     """
-    assert architecture.stacked is not None
     unstacked: dict[str, TensorRole] = {}
     places: dict[str, Place] = {}
     for name, role in roles.items():
@@ -86,7 +96,7 @@ def _unstack(
             unstacked[name] = role
             continue
         assert role.layer is not None, name
-        for expert, projection in _members(architecture.stacked, moe, role):
+        for expert, projection in _members(stacked, moe, role):
             weight = architecture.expert_tensor(role.layer, expert, projection)
             if weight in roles:
                 raise CheckpointError(
@@ -95,8 +105,8 @@ def _unstack(
             unstacked[weight] = TensorRole(
                 role=ROUTED_EXPERTS, layer=role.layer, expert=expert, projection=projection
             )
-            places[weight] = architecture.stacked.place(
-                role.layer, expert, projection, moe.intermediate
+            places[weight] = stacked.place(
+                role.layer, expert, projection, moe, transposed=turned[name]
             )
     return unstacked, places
 
@@ -106,22 +116,28 @@ def _members(
 ) -> Iterator[tuple[int, str]]:
     """Expert and projection of every weight in a stack."""
     for expert in range(moe.experts):
-        for projection in PROJECTIONS:
+        for projection in moe.projections:
             if stacked.stack_of(projection) == role.projection:
                 yield expert, projection
 
 
 def _check_stacks(
+    architecture: Architecture,
     stacked: StackedExperts,
     moe: MoeConfig,
     roles: Mapping[str, TensorRole],
     tensors: Mapping[str, HasShape],
-) -> None:
+) -> dict[str, bool]:
     """Refuse stacks of other shapes than config.json has it, in other layers, or not all there.
+
+    Returns:
+        Whether each stack lies transposed, by its name.
 
     Raises:
         CheckpointError: names the tensor.
+        UnsupportedError: as `_is_transposed`.
     """
+    turned: dict[str, bool] = {}
     layers = {*moe.sparse_layers, *moe.optional_layers}
     for name, role in roles.items():
         if role.role != ROUTED_EXPERTS or role.expert is not None:
@@ -129,14 +145,62 @@ def _check_stacks(
         assert role.layer is not None, name
         assert role.projection is not None, name
         if role.layer not in layers:
-            raise _incomplete(name, "not expected", moe)
-        _check_shape_of_all(name, tensors[name], stacked.shape(role.projection, moe))
+            raise _surplus(name, architecture, moe)
+        shape = tuple(tensors[name].shape)
+        turned[name] = _is_transposed(architecture, stacked, moe, name, role.projection, shape)
         for stack in stacked.tensors:
             if (other := stacked.tensor(role.layer, stack)) not in tensors:
-                raise _incomplete(other, "missing", moe)
+                raise _missing(other, architecture, moe)
+    return turned
+
+
+def _is_transposed(
+    architecture: Architecture,
+    stacked: StackedExperts,
+    moe: MoeConfig,
+    name: str,
+    stack: str,
+    shape: tuple[int, ...],
+) -> bool:
+    """How a stack lies: as the table says, else as the sizes in config.json leave no other way.
+
+    Raises:
+        CheckpointError: its shape is none that config.json makes it.
+        UnsupportedError: it fits both ways, and the table says neither.
+    """
+    shapes = {t: stacked.shape(stack, moe, transposed=t) for t in (False, True)}
+    fitting = [t for t, wanted in shapes.items() if shape == wanted]
+    said = stacked.transposed(stack)
+    if said is None:
+        if len(fitting) == 2:
+            raise UnsupportedError(
+                f"{name}: shape {list(shape)} fits two orientations, for by config.json hidden "
+                f"size and rows are the same; no shape tells them apart. Say it: "
+                f"transposed = true, where the model computes x @ w, or false, where it computes "
+                f"x @ w.T, under `stacked` in {architecture.origin}"
+            )
+        if fitting:
+            return fitting[0]
+        raise CheckpointError(
+            f"{name}: shape {list(shape)}, but of all experts of a layer it is "
+            f"{list(shapes[False])} by config.json, or transposed {list(shapes[True])}; "
+            f"{architecture.mend('`stacked` or a key under `config`')}"
+        )
+    if said not in fitting:
+        other = "" if not fitting else f", and not {_WAYS[not said]}"
+        raise CheckpointError(
+            f"{name}: shape {list(shape)}, but of all experts of a layer it is "
+            f"{list(shapes[said])} by config.json, {_WAYS[said]}{other}; fetch the checkpoint "
+            f"again, or {architecture.mend('`stacked.transposed` or a key under `config`')}"
+        )
+    return said
+
+
+_WAYS = {True: "transposed, [K, N]", False: "as [N, K]"}
 
 
 def _check_biases(
+    architecture: Architecture,
     stacked: StackedExperts,
     moe: MoeConfig,
     layers: Iterable[int],
@@ -155,11 +219,11 @@ def _check_biases(
     }
     for name, shape in wanted.items():
         if name not in tensors:
-            raise _incomplete(name, "missing", moe)
+            raise _missing(name, architecture, moe)
         _check_shape_of_all(name, tensors[name], shape)
     for name, role in roles.items():
         if role.role == EXPERT_BIAS and name not in wanted:
-            raise _incomplete(name, "not expected", moe)
+            raise _surplus(name, architecture, moe)
 
 
 def _check_shape_of_all(name: str, info: HasShape, wanted: tuple[int, ...]) -> None:
@@ -197,7 +261,7 @@ def check_complete(
         (architecture.expert_tensor(layer, expert, projection), layer, projection)
         for layer in layers
         for expert in range(moe.experts)
-        for projection in PROJECTIONS
+        for projection in moe.projections
     )
     # Lazily, for config.json may promise more experts than memory can name.
     missing = next((entry for entry in expected if entry[0] not in found), None)
@@ -205,10 +269,10 @@ def check_complete(
         name, layer, projection = missing
         if architecture.stacked is not None and layer not in present:
             name = architecture.stacked.tensor(layer, projection)
-        raise _incomplete(name, "missing", moe)
-    if len(found) != len(layers) * moe.experts * len(PROJECTIONS):
+        raise _missing(name, architecture, moe)
+    if len(found) != len(layers) * moe.experts * len(moe.projections):
         surplus = (n for n, r in roles.items() if n in found and not _belongs(r, layers, moe))
-        raise _incomplete(next(surplus), "not expected", moe)
+        raise _surplus(next(surplus), architecture, moe)
     if not layers:
         raise CheckpointError("config.json: no layer of this checkpoint holds experts")
     return layers
@@ -218,15 +282,33 @@ def _belongs(role: TensorRole, layers: tuple[int, ...], moe: MoeConfig) -> bool:
     return role.layer in layers and role.expert is not None and role.expert < moe.experts
 
 
-def _incomplete(name: str, problem: str, moe: MoeConfig) -> CheckpointError:
+def _missing(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
     return CheckpointError(
-        f"{name}: {problem}; config.json says {moe.experts} experts in {len(moe.sparse_layers)} of "
-        f"{moe.layers} layers. Fetch the checkpoint again, or correct its config.json"
+        f"{name}: missing; {_promise(moe)}. Fetch the checkpoint again, or correct its "
+        f"config.json; or, where the release calls it otherwise, "
+        f"{architecture.mend('`experts` or `stacked`')}"
+    )
+
+
+def _surplus(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: not expected; {_promise(moe)}. Fetch the checkpoint again, or correct its "
+        f"config.json; or, where the release counts otherwise, "
+        f"{architecture.mend('`config.experts` or `sparse`')}"
+    )
+
+
+def _promise(moe: MoeConfig) -> str:
+    return (
+        f"config.json says {moe.experts} experts in {len(moe.sparse_layers)} of {moe.layers} layers"
     )
 
 
 def check_shapes(
-    moe: MoeConfig, roles: Mapping[str, TensorRole], tensors: Mapping[str, HasShape]
+    architecture: Architecture,
+    moe: MoeConfig,
+    roles: Mapping[str, TensorRole],
+    tensors: Mapping[str, HasShape],
 ) -> None:
     """Refuse an expert weight that is not [N, K] as config.json has it.
 
@@ -241,5 +323,6 @@ def check_shapes(
         if tuple(info.shape) != wanted:
             raise CheckpointError(
                 f"{name}: shape {list(info.shape)}, but a {role.projection} projection is "
-                f"{list(wanted)} by config.json"
+                f"{list(wanted)} by config.json; fetch the checkpoint again, or "
+                f"{architecture.mend('`projections` or a key under `config`')}"
             )

@@ -1,9 +1,11 @@
 """Experts of a layer stacked in one tensor: which expert, rows and orientation are whose.
 
 `gate_up` is [E, 2I, H] or, transposed, [E, H, 2I]; `down` is [E, H, I] or, transposed, [E, I, H].
-Where `gate` and `up` have a tensor each, it is [E, I, H] or, transposed, [E, H, I].
+Where `gate` and `up` have a tensor each, it is [E, I, H] or, transposed, [E, H, I]. Flat, the first
+two dimensions are one: [E * I, H].
 The rows of gate and up are interleaved (gate 0, up 0, gate 1, ...) or gate's come first. Nothing is
-told from shapes, for `down` fits either way where H = I: the architecture table says it.
+told from shapes, for `down` fits either way where H = I: the architecture table says it. Where a
+user's does not, the sizes in config.json decide, and what they leave open is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class Place:
         expert: index in its first dimension; None where the tensor is this weight's alone.
         rows: of the rows [N, ...] found there, those that are this weight's; None for all.
         transposed: whether [K, N] lies there.
+        height: extent of each expert in the tensor's first dimension, where experts have no
+            dimension of their own: `expert` counts in steps of it.
         extents: what the tensor's first dimensions must be, where that was not checked before.
     """
 
@@ -36,6 +40,7 @@ class Place:
     expert: int | None = None
     rows: range | None = None
     transposed: bool = False
+    height: int | None = None
     extents: tuple[int, ...] = ()
 
 
@@ -46,9 +51,16 @@ class StackedExperts:
         stacks = ("gate_up", "gate", "up", "down")
         self.tensors: dict[str, str] = {k: table[k] for k in stacks if k in table}
         """Pattern of the name, with {layer}, by what is stacked."""
-        self.transposed: bool = table.get("transposed", False)
-        self.interleaved: bool = table.get("interleaved", False)
+        self._transposed: bool | list[str] | None = table.get("transposed")
+        self.interleaved: bool = bool(table.get("interleaved"))
         self.biased: bool = table.get("biased", False)
+        self.flat: bool = table.get("flat", False)
+
+    def transposed(self, stack: str) -> bool | None:
+        """Whether one of `tensors` is [E, K, N]; None where nobody says so."""
+        if isinstance(self._transposed, list):
+            return stack in self._transposed
+        return self._transposed
 
     def stack_of(self, projection: str) -> str:
         """Where gate, up or down is stacked: one of `tensors`."""
@@ -71,20 +83,29 @@ class StackedExperts:
             return range(first, 2 * intermediate, 2)
         return range(first * intermediate, (first + 1) * intermediate)
 
-    def place(self, layer: int, expert: int, projection: str, intermediate: int) -> Place:
+    def place(
+        self, layer: int, expert: int, projection: str, moe: MoeConfig, *, transposed: bool
+    ) -> Place:
         """Where a plain checkpoint holds one expert's weight."""
+        stack = self.stack_of(projection)
         return Place(
             tensor=self.tensor(layer, projection),
             expert=expert,
-            rows=self.rows(projection, intermediate),
-            transposed=self.transposed,
+            rows=self.rows(projection, moe.intermediate),
+            transposed=transposed,
+            height=self._of_one(stack, moe, transposed)[0] if self.flat else None,
         )
 
-    def shape(self, stack: str, moe: MoeConfig) -> tuple[int, int, int]:
-        """[E, ...] of one of `tensors` in a plain checkpoint."""
+    def shape(self, stack: str, moe: MoeConfig, *, transposed: bool) -> tuple[int, ...]:
+        """[E, ...] of one of `tensors` in a plain checkpoint; flat, [E * ..., ...]."""
+        rows, columns = self._of_one(stack, moe, transposed)
+        return (moe.experts * rows, columns) if self.flat else (moe.experts, rows, columns)
+
+    def _of_one(self, stack: str, moe: MoeConfig, transposed: bool) -> tuple[int, int]:
+        """What one expert has of a stack, as it lies."""
         N, K = moe.shape("gate" if stack == "gate_up" else stack)
         N = 2 * N if stack == "gate_up" else N
-        return (moe.experts, K, N) if self.transposed else (moe.experts, N, K)
+        return (K, N) if transposed else (N, K)
 
     def bias_shape(self, stack: str, moe: MoeConfig) -> tuple[int, int]:
         """[E, N] of the biases of `gate_up` or `down`."""

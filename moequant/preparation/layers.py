@@ -1,7 +1,7 @@
 """One layer between its portable weights and its kernel-ready file, an expert at a time.
 
 The file holds w13 and w2 of all experts, [E, ...] each, under names that say which layer it is:
-`layers.3.w13.qdata`.
+`layers.3.w13.qdata`. Of experts without a gate w13 is up alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.writer import ShardWriter, lay_out, sha256_of
 from moequant.errors import CheckpointError
 from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
-from moequant.models import PROJECTIONS
 from moequant.preparation.manifest import OriginalsDigest, PreparedLayer
 
 if TYPE_CHECKING:
@@ -47,14 +46,15 @@ def write_layer(
     path = folder / f"layer-{layer:05d}.safetensors"
     digest = OriginalsDigest()
     writer: ShardWriter | None = None
+    moe = converted.moe
     try:
-        for expert in range(converted.moe.experts):
-            weights = [converted.read_expert(layer, expert, p) for p in PROJECTIONS]
+        for expert in range(moe.experts):
+            weights = [converted.read_expert(layer, expert, p) for p in moe.projections]
             digest.update(weights)
-            module = converted.expert_module(layer, expert, "gate").rpartition(".")[0]
+            module = converted.expert_module(layer, expert, "down").rpartition(".")[0]
             tensors = _pack_expert(weights, layout, layer, module)
             if writer is None:
-                writer = _open_writer(path, tensors, converted.moe.experts)
+                writer = _open_writer(path, tensors, moe.experts)
             for name, tensor in tensors.items():
                 writer.write_bytes(name, expert * tensor.nbytes, tensor_bytes(tensor.contiguous()))
             progress.advance(sum(t.nbytes for t in tensors.values()), f"layer {layer}")
@@ -110,8 +110,8 @@ class LayerFile:
 
     def read(
         self, expert: int, layout: KernelLayout, moe: MoeConfig
-    ) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
-        """Gate, up and down of one expert, portable.
+    ) -> tuple[QuantizedWeight, ...]:
+        """Gate, up and down of one expert, or up and down, portable.
 
         Raises:
             CheckpointError: unreadable, or not what the layout makes of such an expert.
@@ -133,14 +133,16 @@ class LayerFile:
 
     def unpack(
         self, expert: int, tensors: Mapping[str, Tensor], layout: KernelLayout, moe: MoeConfig
-    ) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
-        """Gate, up and down of one expert, portable, of its parts, wherever they are.
+    ) -> tuple[QuantizedWeight, ...]:
+        """Gate, up and down of one expert, or up and down, portable, of its parts.
 
         Raises:
             CheckpointError: they are not what the layout makes of such an expert.
         """
+        gated = moe.act_fn.gated
+        rows = 2 * padded_rows(layout.format, moe.intermediate) if gated else moe.intermediate
         shapes = {
-            "w13": (2 * padded_rows(layout.format, moe.intermediate), moe.hidden),
+            "w13": (rows, moe.hidden),
             "w2": (moe.hidden, moe.intermediate),
         }
         names = {w: f"{self.file.path}: expert {expert} of layers.{self.layer}.{w}" for w in shapes}
@@ -148,6 +150,8 @@ class LayerFile:
             layout.unpack(self._of(weight, tensors), torch.Size(shape), names[weight])
             for weight, shape in shapes.items()
         )
+        if not gated:
+            return w13, w2
         gate, up = split_gate_up(w13, moe.intermediate, name=names["w13"])
         return gate, up, w2
 
@@ -187,8 +191,8 @@ def _pack_expert(
     weights: list[QuantizedWeight], layout: KernelLayout, layer: int, module: str
 ) -> dict[str, Tensor]:
     """The tensors of one expert by their names in the file; errors say MODULE.w13 or MODULE.w2."""
-    gate, up, down = weights
-    w13 = stack_gate_up(gate, up, name=f"{module}.w13")
+    *first, down = weights
+    w13 = first[0] if len(first) == 1 else stack_gate_up(*first, name=f"{module}.w13")
     packed = {
         "w13": layout.pack(w13, f"{module}.w13"),
         "w2": layout.pack(down, f"{module}.w2"),

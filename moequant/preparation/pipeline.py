@@ -18,7 +18,6 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import get_format
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
-from moequant.models import PROJECTIONS
 from moequant.preparation.layers import write_layer
 from moequant.preparation.manifest import Manifest, read_manifest
 from moequant.progress import SilentProgress
@@ -50,6 +49,7 @@ def prepare(
     *,
     target: str,
     overwrite: bool = False,
+    architecture: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreparationResult:
     """Write kernel-ready tensors of a converted checkpoint to its folder moequant-prepared/TARGET.
@@ -61,15 +61,19 @@ def prepare(
         converted: a converted checkpoint.
         target: "sm90" (Hopper) or "sm100" (Blackwell).
         overwrite: write anew even if the folder fits.
+        architecture: a TOML file that describes the checkpoint's architecture; needed only where
+            neither moequant.json nor our table does.
         progress: told what is done.
 
     Raises:
+        ArchitectureError: the file `architecture` is none.
         CheckpointError: not a converted checkpoint, or a damaged one.
         UnsupportedError: no kernel of the target takes the format, or not in this shape.
         MoequantError: the folder cannot be written, or another run is writing it.
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.
-    checkpoint = ConvertedCheckpoint.open(Path(os.path.expanduser(converted)))  # noqa: PTH111
+    path = Path(os.path.expanduser(converted))  # noqa: PTH111
+    checkpoint = ConvertedCheckpoint.open(path, architecture=architecture)
     layouts = _expert_layouts(checkpoint, target)
     folder = checkpoint.checkpoint.path / PREPARED_FOLDER / target
     manifest = None if overwrite else _fitting_manifest(folder, checkpoint, target, layouts)
@@ -89,7 +93,7 @@ def _expert_layouts(converted: ConvertedCheckpoint, target: str) -> dict[int, Ke
     """The kernel layout of every layer whose routed experts were converted."""
     layouts = {}
     for layer in converted.expert_layers():
-        format = converted.format_of(converted.expert_module(layer, 0, "gate"))
+        format = converted.format_of(converted.expert_module(layer, 0, "down"))
         if format is not None:
             layouts[layer] = kernel_layout(format, target)
     if not layouts:
@@ -168,6 +172,6 @@ def _total_bytes(converted: ConvertedCheckpoint, layouts: Mapping[int, KernelLay
     return sum(
         moe.experts * spec.size_bytes
         for layout in layouts.values()
-        for projection in PROJECTIONS
+        for projection in moe.projections
         for spec in get_format(layout.format).specs(moe.shape(projection)).values()
     )

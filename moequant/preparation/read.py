@@ -12,7 +12,6 @@ from moequant.checkpoint.files import CONFIG_FILE, MANIFEST_FILE, PREPARED_FOLDE
 from moequant.errors import CheckpointError, MoequantError
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
-from moequant.models import PROJECTIONS
 from moequant.preparation.layers import LayerFile, check_size
 from moequant.preparation.manifest import Manifest, OriginalsDigest, read_manifest
 
@@ -45,8 +44,12 @@ class PreparedCheckpoint:
     converted: ConvertedCheckpoint
 
     @classmethod
-    def open(cls, folder: Path) -> PreparedCheckpoint:
+    def open(cls, folder: Path, *, architecture: str | Path | None = None) -> PreparedCheckpoint:
         """Read the manifest and the headers of the originals.
+
+        Args:
+            folder: where it lies.
+            architecture: as for `ConvertedCheckpoint.open`.
 
         Raises:
             CheckpointError: no manifest, or the originals are not where they must be.
@@ -58,13 +61,13 @@ class PreparedCheckpoint:
                 f"{folder}: lies in {home}, but a prepared folder is read where it was written, in "
                 f"CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
             )
-        converted = ConvertedCheckpoint.open(home.parent)
+        converted = ConvertedCheckpoint.open(home.parent, architecture=architecture)
         return cls(folder=folder, manifest=manifest, converted=converted)
 
     def read_layer(
         self, layer: int, experts: Sequence[int] | None = None
-    ) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
-        """Gate, up and down [E, N, K] of a layer, in their portable form.
+    ) -> tuple[QuantizedWeight, ...]:
+        """Gate, up and down [E, N, K] of a layer, or up and down, in their portable form.
 
         Args:
             layer: index of the layer.
@@ -141,8 +144,9 @@ class PreparedCheckpoint:
             return
         self._check_sizes(layer)
         digest = OriginalsDigest()
+        projections = self.converted.moe.projections
         for expert in range(self.converted.moe.experts):
-            digest.update(self.converted.read_expert(layer, expert, p) for p in PROJECTIONS)
+            digest.update(self.converted.read_expert(layer, expert, p) for p in projections)
         if digest.hexdigest() != entry.originals_sha256:
             raise self._stale(layer, "the converted checkpoint has other weights now")
 
@@ -159,9 +163,9 @@ class PreparedCheckpoint:
 
 
 def _batch(
-    experts: Iterable[tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]], count: int
-) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
-    """Gate, up and down of `count` experts, [count, ...] each; holds one expert beside them."""
+    experts: Iterable[tuple[QuantizedWeight, ...]], count: int
+) -> tuple[QuantizedWeight, ...]:
+    """The projections of `count` experts, [count, ...] each; holds one expert beside them."""
     batches: list[QuantizedWeight] = []
     for row, weights in enumerate(experts):
         if not batches:
@@ -169,8 +173,7 @@ def _batch(
         for batch, q in zip(batches, weights, strict=True):
             for part, tensor in q.tensors().items():
                 batch.tensors()[part][row].copy_(tensor)
-    gate, up, down = batches
-    return gate, up, down
+    return tuple(batches)
 
 
 def _room_for(count: int, q: QuantizedWeight) -> QuantizedWeight:

@@ -21,7 +21,7 @@ import torch
 
 from moequant.checkpoint.headers import DTYPES
 from moequant.errors import UnsupportedError
-from moequant.models import PROJECTIONS, Place
+from moequant.models import Place
 from moequant.runtime.act_fn import ActFn
 from moequant.runtime.layer_source import (
     LayerSource,
@@ -90,12 +90,15 @@ class LayerReader:
             source = PreparedLayer.open(self._prepared, layer)
         # Tensors of that mode could not be written to outside of it.
         with torch.inference_mode(mode=False):
-            gate, up, down = self._read_experts(source, experts, f"layer {layer}")
+            weights = self._read_experts(source, experts, f"layer {layer}")
             biases = {
                 f"{projection}_bias": bias[list(experts)].to(self.device)
                 for projection, bias in (self.converted.read_biases(layer) or {}).items()
             }
-        return ExpertWeights(gate=gate, up=up, down=down, act_fn=act_fn, **biases)
+        named = dict(zip(self.converted.moe.projections, weights, strict=True))
+        return ExpertWeights(
+            gate=named.get("gate"), up=named["up"], down=named["down"], act_fn=act_fn, **biases
+        )
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they are on disk, on the device; errors as `Checkpoint.read`."""
@@ -121,7 +124,7 @@ class LayerReader:
     def _read_experts(
         self, source: LayerSource, experts: Sequence[int], name: str
     ) -> tuple[QuantizedWeight, ...]:
-        """Gate, up and down of all `experts`; errors call the layer `name`."""
+        """The projections of all `experts`, in their order; errors call the layer `name`."""
         # The first alone: it shows what is decoded, and to what.
         (first,) = self._arrivals([_Unit(what=0, ranges=_ranges(source, experts[0]))])
         weights = source.decode(experts[0], first.ranges, first.tensors)
@@ -141,7 +144,8 @@ class LayerReader:
         for arrived in self._arrivals(map(unit, range(1, len(experts)))):
             row = cast("int", arrived.what)
             weights = source.decode(experts[row], arrived.ranges, arrived.tensors)
-            for projection, batch, q in zip(PROJECTIONS, batches, weights, strict=True):
+            projections = self.converted.moe.projections
+            for projection, batch, q in zip(projections, batches, weights, strict=True):
                 batch.put(row, q, f"{name}, {projection} of expert {experts[row]}")
         return tuple(batch.weight.to(self.device) for batch in batches)
 
@@ -183,7 +187,12 @@ def act_fn_of(converted: ConvertedCheckpoint) -> ActFn:
     """
     found = converted.moe.act_fn
     try:
-        return ActFn(name=cast("Any", found.name), alpha=found.alpha, limit=found.limit)
+        return ActFn(
+            name=cast("Any", found.name),
+            gated=found.gated,
+            alpha=found.alpha,
+            limit=found.limit,
+        )
     except UnsupportedError as error:
         raise UnsupportedError(f"{converted.checkpoint.path / 'config.json'}: {error}") from error
 

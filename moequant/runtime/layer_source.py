@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 from moequant.checkpoint.converted import stored_places
 from moequant.checkpoint.headers import DTYPES
 from moequant.checkpoint.source import Checkpoint
-from moequant.models import PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +52,7 @@ class LayerSource(Protocol):
     def decode(
         self, expert: int, ranges: Mapping[str, Range], tensors: Mapping[str, Tensor]
     ) -> tuple[QuantizedWeight, ...]:
-        """Gate, up and down of an expert, of what was read for its ranges.
+        """Gate, up and down of an expert, or up and down, of what was read for its ranges.
 
         Raises:
             CheckpointError: a tensor is missing, or not what it must be.
@@ -71,7 +70,7 @@ class PortableLayer:
     def ranges(self, expert: int) -> dict[str, Range]:
         """As LayerSource."""
         found = {}
-        for projection in PROJECTIONS:
+        for projection in self.converted.moe.projections:
             module = self.converted.expert_module(self.layer, expert, projection)
             for name, place in _places(self.converted, module).items():
                 # A stack is read once for the projections that share it.
@@ -85,7 +84,7 @@ class PortableLayer:
     ) -> tuple[QuantizedWeight, ...]:
         """As LayerSource."""
         here = with_tensors(self.converted, ranges, tensors)
-        return tuple(here.read_expert(self.layer, expert, p) for p in PROJECTIONS)
+        return tuple(here.read_expert(self.layer, expert, p) for p in here.moe.projections)
 
 
 @dataclass(frozen=True, kw_only=True)

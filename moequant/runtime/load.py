@@ -29,6 +29,7 @@ def load_experts(
     backend: str | None = None,
     activations: Literal["format", "none"] = "format",
     experts: Sequence[int] | None = None,
+    architecture: str | Path | None = None,
 ) -> FusedExperts: ...
 
 
@@ -41,6 +42,7 @@ def load_experts(
     backend: str | None = None,
     activations: Literal["format", "none"] = "format",
     experts: Sequence[int] | None = None,
+    architecture: str | Path | None = None,
 ) -> dict[int, FusedExperts]: ...
 
 
@@ -52,6 +54,7 @@ def load_experts(
     backend: str | None = None,
     activations: Literal["format", "none"] = "format",
     experts: Sequence[int] | None = None,
+    architecture: str | Path | None = None,
 ) -> FusedExperts | dict[int, FusedExperts]:
     """Load the routed experts of one layer, or of several.
 
@@ -70,18 +73,21 @@ def load_experts(
         activations: "format" quantizes activations as the format's GEMM does, "none" never does.
         experts: load only these, as one rank of an expert-parallel group does; the result then
             takes global ids and contributes nothing for the other experts.
+        architecture: a TOML file that describes the checkpoint's architecture; needed only where
+            neither moequant.json nor our table does.
 
     Returns:
         The layer, or for several layers each by its index, in the order given.
 
     Raises:
+        ArchitectureError: the file `architecture` is none.
         CheckpointError: not a converted checkpoint, a damaged one, no such layer, or a prepared
             folder that is stale or lies elsewhere.
         UnsupportedError: the layer was not converted, the function between its GEMMs is not one we
             compute, there is no such device here, or no backend runs it there.
     """
     place = usable_device(device)
-    reader = open_reader(checkpoint, place)
+    reader = open_reader(checkpoint, place, architecture)
     chosen = _choose(reader.converted, experts)
     one = isinstance(layer, int)
     layers = [layer] if isinstance(layer, int) else list(layer)
@@ -98,19 +104,22 @@ def load_experts(
     return loaded[layers[0]] if one else loaded
 
 
-def open_reader(checkpoint: str | Path, device: torch.device) -> LayerReader:
+def open_reader(
+    checkpoint: str | Path, device: torch.device, architecture: str | Path | None = None
+) -> LayerReader:
     """What reads the layers of a converted checkpoint, or of a prepared folder in one.
 
     Raises:
+        ArchitectureError: the file `architecture` is none.
         CheckpointError: it is neither, or a prepared folder that lies elsewhere.
         UnsupportedError: an architecture or a quantization we do not know.
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     folder = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
     if is_prepared_folder(folder):
-        prepared = PreparedCheckpoint.open(folder)
+        prepared = PreparedCheckpoint.open(folder, architecture=architecture)
         return LayerReader(prepared.converted, device, prepared=prepared)
-    return LayerReader(ConvertedCheckpoint.open(folder), device)
+    return LayerReader(ConvertedCheckpoint.open(folder, architecture=architecture), device)
 
 
 def usable_device(device: torch.device | str) -> torch.device:

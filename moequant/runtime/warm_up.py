@@ -81,6 +81,7 @@ def warm_up_checkpoint(
     max_tokens: int,
     device: torch.device | str = "cuda",
     backend: str | None = None,
+    architecture: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Warmed]:
     """Compile what calls of 1 to `max_tokens` tokens of a converted checkpoint's layers run.
@@ -90,6 +91,7 @@ def warm_up_checkpoint(
         max_tokens: the largest M.
         device: where the experts will run.
         backend: name of a backend; by default the best there.
+        architecture: as `load_experts` takes it.
         progress: told of every set of kernels.
 
     Raises:
@@ -97,10 +99,10 @@ def warm_up_checkpoint(
         UnsupportedError: no layer was converted, no such device here, or no backend that runs the
             experts there.
     """
-    checkpoint = open_reader(converted, torch.device("cpu")).converted
+    checkpoint = open_reader(converted, torch.device("cpu"), architecture).converted
     return [
         _warm_up_layer(
-            load_experts(converted, layer, device, backend=backend),
+            load_experts(converted, layer, device, backend=backend, architecture=architecture),
             range(1, max_tokens + 1),
             checkpoint.moe.top_k,
             progress,

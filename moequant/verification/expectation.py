@@ -30,14 +30,14 @@ from moequant.progress import SilentProgress
 from moequant.verification.differences import differences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion import Plan
     from moequant.dialects import Dialect
-    from moequant.models import Model, Place, TensorRole
+    from moequant.models import Architecture, Model, Place, TensorRole
     from moequant.verification.findings import Findings
 
     FormatOf = Callable[[str], str | None]
@@ -89,10 +89,13 @@ class Expectation:
 
 
 def expect_by_record(
-    source: Checkpoint, record: Mapping[str, Any], findings: Findings
+    source: Checkpoint,
+    record: Mapping[str, Any],
+    own: Sequence[Architecture],
+    findings: Findings,
 ) -> Expectation | None:
     """By moequant.json, which need not be true: what contradicts the source is a problem."""
-    plan = _plan_again(source, record, findings)
+    plan = _plan_again(source, record, own, findings)
     if plan is None:
         return None
     _check_claims(source, record, plan, findings)
@@ -108,13 +111,18 @@ def expect_by_record(
     )
 
 
-def _plan_again(source: Checkpoint, record: Mapping[str, Any], findings: Findings) -> Plan | None:
+def _plan_again(
+    source: Checkpoint,
+    record: Mapping[str, Any],
+    own: Sequence[Architecture],
+    findings: Findings,
+) -> Plan | None:
     if record.get("schema_version") != 1:
         found = record.get("schema_version")
         findings.add("record", RECORD_FILE, f"schema_version is {found!r}, and we know 1 only")
         return None
     try:
-        plan = plan_checkpoint(source, Recipe.model_validate(record.get("recipe")))
+        plan = plan_checkpoint(source, Recipe.model_validate(record.get("recipe")), own)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = f"{RECORD_FILE}.{field_path(('recipe', *first['loc']))}"
@@ -140,6 +148,10 @@ def _check_claims(
         "dialect": plan.dialect.name,
         "source": {**hub, **source_digests(source, sidecars), "files": plan.source_files},
     }
+    definition = plan.model.architecture.definition
+    if definition is not None:
+        wanted["architecture_definition"] = definition
+        record = {"architecture_definition": None, **record}
     if "content_sha256" in hub:
         wanted["source"] |= content_digests(source, DEFAULT_WORKERS, SilentProgress())
     # The digest covers the version, whose next may plan the same bytes.
@@ -169,7 +181,7 @@ def expect_by_config(
         check_whole_layers(formats, roles)
     except RecipeError as error:
         findings.add("config", CONFIG_FILE, str(error))
-    units = _units(weights, roles, formats, findings)
+    units = _units(weights, model, formats, findings)
     taken = {model.places[name].tensor if name in model.places else name for name in formats}
     copies = tuple(info for name, info in source.tensors.items() if name not in taken)
     return Expectation(
@@ -223,14 +235,14 @@ def _lies_as_in_source(info: WeightInfo, stored: Checkpoint) -> bool:
 
 def _units(
     infos: Mapping[str, WeightInfo],
-    roles: Mapping[str, TensorRole],
+    model: Model,
     formats: Mapping[str, str],
     findings: Findings,
 ) -> tuple[Unit, ...]:
     """Converted weights in the sets that engines fuse; options are our defaults."""
     weights: dict[str, dict[str, Weight]] = {}
     for name, format in formats.items():
-        weight = Weight(info=infos[name], role=roles[name].role)
+        weight = Weight(info=infos[name], role=model.roles[name].role)
         weight.check_dtype()
         try:
             get_format(format).check_shape(weight.info.shape, name)
@@ -245,15 +257,15 @@ def _units(
             options=get_format(format).resolve_options(),
         )
         for format, of_format in weights.items()
-        for names in _sets(of_format, roles)
+        for names in _sets(of_format, model)
     )
 
 
-def _sets(names: Iterable[str], roles: Mapping[str, TensorRole]) -> Iterator[tuple[str, ...]]:
+def _sets(names: Iterable[str], model: Model) -> Iterator[tuple[str, ...]]:
     """The sets that engines fuse; weights that no recipe converts stand alone."""
     names = tuple(names)
-    yield from group_fused(names, roles)
-    yield from ((name,) for name in names if roles[name].role not in CONVERTIBLE_ROLES)
+    yield from group_fused(names, model.roles, model.architecture.fused)
+    yield from ((name,) for name in names if model.roles[name].role not in CONVERTIBLE_ROLES)
 
 
 def _foreign_config(source: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from moequant.checkpoint.parts import read_weights, unstacked
 from moequant.errors import MoequantError
 from moequant.formats import stack
-from moequant.models import PROJECTIONS, ROUTED_EXPERTS
+from moequant.models import ROUTED_EXPERTS
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.verification.decode import decode
@@ -114,7 +114,7 @@ def check_layers(
     moe = converted.moe
     batch = _make_batch(moe)
     originals = unstacked(source.tensors, model)
-    expert_bytes = 3 * moe.hidden * moe.intermediate * len(batch.experts)
+    expert_bytes = len(moe.projections) * moe.hidden * moe.intermediate * len(batch.experts)
     progress.start("layers", expert_bytes * len(formats))
     checks = []
 
@@ -171,13 +171,19 @@ def _expert_map(moe: MoeConfig, experts: Sequence[int]) -> Tensor:
 
 
 def _read(converted: ConvertedCheckpoint, layer: int, experts: Sequence[int]) -> ExpertWeights:
-    gate, up, down = (
-        stack([converted.read_expert(layer, expert, projection) for expert in experts])
-        for projection in PROJECTIONS
-    )
+    weights = {
+        projection: stack([converted.read_expert(layer, expert, projection) for expert in experts])
+        for projection in converted.moe.projections
+    }
     biases = converted.read_biases(layer) or {}
     chosen = {f"{projection}_bias": bias[list(experts)] for projection, bias in biases.items()}
-    return ExpertWeights(gate=gate, up=up, down=down, act_fn=act_fn_of(converted), **chosen)
+    return ExpertWeights(
+        gate=weights.get("gate"),
+        up=weights["up"],
+        down=weights["down"],
+        act_fn=act_fn_of(converted),
+        **chosen,
+    )
 
 
 def _measure(
@@ -228,11 +234,13 @@ def _evaluate(
         batch.hidden,
         batch.topk_ids,
         batch.topk_weights,
-        gate=partial(weight, "gate"),
+        gate=partial(weight, "gate") if act_fn.gated else None,
         up=partial(weight, "up"),
         down=partial(weight, "down"),
         bias=None if biases is None else lambda p, e: biases[p][e].double(),
-        activate=activation(act_fn.name, alpha=act_fn.alpha, limit=act_fn.limit),
+        activate=activation(
+            act_fn.name, gated=act_fn.gated, alpha=act_fn.alpha, limit=act_fn.limit
+        ),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.checkpoint.converted import ConvertedCheckpoint, recorded_architectures
+from moequant.checkpoint.files import RECORD_FILE
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
-from moequant.errors import MoequantError, UnsupportedError
-from moequant.models import read_model
+from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
+from moequant.models import read_architectures, read_model
 from moequant.progress import SilentProgress
 from moequant.verification.expectation import expect_by_config, expect_by_record
 from moequant.verification.findings import Findings, WeightChecks
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from moequant.models import Model
+    from moequant.models import Architecture, Model
     from moequant.progress import Progress
     from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
@@ -53,6 +54,7 @@ def verify(
     *,
     against: str | Path,
     revision: str | None = None,
+    architecture: str | Path | None = None,
     layers: Layers = DEFAULT_LAYERS,
     workers: int = DEFAULT_WORKERS,
     progress: Progress | None = None,
@@ -66,12 +68,15 @@ def verify(
         converted: directory of the converted checkpoint, by moequant or another tool.
         against: the source: a directory, or id of a repository on the Hugging Face hub.
         revision: branch, tag or commit of a hub repository.
+        architecture: a TOML file that describes the source's architecture; by default what
+            moequant.json records is believed, and the report says so, then our table is asked.
         layers: how many expert layers to run, spread evenly, or "all"; the default of three means
             the first, a middle one and the last.
         workers: units compared at the same time.
         progress: told what is done.
 
     Raises:
+        ArchitectureError: the file `architecture` is none.
         CheckpointError: the source is damaged, incomplete or contradicts itself; there is no
             directory `converted`, or an unfinished conversion in it; or a file cannot be read or
             changes meanwhile.
@@ -82,20 +87,22 @@ def verify(
         raise MoequantError(f"workers = {workers}, but at least one has to do the work")
     if layers != "all" and not (isinstance(layers, int) and layers >= 0):
         raise MoequantError(f'layers = {layers!r}, but a number of layers or "all" is wanted')
+    given = () if architecture is None else read_architectures(architecture)
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
-    model = read_model(source.config, source.tensors)
+    findings = Findings()
+    stored = read_stored(path, findings)
+    own = given or _recorded(stored, findings)
+    model = read_model(source.config, source.tensors, own)
     if layers != 0 and model.moe.act_fn.name not in FUNCTIONS:
         raise UnsupportedError(
             f"config.json: activation function {model.moe.act_fn.name!r}, but layers are evaluated "
             f"with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
         )
-    findings = Findings()
-    stored = read_stored(path, findings)
     check_sidecars(source, path, findings, by_moequant=stored.has_record)
     if stored.record is not None:
         check_shards(path, stored.record, findings)
-    expected = _expect(source, model, stored, findings)
+    expected = _expect(source, model, stored, own, findings)
     measured = _Measured()
     if expected is not None:
         _check_structure(source, stored, expected, findings)
@@ -105,6 +112,8 @@ def verify(
     return Report(
         converted=str(converted),
         source=str(against),
+        architecture=model.architecture.name,
+        architecture_by=model.architecture.origin,
         dialect=expected.dialect.name if expected else None,
         method=expected.method if expected else None,
         problems=tuple(findings.problems),
@@ -126,12 +135,25 @@ class _Measured:
     layers: Sequence[LayerCheck] = ()
 
 
+def _recorded(stored: StoredCheckpoint, findings: Findings) -> tuple[Architecture, ...]:
+    """What the record describes, so far as it is a description."""
+    try:
+        return recorded_architectures(stored.record or {}, RECORD_FILE)
+    except ArchitectureError as error:
+        findings.add("record", RECORD_FILE, str(error).removeprefix(f"{RECORD_FILE}: "))
+        return ()
+
+
 def _expect(
-    source: Checkpoint, model: Model, stored: StoredCheckpoint, findings: Findings
+    source: Checkpoint,
+    model: Model,
+    stored: StoredCheckpoint,
+    own: Sequence[Architecture],
+    findings: Findings,
 ) -> Expectation | None:
     """By the record if it can be used, else by config.json."""
     if stored.record is not None:
-        expected = expect_by_record(source, stored.record, findings)
+        expected = expect_by_record(source, stored.record, own, findings)
         if expected is not None:
             return expected
     return expect_by_config(source, model, stored.checkpoint, findings)

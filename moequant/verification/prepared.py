@@ -15,7 +15,6 @@ from moequant.checkpoint.writer import sha256_of
 from moequant.errors import MoequantError
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
-from moequant.models import PROJECTIONS
 from moequant.preparation.layers import LayerFile
 from moequant.preparation.manifest import OriginalsDigest, read_manifest
 from moequant.verification.differences import differences
@@ -136,9 +135,9 @@ def _check_layer(
             return f"its SHA-256 is not the one in {MANIFEST_FILE}"
         for expert in range(moe.experts):
             unpacked = file.read(expert, layouts[layer], moe)
-            portable = [converted.read_expert(layer, expert, p) for p in PROJECTIONS]
+            portable = [converted.read_expert(layer, expert, p) for p in moe.projections]
             digest.update(portable)
-            for projection, found, wanted in zip(PROJECTIONS, unpacked, portable, strict=True):
+            for projection, found, wanted in zip(moe.projections, unpacked, portable, strict=True):
                 for part, tensor in wanted.tensors().items():
                     difference = compare_tensors(found.tensors()[part], tensor)
                     if difference is not None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Activate = Callable[["Bounded", "Bounded"], "Bounded"]
+    Activate = Callable[["Bounded | None", "Bounded"], "Bounded"]
 
 _U = 2.0**-24
 _TINY = 2.0**-126
@@ -137,8 +137,9 @@ def relu2(x: Bounded) -> Bounded:
     return Bounded(value=square, error=spread + _gamma(1) * (square + spread) + _TINY)
 
 
-def swiglu(gate: Bounded, up: Bounded) -> Bounded:
+def swiglu(gate: Bounded | None, up: Bounded) -> Bounded:
     """`silu(gate) * up`, elementwise."""
+    assert gate is not None, "it is gated, always"
     return multiply(silu(gate), up)
 
 
@@ -146,12 +147,15 @@ FUNCTIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
 """Names that `activation` knows."""
 
 
-def activation(name: str, *, alpha: float = 1.0, limit: float | None = None) -> Activate:
+def activation(
+    name: str, *, gated: bool = True, alpha: float = 1.0, limit: float | None = None
+) -> Activate:
     """The function of gate and up between the GEMMs.
 
     Args:
         name: one of FUNCTIONS; all but swigluoai are that function of gate, times up. swigluoai is
             `gate * sigmoid(alpha * gate) * (up + 1)`.
+        gated: else it is the function of up alone, clamped from above alone.
         alpha: as above.
         limit: clamps gate to at most this and up to +-this, before all else.
     """
@@ -164,12 +168,16 @@ def activation(name: str, *, alpha: float = 1.0, limit: float | None = None) -> 
     }
     function = functions[name]
 
-    def activate(gate: Bounded, up: Bounded) -> Bounded:
+    def of_up(gate: Bounded | None, up: Bounded) -> Bounded:
+        return function(up if limit is None else clamp(up, None, limit))
+
+    def activate(gate: Bounded | None, up: Bounded) -> Bounded:
+        assert gate is not None, "a gated function has a gate"
         if limit is not None:
             gate, up = clamp(gate, None, limit), clamp(up, -limit, limit)
         return multiply(function(gate), shift(up, 1.0) if name == "swigluoai" else up)
 
-    return activate
+    return activate if gated else of_up
 
 
 def evaluate_layer(
@@ -177,7 +185,7 @@ def evaluate_layer(
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
-    gate: Callable[[int], Tensor],
+    gate: Callable[[int], Tensor] | None,
     up: Callable[[int], Tensor],
     down: Callable[[int], Tensor],
     bias: Callable[[str, int], Tensor] | None = None,
@@ -189,7 +197,8 @@ def evaluate_layer(
         hidden: [M, H], exact values.
         topk_ids: [M, T] integer; a negative id contributes nothing.
         topk_weights: [M, T].
-        gate: weight [I, H] float64 of an expert; each is asked for once, and only if used.
+        gate: weight [I, H] float64 of an expert; each is asked for once, and only if used. None
+            where `activate` takes no gate.
         up: likewise [I, H].
         down: likewise [H, I].
         bias: of "gate", "up" and "down" of an expert, [I], [I] and [H] float64, exact; None where
@@ -201,7 +210,7 @@ def evaluate_layer(
     """
     x, weight = hidden.double(), topk_weights.double()
     value, magnitude, error = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
-    weights = {"gate": gate, "up": up, "down": down}
+    weights = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
 
     def linear(projection: str, rows: Bounded, e: int) -> Bounded:
         y = project(rows, weights[projection](e))
@@ -212,7 +221,8 @@ def evaluate_layer(
             continue
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         rows = exact(x[token])
-        y = linear("down", activate(linear("gate", rows, e), linear("up", rows, e)), e)
+        gated = None if gate is None else linear("gate", rows, e)
+        y = linear("down", activate(gated, linear("up", rows, e)), e)
         w = weight[token, slot, None]
         value.index_add_(0, token, w * y.value)
         magnitude.index_add_(0, token, w.abs() * y.magnitude)

@@ -147,6 +147,8 @@ class Report:
     Attributes:
         converted: the checkpoint that was verified.
         source: what it was verified against.
+        architecture: name of the architecture that says what its tensors are.
+        architecture_by: who describes it, a file or moequant.json; None for our table.
         dialect: its dialect; None where nobody can tell.
         method: "bytes" where moequant's own record allowed to convert again and compare, "bounds"
             where another tool wrote it; None where it never came to that.
@@ -161,6 +163,8 @@ class Report:
 
     converted: str
     source: str
+    architecture: str
+    architecture_by: str | None
     dialect: str | None
     method: Literal["bytes", "bounds"] | None
     problems: tuple[Problem, ...]
@@ -182,6 +186,8 @@ class Report:
             "ok": self.ok,
             "converted": self.converted,
             "source": self.source,
+            "architecture": self.architecture,
+            "architecture_by": self.architecture_by,
             "dialect": self.dialect,
             "method": self.method,
             "problem_count": self.problem_count,

@@ -45,6 +45,7 @@ def test_exit_codes_are_the_documented_ones():
         "UnsupportedError": 4,
         "NumericsError": 5,
         "RecipeError": 6,
+        "ArchitectureError": 6,
     }
 
 

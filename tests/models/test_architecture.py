@@ -169,7 +169,12 @@ def test_a_wrong_shape_is_named_with_the_shape_wanted():
 
     architecture, roles = deepseek_roles()
     with pytest.raises(CheckpointError, match=r"gate_proj.weight: shape \[8, 4\].*\[4, 8\]"):
-        check_shapes(architecture.read_config(DEEPSEEK), roles, {name: Header() for name in roles})
+        check_shapes(
+            architecture,
+            architecture.read_config(DEEPSEEK),
+            roles,
+            {name: Header() for name in roles},
+        )
 
 
 GPT_OSS = {

@@ -1,0 +1,303 @@
+"""The table of architectures that comes with moequant, and files of users in the same schema.
+
+A file adds what the table has not, or says otherwise of what it has: of a checkpoint whose
+`model_type` it names, it alone is asked. What was used goes into moequant.json whole, so that who
+reads the result needs the file no more.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
+
+from moequant.errors import ArchitectureError, UnsupportedError
+from moequant.models.architecture import Architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+FLAG = "--architecture FILE.toml (docs/architectures.md)"
+"""How a user adds what the table has not."""
+
+_MOST_STARS = 2
+"""In one pattern: each doubles the ways to match a name, and files may be hostile."""
+
+
+def _named(pattern: str, wanted: tuple[str, ...]) -> str:
+    fields = re.findall(r"\{[^{}]*\}", pattern)
+    if sorted(fields) != sorted(f"{{{field}}}" for field in wanted) or "*" in pattern:
+        listed = " and ".join(f"{{{field}}}" for field in wanted)
+        raise ValueError(f"{pattern!r} needs {listed}, each once, and no other braces and no *")
+    return pattern
+
+
+def _expert_pattern(pattern: str) -> str:
+    _named(pattern, ("layer", "expert", "projection"))
+    if not pattern.endswith(".weight"):
+        raise ValueError(f"{pattern!r} does not end in .weight, as the name of a linear layer does")
+    return pattern
+
+
+def _stack_pattern(pattern: str) -> str:
+    return _named(pattern, ("layer",))
+
+
+def _role_pattern(pattern: str) -> str:
+    if not pattern or pattern.count("*") > _MOST_STARS:
+        raise ValueError(f"{pattern!r} is empty, or has more than {_MOST_STARS} *")
+    rest = re.sub(r"\{(layer|expert|[^{}|]+(\|[^{}|]+)+)\}", "", pattern)
+    if "{" in rest or "}" in rest:
+        raise ValueError(f"{pattern!r}: braces hold layer, expert, or names between |")
+    return pattern
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_Name = Annotated[str, Field(min_length=1)]
+_Names = Annotated[list[_Name], Field(min_length=1)]
+_StackPattern = Annotated[str, AfterValidator(_stack_pattern)]
+
+
+class _Sparse(_Strict):
+    first: _Name | None = None
+    last: _Name | None = None
+    step: _Name | None = None
+    phase: _Name | None = None
+    dense: Annotated[_Name | None, Field(alias="except")] = None
+    kinds: _Name | _Names | None = None
+    kind: _Name | _Names | None = None
+    listed: _Name | None = None
+    offset: int = 0
+
+
+class _ActFn(_Strict):
+    name: _Name | None = None
+    default: _Name | None = None
+    alpha: float | int | None = None
+    limit: float | int | None = None
+    limits: _Name | None = None
+    limited: _Name | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> _ActFn:
+        if (self.limits is None) != (self.limited is None):
+            raise ValueError("limits and limited go together")
+        return self
+
+
+class _Stacked(_Strict):
+    gate_up: _StackPattern | None = None
+    gate: _StackPattern | None = None
+    up: _StackPattern | None = None
+    down: _StackPattern
+    transposed: StrictBool | list[Literal["gate_up", "gate", "up", "down"]] | None = None
+    interleaved: StrictBool | None = None
+    biased: StrictBool = False
+    flat: StrictBool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> _Stacked:
+        if (self.gate_up is None) == (self.up is None):
+            raise ValueError("name gate_up, or up (and gate), besides down")
+        if self.gate_up is not None and self.interleaved is None:
+            raise ValueError(
+                "gate_up wants interleaved = true, where the rows of gate and up take turns, or "
+                "false, where gate's come first: no shape tells, the model's forward does"
+            )
+        if self.flat and self.biased:
+            raise ValueError("flat and biased together are nothing that is read")
+        return self
+
+
+class _Entry(_Strict):
+    name: _Name
+    model_types: _Names
+    experts: Annotated[str, AfterValidator(_expert_pattern)]
+    projections: dict[Literal["gate", "up", "down"], _Name]
+    config: dict[
+        Literal[
+            "experts", "top_k", "intermediate", "hidden", "layers", "activation", "alpha", "limit",
+            "mtp_layers",
+        ],
+        _Names,
+    ]  # fmt: skip
+    section: _Name | None = None
+    per_layer: list[Literal["experts", "top_k", "intermediate"]] = []
+    sparse: _Sparse = _Sparse()
+    routing: _Name | None = None
+    act_fn: _ActFn = _ActFn()
+    act_fns: dict[str, _Name] = {}
+    stacked: _Stacked | None = None
+    dialects: _Names | None = None
+    roles: dict[_Name, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
+    fused: list[_Names] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> _Entry:
+        if not {"up", "down"} <= self.projections.keys():
+            raise ValueError("projections names up and down, and gate where experts have one")
+        if len(set(self.projections.values())) != len(self.projections):
+            raise ValueError("projections gives one name to two of them")
+        missing = {"experts", "top_k", "intermediate"} - self.config.keys()
+        if missing:
+            raise ValueError(f"config has no {', '.join(sorted(missing))}")
+        if self.stacked is not None:
+            stacks_gate = self.stacked.gate_up is not None or self.stacked.gate is not None
+            if stacks_gate != ("gate" in self.projections):
+                raise ValueError("stacked and projections disagree on whether there is a gate")
+        return self
+
+
+class _File(_Strict):
+    architecture: Annotated[list[_Entry], Field(min_length=1)]
+    fused: list[_Names] = []
+    act_fns: dict[str, _Name] = {}
+    common: dict[_Name, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
+
+
+def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
+    """The architectures of a user's file, in the schema of architectures.toml.
+
+    Raises:
+        ArchitectureError: not to be read, not TOML, or not the schema; names the place in it.
+    """
+    path = Path(file)
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ArchitectureError(
+            f"{path}: {reason}; an architecture is described in a TOML file: docs/architectures.md"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ArchitectureError(f"{path}: not TOML: {error}") from None
+    return _architectures_of(document, str(path))
+
+
+def recorded_architecture(definition: object, origin: str) -> Architecture:
+    """The architecture that a record holds, which errors call `origin`.
+
+    Raises:
+        ArchitectureError: it is not one; names the place in it.
+    """
+    (architecture,) = _architectures_of({"architecture": [definition]}, origin)
+    return architecture
+
+
+def find_architecture(config: Mapping[str, Any], own: Sequence[Architecture] = ()) -> Architecture:
+    """The architecture of a checkpoint with this config.json.
+
+    Args:
+        config: it.
+        own: what a user's file or a record describes; then the table is not asked.
+
+    Raises:
+        UnsupportedError: `model_type` is missing or not described; says by whom it could be.
+    """
+    model_type = config.get("model_type")
+    for architecture in own or architectures():
+        if model_type in architecture.model_types:
+            return architecture
+    known = ", ".join(sorted(t for a in own or architectures() for t in a.model_types))
+    if own:
+        raise UnsupportedError(
+            f"config.json: model_type {model_type!r} is not in {own[0].origin}, which describes "
+            f"{known}; add it to model_types there, or add an [[architecture]]"
+        )
+    raise UnsupportedError(
+        f"config.json: model_type {model_type!r} is not in the architecture table; known are "
+        f"{known}. Describe it in a file and name that: {FLAG}"
+    )
+
+
+@cache
+def architectures() -> tuple[Architecture, ...]:
+    """Every architecture of the table."""
+    table = _table()
+    return tuple(
+        Architecture(
+            entry, table["common"], fused=table["fused"], act_fns=table["act_fns"], origin=None
+        )
+        for entry in table["architecture"]
+    )
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("moequant.models").joinpath("architectures.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Architecture, ...]:
+    """What a file in our schema describes, each complete in itself."""
+    try:
+        file = _File.model_validate(document)
+    except ValidationError as error:
+        raise ArchitectureError(f"{origin}: {_explain(error)}; see docs/architectures.md") from None
+    entries = [
+        e.model_dump(mode="json", by_alias=True, exclude_unset=True) for e in file.architecture
+    ]
+    claimed = [model_type for entry in entries for model_type in entry["model_types"]]
+    twice = {model_type for model_type in claimed if claimed.count(model_type) > 1}
+    if twice:
+        raise ArchitectureError(f"{origin}: model_type {min(twice)!r} is described twice")
+    table = _table()
+    return tuple(
+        Architecture(
+            _whole(entry, file),
+            table["common"],
+            fused=table["fused"],
+            act_fns=table["act_fns"],
+            origin=origin,
+        )
+        for entry in entries
+    )
+
+
+def _whole(entry: dict[str, Any], file: _File) -> dict[str, Any]:
+    """An entry with what stands at the head of its file."""
+    roles = {role: list(patterns) for role, patterns in entry.get("roles", {}).items()}
+    for role, patterns in file.common.items():
+        roles.setdefault(role, []).extend(patterns)
+    head = {
+        "roles": roles,
+        "fused": [*entry.get("fused", ()), *file.fused],
+        "act_fns": {**file.act_fns, **entry.get("act_fns", {})},
+    }
+    return {**entry, **{key: value for key, value in head.items() if value}}
+
+
+def _explain(error: ValidationError) -> str:
+    return "; ".join(
+        f"{_place(entry['loc'])}: "
+        + (
+            "unknown key"
+            if entry["type"] == "extra_forbidden"
+            else entry["msg"].removeprefix("Value error, ")
+        )
+        for entry in error.errors(include_url=False)[:3]
+    )
+
+
+def _place(location: Iterable[int | str]) -> str:
+    """Where in the file; entries of a list are counted from one."""
+    text = ""
+    for part in location:
+        text += f" {part + 1}" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".") or "the file"

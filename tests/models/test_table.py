@@ -1,0 +1,360 @@
+"""Files in which users describe an architecture: what is read, and what is refused and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from importlib import resources
+
+import pytest
+
+from moequant.errors import ArchitectureError, CheckpointError, UnsupportedError
+from moequant.models import (
+    architectures,
+    find_architecture,
+    orientation,
+    read_architectures,
+    read_model,
+    recorded_architecture,
+)
+from moequant.models.table import _Entry, _File
+
+FILE = """
+fused = [["wq", "wk", "wv"]]
+
+[act_fns]
+swishy = "silu"
+
+[common]
+norm = ["net.final_norm.weight"]
+
+[[architecture]]
+name = "mine"
+model_types = ["my_moe"]
+experts = "net.{layer}.ffn.experts.{expert}.{projection}.weight"
+projections = { gate = "lin_g", up = "lin_u", down = "lin_d" }
+config.experts = ["moe.count"]
+config.top_k = ["moe.active"]
+config.intermediate = ["moe.width"]
+roles.router = ["net.{layer}.ffn.pick.weight"]
+"""
+STACKED = """
+[architecture.stacked]
+gate_up = "net.{layer}.ffn.experts.w_in"
+down = "net.{layer}.ffn.experts.w_out"
+interleaved = false
+"""
+CONFIG = {
+    "model_type": "my_moe",
+    "hidden_act": "swishy",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "moe": {"count": 2, "active": 1, "width": 6},
+}
+
+
+class Header:
+    def __init__(self, *shape):
+        self.shape = shape
+
+
+@pytest.fixture
+def own(tmp_path):
+    """own(text): the architectures of a file with this text, and a line that names it."""
+
+    def own(text=FILE):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return read_architectures(path)
+
+    return own
+
+
+def singles(experts=(0, 1), **renamed):
+    names = {"lin_g": (6, 8), "lin_u": (6, 8), "lin_d": (8, 6)}
+    return {
+        f"net.0.ffn.experts.{expert}.{renamed.get(leaf, leaf)}.weight": Header(*shape)
+        for expert in experts
+        for leaf, shape in names.items()
+    }
+
+
+def test_the_table_is_in_the_schema_of_users_files():
+    text = resources.files("moequant.models").joinpath("architectures.toml").read_text("utf-8")
+    file = _File.model_validate(tomllib.loads(text))
+    assert [entry.name for entry in file.architecture] == [a.name for a in architectures()]
+    said = [e.stacked.transposed for e in file.architecture if e.stacked is not None]
+    assert said, "some stack their experts"
+    assert None not in said
+
+
+def test_a_file_says_what_a_model_is(own):
+    (architecture,) = own()
+    model = read_model(CONFIG, singles(), [architecture])
+    assert model.layers == (0,)
+    moe = model.moe
+    assert (moe.experts, moe.top_k, moe.intermediate, moe.activation) == (2, 1, 6, "silu")
+    assert architecture.classify("net.0.ffn.pick.weight").role == "router"
+    assert architecture.classify("net.final_norm.weight").role == "norm"
+    assert architecture.classify("model.embed_tokens.weight").role == "embedding"
+
+
+def test_gate_and_up_are_fused_without_being_told_and_sets_of_the_file_too(own):
+    (architecture,) = own()
+    assert architecture.fused[:2] == (("lin_g", "lin_u"), ("wq", "wk", "wv"))
+    assert ("q_proj", "k_proj", "v_proj") in architecture.fused
+
+
+def test_what_is_recorded_describes_the_same(own):
+    (architecture,) = own()
+    recorded = json.loads(json.dumps(architecture.definition))
+    again = recorded_architecture(recorded, "moequant.json")
+    assert again.definition == architecture.definition
+    assert again.fused == architecture.fused
+    assert again.origin == "moequant.json"
+    assert again.classify("net.final_norm.weight").role == "norm"
+    assert copy.deepcopy(again).definition == recorded
+
+
+def test_our_own_table_is_not_recorded():
+    assert all(a.definition is None for a in architectures())
+
+
+def test_a_file_goes_before_the_table(own):
+    (mine,) = own(FILE.replace("my_moe", "qwen3_moe"))
+    assert find_architecture({"model_type": "qwen3_moe"}, [mine]) is mine
+    assert find_architecture({"model_type": "qwen3_moe"}).name == "qwen3_moe"
+
+
+def test_an_unknown_architecture_is_told_of_the_file_that_could_describe_it():
+    with pytest.raises(UnsupportedError, match=r"'my_moe' is not .*--architecture FILE.toml"):
+        find_architecture({"model_type": "my_moe"})
+
+
+def test_a_file_that_is_of_another_model_says_what_to_add_to_it(own):
+    with pytest.raises(
+        UnsupportedError, match=r"'other' is not in .*mine.toml, which describes my_moe; add it to"
+    ):
+        find_architecture({"model_type": "other"}, own())
+
+
+def test_a_renamed_tensor_is_told_where_its_rule_goes(own):
+    renamed = singles(lin_g="gate")
+    with pytest.raises(
+        UnsupportedError,
+        match=r"0.gate.weight: looks like an expert.*change `experts` or `stacked` in .*mine.toml; "
+        r"if it is no expert's weight and is kept, add roles.NAME",
+    ):
+        read_model(CONFIG, renamed, own())
+
+
+def test_without_a_file_a_renamed_tensor_is_told_of_one():
+    name = "model.layers.0.mlp.experts.0.gate.weight"
+    with pytest.raises(UnsupportedError, match=r"looks like an expert.*--architecture FILE.toml"):
+        find_architecture({"model_type": "qwen3_moe"}).classify(name)
+
+
+def test_an_expert_more_than_config_json_says_is_told_where_the_count_is_read(own):
+    with pytest.raises(
+        CheckpointError,
+        match=r"experts.2.lin_g.weight: not expected; config.json says 2 experts in 1 of 1 layers.*"
+        r"change `config.experts` or `sparse` in .*mine.toml",
+    ):
+        read_model(CONFIG, singles(experts=(0, 1, 2)), own())
+
+
+def test_an_expert_less_than_config_json_says_is_told_where_names_are_read(own):
+    with pytest.raises(
+        CheckpointError,
+        match=r"experts.1.lin_g.weight: missing; config.json says 2 .*change `experts` or `stacked`"
+        r" in .*mine.toml",
+    ):
+        read_model(CONFIG, singles(experts=(0,)), own())
+
+
+def stacks(gate_up, down):
+    return {
+        "net.0.ffn.experts.w_in": Header(*gate_up),
+        "net.0.ffn.experts.w_out": Header(*down),
+    }
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down", "turned"),
+    [((2, 12, 8), (2, 8, 6), False), ((2, 8, 12), (2, 6, 8), True)],
+)
+def test_sizes_in_config_json_decide_how_a_stack_lies_where_the_file_does_not(
+    own, gate_up, down, turned
+):
+    model = read_model(CONFIG, stacks(gate_up, down), own(FILE + STACKED))
+    assert {place.transposed for place in model.places.values()} == {turned}
+
+
+def test_each_stack_may_lie_its_own_way(own):
+    model = read_model(CONFIG, stacks((2, 12, 8), (2, 6, 8)), own(FILE + STACKED))
+    assert model.places["net.0.ffn.experts.1.lin_d.weight"].transposed
+    assert not model.places["net.0.ffn.experts.1.lin_u.weight"].transposed
+
+
+@pytest.mark.parametrize("width", [8, 4])
+def test_a_shape_that_fits_two_orientations_is_refused_until_the_file_says_which(own, width):
+    """down is square where H = I, and gate_up where H = 2 I."""
+    config = CONFIG | {"moe": CONFIG["moe"] | {"width": width}}
+    headers = stacks((2, 2 * width, 8), (2, 8, width))
+    named = "w_out" if width == 8 else "w_in"
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"{named}: shape \[2, 8, 8\] fits two orientations.*transposed = true.*mine.toml",
+    ):
+        read_model(config, headers, own(FILE + STACKED))
+    model = read_model(config, headers, own(FILE + STACKED + "transposed = false\n"))
+    assert not any(place.transposed for place in model.places.values())
+    if width == 8:
+        turned = stacks((2, 8, 16), (2, 8, 8))
+        model = read_model(config, turned, own(FILE + STACKED + "transposed = true\n"))
+        assert all(place.transposed for place in model.places.values())
+
+
+@pytest.mark.parametrize(
+    ("said", "gate_up", "message"),
+    [
+        ("", (2, 9, 8), r"shape \[2, 9, 8\], but .* \[2, 12, 8\] by config.json, or transposed"),
+        ("transposed = true\n", (2, 12, 8), r"\[2, 8, 12\] by .* and not as \[N, K\]; .*mine.toml"),
+        ("transposed = false\n", (2, 8, 12), r"\[2, 12, 8\] by .* and not transposed, \[K, N\];"),
+        ("transposed = ['down']\n", (2, 8, 12), r"\[2, 12, 8\] by .* and not transposed"),
+        ("", (3, 12, 8), r"shape \[3, 12, 8\], but of all experts of a layer it is \[2, 12, 8\]"),
+    ],
+)
+def test_a_stack_of_another_shape_is_told_what_would_fit(own, said, gate_up, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_model(CONFIG, stacks(gate_up, (2, 8, 6)), own(FILE + STACKED + said))
+
+
+def test_experts_one_below_the_other_have_no_dimension_of_their_own(own):
+    flat = STACKED + "flat = true\n"
+    model = read_model(CONFIG, stacks((24, 8), (12, 8)), own(FILE + flat))
+    up = model.places["net.0.ffn.experts.1.lin_u.weight"]
+    assert (up.expert, up.height, up.rows, up.transposed) == (1, 12, range(6, 12), False)
+    down = model.places["net.0.ffn.experts.1.lin_d.weight"]
+    assert (down.expert, down.height, down.rows, down.transposed) == (1, 6, None, True)
+
+
+NO_GATE = FILE.replace('gate = "lin_g", ', "")
+
+
+def test_experts_may_have_no_gate(own):
+    headers = {n: h for n, h in singles().items() if "lin_g" not in n}
+    (architecture,) = own(NO_GATE)
+    model = read_model(CONFIG, headers, [architecture])
+    assert model.moe.projections == ("up", "down")
+    assert not model.moe.act_fn.gated
+    with pytest.raises(UnsupportedError, match="looks like an expert"):
+        read_model(CONFIG, singles(), [architecture])
+    with pytest.raises(CheckpointError, match=r"experts.0.lin_u.weight: missing"):
+        read_model(CONFIG, {n: h for n, h in headers.items() if "lin_u" not in n}, [architecture])
+
+
+@pytest.mark.parametrize(
+    ("stacked", "shape", "way"),
+    [
+        (STACKED, (2, 12, 8), "[E, N, K], N: gate, then up"),
+        (STACKED, (2, 8, 12), "[E, K, N], N: gate, then up"),
+        (STACKED, (2, 9, 9), "[E, N, K] or [E, K, N], N: gate, then up"),
+        (STACKED.replace("false", "true"), (2, 12, 8), "[E, N, K], N: gate and up in turns"),
+        (STACKED + "flat = true\n", (24, 8), "[E*N, K], N: gate, then up"),
+    ],
+)
+def test_how_a_stack_lies_is_said_in_words(own, stacked, shape, way):
+    (architecture,) = own(FILE + stacked)
+    moe = architecture.read_config(CONFIG)
+    role = architecture.classify("net.0.ffn.experts.w_in")
+    assert orientation(architecture, moe, role, shape) == way
+
+
+ENTRY = {
+    "name": "mine",
+    "model_types": ["my_moe"],
+    "experts": "l.{layer}.experts.{expert}.{projection}.weight",
+    "projections": {"gate": "w1", "up": "w3", "down": "w2"},
+    "config": {"experts": ["e"], "top_k": ["k"], "intermediate": ["i"]},
+    "stacked": {"gate_up": "l.{layer}.gu", "down": "l.{layer}.d", "interleaved": False},
+}
+
+
+def changed(path, value):
+    entry = copy.deepcopy(ENTRY)
+    *parents, last = path.split("/")
+    inner = entry
+    for key in parents:
+        inner = inner[key]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return entry
+
+
+def test_the_entry_that_is_changed_below_is_right():
+    _Entry.model_validate(ENTRY)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("name", None, "architecture 1.name: Field required"),
+        ("names", "x", "architecture 1.names: unknown key"),
+        ("model_types", [], "architecture 1.model_types: "),
+        ("model_types", "my_moe", "architecture 1.model_types: "),
+        ("experts", "l.{layer}.{projection}.weight", r"needs \{layer\} and \{expert\} and"),
+        ("experts", "l.{layer}.{expert}.{projection}", "does not end in .weight"),
+        ("experts", "l.{layer}.*.{expert}.{projection}.weight", r"no \*"),
+        ("projections/up", None, "projections names up and down"),
+        ("projections/up", "w1", "one name to two"),
+        ("projections/gate", None, "disagree on whether there is a gate"),
+        ("config/top_k", None, "config has no top_k"),
+        ("config/width", ["i"], "architecture 1.config.width"),
+        ("stacked/interleaved", None, "interleaved = true, where the rows"),
+        ("stacked/gate_up", None, "name gate_up, or up"),
+        ("stacked/up", "l.{layer}.u", "name gate_up, or up"),
+        ("stacked/down", "l.d", r"needs \{layer\}"),
+        ("stacked/transposed", "yes", "architecture 1.stacked.transposed"),
+        ("stacked/biased", 1, "architecture 1.stacked.biased"),
+        ("sparse", {"offset": "1"}, "architecture 1.sparse.offset"),
+        ("act_fn", {"limits": "x"}, "limits and limited go together"),
+        ("roles", {"router": ["a.{b.weight"]}, "braces hold layer, expert, or names"),
+        ("roles", {"router": ["a*b*c*"]}, r"more than 2 \*"),
+        ("roles", {"router": "a"}, "architecture 1.roles.router"),
+    ],
+)
+def test_an_entry_that_is_none_is_refused_by_its_place(path, value, message):
+    with pytest.raises(ArchitectureError, match=f"^RECORD: .*{message}"):
+        recorded_architecture(changed(path, value), "RECORD")
+
+
+@pytest.mark.parametrize("definition", [7, [], "x", {}])
+def test_a_record_that_is_no_description_is_refused(definition):
+    with pytest.raises(ArchitectureError, match=r"^RECORD: architecture 1"):
+        recorded_architecture(definition, "RECORD")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[architecture]", "mine.toml: not TOML"),
+        ("fused = []", "mine.toml: architecture: Field required"),
+        ("architecture = []", "mine.toml: architecture: "),
+        (FILE + FILE.split("[common]")[1].partition("\n\n")[2], "'my_moe' is described twice"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(own, text, message):
+    with pytest.raises(ArchitectureError, match=message):
+        own(text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ArchitectureError, match=r"none.toml: No such file.*docs/architectures.md"):
+        read_architectures(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArchitectureError, match=r"bytes.toml: not UTF-8 text"):
+        read_architectures(tmp_path / "bytes.toml")
