@@ -1,4 +1,4 @@
-"""moequant bench experts --shape NAME --tokens LIST."""
+"""moequant bench experts --shape all|NAME,... --tokens LIST [--against NAME,...]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moequant.cli import options
 from moequant.cli.output import Output, size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 TOKENS = "1,8,32,128,512,2048,8192"
 
@@ -27,11 +27,31 @@ def parse_tokens(ctx: click.Context, param: click.Parameter, value: str) -> list
     return tokens
 
 
+def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
+    """A tiling in a few words: what is on, and how often what is split; `rows` comes first."""
+    if tiling is None:
+        return "-"
+    parts = [
+        name if value is True else f"{name} {value}"
+        for name, value in tiling.items()
+        if value is not False and (value != 1 or value is True)
+    ]
+    return ", ".join(parts)
+
+
+def _check_folder(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """A file whose folder is there: what comes to be written took minutes to measure."""
+    if value is not None and not value.parent.is_dir():
+        raise click.BadParameter(f"{value.parent} is no folder; make it first", ctx, param)
+    return value
+
+
 @click.command("experts", short_help="Time fused experts on a GPU.")
 @click.option(
     "--shape",
-    metavar="NAME|ExHxIxT",
-    help="Layer to time: a model such as qwen3-30b, or sizes such as 128x2048x768x8.",
+    metavar="all|NAME,...",
+    help="Layers to time: models such as qwen3-30b, sizes such as 128x2048x768x8 (experts, hidden, "
+    "intermediate, experts a token; gated SiLU without biases), or all models there are.",
 )
 @click.option(
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
@@ -43,16 +63,23 @@ def parse_tokens(ctx: click.Context, param: click.Parameter, value: str) -> list
     "--against", metavar="NAME,...", default="",
     help="Also time these: other backends, grouped_mm (torch in BF16), vllm.",
 )  # fmt: skip
+@click.option("--stages", is_flag=True, help="Also time each launch of a call by itself.")
+@click.option("--host", is_flag=True, help="Also time an eager call on the host.")
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
 )
 @click.option(
+    "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
+    callback=_check_folder,
+    help="Also write the document that --json prints, after every layer.",
+)  # fmt: skip
+@click.option(
     "--plot", metavar="FILE.png", type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the times.",
+    callback=_check_folder, help="Draw the times over the floor.",
 )  # fmt: skip
 @click.option(
     "--from", "saved", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
-    help="Show what --json printed before, instead of measuring.",
+    help="Show what --output wrote before, instead of measuring.",
 )  # fmt: skip
 @options.json_option
 def command(
@@ -61,15 +88,20 @@ def command(
     format: str,
     backend: str | None,
     against: str,
+    stages: bool,
+    host: bool,
     device: str,
+    output: Path | None,
     plot: Path | None,
     saved: Path | None,
     as_json: bool,
 ) -> None:
-    """Time a layer of random experts, from hidden states to output.
+    """Time layers of random experts, from hidden states to output.
 
     Medians of CUDA-graph replays, beside the floor of the routing timed and this GPU's ceilings.
     """
+    from moequant.benchmarks.saved import read_run, write_run
+
     out = Output(as_json=as_json)
     if (shape is None) == (saved is None):
         raise click.UsageError("give --shape to measure, or --from to show what was measured")
@@ -78,23 +110,15 @@ def command(
 
         check_plots()
     if saved is not None:
-        from moequant.benchmarks.saved import read_run
-
-        document = read_run(saved)
+        documents: Iterable[dict[str, Any]] = [read_run(saved)]
     else:
-        from moequant.benchmarks.experts import bench_experts
-        from moequant.benchmarks.shapes import parse_shape
-
         assert shape is not None
-        document = bench_experts(
-            parse_shape(shape),
-            tokens,
-            format=format,
-            backend=backend,
-            against=[name for name in against.split(",") if name],
-            device=device,
-            name=shape,
-        ).document()
+        names = [name for name in against.split(",") if name]
+        asked = {"tokens": tokens, "format": format, "backend": backend, "against": names}
+        documents = _measure(out, shape, device, {**asked, "stages": stages, "host": host})
+    for document in documents:  # after every layer: an interruption costs no more than one
+        if output is not None:
+            write_run(document, output)
     if plot is not None:
         from moequant.benchmarks.plot import plot_experts
 
@@ -102,35 +126,76 @@ def command(
     out.result(document, _show)
 
 
+def _measure(
+    out: Output, shape: str, device: str, asked: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    from moequant.benchmarks.experts import Measure, bench_experts
+    from moequant.benchmarks.shapes import parse_shapes
+
+    shapes = parse_shapes(shape)
+    with out.progress() as progress:
+        for result in bench_experts(shapes, Measure(**asked), device=device, progress=progress):
+            yield result.document()
+
+
 def _show(out: Output, document: Mapping[str, Any]) -> None:
     machine, ceilings = document["machine"], document["ceilings"]
-    versions = ", ".join(f"{name} {text}" for name, text in machine.items() if name != "gpu")
-    out.line(f"{document['shape']}, {document['format']} by {document['backend']}")
-    out.line(f"{machine['gpu']}, {versions}")
+    out.line(f"{machine['gpu']}, {document['format']}, {document['measured']}")
+    out.line(", ".join(f"{name} {text}" for name, text in machine.items() if name != "gpu"))
     fp8 = f"FP8 {ceilings['fp8_tflops']:.0f}, " if ceilings["fp8_tflops"] else ""
     out.line(
         f"reads {ceilings['read_tb_per_s']:.2f} TB/s, multiplies {fp8}"
         f"BF16 {ceilings['bf16_tflops']:.0f} TFLOPS"
     )
+    for layer in document["layers"]:
+        _show_layer(out, layer)
+
+
+def _show_layer(out: Output, layer: Mapping[str, Any]) -> None:
     out.line()
-    cells = document["cells"]
-    others = list(dict.fromkeys(name for cell in cells for name in cell["times"]))[1:]
+    biases = "biases" if layer["biased"] else "no biases"
+    out.line(
+        f"{layer['shape']}: {layer['experts']} experts, {layer['topk']} a token, "
+        f"hidden {layer['hidden']}, intermediate {layer['intermediate']}, {layer['act_fn']}, "
+        f"{biases}; by {layer['backend']}"
+    )
+    cells = layer["cells"]
+    timed = dict.fromkeys(name for cell in cells for name in cell["times"])
+    others = [name for name in timed if name != "moequant"]
+    stages = list(dict.fromkeys(name for cell in cells for name in cell["stages_us"] or ()))
+    host = any(cell["host_us"] for cell in cells)
     numbers = ["us", "p20", "p80", "moved", "TB/s", "TFLOPS", "floor us", "share"]
-    columns = [">tokens", *(f">{name}" for name in numbers)]
-    out.table([*columns, *(f">{name} us" for name in others)], [_row(c, others) for c in cells])
-    for name, reason in cells[0]["refusals"].items():
+    numbers += [f"{name} us" for name in others]
+    numbers += ["host us"] if host else []
+    out.table(
+        [">tokens", *(f">{name}" for name in numbers), "tiling"],
+        [list(_row(cell, others, host=host)) for cell in cells],
+    )
+    if stages:
+        out.table(
+            [">tokens", *(f">{name} us" for name in stages)],
+            [[str(cell["tokens"]), *_stage_times(cell, stages)] for cell in cells],
+        )
+    for name, reason in layer["refusals"].items():
         out.line(f"{name} was not timed: {reason}")
 
 
-def _row(cell: Mapping[str, Any], others: list[str]) -> list[str]:
-    ours = next(iter(cell["times"].values()))
-    return [
-        str(cell["tokens"]),
-        *(f"{ours[key]:.1f}" for key in ("median_us", "p20_us", "p80_us")),
-        size(round(cell["bytes_moved"])),
-        f"{cell['tb_per_s']:.2f}",
-        f"{cell['tflops']:.0f}",
-        f"{cell['floor_us']:.1f}",
-        f"{cell['share_of_floor']:.0%}",
-        *(f"{cell['times'][n]['median_us']:.1f}" if n in cell["times"] else "-" for n in others),
-    ]
+def _row(cell: Mapping[str, Any], others: Sequence[str], *, host: bool) -> Iterator[str]:
+    ours = cell["times"]["moequant"]
+    yield str(cell["tokens"])
+    yield from (f"{ours[key]:.1f}" for key in ("median_us", "p20_us", "p80_us"))
+    yield size(round(cell["bytes_moved"]))
+    yield f"{cell['tb_per_s']:.2f}"
+    yield f"{cell['tflops']:.0f}"
+    yield f"{cell['floor_us']:.1f}"
+    yield f"{cell['share_of_floor']:.0%}"
+    for name in others:
+        yield f"{cell['times'][name]['median_us']:.1f}" if name in cell["times"] else "-"
+    if host:
+        yield f"{cell['host_us']:.0f}" if cell["host_us"] else "-"
+    yield describe_tiling(cell["tiling"])
+
+
+def _stage_times(cell: Mapping[str, Any], stages: Sequence[str]) -> Iterator[str]:
+    times = cell["stages_us"] or {}
+    return (f"{times[name]:.1f}" if name in times else "-" for name in stages)

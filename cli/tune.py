@@ -1,4 +1,4 @@
-"""moequant tune --shape NAME --tokens LIST."""
+"""moequant tune --shape all|NAME,... --tokens LIST."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.bench_experts import parse_tokens
+from moequant.cli.bench_experts import describe_tiling, parse_tokens
 from moequant.cli.output import Output
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
-@click.command("tune", short_help="Find and keep the fastest tilings for a layer.")
+@click.command("tune", short_help="Find and keep the fastest tilings for layers.")
 @click.option(
     "--shape",
-    metavar="NAME|ExHxIxT",
+    metavar="all|NAME,...",
     required=True,
-    help="A model such as qwen3-30b, or sizes such as 128x2048x768x8.",
+    help="Layers: models such as qwen3-30b, sizes such as 128x2048x768x8, or all models there are.",
 )
 @click.option(
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
@@ -34,37 +34,43 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 )
 @click.option(
     "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
-    help="Table to write.  [default: this user's, which every later call looks into]",
+    help="Table to write into.  [default: this user's, which every later call looks into]",
 )  # fmt: skip
 @options.json_option
 @options.quiet_option
 def command(
     shape: str, tokens: list[int], device: str, output: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    """Time the tilings of the FP8 block kernels for a layer, and keep the fastest."""
-    from moequant.benchmarks.shapes import parse_shape
+    """Time the tilings of the FP8 block kernels for layers, and keep the fastest.
+
+    What a table has of other layers and numbers of tokens stays in it.
+    """
+    from moequant.benchmarks.shapes import parse_shapes
     from moequant.benchmarks.tune import tune
 
     out = Output(as_json=as_json, quiet=quiet)
+    shapes = parse_shapes(shape)
     with out.progress() as progress:
-        result = tune(parse_shape(shape), tokens, device=device, path=output, progress=progress)
+        result = tune(shapes, tokens, device=device, path=output, progress=progress)
     out.result(asdict(result), _show)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
-    cells = document["cells"]
-    knobs = list(cells[0]["tiling"])
     out.table(
-        [">tokens", *(f">{knob}" for knob in knobs), ">us", ">formula us", ">tried"],
+        ["shape", ">tokens", ">us before", ">us after", ">tried", "before", "after"],
         [
-            (
+            [
+                cell["shape"],
                 str(cell["tokens"]),
-                *(str(cell["tiling"][knob]) for knob in knobs),
-                f"{cell['time_us']:.1f}",
-                f"{cell['default_us']:.1f}",
-                str(cell["candidates"]),
-            )
-            for cell in cells
+                f"{cell['before']['time_us']:.1f}",
+                f"{cell['after']['time_us']:.1f}",
+                str(len(cell["tried"])),
+                describe_tiling(cell["before"]["tiling"]),
+                describe_tiling(cell["after"]["tiling"])
+                if cell["after"] != cell["before"]
+                else "the same",
+            ]
+            for cell in document["cells"]
         ],
     )
     out.line(f"{document['gpu']}, written to {document['path']}")

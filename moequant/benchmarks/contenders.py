@@ -23,7 +23,7 @@ from moequant.runtime.act_fn import SILU
 from moequant.runtime.backends import FusedBackend, backends
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -38,6 +38,18 @@ def contender_names() -> list[str]:
     return [*backends(), *_OTHERS]
 
 
+def check_known(names: Iterable[str]) -> None:
+    """Ask, before anything is timed, whether all of these can be made.
+
+    Raises:
+        UnsupportedError: nothing has one of the names.
+    """
+    for name in names:
+        if name not in contender_names():
+            known = ", ".join(contender_names())
+            raise UnsupportedError(f"there is nothing called {name!r} to time; there are {known}")
+
+
 def make_contender(name: str, weights: ExpertWeights) -> Experts:
     """`experts(hidden, ids, topk_weights)` by `name`.
 
@@ -45,12 +57,9 @@ def make_contender(name: str, weights: ExpertWeights) -> Experts:
         UnsupportedError: nothing is called that, or it does not run these experts here, or not
             within a CUDA graph; says why.
     """
+    check_known([name])
     if name in _OTHERS:
         return _OTHERS[name](weights)
-    if name not in backends():
-        raise UnsupportedError(
-            f"there is nothing called {name!r} to time; there are {', '.join(contender_names())}"
-        )
     return capturable(FusedExperts(weights, backend=name))
 
 

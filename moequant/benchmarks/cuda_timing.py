@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+REPLAYS = 20
+TURNS = 4
+"""In which these are made."""
+REST_S = 0.3
+"""In front of a turn, where one is asked for: at full load an H200 is at its power limit within
+tens of milliseconds, and clocks lower from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +65,35 @@ def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def time_interleaved(
-    contenders: Mapping[str, Sequence[Callable[[], object]]], replays: int = 20
-) -> dict[str, Time]:
-    """Time of one call of each contender: graphs of all its calls, replayed in turn."""
+    contenders: Mapping[Name, Sequence[Callable[[], object]]], *, rests: bool = False
+) -> dict[Name, Time]:
+    """Time of one call of each contender: a graph of all its calls, replayed REPLAYS times.
+
+    Args:
+        contenders: calls by what the result calls them. They take TURNS turns.
+        rests: whether the GPU rests for REST_S in front of a turn.
+    """
     graphs = {name: capture(calls) for name, calls in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(replays):
+    times: dict[Name, list[float]] = {name: [] for name in contenders}
+    for _ in range(TURNS):
         for name, graph in graphs.items():
-            times[name].append(_replay_us(graph) / len(contenders[name]))
+            if rests:
+                time.sleep(REST_S)
+            turn = [_replay_us(graph) / len(contenders[name]) for _ in range(REPLAYS // TURNS)]
+            times[name] += turn
     return {name: _time(values) for name, values in times.items()}
+
+
+def host_time_us(call: Callable[[], object], calls: int = 100) -> float:
+    """Median time that a call takes on the host, while the GPU has nothing else to do."""
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -88,7 +120,7 @@ def _tflops(multiply: Callable[[], object]) -> float:
 
 
 def _median_us(call: Callable[[], object]) -> float:
-    return time_interleaved({"": [call]}, replays=10)[""].median_us
+    return time_interleaved({"": [call]})[""].median_us
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:

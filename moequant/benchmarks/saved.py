@@ -1,41 +1,69 @@
-"""Read what `moequant bench experts --json` printed, as if it lied."""
+"""Write what `moequant bench experts` measured, and read it as if it lied."""
 
 from __future__ import annotations
 
 import json
-import math
+import os
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 _ANY = "*"
 """Stands for every key of an object, which has at least those beside it."""
 
+_LEAST, _MOST = 1e-9, 1e18
+"""Of every number, so that what is made of two of them stays finite."""
+
 _TIME = {"median_us": float, "p20_us": float, "p80_us": float}
 _CELL = {
     "tokens": int,
     "times": {_ANY: _TIME, "moequant": _TIME},
-    "refusals": {_ANY: str},
+    "tiling": ({_ANY: (int, bool)}, None),
     "bytes_moved": float,
     "tb_per_s": float,
     "tflops": float,
     "floor_us": float,
     "share_of_floor": float,
+    "stages_us": ({_ANY: float}, None),
+    "host_us": (float, None),
 }
-_RUN = {
+_LAYER = {
     "shape": str,
-    "format": str,
+    "experts": int,
+    "hidden": int,
+    "intermediate": int,
+    "topk": int,
+    "act_fn": str,
+    "biased": bool,
     "backend": str,
-    "machine": {_ANY: str, "gpu": str},
-    "ceilings": {"read_tb_per_s": float, "fp8_tflops": (float, None), "bf16_tflops": float},
+    "refusals": {_ANY: str},
     "cells": [_CELL],
 }
-"""Objects by their keys, lists of at least one, numbers that are positive, text; or one of a tuple.
-The fields are those of `moequant.benchmarks.experts.ExpertsBenchmark`."""
+_RUN = {
+    "measured": str,
+    "method": str,
+    "format": str,
+    "machine": {_ANY: str, "gpu": str},
+    "ceilings": {"read_tb_per_s": float, "fp8_tflops": (float, None), "bf16_tflops": float},
+    "layers": [_LAYER],
+}
+"""Objects by their keys, lists of at least one, numbers in these bounds, text, truth; or one of
+a tuple. The fields are those of `moequant.benchmarks.experts.ExpertsBenchmark`."""
+
+
+def write_run(document: Mapping[str, Any], path: Path) -> None:
+    """Write what `ExpertsBenchmark.document` holds; a file that is there stays until it is whole.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -50,7 +78,7 @@ def read_run(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     for fault in _faults(document, _RUN, "run"):
         raise CheckpointError(
-            f"{path}: not what `moequant bench experts --json` prints: {fault}; measure again"
+            f"{path}: not what `moequant bench experts --output` writes: {fault}; measure again"
         )
     assert isinstance(document, dict)
     return document
@@ -72,11 +100,14 @@ def _faults(value: object, wanted: object, name: str) -> Iterator[str]:
     elif wanted is str:
         if not isinstance(value, str):
             yield f"{name} is no text"
+    elif wanted is bool:
+        if not isinstance(value, bool):
+            yield f"{name} is neither true nor false"
     elif wanted is None:
         if value is not None:
             yield f"{name} is not null"
-    elif not _is_positive(value, whole=wanted is int):
-        yield f"{name} is no positive number"
+    elif not _is_number(value, whole=wanted is int):
+        yield f"{name} is no number from {_LEAST:g} to {_MOST:g}"
 
 
 def _faults_of_object(value: object, wanted: dict[str, Any], name: str) -> Iterator[str]:
@@ -86,15 +117,13 @@ def _faults_of_object(value: object, wanted: dict[str, Any], name: str) -> Itera
     for key in wanted.keys() - {_ANY} - value.keys():
         yield f"{name} has no {key}"
     for key, element in value.items():
-        of = wanted.get(key, wanted.get(_ANY))
-        if of is not None:
-            yield from _faults(element, of, f"{name}.{key}")
+        if key not in wanted and _ANY not in wanted:
+            yield f"{name} has {key!r}, which is not known"
+        else:
+            yield from _faults(element, wanted.get(key, wanted.get(_ANY)), f"{name}.{key}")
 
 
-def _is_positive(value: object, *, whole: bool) -> bool:
+def _is_number(value: object, *, whole: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return False
-    try:
-        return value > 0 and math.isfinite(value)
-    except OverflowError:  # an integer beyond float
-        return False
+    return _LEAST <= value <= _MOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 
 from moequant.errors import UnsupportedError
 from moequant.runtime.act_fn import SILU, SWIGLUOAI, ActFn
@@ -20,8 +21,13 @@ class LayerShape:
     act_fn: ActFn = SILU
     biased: bool = False
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """E, H, I, T."""
+        return self.experts, self.hidden, self.intermediate, self.topk
+
     def __str__(self) -> str:
-        return f"{self.experts}x{self.hidden}x{self.intermediate}x{self.topk}"
+        return "x".join(map(str, self.sizes))
 
 
 def _shape(
@@ -44,7 +50,18 @@ SHAPES = {
     "mixtral-8x7b": _shape(8, 4096, 14336, 2),
     "gpt-oss-120b": _shape(128, 2880, 2880, 4, SWIGLUOAI),
 }
-"""From the config.json of each release."""
+"""From the config.json of each release. ExHxIxT has the sizes of one and plain gated SiLU: so
+128x2880x2880x4 is gpt-oss-120b without its function and its biases."""
+
+
+def parse_shapes(text: str) -> dict[str, LayerShape]:
+    """Shapes by what they are called, separated by commas; `all` stands for every one of SHAPES.
+
+    Raises:
+        UnsupportedError: see `parse_shape`.
+    """
+    names = chain.from_iterable(SHAPES if name == "all" else [name] for name in text.split(","))
+    return {name: parse_shape(name) for name in names}
 
 
 def parse_shape(text: str) -> LayerShape:
@@ -58,7 +75,7 @@ def parse_shape(text: str) -> LayerShape:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise UnsupportedError(
-            f"there is no shape {text!r}; use {', '.join(SHAPES)}, or sizes such as "
+            f"there is no shape {text!r}; use {', '.join(SHAPES)}, all, or sizes such as "
             "128x2048x768x8 (experts x hidden x intermediate x experts a token)"
         )
     experts, hidden, intermediate, topk = map(int, match.groups())

@@ -1,23 +1,31 @@
-"""`bench experts` without a GPU: shapes, floors worked out by hand, the table, the plot."""
+"""`bench experts` without a GPU: shapes, floors worked out by hand, what a run holds."""
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from moequant.benchmarks import tune
+from moequant.benchmarks import contenders, experts
 from moequant.benchmarks.contenders import contender_names, make_contender
-from moequant.benchmarks.cuda_timing import Ceilings
-from moequant.benchmarks.experts import bench_experts, calc_diff
+from moequant.benchmarks.cuda_timing import Ceilings, Time
+from moequant.benchmarks.experts import (
+    OURS,
+    Measure,
+    bench_experts,
+    calc_diff,
+    check_output,
+    checked_tokens,
+)
 from moequant.benchmarks.floor import Work, work_of
 from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
-from moequant.benchmarks.plot import plot_experts
-from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape
-from moequant.errors import UnsupportedError
+from moequant.benchmarks.saved import read_run, write_run
+from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
+from moequant.errors import NumericsError, UnsupportedError
 from moequant.runtime import FusedExperts
-from moequant.runtime.act_fn import SWIGLUOAI
+from moequant.runtime.act_fn import SILU, SWIGLUOAI
 from moequant.runtime.backends import backends
 
 SMALL = LayerShape(experts=6, hidden=256, intermediate=128, topk=2)
@@ -29,6 +37,14 @@ CEILINGS = Ceilings(read_tb_per_s=4.0, fp8_tflops=1000.0, bf16_tflops=500.0)
 def test_a_shape_is_known_by_its_name_and_by_its_sizes(name):
     assert parse_shape(name) == SHAPES[name]
     assert str(parse_shape(str(SHAPES[name]))) == str(SHAPES[name])
+
+
+def test_all_are_the_models_and_sizes_are_plain():
+    plain = "128x2880x2880x4"
+    shapes = parse_shapes(f"all,{plain}")
+    assert list(shapes) == [*SHAPES, plain]
+    assert shapes["gpt-oss-120b"].act_fn == SWIGLUOAI
+    assert shapes[plain] == dataclasses.replace(shapes["gpt-oss-120b"], act_fn=SILU, biased=False)
 
 
 @pytest.mark.parametrize("text", ["qwen", "8x256x128", "0x256x128x2", "8x256x128x2x1", "8x8x8x9"])
@@ -94,32 +110,118 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
 
 def test_it_is_refused_without_a_cuda_device():
     with pytest.raises(UnsupportedError, match="device 'cpu': experts are timed by"):
-        bench_experts(SMALL, [1], device="cpu")
+        next(bench_experts({"small": SMALL}, Measure(tokens=[1]), device="cpu"))
 
 
-def test_tuning_refuses_more_tokens_than_run_at_once_before_it_times_any(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(tune, "cuda_device", lambda device: CPU)
-    with pytest.raises(UnsupportedError, match="40000 tokens run in parts of 32768"):
-        tune.tune(SMALL, [1, 40000])
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Runs as on a GPU, but for times: a call of every contender takes 10 us, or 5 by peers."""
+    monkeypatch.setattr(experts, "cuda_device", lambda device: CPU)
+    monkeypatch.setattr(experts, "capturable", lambda module: module)
+    monkeypatch.setattr(experts, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(experts, "describe_machine", lambda device: {"gpu": "none"})
+    monkeypatch.setattr(experts, "host_time_us", lambda call: 7.0 if call() is not None else 0.0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def time_interleaved(contenders, *, rests):
+        for calls in contenders.values():
+            assert [call().shape for call in calls]
+        us = {name: 10.0 if name == OURS else 5.0 for name in contenders}
+        return {n: Time(median_us=t, p20_us=t - 1, p80_us=t + 1) for n, t in us.items()}
+
+    monkeypatch.setattr(experts, "time_interleaved", time_interleaved)
 
 
-def document():
-    time = {"median_us": 20.0, "p20_us": 19.0, "p80_us": 21.0}
-    cell = {
-        "tokens": 1, "times": {"moequant": time, "triton": time}, "refusals": {},
-        "bytes_moved": 4e7, "tb_per_s": 2.0, "tflops": 3.0, "floor_us": 10.0, "share_of_floor": 0.5,
-    }  # fmt: skip
-    return {
-        "shape": "qwen3-30b", "format": "fp8_block", "backend": "sm90_fp8_block",
-        "machine": {"gpu": "a GPU", "torch": "2"}, "ceilings": vars(CEILINGS),
-        "cells": [cell, {**cell, "tokens": 8, "times": {"moequant": time}}],
-    }  # fmt: skip
+def contenders_are(monkeypatch, **made):
+    """`made` in place of the contenders; each is called with ours as its argument."""
+    monkeypatch.setattr(contenders, "_OTHERS", {n: lambda w, m=m: m(w) for n, m in made.items()})
 
 
-def test_a_plot_is_a_png(tmp_path):
-    plot_experts(document(), tmp_path / "times.png")
-    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+def broken(weights):
+    return lambda hidden, ids, topk_weights: hidden
+
+
+def refused(weights):
+    raise UnsupportedError("is not installed")
+
+
+def out_of_memory(weights):
+    def run(hidden, ids, topk_weights):
+        if hidden.shape[0] > 1:
+            raise torch.OutOfMemoryError("out of memory\nsee the manual")
+        return FusedExperts(weights)(hidden, ids, topk_weights)
+
+    return run
+
+
+def test_a_run_holds_what_was_measured_and_is_read_as_it_was_written(on_cpu, monkeypatch, tmp_path):
+    contenders_are(monkeypatch, right=FusedExperts, refused=refused, full=out_of_memory)
+    shapes = {"small": SMALL, "biased": dataclasses.replace(SMALL, act_fn=SWIGLUOAI, biased=True)}
+    against = ["right", "refused", "full"]
+    measure = Measure(tokens=[1, 20], against=against, host=True)
+    before, result = bench_experts(shapes, measure)
+    assert before.layers == result.layers[:1]
+    assert [layer.shape for layer in result.layers] == ["small", "biased"]
+    assert [layer.act_fn for layer in result.layers] == ["silu", str(SWIGLUOAI)]
+    assert [layer.biased for layer in result.layers] == [False, True]
+    for layer in result.layers:
+        assert layer.backend == "torch_reference"
+        first, second = layer.cells
+        assert list(first.times) == [OURS, "right", "full"]
+        assert list(second.times) == [OURS, "right"]
+        assert layer.refusals == {
+            "refused": "is not installed",
+            "full": "at 20 tokens: out of memory",
+        }
+        assert (first.tokens, second.tokens) == (1, 20)
+        assert first.share_of_floor == pytest.approx(first.floor_us / 10)
+        assert first.tb_per_s == pytest.approx(first.bytes_moved / 10e6)
+        assert (first.host_us, first.stages_us, first.tiling) == (7.0, None, None)
+    write_run(result.document(), tmp_path / "run.json")
+    assert read_run(tmp_path / "run.json") == result.document()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_wrong_result_of_ours_is_an_error_and_that_of_a_peer_a_refusal(on_cpu, monkeypatch):
+    contenders_are(monkeypatch, broken=broken)
+    measure = Measure(tokens=[1], against=["broken"])
+    layer = list(bench_experts({"small": SMALL}, measure))[-1].layers[0]
+    assert list(layer.cells[0].times) == [OURS]
+    assert "broken at 1 tokens is not what the experts compute" in layer.refusals["broken"]
+    monkeypatch.setattr(experts, "capturable", lambda module: Twice(module))
+    with pytest.raises(NumericsError, match="moequant at 1 tokens is not what the experts"):
+        next(bench_experts({"small": SMALL}, Measure(tokens=[1])))
+
+
+class Twice(FusedExperts):
+    def __init__(self, module):
+        super().__init__(module.weights)
+
+    def forward(self, *call):
+        return 2 * super().forward(*call)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_a_wrong_result_wherever_it_is(value):
+    got = torch.ones(40, 4)
+    pick = checked_tokens(40, CPU)
+    check_output("it", got, got[pick], pick)
+    got[1, 1] = value
+    assert 1 not in pick
+    with pytest.raises(NumericsError, match="not finite"):
+        check_output("it", got, got[pick], pick)
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is(on_cpu, monkeypatch):
+    monkeypatch.setattr(experts, "measure_ceilings", None)
+    shapes = {"small": SMALL, "odd": dataclasses.replace(SMALL, hidden=96)}
+    for measure, reason in (
+        (Measure(tokens=[1], against=["vlm"]), "nothing called 'vlm' to time; there are "),
+        (Measure(tokens=[1], format="w4a8"), "96"),
+        (Measure(tokens=[1], stages=True), "known of sm90_fp8_block, not of 'torch_reference'"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            next(bench_experts(shapes, measure))
 
 
 def test_gpt_oss_is_timed_with_its_function_and_biases_and_without_peers_that_have_none():

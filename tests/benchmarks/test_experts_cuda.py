@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from moequant.benchmarks import experts
-from moequant.benchmarks.experts import OURS, bench_experts
+from moequant.benchmarks import contenders
+from moequant.benchmarks.experts import OURS, Measure, bench_experts
+from moequant.benchmarks.saved import read_run, write_run
 from moequant.benchmarks.shapes import LayerShape
-from moequant.errors import NumericsError
+from moequant.runtime.act_fn import SILU, SWIGLUOAI
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,20 +21,41 @@ SHAPE = LayerShape(experts=32, hidden=1024, intermediate=512, topk=4)
 
 
 def test_a_run_times_every_contender_and_says_why_others_do_not_run(every_format):
-    result = bench_experts(SHAPE, [1, 64], format=every_format, against=["grouped_mm", "vllm"])
-    assert [cell.tokens for cell in result.cells] == [1, 64]
-    for cell in result.cells:
+    measure = Measure(tokens=[1, 64], format=every_format, against=["grouped_mm", "vllm"])
+    *_, result = bench_experts({"small": SHAPE}, measure)
+    (layer,) = result.layers
+    assert [cell.tokens for cell in layer.cells] == [1, 64]
+    assert list(layer.refusals) == ["vllm"]
+    assert layer.backend != "torch_reference"
+    for cell in layer.cells:
         assert list(cell.times) == [OURS, "grouped_mm"]
-        assert list(cell.refusals) == ["vllm"]
         for time in cell.times.values():
             assert 0 < time.p20_us <= time.median_us <= time.p80_us
         assert 0 < cell.share_of_floor < 1
-    assert result.document()["backend"] != "torch_reference"
+        assert (cell.tiling is None) == (layer.backend != "sm90_fp8_block")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a CUDA device of SM90",
+)
+@pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI])
+def test_stages_and_host_are_timed_too(act_fn, tmp_path):
+    shape = dataclasses.replace(SHAPE, act_fn=act_fn, biased=act_fn == SWIGLUOAI)
+    *_, result = bench_experts({"s": shape}, Measure(tokens=[1, 512, 9000], stages=True, host=True))
+    for cell in result.layers[0].cells:
+        stages = {"prepare", "gate_up", "down", "reduce"}
+        assert set(cell.stages_us) == (stages if cell.tokens == 1 else {*stages, "sort"})
+        assert all(us > 0 for us in cell.stages_us.values())
+        assert cell.host_us > 0
+        assert cell.tiling["rows"] >= 8
+    write_run(result.document(), tmp_path / "run.json")
+    assert read_run(tmp_path / "run.json") == result.document()
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setitem(
-        experts.__dict__, "make_contender", lambda name, weights: lambda x, ids, w: x * 2
-    )
-    with pytest.raises(NumericsError, match="broken at 8 tokens is not what the experts compute"):
-        bench_experts(SHAPE, [8], against=["broken"])
+    monkeypatch.setattr(contenders, "_OTHERS", {"broken": lambda weights: lambda x, ids, w: x * 2})
+    (result,) = bench_experts({"s": SHAPE}, Measure(tokens=[8], against=["broken"]))
+    (layer,) = result.layers
+    assert list(layer.cells[0].times) == [OURS]
+    assert "broken at 8 tokens is not what the experts compute" in layer.refusals["broken"]

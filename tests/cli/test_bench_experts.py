@@ -4,29 +4,43 @@ import copy
 import json
 from functools import reduce
 from operator import getitem
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from moequant.cli import cli
+from moequant.errors import NumericsError
 
 TIME = {"median_us": 20.0, "p20_us": 19.0, "p80_us": 21.0}
 CELL = {
-    "tokens": 8, "times": {"moequant": TIME, "triton": dict(TIME)},
-    "refusals": {"vllm": "vllm is not installed"},
+    "tokens": 8, "times": {"moequant": TIME, "triton": {**TIME, "median_us": 33.3}},
+    "tiling": {"rows": 128, "split13": 1, "split2": 2, "pair": True, "gather": False},
     "bytes_moved": 4e7, "tb_per_s": 2.0, "tflops": 3.0, "floor_us": 10.0, "share_of_floor": 0.5,
+    "stages_us": {"prepare": 3.25, "down": 9.5}, "host_us": 44.4,
+}  # fmt: skip
+LAYER = {
+    "shape": "gpt-oss-120b", "experts": 128, "hidden": 2880, "intermediate": 2880, "topk": 4,
+    "act_fn": "swigluoai", "biased": True, "backend": "sm90_fp8_block",
+    "refusals": {"vllm": "vllm is not installed"}, "cells": [CELL],
 }  # fmt: skip
 DOCUMENT = {
-    "shape": "qwen3-30b", "format": "fp8_block", "backend": "sm90_fp8_block",
+    "measured": "2026-11-20", "method": "medians", "format": "fp8_block",
     "machine": {"gpu": "a GPU", "torch": "2"},
     "ceilings": {"read_tb_per_s": 4.0, "fp8_tflops": 1000.0, "bf16_tflops": 500.0},
-    "cells": [CELL],
+    "layers": [LAYER],
 }  # fmt: skip
+PLAIN = {**CELL, "tokens": 1, "times": {"moequant": TIME}, "tiling": None, "stages_us": None,
+         "host_us": None}  # fmt: skip
 
 
 def run(*arguments):
     return CliRunner().invoke(cli, ["bench", "experts", *map(str, arguments)])
+
+
+def lines_of(text):
+    return [" ".join(line.split()) for line in text.splitlines()]
 
 
 @pytest.fixture
@@ -39,9 +53,53 @@ def saved(tmp_path):
 def test_a_saved_run_is_shown_again(saved):
     result = run("--from", saved)
     assert result.exit_code == 0
-    assert "50%" in result.stdout
+    lines = lines_of(result.stdout)
+    assert "8 20.0 19.0 21.0 40.0 MB 2.00 3 10.0 50% 33.3 44 rows 128, split2 2, pair" in lines
+    assert "8 3.2 9.5" in lines
+    assert "intermediate 2880, swigluoai, biases; by sm90_fp8_block" in result.stdout
     assert "vllm was not timed: vllm is not installed" in result.stdout
     assert json.loads(run("--from", saved, "--json").stdout) == DOCUMENT
+
+
+def test_what_was_not_measured_has_no_column_and_what_was_in_part_a_dash(saved):
+    layers = [{**LAYER, "cells": [PLAIN]}, {**LAYER, "cells": [CELL, PLAIN]}]
+    saved.write_text(json.dumps({**DOCUMENT, "layers": layers}))
+    first, second = run("--from", saved).stdout.split("gpt-oss-120b: ")[1:]
+    assert "host us" not in first
+    assert "down us" not in first
+    lines = lines_of(second)
+    assert "1 20.0 19.0 21.0 40.0 MB 2.00 3 10.0 50% - - -" in lines
+    assert "1 - -" in lines
+
+
+def test_a_saved_run_is_written_again(saved, tmp_path):
+    assert run("--from", saved, "--output", tmp_path / "again.json").exit_code == 0
+    assert json.loads((tmp_path / "again.json").read_text()) == DOCUMENT
+
+
+def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path):
+    def bench_experts(shapes, measure, *, device, progress):
+        assert list(shapes) == ["qwen3-30b", "8x256x128x2"]
+        assert (measure.tokens, measure.against, device) == ([8], ["triton", "vllm"], "cuda")
+        assert (measure.stages, measure.host) == (True, False)
+        yield SimpleNamespace(document=lambda: DOCUMENT)
+        raise NumericsError("wrong")
+
+    monkeypatch.setattr("moequant.benchmarks.experts.bench_experts", bench_experts)
+    result = run(
+        "--shape", "qwen3-30b,8x256x128x2", "--tokens", "8", "--against", "triton,vllm",
+        "--stages", "--output", tmp_path / "run.json",
+    )  # fmt: skip
+    assert result.exit_code != 0
+    assert "wrong" in result.stderr
+    assert json.loads((tmp_path / "run.json").read_text()) == DOCUMENT
+
+
+@pytest.mark.parametrize("option", ["--output", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, option):
+    result = run("--shape", "qwen3-30b", option, tmp_path / "no" / "x")
+    assert result.exit_code == 2
+    assert "is no folder; make it first" in result.stderr
 
 
 def test_a_saved_run_is_drawn(saved, tmp_path):
@@ -80,13 +138,21 @@ def test_hostile_values_are_refused_or_shown(tmp_path, path):
         shown = run("--from", file)
         assert shown.exit_code in (0, 3), value
         if shown.exit_code:
-            assert "x.json: not what `moequant bench experts --json` prints: " in shown.stderr
+            assert "x.json: not what `moequant bench experts --output` writes: " in shown.stderr
 
 
 def test_what_is_wrong_is_named(tmp_path):
     file = tmp_path / "x.json"
-    file.write_text(json.dumps(with_value(("cells", 0, "times", "triton", "p20_us"), "fast")))
-    assert "run.cells[0].times.triton.p20_us is no positive number" in run("--from", file).stderr
+    place = ("layers", 0, "cells", 0, "times", "triton", "p20_us")
+    file.write_text(json.dumps(with_value(place, "fast")))
+    wrong = "run.layers[0].cells[0].times.triton.p20_us is no number from 1e-09 to 1e+18"
+    assert wrong in run("--from", file).stderr
+
+
+def test_what_is_not_known_is_named(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({**DOCUMENT, "more": float("nan")}))
+    assert "run has 'more', which is not known" in run("--from", file).stderr
 
 
 @pytest.mark.parametrize("tokens", ["", "0", "1,x", "8,-1"])
@@ -102,7 +168,7 @@ def test_it_measures_or_shows(arguments):
 
 
 def test_an_unknown_shape_is_refused():
-    result = run("--shape", "qwen9")
+    result = run("--shape", "all,qwen9")
     assert result.exit_code == 4
     assert "there is no shape 'qwen9'" in result.stderr
 

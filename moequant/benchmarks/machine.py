@@ -1,0 +1,57 @@
+"""The GPU that is measured on, and what it is measured with."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+
+import torch
+
+from moequant._version import __version__
+from moequant.errors import UnsupportedError
+from moequant.runtime.load import usable_device
+
+
+def cuda_device(device: torch.device | str) -> torch.device:
+    """The CUDA device called that, with its index.
+
+    Raises:
+        UnsupportedError: it is no CUDA device, or not one that is here.
+    """
+    place = usable_device(device)
+    if place.type != "cuda":
+        raise UnsupportedError(
+            f"device {str(device)!r}: experts are timed by replaying CUDA graphs; choose a CUDA "
+            "device"
+        )
+    return place
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """GPU and versions; that of the driver where nvidia-smi tells it."""
+    from triton import __version__ as triton
+
+    versions = {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": _driver(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton,
+        "moequant": __version__,
+    }
+    return {name: text for name, text in versions.items() if text}
+
+
+def _driver() -> str:
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.split("\n")[0].strip()

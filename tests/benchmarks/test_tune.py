@@ -1,0 +1,177 @@
+"""`moequant tune` without a GPU: what is tried, what is kept, what is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moequant.benchmarks import tune as module
+from moequant.benchmarks.shapes import LayerShape
+from moequant.benchmarks.tune import tune
+from moequant.errors import NumericsError, UnsupportedError
+from moequant.kernels.fp8_block import tuning
+from moequant.kernels.fp8_block.tuning import (
+    Problem,
+    candidates,
+    default_tiling,
+    tiling_for,
+    write_table,
+)
+
+GPU = "A GPU"
+SMALL = LayerShape(experts=8, hidden=4096, intermediate=14336, topk=2)
+OTHER = LayerShape(experts=128, hidden=2048, intermediate=768, topk=8)
+
+
+def problem(tokens, shape=SMALL):
+    E, H, I, T = shape.sizes
+    return Problem(gpu=GPU, sms=132, experts=E, hidden=H, intermediate=I, topk=T, tokens=tokens)
+
+
+class FakeLayer:
+    """A layer whose calls take 100 us, or what `us` says of a tiling."""
+
+    us = {}  # noqa: RUF012
+    asked = []  # noqa: RUF012
+
+    def __init__(self, shape, device):
+        self.shape = shape
+
+    def problem(self, tokens):
+        return problem(tokens, self.shape)
+
+    def times_us(self, tokens, tilings):
+        self.asked.append((self.shape, tokens, tilings))
+        return {tiling: self.us.get((tokens, tiling), 100.0) for tiling in tilings}
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch, tmp_path):
+    """The fake layer, and a cache folder and a shipped table of this test's own."""
+    monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_OURS", tmp_path / "ours")
+    monkeypatch.setattr(module, "cuda_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(module, "CudaLayer", FakeLayer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(FakeLayer, "us", {})
+    monkeypatch.setattr(FakeLayer, "asked", [])
+    tuning._tables.cache_clear()
+    yield FakeLayer
+    tuning._tables.cache_clear()
+
+
+def other_than(tokens, tiling, shape=SMALL):
+    return next(t for t in reversed(candidates(problem(tokens, shape))) if t != tiling)
+
+
+def test_a_faster_tiling_is_kept_and_calls_have_it(fake):
+    before = default_tiling(problem(1))
+    faster = other_than(1, before)
+    fake.us = {(1, faster): 80.0, (1, before): 90.0}
+    result = tune({"small": SMALL}, [1, 64])
+    first, second = result.cells
+    assert (first.shape, first.tokens, second.tokens) == ("small", 1, 64)
+    assert (first.before.time_us, first.after.time_us) == (90.0, 80.0)
+    assert tuning.Tiling(**first.after.tiling) == faster
+    assert [tried.time_us for tried in first.tried][:3] == [80.0, 90.0, 100.0]
+    assert len(first.tried) == len(candidates(problem(1)))
+    assert second.before == second.after
+    assert tiling_for(problem(1)) == faster
+    assert tiling_for(problem(64)) == default_tiling(problem(64))
+
+
+def test_a_tiling_that_is_faster_by_less_than_runs_differ_is_not_kept(fake):
+    before = default_tiling(problem(1))
+    fake.us = {(1, other_than(1, before)): 99.5}
+    (cell,) = tune({"small": SMALL}, [1]).cells
+    assert cell.after == cell.before
+    assert tuning.Tiling(**cell.after.tiling) == before
+    assert tiling_for(problem(1)) == before
+
+
+def test_the_tiling_that_a_table_gives_is_what_others_have_to_beat(fake):
+    table = tuning.Tiling(rows=32, split13=4)
+    assert table not in candidates(problem(1))
+    write_table(GPU, [(problem(1), table, 1.0)])
+    (cell,) = tune({"small": SMALL}, [1]).cells
+    assert tuning.Tiling(**cell.before.tiling) == table
+    assert len(cell.tried) == len(candidates(problem(1))) + 1
+    assert tiling_for(problem(1)) == table
+
+
+def test_what_one_number_of_tokens_finds_is_not_what_the_next_starts_from(fake):
+    near = 9  # within what a tiling of 8 holds for
+    before = default_tiling(problem(near))
+    fake.us = {(8, other_than(8, before)): 10.0}
+    cells = tune({"small": SMALL}, [8, near]).cells
+    assert tuning.Tiling(**cells[1].before.tiling) == before
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_table_is_extended(fake, tmp_path, named):
+    path = tmp_path / "table.json" if named else None
+    far = tuning.Tiling(rows=64)
+    path = write_table(GPU, [(problem(999), far, 5.0)], path)
+    result = tune({"small": SMALL, "other": OTHER}, [1, 512], path=path if named else None)
+    assert result.path == str(path)
+    assert named or path.parent == tmp_path / "cache" / "tunings"
+    shapes = json.loads(path.read_text())["shapes"]
+    assert [shape["experts"] for shape in shapes] == [8, 128]
+    assert [[row["tokens"] for row in shape["tilings"]] for shape in shapes] == [
+        [1, 512, 999],
+        [1, 512],
+    ]
+    assert shapes[0]["tilings"][0]["time_us"] == 100.0
+    assert [(shape, M) for shape, M, _ in fake.asked] == [
+        (SMALL, 1), (SMALL, 512), (OTHER, 1), (OTHER, 512),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["", "notes", "[]", '{"format": "fp8_block"}', '{"format": "fp8_block", "gpu": "B"}']
+)
+def test_a_file_that_is_no_table_of_this_gpu_is_left_alone(fake, tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(
+        UnsupportedError, match=r"x\.json is there, and is no table of tilings of A"
+    ):
+        tune({"small": SMALL}, [1], path=path)
+    assert path.read_text() == text
+    assert fake.asked == []
+
+
+def test_a_broken_table_of_the_users_is_tuned_again(fake):
+    path = write_table(GPU, [(problem(1), tuning.Tiling(rows=64), 5.0)])
+    path.write_text("{")
+    tuning._tables.cache_clear()
+    (cell,) = tune({"small": SMALL}, [1]).cells
+    assert tuning.Tiling(**cell.before.tiling) == default_tiling(problem(1))
+    assert tiling_for(problem(1)) == default_tiling(problem(1))
+
+
+def test_what_was_found_before_an_error_is_in_the_table(fake, monkeypatch):
+    timed = FakeLayer.times_us
+
+    def fails(self, tokens, tilings):
+        if tokens == 64:
+            raise NumericsError("wrong")
+        return timed(self, tokens, tilings)
+
+    faster = other_than(1, default_tiling(problem(1)))
+    fake.us = {(1, faster): 10.0}
+    monkeypatch.setattr(FakeLayer, "times_us", fails)
+    with pytest.raises(NumericsError):
+        tune({"small": SMALL}, [1, 64])
+    assert tiling_for(problem(1)) == faster
+
+
+def test_more_tokens_than_run_at_once_are_refused_before_any_are_timed(fake):
+    with pytest.raises(UnsupportedError, match="40000 tokens of small run in parts of 32768"):
+        tune({"other": replace(OTHER, topk=1), "small": SMALL}, [1, 40000])
+    assert fake.asked == []
