@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 _BLOCKS = ((64, 256), (1 << 62, 1024))
 
 
-def weighted_reduce(rows: Tensor, row_of_slot: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+def weighted_reduce(
+    rows: Tensor,
+    row_of_slot: Tensor,
+    topk_weights: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    row_end: Tensor | None = None,
+) -> None:
     """Sum over a token's slots t of `topk_weights[m, t] * rows[row_of_slot[m * T + t]]`.
 
     Args:
@@ -23,24 +31,39 @@ def weighted_reduce(rows: Tensor, row_of_slot: Tensor, topk_weights: Tensor, out
         row_of_slot: [M * T] int32, -1 for a slot that adds nothing.
         topk_weights: [M, T] contiguous, float32 or bfloat16.
         out: [M, H] contiguous, written.
+        bias: [E, H] contiguous, float32 or bfloat16, added to the rows of each expert.
+        row_end: with a bias, [E] int32, the row behind the last of each expert.
     """
     tokens, H = out.shape
     if tokens == 0:
         return
     block = next(block for most, block in _BLOCKS if tokens <= most)
+    shared: dict[str, Any] = {
+        "H": H,
+        "TOPK": topk_weights.shape[1],
+        "BLOCK": block,
+        "OVERLAP": (overlap := overlaps_launches(out.device)),
+        "num_warps": 4 if block > 256 else 2,
+        "overlap": overlap,
+    }
+    grid = (tokens, -(-H // block))
+    if bias is None:
+        launch(reduce_tokens, grid, rows, row_of_slot, topk_weights, out, **shared)
+        return
+    assert row_end is not None
+    E = row_end.shape[0]
     launch(
-        reduce_tokens,
-        (tokens, -(-H // block)),
+        reduce_biased_tokens,
+        grid,
         rows,
         row_of_slot,
         topk_weights,
         out,
-        H=H,
-        TOPK=topk_weights.shape[1],
-        BLOCK=block,
-        OVERLAP=(overlap := overlaps_launches(out.device)),
-        num_warps=4 if block > 256 else 2,
-        overlap=overlap,
+        bias,
+        row_end,
+        E=E,
+        E_PAD=triton.next_power_of_2(E),
+        **shared,
     )
 
 
@@ -56,6 +79,50 @@ def reduce_tokens(
     OVERLAP: tl.constexpr,
 ):
     """One program: BLOCK columns of one token."""
+    reduce_token(
+        rows, row_of_slot, topk_weights, out, rows, row_of_slot, 0, 1, H, TOPK, BLOCK, False,
+        OVERLAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def reduce_biased_tokens(
+    rows,
+    row_of_slot,
+    topk_weights,
+    out,
+    bias,
+    row_end,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    H: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The same with a bias of each expert."""
+    reduce_token(
+        rows, row_of_slot, topk_weights, out, bias, row_end, E, E_PAD, H, TOPK, BLOCK, True, OVERLAP
+    )
+
+
+@triton.jit
+def reduce_token(
+    rows,
+    row_of_slot,
+    topk_weights,
+    out,
+    bias,
+    row_end,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    H: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The body of both."""
     token = tl.program_id(0).to(tl.int64)
     wait_for_inputs(OVERLAP)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -63,6 +130,18 @@ def reduce_tokens(
     for t in tl.static_range(TOPK):
         row = tl.load(row_of_slot + token * TOPK + t).to(tl.int64)
         weight = tl.load(topk_weights + token * TOPK + t).to(tl.float32)
-        x = tl.load(rows + row * H + col, mask=col < tl.where(row >= 0, H, 0), other=0.0)
-        total += tl.where(row >= 0, weight, 0.0) * x.to(tl.float32)
+        inside = col < tl.where(row >= 0, H, 0)
+        x = tl.load(rows + row * H + col, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            expert = expert_of_row(row, row_end, E, E_PAD)
+            x += tl.load(bias + expert * H + col, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(row >= 0, weight, 0.0) * x
     tl.store(out + token * H + col, total, mask=col < H)
+
+
+@triton.jit
+def expert_of_row(row, row_end, E: tl.constexpr, E_PAD: tl.constexpr):
+    """The expert of a row, int64: as many as end at or before it, gaps between them or not."""
+    e = tl.arange(0, E_PAD)
+    end = tl.load(row_end + e, mask=e < E, other=2147483647)
+    return tl.sum((end <= row).to(tl.int64), 0)

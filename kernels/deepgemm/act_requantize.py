@@ -1,6 +1,7 @@
 """act_fn(gate, up) of a GEMM's output, quantized again, for GEMMs without that epilogue.
 
-gate_up  bfloat16       [rows, 2 * Ip], gate then up
+gate_up  bfloat16       [rows, 2 * Ip], gate then up; [rows, Ip], up alone, where there is no gate
+bias     float32        likewise for each expert, added to that; or None
 rows     float8_e4m3fn  [rows, I], I at most Ip
 scale    float32        scale[b, g, r] of row r of batch b and columns 128 g on
 """
@@ -15,6 +16,7 @@ import triton.language as tl
 from moequant.kernels.fp8_codes import quantize_groups
 from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.act_fn import act_fn
+from moequant.kernels.weighted_reduce import expert_of_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,34 +27,60 @@ _GROUPS_A_PROGRAM = 16
 
 
 def act_requantize(
-    gate_up: Tensor, rows: Tensor, scale: Tensor, act: Act, *, row_of_slot: Tensor
+    gate_up: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    act: Act,
+    *,
+    row_of_slot: Tensor,
+    bias: Tensor | None = None,
+    row_end: Tensor | None = None,
 ) -> None:
     """Quantize act(gate, up) for the rows of the slots that have one.
 
     Args:
-        gate_up: [rows, 2 * Ip] contiguous bfloat16.
+        gate_up: [rows, 2 * Ip] contiguous bfloat16; [rows, Ip] where `act` is not gated.
         rows: float8_e4m3fn [rows, I] contiguous, written but for gaps.
         scale: float32 [ceil(I / 128), row stride], written but for gaps.
-        act: a gated function.
+        act: the function.
         row_of_slot: [slots] int32, -1 for none.
+        bias: float32 [E, columns of gate_up] contiguous.
+        row_end: with a bias, [E] int32, the row behind the last of each expert.
     """
-    _launch(row_of_slot.shape[0], gate_up, rows, scale, act, row_of_slot, 0, scale.stride(0))
+    _launch(
+        row_of_slot.shape[0],
+        gate_up,
+        rows,
+        scale,
+        act,
+        used=row_of_slot,
+        capacity=0,
+        bias=bias,
+        row_end=row_end,
+    )
 
 
 def act_requantize_batched(
-    gate_up: Tensor, rows: Tensor, scale: Tensor, act: Act, *, counts: Tensor
+    gate_up: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    act: Act,
+    *,
+    counts: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """Quantize act(gate, up) for the first counts[e] rows of each expert e.
 
     Args:
-        gate_up: [E, C, 2 * Ip] contiguous bfloat16.
+        gate_up: [E, C, 2 * Ip] contiguous bfloat16; [E, C, Ip] where `act` is not gated.
         rows: float8_e4m3fn [E, C, I] contiguous, written but for rows beyond the counts.
         scale: float32 [E, ceil(I / 128), C] contiguous, likewise.
-        act: a gated function.
+        act: the function.
         counts: [E] int32.
+        bias: float32 [E, columns of gate_up] contiguous.
     """
     E, C, _ = gate_up.shape
-    _launch(E * C, gate_up, rows, scale, act, counts, C, scale.stride(1))
+    _launch(E * C, gate_up, rows, scale, act, used=counts, capacity=C, bias=bias, row_end=None)
 
 
 def _launch(
@@ -61,24 +89,33 @@ def _launch(
     rows: Tensor,
     scale: Tensor,
     act: Act,
+    *,
     used: Tensor,
     capacity: int,
-    scale_stride: int,
+    bias: Tensor | None,
+    row_end: Tensor | None,
 ) -> None:
     if programs == 0:
         return
     overlap = overlaps_launches(gate_up.device)
     I = rows.shape[-1]
+    E = 0 if row_end is None else row_end.shape[0]
     act_requantize_rows[(programs, triton.cdiv(I, 128 * _GROUPS_A_PROGRAM))](
         gate_up,
         rows,
         scale,
         used,
+        used if bias is None else bias,
+        used if row_end is None else row_end,
         capacity,
-        scale_stride,
+        scale.stride(-2),
         I=I,
-        IP=gate_up.shape[-1] // 2,
+        IP=gate_up.shape[-1] // (2 if act.gated else 1),
+        E=E,
+        E_PAD=triton.next_power_of_2(max(E, 1)),
         ACT=act.name,
+        GATED=act.gated,
+        BIAS=bias is not None,
         LIMIT=act.limit,
         ALPHA=act.alpha,
         BETA=act.beta,
@@ -98,11 +135,17 @@ def act_requantize_rows(
     rows,
     scale,
     used,
+    bias,
+    row_end,
     capacity,
     scale_stride,
     I: tl.constexpr,
     IP: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
     ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BETA: tl.constexpr,
@@ -114,21 +157,40 @@ def act_requantize_rows(
 ):
     """One program: GROUPS groups of a slot's row, or of one place of a batch."""
     wait_for_inputs(OVERLAP)
+    COLUMNS: tl.constexpr = 2 * IP if GATED else IP
+    expert = 0
     if BATCHED:
         row = tl.program_id(0).to(tl.int64)
-        if row % capacity >= tl.load(used + row // capacity):
+        expert = row // capacity
+        if row % capacity >= tl.load(used + expert):
             return
-        scale += row // capacity * tl.cdiv(I, 128) * scale_stride + row % capacity
+        scale += expert * tl.cdiv(I, 128) * scale_stride + row % capacity
     else:
         row = tl.load(used + tl.program_id(0)).to(tl.int64)
         if row < 0:
             return
         scale += row
+        if BIAS:
+            expert = expert_of_row(row, row_end, E, E_PAD)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    gate = tl.load(gate_up + row * 2 * IP + col, mask=col < I, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * IP + IP + col, mask=col < I, other=0.0).to(tl.float32)
-    y = act_fn(gate, up, ACT, True, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    codes, group_scale = quantize_groups(y, NATIVE)
-    tl.store(rows + row * I + col, codes, mask=col < I)
+    inside = col < I
+    gate_up += row * COLUMNS
+    bias += expert * COLUMNS
+    gate = biased(gate_up, bias, col, inside, BIAS)
+    up = gate
+    if GATED:
+        up = biased(gate_up + IP, bias + IP, col, inside, BIAS)
+    y = act_fn(gate, up, ACT, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    codes, group_scale = quantize_groups(y, NATIVE)  # y is 0 beyond I
+    tl.store(rows + row * I + col, codes, mask=inside)
     tl.store(scale + group * scale_stride, group_scale, mask=group * 128 < I)
+
+
+@triton.jit
+def biased(x, bias, col, inside, BIAS: tl.constexpr):
+    """Columns `col` of `x`, plus those of `bias`, in float32."""
+    value = tl.load(x + col, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + col, mask=inside, other=0.0)
+    return value

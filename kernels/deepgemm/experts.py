@@ -21,7 +21,9 @@ import torch
 
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
 from moequant.kernels.fp8_block.quantize_permute import prepare
-from moequant.kernels.routing import MAX_SLOTS, SortedRouting, max_rows
+from moequant.kernels.portable.arena import Arena
+from moequant.kernels.portable.experts import on, part_tokens
+from moequant.kernels.routing import max_rows
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -33,16 +35,19 @@ ALIGNMENT = 128
 """Rows of a tile of DeepGEMM's kernels for SM90, at which every expert begins."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeepGemmWeights:
     """Weights of E experts, gate over up.
 
     Attributes:
-        w13: float8_e4m3fn [E, 2 * Ip, H], Ip a multiple of 128.
-        w13_scale: float32 [E, 2 * Ip / 128, ceil(H / 128)].
+        w13: float8_e4m3fn [E, 2 * Ip, H], Ip a multiple of 128; [E, Ip, H] where there is no gate.
+        w13_scale: float32 [E, 2 * Ip / 128, ceil(H / 128)], or half as many rows.
         w2: float8_e4m3fn [E, H, I], I at most Ip.
         w2_scale: float32 [E, ceil(H / 128), ceil(I / 128)].
-        act: a gated function.
+        act: the function between them.
+        bias13: float32 [E, 2 * Ip] or [E, Ip] contiguous; None is 0.
+        bias2: float32 [E, H] contiguous; None is 0.
+        source: what these were made of, as views into them, for who wants to keep no more; or None.
     """
 
     w13: Tensor
@@ -50,6 +55,9 @@ class DeepGemmWeights:
     w2: Tensor
     w2_scale: Tensor
     act: Act
+    bias13: Tensor | None = None
+    bias2: Tensor | None = None
+    source: object = None
 
     @property
     def experts(self) -> int:
@@ -64,6 +72,7 @@ def fused_experts(
     topk_weights: Tensor,
     *,
     expert_map: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Run the experts once. Nothing is read on the host.
 
@@ -73,49 +82,58 @@ def fused_experts(
         topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
         topk_weights: [M, T] float32, bfloat16 or float16.
         expert_map: [global experts] int32 or int64, index here or -1.
+        workspace: uint8, at least `workspace_bytes`; by default memory from torch's allocator.
 
     Returns:
         [M, H] in the dtype of `hidden`. Results of both GEMMs are rounded to bfloat16; sums over a
         token's slots are float32.
     """
-    T = topk_ids.shape[1]
+    tokens, T = topk_ids.shape
     if topk_ids.numel() == 0:
         return torch.zeros_like(hidden, memory_format=torch.contiguous_format)
     hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
     if expert_map is not None:
         expert_map = expert_map.contiguous()
+    if workspace is None:
+        size_bytes = workspace_bytes(weights, tokens, T)
+        workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
     out = torch.empty_like(hidden)
-    most = max(MAX_SLOTS // T, 1)
-    with torch.cuda.device(hidden.device):
-        for first in range(0, hidden.shape[0], most):
+    most = part_tokens(tokens, T)
+    with on(hidden.device):
+        for first in range(0, tokens, most):
             part = slice(first, first + most)
-            plan = Plan(weights, out[part].shape[0], T)
+            plan = Plan(weights, out[part].shape[0], T, Arena(workspace))
             plan(hidden[part], topk_ids[part], topk_weights[part], out[part], expert_map)
     return out
 
 
-class Plan:
-    """Buffers for calls of exactly `tokens` tokens with `topk` slots each."""
+def workspace_bytes(weights: DeepGemmWeights, tokens: int, topk: int) -> int:
+    """Scratch memory of a call of [tokens, topk] slots."""
+    arena = Arena()
+    Plan(weights, part_tokens(tokens, topk), topk, arena)
+    return arena.size_bytes
 
-    def __init__(self, weights: DeepGemmWeights, tokens: int, topk: int) -> None:
+
+def rows_of(weights: DeepGemmWeights, tokens: int, topk: int) -> int:
+    """Rows that DeepGEMM is given for [tokens, topk] slots, by which it chooses its kernels."""
+    return max_rows(part_tokens(tokens, topk) * topk, weights.experts, ALIGNMENT)
+
+
+class Plan:
+    """Buffers for calls of exactly `tokens` tokens with `topk` slots each, in `arena`."""
+
+    def __init__(self, weights: DeepGemmWeights, tokens: int, topk: int, arena: Arena) -> None:
         self.weights = weights
         slots = tokens * topk
         E, H, I = weights.w2.shape
-        device = weights.w13.device
         rows = max_rows(slots, E, ALIGNMENT)
-
-        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.routing = SortedRouting.allocate(
-            slots, E, alignment=ALIGNMENT, tile_rows=ALIGNMENT, device=device
-        )
-        self.x = empty(rows, H, dtype=torch.float8_e4m3fn)
-        self.x_scale = empty(-(-H // 128), rows, dtype=torch.float32)
-        self.gate_up = empty(rows, weights.w13.shape[1], dtype=torch.bfloat16)
-        self.act = empty(rows, I, dtype=torch.float8_e4m3fn)
-        self.act_scale = empty(-(-I // 128), rows, dtype=torch.float32)
-        self.y = empty(rows, H, dtype=torch.bfloat16)
+        self.routing = arena.sorted_routing(slots, E, alignment=ALIGNMENT, tile_rows=ALIGNMENT)
+        self.x = arena.empty(rows, H, dtype=torch.float8_e4m3fn)
+        self.x_scale = arena.empty(-(-H // 128), rows, dtype=torch.float32)
+        self.gate_up = arena.empty(rows, weights.w13.shape[1], dtype=torch.bfloat16)
+        self.act = arena.empty(rows, I, dtype=torch.float8_e4m3fn)
+        self.act_scale = arena.empty(-(-I // 128), rows, dtype=torch.float32)
+        self.y = arena.empty(rows, H, dtype=torch.bfloat16)
 
     def __call__(
         self,
@@ -147,11 +165,25 @@ class Plan:
             expert_map=expert_map,
         )
         self._gemm(self.x, self.x_scale, w.w13, w.w13_scale, self.gate_up)
+        routing = self.routing
         act_requantize(
-            self.gate_up, self.act, self.act_scale, w.act, row_of_slot=self.routing.row_of_slot
+            self.gate_up,
+            self.act,
+            self.act_scale,
+            w.act,
+            row_of_slot=routing.row_of_slot,
+            bias=w.bias13,
+            row_end=routing.row_end,
         )
         self._gemm(self.act, self.act_scale, w.w2, w.w2_scale, self.y)
-        weighted_reduce(self.y, self.routing.row_of_slot, topk_weights, out)
+        weighted_reduce(
+            self.y,
+            routing.row_of_slot,
+            topk_weights,
+            out,
+            bias=w.bias2,
+            row_end=routing.row_end,
+        )
 
     def _gemm(self, x: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor) -> None:
         deep_gemm = _library()
@@ -163,16 +195,6 @@ class Plan:
             use_psum_layout=True,
             ensure_zero_padding=False,
         )
-
-    def poison(self) -> None:
-        """Fill every buffer with NaN or absurd indices; for tests."""
-        for buffer in (self.x, self.act):
-            buffer.view(torch.uint8).fill_(0x7F)
-        for buffer in (self.x_scale, self.act_scale, self.gate_up, self.y):
-            buffer.fill_(torch.nan)
-        r = self.routing
-        for buffer in (r.slot_of_row, r.row_of_slot, r.row_end, r.tiles, r.tile_count, r.counts):
-            buffer.fill_(1 << 20)
 
 
 def batched_experts(
@@ -187,7 +209,7 @@ def batched_experts(
         counts: [E] int32, at most C.
 
     Returns:
-        [E, C, H] bfloat16; rows at or beyond counts[e] can be anything.
+        [E, C, H] bfloat16, rounded twice with a bias; rows at or beyond counts[e] can be anything.
     """
     E, C, H = qdata.shape
     # A tile that begins before counts[e] is written whole: it must end before the next expert.
@@ -205,10 +227,14 @@ def batched_experts(
         gate_up = empty(E, rows, weights.w13.shape[1], dtype=torch.bfloat16)
         act = empty(E, rows, I, dtype=torch.float8_e4m3fn)
         act_scale = empty(E, -(-I // 128), rows, dtype=torch.float32)
-        with torch.cuda.device(qdata.device):
+        with on(qdata.device):
             _masked_gemm(x, x_scale, weights.w13, weights.w13_scale, gate_up, counts)
-            act_requantize_batched(gate_up, act, act_scale, weights.act, counts=counts)
+            act_requantize_batched(
+                gate_up, act, act_scale, weights.act, counts=counts, bias=weights.bias13
+            )
             _masked_gemm(act, act_scale.mT, weights.w2, weights.w2_scale, y, counts)
+        if weights.bias2 is not None:
+            y += weights.bias2[:, None]
     return y[:, :C]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
+
+from moequant.kernels.routing import SortedRouting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,3 +36,19 @@ class Arena:
         if self._buffer is None:
             return torch.empty(shape, dtype=dtype, device="meta")
         return self._buffer[start : self.size_bytes].view(dtype).view(shape)
+
+    def sorted_routing(
+        self, slots: int, experts: int, *, alignment: int, tile_rows: int
+    ) -> SortedRouting:
+        """Room for any routing of `slots` slots, see `SortedRouting.allocate`."""
+        shapes = SortedRouting.allocate(
+            slots,
+            experts,
+            alignment=alignment,
+            tile_rows=tile_rows,
+            device=torch.device("meta"),
+        )
+        parts = {field.name: getattr(shapes, field.name) for field in fields(shapes)}
+        return SortedRouting(
+            **{name: self.empty(*part.shape, dtype=part.dtype) for name, part in parts.items()}
+        )

@@ -11,7 +11,6 @@ weighted reduce  per token, float32, in the order of its slots
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +21,6 @@ from moequant.kernels.portable.quantize import quantize_rows
 from moequant.kernels.routing import (
     MAX_SLOTS,
     ONE_LAUNCH_SLOTS,
-    SortedRouting,
     max_rows,
     sort_routing,
 )
@@ -134,7 +132,7 @@ class Plan:
         self.slots = tokens * topk
         rows = max_rows(self.slots, E, 1)
         tile_rows = tile_rows or likely_rows(self.slots / max(E, 1))
-        self.routing = _routing(self.slots, E, tile_rows, arena)
+        self.routing = arena.sorted_routing(self.slots, E, alignment=1, tile_rows=tile_rows)
         self.work = Work(
             tile_rows=tile_rows,
             max_tiles=self.routing.tiles.shape[0],
@@ -246,13 +244,3 @@ def likely_rows(mean: float) -> int:
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launches go to `device`; the interpreter's to none."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _routing(slots: int, experts: int, tile_rows: int, arena: Arena) -> SortedRouting:
-    shapes = SortedRouting.allocate(
-        slots, experts, alignment=1, tile_rows=tile_rows, device=torch.device("meta")
-    )
-    parts = {field.name: getattr(shapes, field.name) for field in fields(shapes)}
-    return SortedRouting(
-        **{name: arena.empty(*part.shape, dtype=part.dtype) for name, part in parts.items()}
-    )

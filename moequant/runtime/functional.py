@@ -6,8 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
-import torch
-
 from moequant.errors import UnsupportedError
 from moequant.runtime.act_fn import SILU, ActFn
 from moequant.runtime.backends import REGISTRY, FusedBackend, Workload
@@ -16,6 +14,7 @@ from moequant.runtime.experts import FusedExperts
 from moequant.runtime.formats import check_parts
 from moequant.runtime.inputs import check_expert_map, check_inputs
 from moequant.runtime.routing import weight_input
+from moequant.runtime.workspace import workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,13 +96,13 @@ def deep_gemm_moe_fp8(
     Args:
         hidden_states: [M, H] bfloat16, float16 or float32; H and I multiples of 16.
         w13: float8_e4m3fn [E, 2 * Ip, H], gate over up, Ip = I rounded up to a multiple of 128 with
-            rows of zeros.
+            rows of zeros; [E, Ip, H] where `act_fn` is not gated.
         w2: float8_e4m3fn [E, H, I].
-        w13_scale: float32 [E, 2 * Ip / 128, ceil(H / 128)], multipliers.
+        w13_scale: float32 [E, rows of w13 / 128, ceil(H / 128)], multipliers.
         w2_scale: float32 [E, ceil(H / 128), ceil(I / 128)], multipliers.
         topk_weights: [M, T] float32, bfloat16 or float16, of the router.
         topk_ids: [M, T] int32 or int64.
-        act_fn: a gated function.
+        act_fn: the function between the GEMMs.
         expert_map: [global experts] int32 or int64, index here of each id, or -1.
         apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
 
@@ -155,16 +154,18 @@ def deep_gemm_moe_fp8(
         topk_ids,
         topk_weights,
         expert_map=expert_map,
-        workspace=torch.empty(0, dtype=torch.uint8, device=w13.device),
+        workspace=workspace(w13.device, backend.workspace_bytes(weights, *topk_ids.shape)),
     )
     return y.to(hidden_states.dtype)
 
 
 def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
-    if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] != -(-w2.shape[2] // 128) * 256:
+    halves = 2 if act_fn.gated else 1
+    if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] != -(-w2.shape[2] // 128) * 128 * halves:
         raise UnsupportedError(
-            f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}, but wanted are [E, 2 * Ip, H] and "
-            "[E, H, I], Ip the next multiple of 128 from I on; layouts.gate_up.stack_gate_up pads"
+            f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}, but wanted are "
+            f"[E, {'2 * ' if act_fn.gated else ''}Ip, H] and [E, H, I], Ip the next multiple of "
+            "128 from I on; layouts.gate_up.stack_gate_up pads"
         )
     return Workload(
         format="fp8_block",

@@ -29,3 +29,23 @@ def test_tokens_are_the_weighted_sum_of_their_rows(dtype, weight_dtype):
     bound = terms.abs().sum(1) * 4 * 2.0**-24 + terms.sum(1).abs() * eps
     assert ((out.cpu().double() - terms.sum(1)).abs() <= bound).all()
     assert (out[2] == 0).all()
+
+
+def test_a_bias_is_that_of_the_expert_whose_row_it_is():
+    # Rows of experts 0, 2 and 3; 1 has none, and 2 begins behind a gap.
+    row_end = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
+    expert = torch.tensor([0, 0, 1, 2, 2, 2, 3])
+    g = torch.Generator().manual_seed(1)
+    rows, bias = torch.randn(7, 300, generator=g).bfloat16(), torch.randn(4, 300, generator=g)
+    rows[2], bias[1] = torch.nan, torch.nan
+    weights, out = torch.rand(3, 3, generator=g), torch.full((3, 300), torch.nan, device=DEVICE)
+    inputs = (t.to(DEVICE) for t in (rows, ROW_OF_SLOT.flatten(), weights))
+    weighted_reduce(*inputs, out, bias=bias.to(DEVICE), row_end=row_end.to(DEVICE))
+    biased = (rows.double() + bias.double()[expert])[ROW_OF_SLOT.clamp(min=0).long()]
+    terms = torch.where(ROW_OF_SLOT >= 0, weights, 0.0).double()[..., None] * biased
+    size = (
+        torch.where(ROW_OF_SLOT >= 0, weights, 0.0).double()[..., None]
+        * (rows.double().abs() + bias.double().abs()[expert])[ROW_OF_SLOT.clamp(min=0).long()]
+    )
+    # As above, and the sum with the bias.
+    assert ((out.cpu().double() - terms.sum(1)).abs() <= size.sum(1) * 5 * 2.0**-24).all()

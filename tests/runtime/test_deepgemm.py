@@ -12,7 +12,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import quantize
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import ExpertWeights, FusedExperts, select
-from moequant.runtime.act_fn import RELU2, SILU, SWIGLUOAI
+from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.batched import finalize_batched, prepare_batched
 from moequant.runtime.functional import deep_gemm_moe_fp8
@@ -37,20 +37,33 @@ SMALL, ODD = (16, 1024, 512, 4), (8, 720, 336, 2)
 # as many: ulp / 2**-9, so sqrt(2**-9 * 2**-3.5) = 1.3 % more, calc_diff 1e-4.
 CALC_DIFF = 1e-3
 
+ACT_FNS = [
+    SWIGLUOAI,
+    SITU,
+    RELU2,
+    ActFn(name="gelu"),
+    ActFn(name="swiglustep", limit=0.7),
+    ActFn(name="gelu_tanh", gated=False, limit=0.7),
+]
+
 
 def gpu(test):
     test = pytest.mark.skipif(WHY_NOT is not None, reason=f"deepgemm {WHY_NOT}")(test)
     return pytest.mark.gpu(test)
 
 
-def weights_of(shape, act_fn=SILU):
+def weights_of(shape, act_fn=SILU, biases=False):
     E, H, I, _ = shape
     g = torch.Generator("cuda").manual_seed(0)
     sizes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
-    parts = {
-        name: quantize(torch.randn(size, generator=g, device="cuda") * size[2] ** -0.5, "fp8_block")
-        for name, size in sizes.items()
-    }
+    if not act_fn.gated:
+        del sizes["gate"]
+    parts = {"gate": None}
+    for name, size in sizes.items():
+        w = torch.randn(size, generator=g, device="cuda") * size[2] ** -0.5
+        parts[name] = quantize(w, "fp8_block")
+        if biases:
+            parts[f"{name}_bias"] = torch.randn(size[:2], generator=g, device="cuda")
     return ExpertWeights(**parts, act_fn=act_fn)
 
 
@@ -77,8 +90,6 @@ def check(got, weights, call, **options):
     [
         ({"format": "nvfp4", "activations": "none"}, "runs fp8_block alone"),
         ({"activations": "none"}, "activations in fp8_group128 alone"),
-        ({"bias": True}, "gated functions without biases alone"),
-        ({"act_fn": RELU2}, "gated functions without biases alone"),
         ({"hidden": 264}, "wants H a multiple of 16"),
         ({"intermediate": 100}, "wants I a multiple of 16"),
         ({"experts": 0}, "wants at least one expert"),
@@ -89,6 +100,14 @@ def test_what_it_cannot_run_it_refuses_with_the_reason(name, change, reason):
     assert reason in REGISTRY[name].supports(replace(WORKLOAD, **change))
     with pytest.raises(UnsupportedError, match=reason):
         select(replace(WORKLOAD, **change), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("act_fn", ACT_FNS, ids=str)
+def test_no_function_or_bias_is_a_reason_for_no(name, act_fn, bias):
+    asked = replace(WORKLOAD, act_fn=act_fn, bias=bias)
+    assert REGISTRY[name].supports(asked) == REGISTRY[name].supports(WORKLOAD)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,6 +156,31 @@ def test_it_computes_other_functions_and_for_every_dtype():
 
 
 @gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("act_fn", ACT_FNS, ids=str)
+def test_it_computes_every_function_with_and_without_biases(act_fn, biases):
+    for shape, M in ((SMALL, 60), (ODD, 300)):
+        weights, call = weights_of(shape, act_fn, biases), inputs(shape, M)
+        check(FusedExperts(weights, backend="deepgemm")(*call), weights, call)
+
+
+@gpu
+@pytest.mark.parametrize("act_fn", ACT_FNS, ids=str)
+def test_batches_do_so_too(act_fn):
+    weights, call = weights_of(ODD, act_fn, biases=True), inputs(ODD, 40)
+    check(FusedExperts(weights, backend="deepgemm_batched")(*call), weights, call)
+
+
+@gpu
+@pytest.mark.parametrize("act_fn", [SILU, RELU2], ids=str)
+def test_no_weight_is_there_twice(act_fn):
+    module = FusedExperts(weights_of(ODD, act_fn), backend="deepgemm")
+    module(*inputs(ODD, 4))
+    w13 = module.packed_weights().w13
+    assert module.weights.up.qdata.untyped_storage().data_ptr() == w13.untyped_storage().data_ptr()
+
+
+@gpu
 def test_it_takes_the_ids_of_other_ranks_and_weights_the_input():
     weights = weights_of(SMALL)
     hidden, ids, topk_weights = inputs((64, 1024, 512, 1), 50)
@@ -150,17 +194,17 @@ def test_it_takes_the_ids_of_other_ranks_and_weights_the_input():
 
 @gpu
 def test_no_buffer_is_read_before_it_is_written():
-    from moequant.kernels.deepgemm.experts import Plan
-
-    weights = weights_of(SMALL)
-    packed = REGISTRY["deepgemm"].pack(weights, "fp8_group128")
+    weights = weights_of(SMALL, SWIGLUOAI, biases=True)
+    backend = REGISTRY["deepgemm"]
+    packed = backend.pack(weights, "fp8_group128")
     for M in (1, 300):
-        hidden, ids, topk_weights = inputs(SMALL, M)
-        plan = Plan(packed, M, SMALL[3])
-        plan.poison()
-        out = torch.full_like(hidden, torch.nan)
-        plan(hidden, ids, topk_weights, out)
-        check(out, weights, (hidden, ids, topk_weights))
+        call = inputs(SMALL, M)
+        size = backend.workspace_bytes(packed, M, SMALL[3])
+        # Bytes of 0x7F are NaN in E4M3, huge numbers in float32, and absurd indices.
+        for byte in (0x7F, 0xFF):
+            memory = torch.full((size,), byte, dtype=torch.uint8, device="cuda")
+            out = backend.forward(packed, *call, expert_map=None, workspace=memory)
+            check(out, weights, call)
 
 
 @gpu

@@ -113,10 +113,17 @@ def test_gate_and_up_are_stacked_once_and_adopted_as_views(I):
     assert torch.equal(as_bytes(backend.pack(moved, "fp8_group128").w13), as_bytes(packed.w13))
 
 
-def test_up_alone_is_padded_and_biases_are_float32():
-    layer = layer_on_cpu(144, RELU2, torch.bfloat16)
-    packed = REGISTRY[NAME].pack(layer, "fp8_group128")
-    assert REGISTRY[NAME].adopted(packed) is None
+def test_up_alone_is_padded_once_and_biases_are_float32():
+    layer, backend = layer_on_cpu(144, RELU2, torch.bfloat16), REGISTRY[NAME]
+    packed = backend.pack(layer, "fp8_group128")
+    views = backend.adopted(packed)
+    assert views.up.qdata.data_ptr() == packed.w13.data_ptr()
+    assert torch.equal(as_bytes(views.up.qdata), as_bytes(layer.up.qdata))
+    again = backend.pack(views, "fp8_group128")
+    assert again.w13.data_ptr() == packed.w13.data_ptr()
+    assert backend.adopted(again) is None
+    whole = backend.pack(layer_on_cpu(128, RELU2), "fp8_group128")
+    assert backend.adopted(whole) is None
     assert packed.w13.shape == (3, 256, 256)
     assert not as_bytes(packed.w13[:, 144:]).any()
     assert packed.bias13.dtype == packed.bias2.dtype == torch.float32

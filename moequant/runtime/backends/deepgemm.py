@@ -8,10 +8,11 @@ import shutil
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime.backends.base import BatchedExpertsBackend, FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.stacked import first_bias, first_weight
 from moequant.runtime.backends.triton_portable import act_of
+from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from moequant.kernels.deepgemm.experts import DeepGemmWeights
     from moequant.runtime.batched import BatchedTokens
-    from moequant.runtime.weights import ExpertWeights
 
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 
@@ -42,17 +42,31 @@ class DeepGemm(FusedBackend):
     default_on = ()
 
     def supports(self, workload: Workload) -> str | None:
-        """Wants fp8_block, its activations, a gated function, SM90, deep_gemm and nvcc."""
+        """Wants fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""
         return _why_not(workload)
 
     def pack(self, weights: ExpertWeights, activations: str) -> object:
-        """Stack gate over up; a copy of both, the rest is as it was."""
-        return _packed(weights)
+        """Stack gate over up: a copy of both, unless they lie so already; the rest is as it was."""
+        return _stack(weights)
+
+    def adopted(self, packed: object) -> ExpertWeights | None:
+        """Gate and up as views into them stacked, or up into it padded; None without a copy."""
+        source = _packed(packed).source
+        assert source is None or isinstance(source, ExpertWeights)
+        return source
+
+    def workspace_bytes(self, packed: object, tokens: int, topk: int) -> int:
+        """See `FusedBackend.workspace_bytes`."""
+        from moequant.kernels.deepgemm.experts import workspace_bytes
+
+        return workspace_bytes(_packed(packed), tokens, topk) if tokens * topk else 0
 
     def kernels_for(self, packed: object, tokens: int, topk: int) -> Hashable:
-        """The next power of two of the slots: DeepGEMM chooses among its kernels by itself."""
+        """The rows that DeepGEMM is given, by which it chooses among its kernels by itself."""
+        from moequant.kernels.deepgemm.experts import rows_of
+
         slots = tokens * topk
-        return (slots - 1).bit_length(), slots % 16 == 0, topk
+        return rows_of(_packed(packed), tokens, topk), slots % 16 == 0, tokens <= 64, topk
 
     def forward(
         self,
@@ -65,20 +79,30 @@ class DeepGemm(FusedBackend):
         workspace: Tensor,
     ) -> Tensor:
         """See `FusedBackend.forward`."""
-        from moequant.kernels.deepgemm.experts import DeepGemmWeights, fused_experts
+        from moequant.kernels.deepgemm.experts import fused_experts
 
-        assert isinstance(packed, DeepGemmWeights)
-        return fused_experts(packed, hidden_states, topk_ids, topk_weights, expert_map=expert_map)
+        return fused_experts(
+            _packed(packed),
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            expert_map=expert_map,
+            workspace=workspace,
+        )
 
 
 class DeepGemmBatched(BatchedExpertsBackend):
-    """DeepGEMM's masked layout. Gate and up are stacked anew in every call, so it is for tests."""
+    """DeepGEMM's masked layout.
+
+    Gate and up are stacked anew in every call, unless they lie so already, as `deepgemm` leaves
+    them.
+    """
 
     name = "deepgemm_batched"
     default_on = ()
 
     def supports(self, workload: Workload) -> str | None:
-        """Wants fp8_block, its activations, a gated function, SM90, deep_gemm and nvcc."""
+        """Wants fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""
         return _why_not(workload)
 
     def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
@@ -86,20 +110,30 @@ class DeepGemmBatched(BatchedExpertsBackend):
         from moequant.kernels.deepgemm.experts import batched_experts
 
         assert tokens.scale is not None
-        return batched_experts(_packed(weights), tokens.qdata, tokens.scale, tokens.counts)
+        return batched_experts(_stack(weights), tokens.qdata, tokens.scale, tokens.counts)
 
 
-def _packed(weights: ExpertWeights) -> DeepGemmWeights:
+def _packed(packed: object) -> DeepGemmWeights:
     from moequant.kernels.deepgemm.experts import DeepGemmWeights
 
-    assert weights.gate is not None
-    w13 = stack_gate_up(weights.gate, weights.up)
+    assert isinstance(packed, DeepGemmWeights)
+    return packed
+
+
+def _stack(weights: ExpertWeights) -> DeepGemmWeights:
+    from moequant.kernels.deepgemm.experts import DeepGemmWeights
+
+    act_fn = weights.act_fn
+    w13, adopted = first_weight(weights)
     return DeepGemmWeights(
         w13=w13.qdata,
         w13_scale=w13.scale,
         w2=weights.down.qdata.contiguous(),
         w2_scale=weights.down.scale.contiguous(),
-        act=act_of(weights.act_fn),
+        act=act_of(act_fn),
+        bias13=first_bias(weights, w13.shape[1] // (2 if act_fn.gated else 1)),
+        bias2=None if weights.down_bias is None else weights.down_bias.float().contiguous(),
+        source=adopted,
     )
 
 
@@ -108,8 +142,6 @@ def _why_not(workload: Workload) -> str | None:
         return "runs fp8_block alone"
     if workload.activations != "fp8_group128":
         return "multiplies by activations in fp8_group128 alone"
-    if workload.bias or not workload.act_fn.gated:
-        return "computes gated functions without biases alone"
     for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
         if size % _ROW_MULTIPLE:
             return f"wants {name} a multiple of {_ROW_MULTIPLE}"

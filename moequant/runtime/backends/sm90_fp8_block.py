@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-import torch
-
-from moequant.formats import QuantizedWeight
 from moequant.kernels.cuda_driver import why_no_compiler
 from moequant.kernels.fp8_block.grouped_gemm import ACT_FNS
-from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 from moequant.runtime.backends.base import FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.stacked import first_bias, first_weight
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    import torch
     from torch import Tensor
 
     from moequant.kernels.fp8_block.experts import Fp8BlockWeights
@@ -31,10 +28,9 @@ class Sm90Fp8Block(FusedBackend):
     """FP8 GEMMs with activations in FP8 groups of 128, quantized as `quantize_activations` does.
 
     Every activation function but swiglustep, situ, and swigluoai with a beta that is not 1; with
-    biases or without. An expert's result is rounded to bfloat16,
-    whatever the dtype of the hidden states; the sum over a token's slots is float32. Runs of one
-    call are bitwise equal. Nothing is read on the host: an id that is out of range contributes
-    nothing, like -1, and raises no error.
+    biases or without. An expert's result is rounded to bfloat16, whatever the dtype of the hidden
+    states; the sum over a token's slots is float32. Runs of one call are bitwise equal. Nothing is
+    read on the host: an id that is out of range contributes nothing, like -1, and raises no error.
     """
 
     name = "sm90_fp8_block"
@@ -61,18 +57,14 @@ class Sm90Fp8Block(FusedBackend):
         """Stack gate over up: a copy of both, unless they lie so already; the rest is as it was."""
         from moequant.kernels.fp8_block.experts import Fp8BlockWeights
 
-        gate, up, act = weights.gate, weights.up, weights.act_fn
-        w13 = _up_alone(up) if gate is None else _stacked(gate, up) or stack_gate_up(gate, up)
-        adopted = None
-        if gate is not None and w13.qdata.data_ptr() != gate.qdata.data_ptr():
-            gate, up = split_gate_up(w13, weights.intermediate)
-            adopted = replace(weights, gate=gate, up=up)
+        act = weights.act_fn
+        w13, adopted = first_weight(weights)
         return Fp8BlockWeights(
             w13=w13.qdata,
             w13_scale=w13.scale,
             w2=weights.down.qdata.contiguous(),
             w2_scale=weights.down.scale.contiguous(),
-            bias13=_first_bias(weights, w13.shape[1] // (2 if act.gated else 1)),
+            bias13=first_bias(weights, w13.shape[1] // (2 if act.gated else 1)),
             bias2=None if weights.down_bias is None else weights.down_bias.float().contiguous(),
             act=act.name,
             gated=act.gated,
@@ -82,7 +74,7 @@ class Sm90Fp8Block(FusedBackend):
         )
 
     def adopted(self, packed: object) -> ExpertWeights | None:
-        """Gate and up as views into the two of them stacked; None where nothing was copied."""
+        """Gate and up as views into them stacked, or up into it padded; None without a copy."""
         source = _packed(packed).source
         assert source is None or isinstance(source, ExpertWeights)
         return source
@@ -127,60 +119,6 @@ def _packed(packed: object) -> Fp8BlockWeights:
 
     assert isinstance(packed, Fp8BlockWeights)
     return packed
-
-
-def _up_alone(up: QuantizedWeight) -> QuantizedWeight:
-    """`up` padded to whole scale blocks, and contiguous."""
-    E, I, H = up.shape
-    rows = padded_rows(up.format, I)
-    gap = up.qdata.new_zeros(E, rows - I, H)
-    return QuantizedWeight(
-        format=up.format,
-        qdata=torch.cat([up.qdata, gap], dim=1) if rows > I else up.qdata.contiguous(),
-        scale=up.scale.contiguous(),
-        global_scale=None,
-        shape=torch.Size((E, rows, H)),
-    )
-
-
-def _stacked(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:
-    """What gate and up are views into, as `adopted` made them; None where they are not."""
-    E, I, H = gate.shape
-    rows = padded_rows(gate.format, I)
-    qdata = _halves(gate.qdata, up.qdata, rows)
-    scale = _halves(gate.scale, up.scale, gate.scale.shape[1])
-    if qdata is None or scale is None:
-        return None
-    shape = torch.Size((E, 2 * rows, H))
-    return QuantizedWeight(
-        format=gate.format, qdata=qdata, scale=scale, global_scale=None, shape=shape
-    )
-
-
-def _halves(first: Tensor, second: Tensor, rows: int) -> Tensor | None:
-    """The contiguous [E, 2 * rows, columns] in which both [E, <= rows, columns] are views."""
-    E, _, columns = first.shape
-    whole = (2 * rows * columns, columns, 1)
-    if (
-        first.stride() != whole
-        or second.stride() != whole
-        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        or second.storage_offset() != first.storage_offset() + rows * columns
-    ):
-        return None
-    return first.as_strided((E, 2 * rows, columns), whole)
-
-
-def _first_bias(weights: ExpertWeights, rows: int) -> Tensor | None:
-    """Float32 biases of the first GEMM: [E, 2 * rows], or [E, rows] where there is no gate."""
-    biases = [weights.gate_bias, weights.up_bias] if weights.act_fn.gated else [weights.up_bias]
-    if all(bias is None for bias in biases):
-        return None
-    out = torch.zeros(weights.experts, len(biases), rows, device=weights.device)
-    for half, bias in enumerate(biases):
-        if bias is not None:
-            out[:, half, : weights.intermediate] = bias
-    return out.flatten(1)
 
 
 @cache

@@ -1,0 +1,193 @@
+"""Our part of DeepGEMM's backends; in the interpreter around GEMMs that torch computes.
+
+What the package itself makes of the same calls is tested in tests/runtime/test_deepgemm.py, on a
+GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moequant.benchmarks.experts import calc_diff
+from moequant.formats import quantize
+from moequant.kernels.deepgemm import experts
+from moequant.kernels.launch import INTERPRETED
+from moequant.kernels.portable.arena import Arena
+from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
+from moequant.runtime.backends import REGISTRY
+from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.routing import route
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the package itself is tested on a GPU")
+
+E, H, I, M, T = 4, 256, 144, 9, 2
+FUNCTIONS = [SILU, SWIGLUOAI, SITU, RELU2, ActFn(name="gelu", gated=False, limit=0.5)]
+
+# As in tests/runtime/test_deepgemm.py: both results are rounded to bfloat16, which flips codes.
+CALC_DIFF = 1e-3
+
+
+class Library:
+    """What is called of deep_gemm, in float32, with the same layouts."""
+
+    @staticmethod
+    def product(x, scale, w, w_scale):
+        def spread(s, rows, columns):
+            return s.repeat_interleave(128, 1)[:rows, :columns]
+
+        x = x.float() * spread(scale, *x.shape)
+        w = w.float() * spread(w_scale.repeat_interleave(128, 0), *w.shape)
+        return (x @ w.mT).bfloat16()
+
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self, x, w, out, row_end, use_psum_layout, ensure_zero_padding
+    ):
+        assert use_psum_layout
+        begin = 0
+        for e, end in enumerate(row_end.tolist()):
+            rows = slice(begin, end)
+            out[rows] = self.product(x[0][rows], x[1][rows], w[0][e], w[1][e])
+            begin = -(-end // 128) * 128
+
+    def m_grouped_fp8_gemm_nt_masked(self, x, w, out, counts, expected):
+        for e, count in enumerate(counts.tolist()):
+            out[e, :count] = self.product(x[0][e, :count], x[1][e, :count], w[0][e], w[1][e])
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    monkeypatch.setattr(experts, "_library", Library)
+
+
+def weights_of(act_fn=SILU, biases=False):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+    if not act_fn.gated:
+        del shapes["gate"]
+    parts = {"gate": None}
+    for name, shape in shapes.items():
+        parts[name] = quantize(torch.randn(shape, generator=g) * shape[2] ** -0.5, "fp8_block")
+        if biases:
+            parts[f"{name}_bias"] = torch.randn(shape[:2], generator=g)
+    return ExpertWeights(**parts, act_fn=act_fn)
+
+
+def call_of(dtype=torch.float32):
+    g = torch.Generator().manual_seed(1)
+    hidden = torch.randn(M, H, generator=g).to(dtype)
+    topk_weights, ids = torch.rand(M, E, generator=g).topk(T)
+    ids[0, 0] = -1
+    return hidden, ids, topk_weights
+
+
+def pack(weights):
+    return REGISTRY["deepgemm"].pack(weights, "fp8_group128")
+
+
+def check(got, weights, call, **options):
+    want = FusedExperts(weights, backend="torch_reference")(*call, **options)
+    assert got.dtype == want.dtype
+    assert bool(got.isfinite().all())
+    assert calc_diff(got, want) <= CALC_DIFF
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("act_fn", FUNCTIONS, ids=str)
+def test_every_function_with_and_without_biases(act_fn, biases):
+    weights, call = weights_of(act_fn, biases), call_of()
+    check(experts.fused_experts(pack(weights), *call), weights, call)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("act_fn", FUNCTIONS, ids=str)
+def test_batches_too(act_fn, biases):
+    weights, (hidden, ids, topk_weights) = weights_of(act_fn, biases), call_of()
+    routing = route(ids, topk_weights, experts=E)
+    tokens, places = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="fp8_group128")
+    rows = REGISTRY["deepgemm_batched"].run(tokens, weights)
+    check(finalize_batched(rows, routing, places), weights, (hidden, ids, topk_weights))
+
+
+def test_biases_are_those_of_the_expert():
+    # Weights of zero: what an expert gives is its bias, through the second GEMM and behind it.
+    weights = weights_of(RELU2, biases=True)
+    zero = {n: torch.zeros_like(t) for n, t in weights.tensors().items() if "qdata" in n}
+    weights = weights.replace({**weights.tensors(), **zero})
+    hidden, ids, topk_weights = call_of()
+    got = experts.fused_experts(pack(weights), hidden, ids, topk_weights)
+    here = (ids >= 0)[..., None]
+    want = (weights.down_bias[ids.clamp(min=0)] * topk_weights[..., None] * here).sum(1)
+    torch.testing.assert_close(got, want, rtol=0, atol=4 * 2.0**-24 * float(want.abs().max()))
+
+
+def test_an_expert_map_counts_and_biases_follow_it():
+    weights, (hidden, ids, topk_weights) = weights_of(SWIGLUOAI, biases=True), call_of()
+    here = torch.tensor([2, -1, 0, 3])
+    call = (hidden, ids, topk_weights)
+    got = experts.fused_experts(pack(weights), *call, expert_map=here)
+    check(got, weights, call, expert_map=here)
+
+
+def test_the_workspace_is_as_large_as_was_said_and_may_hold_anything():
+    weights, call = weights_of(SILU, biases=True), call_of()
+    packed = pack(weights)
+    size = REGISTRY["deepgemm"].workspace_bytes(packed, M, T)
+    assert size == experts.workspace_bytes(packed, M, T) > 0
+    want = experts.fused_experts(packed, *call)
+    check(want, weights, call)
+    for byte in (0x7F, 0xFF, 0x00):
+        memory = torch.full((size + 64,), byte, dtype=torch.uint8)
+        assert torch.equal(experts.fused_experts(packed, *call, workspace=memory[:size]), want)
+        assert bool((memory[size:] == byte).all())
+
+
+def test_the_plan_takes_nothing_but_the_arena():
+    packed, arena = pack(weights_of()), Arena()
+    plan = experts.Plan(packed, M, T, arena)
+    assert {t.device.type for t in (plan.x, plan.x_scale, plan.gate_up, plan.act, plan.y)} == {
+        "meta"
+    }
+    assert arena.size_bytes == experts.workspace_bytes(packed, M, T)
+
+
+@pytest.mark.parametrize("act_fn", [SILU, RELU2], ids=str)
+def test_what_was_copied_comes_back_as_views(act_fn):
+    weights, backend = weights_of(act_fn), REGISTRY["deepgemm"]
+    packed = pack(weights)
+    views = backend.adopted(packed)
+    assert views.up.qdata.untyped_storage().data_ptr() == packed.w13.untyped_storage().data_ptr()
+    for name, tensor in weights.tensors().items():
+        got, want = (t.contiguous().view(torch.uint8) for t in (views.tensors()[name], tensor))
+        assert torch.equal(got, want)
+    again = pack(views)
+    assert again.w13.data_ptr() == packed.w13.data_ptr()
+    assert backend.adopted(again) is None
+
+
+def test_rows_of_something_else_are_no_padding():
+    weights = weights_of(RELU2)
+    padded = torch.ones(E, 256, H).to(torch.float8_e4m3fn)
+    padded[:, :I] = weights.up.qdata
+    up = dataclasses.replace(weights.up, qdata=padded[:, :I])
+    packed = pack(dataclasses.replace(weights, up=up))
+    assert packed.w13.data_ptr() != padded.data_ptr()
+    assert not packed.w13[:, I:].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_are_in_the_dtype_of_the_hidden_states(dtype):
+    weights, call = weights_of(), call_of(dtype)
+    check(experts.fused_experts(pack(weights), *call), weights, call)
+
+
+def test_no_token_and_no_expert_for_any_token():
+    (hidden, ids, topk_weights), packed = call_of(), pack(weights_of(SILU, biases=True))
+    assert REGISTRY["deepgemm"].workspace_bytes(packed, 0, T) == 0
+    assert experts.fused_experts(packed, hidden[:0], ids[:0], topk_weights[:0]).shape == (0, H)
+    assert not experts.fused_experts(packed, hidden, torch.full_like(ids, -1), topk_weights).any()
