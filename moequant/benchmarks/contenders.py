@@ -8,7 +8,7 @@ vllm                 vLLM's Triton experts, if vLLM is installed; fp8_block alon
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import FusedExperts
-from moequant.runtime.act_fn import SILU
+from moequant.runtime.act_fn import SILU, SWIGLUOAI
 from moequant.runtime.backends import FusedBackend, backends
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from moequant.formats import QuantizedWeight
     from moequant.runtime import ExpertWeights
+    from moequant.runtime.act_fn import ActFn
 
     Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -77,18 +78,72 @@ def capturable(experts: FusedExperts) -> FusedExperts:
     return experts
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GroupedMm:
+    """Torch's grouped GEMM in BF16, every operation one of torch's.
+
+    Attributes:
+        w13: [E, H, 2 * I], gate beside up.
+        w2: [E, I, H].
+        bias13: [E, 2 * I], or None.
+        bias2: [E, H], or None.
+        act_fn: SILU or SWIGLUOAI.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    bias13: Tensor | None
+    bias2: Tensor | None
+    act_fn: ActFn
+
+    def __call__(self, hidden: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+        M, T = ids.shape
+        slot = ids.flatten().argsort(stable=True)
+        expert = ids.flatten()[slot]
+        counts = torch.zeros(self.w13.shape[0], dtype=torch.int32, device=ids.device)
+        counts.scatter_add_(0, expert.long(), torch.ones_like(expert))
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        rows = torch._grouped_mm(hidden[slot // T], self.w13, offs=offsets)
+        if self.bias13 is not None:
+            rows += self.bias13[expert]
+        rows = torch._grouped_mm(self._act(*rows.chunk(2, -1)), self.w2, offs=offsets)
+        if self.bias2 is not None:
+            rows += self.bias2[expert]
+        weighted = rows * topk_weights.flatten()[slot, None].to(rows.dtype)
+        by_slot = torch.empty_like(weighted)
+        by_slot[slot] = weighted
+        return by_slot.reshape(M, T, -1).sum(1)
+
+    def _act(self, gate: Tensor, up: Tensor) -> Tensor:
+        """As transformers writes it for these models, not as our reference does for exactness."""
+        if self.act_fn == SILU:
+            return functional.silu(gate) * up
+        limit = SWIGLUOAI.limit
+        assert limit is not None
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * SWIGLUOAI.alpha))
+
+
 def _grouped_mm(weights: ExpertWeights) -> Experts:
-    if weights.device.type != "cuda":
-        raise UnsupportedError("grouped_mm wants a CUDA device")
-    gate, up = _plain(weights, "grouped_mm")
-    w13 = torch.stack(
-        [
-            torch.cat([dequantize(gate[e]), dequantize(up[e])]).bfloat16()
-            for e in range(weights.experts)
-        ]
+    gate, up, down = weights.gate, weights.up, weights.down
+    if gate is None or weights.act_fn not in (SILU, SWIGLUOAI):
+        raise UnsupportedError(f"grouped_mm is timed with gated {SILU} or {SWIGLUOAI} alone")
+    biases = [weights.gate_bias, weights.up_bias]
+    known = [bias for bias in biases if bias is not None]
+    if len(known) == 1:
+        raise UnsupportedError("grouped_mm is timed with biases of gate and up, or of neither")
+    each = range(weights.experts)
+    return _GroupedMm(
+        w13=torch.stack([torch.cat([_bf16(gate[e]), _bf16(up[e])]) for e in each]).mT,
+        w2=torch.stack([_bf16(down[e]) for e in each]).mT,
+        bias13=torch.cat(known, 1).bfloat16() if known else None,
+        bias2=None if weights.down_bias is None else weights.down_bias.bfloat16(),
+        act_fn=weights.act_fn,
     )
-    w2 = torch.stack([dequantize(weights.down[e]).bfloat16() for e in range(weights.experts)])
-    return partial(_run_grouped_mm, w13.mT, w2.mT)
+
+
+def _bf16(weight: QuantizedWeight) -> Tensor:
+    return dequantize(weight).bfloat16()
 
 
 def _plain(weights: ExpertWeights, name: str) -> tuple[QuantizedWeight, QuantizedWeight]:
@@ -96,22 +151,6 @@ def _plain(weights: ExpertWeights, name: str) -> tuple[QuantizedWeight, Quantize
     if weights.gate is None or weights.act_fn != SILU or weights.biases():
         raise UnsupportedError(f"{name} is timed with gated SiLU and no biases")
     return weights.gate, weights.up
-
-
-def _run_grouped_mm(
-    w13: Tensor, w2: Tensor, hidden: Tensor, ids: Tensor, topk_weights: Tensor
-) -> Tensor:
-    M, T = ids.shape
-    slot = ids.flatten().argsort(stable=True)
-    counts = torch.zeros(w13.shape[0], dtype=torch.int32, device=ids.device)
-    counts.scatter_add_(0, ids.flatten().long(), torch.ones_like(ids.flatten()))
-    offsets = counts.cumsum(0, dtype=torch.int32)
-    gate, up = torch._grouped_mm(hidden[slot // T], w13, offs=offsets).chunk(2, -1)
-    rows = torch._grouped_mm(functional.silu(gate) * up, w2, offs=offsets)
-    weighted = rows * topk_weights.flatten()[slot, None].to(rows.dtype)
-    by_slot = torch.empty_like(weighted)
-    by_slot[slot] = weighted
-    return by_slot.reshape(M, T, -1).sum(1)
 
 
 def _vllm(weights: ExpertWeights) -> Experts:

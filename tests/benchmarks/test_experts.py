@@ -24,8 +24,8 @@ from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
 from moequant.benchmarks.saved import read_run, write_run
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
 from moequant.errors import NumericsError, UnsupportedError
-from moequant.runtime import FusedExperts
-from moequant.runtime.act_fn import SILU, SWIGLUOAI
+from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime.act_fn import RELU2, SILU, SWIGLUOAI
 from moequant.runtime.backends import backends
 
 SMALL = LayerShape(experts=6, hidden=256, intermediate=128, topk=2)
@@ -97,7 +97,6 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     weights = random_experts(SMALL, "mxfp4", CPU)
     assert set(backends()) < set(contender_names())
     for name, reason in (
-        ("grouped_mm", "wants a CUDA device"),
         ("vllm", "fp8_block, not mxfp4"),
         ("cutlas", "nothing called 'cutlas'"),
         ("sm90_fp8_block", "runs fp8_block alone"),
@@ -106,6 +105,27 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     ):
         with pytest.raises(UnsupportedError, match=reason):
             make_contender(name, weights)
+
+
+@pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI])
+@pytest.mark.parametrize("biased", [False, True])
+def test_grouped_mm_computes_what_the_experts_do_without_quantized_activations(act_fn, biased):
+    weights = random_experts(dataclasses.replace(SMALL, act_fn=act_fn, biased=biased), "mxfp4", CPU)
+    call = random_inputs(SMALL, 20, CPU, 0).arguments
+    got = make_contender("grouped_mm", weights)(*call)
+    want = FusedExperts(weights, activations="none")(*call)
+    # BF16 rounds by at most 2**-8 of a value, 2**-8 / sqrt(3) in the mean. At most 14 results are
+    # rounded in a row: gate and up, their biases, four or five of the function, down, its bias, the
+    # router's weight, the product with it, the sum. Independent, they are an error of sqrt(14)
+    # times that, and calc_diff is half its square.
+    assert calc_diff(got, want) <= 14 * 2**-16 / 3 / 2
+
+
+def test_grouped_mm_is_of_the_two_functions_it_is_written_for():
+    weights = random_experts(SMALL, "mxfp4", CPU)
+    parts = {**weights.projections(), "gate": None}
+    with pytest.raises(UnsupportedError, match="timed with gated silu or swigluoai"):
+        make_contender("grouped_mm", ExpertWeights(**parts, act_fn=RELU2))
 
 
 def test_it_is_refused_without_a_cuda_device():
