@@ -12,6 +12,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult, InterruptedWork
+from moequant.cli.losses import show_losses
 from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "peak_bytes": plan.peak_bytes(workers),
         "device_bytes": _device_bytes(result, workers),
         "seconds": round(seconds, 3),
+        "losses": [loss.to_json() for loss in result.losses],
         "quantizer": _quantizer(result.quantizer),
         "warnings": [*plan.warnings, *_slowness(result.quantizer)],
         "refusals": list(result.refusals),
@@ -176,7 +178,18 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
     What is refused has no form on disk: its bytes there are 0.
     """
+    from moequant.checkpoint.encoded import EncodedInfo
+    from moequant.conversion.recipe import BF16
+
     groups: dict[tuple[str, str | None], list[int]] = defaultdict(lambda: [0, 0, 0])
+
+    # Of what stays quantized, by the name of each of its tensors.
+    roles = {
+        part.name: plan.model.roles[info.name].role
+        for info in plan.source.weights.values()
+        if isinstance(info, EncodedInfo)
+        for part in info.parts
+    }
 
     def add(role: str, format: str | None, *amounts: int) -> None:
         group = groups[role, format]
@@ -186,9 +199,14 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         for weight in unit.weights:
             written = 0 if plan.refusals else _written_bytes(plan, unit, weight)
             add(weight.role, unit.format, 1, weight.info.size_bytes, written)
+    for restored in plan.restored:
+        specs = restored.specs()
+        for weight in restored.weights:
+            written = specs[weight.info.name].size_bytes
+            add(weight.role, BF16, 1, weight.info.size_bytes, written)
     for copy in plan.copies:
         size_bytes = copy.info.size_bytes
-        role = plan.model.architecture.classify(copy.name).role
+        role = roles.get(copy.name) or plan.model.architecture.classify(copy.name).role
         add(role, None, 1, size_bytes, size_bytes)
     return [
         {
@@ -250,6 +268,10 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
         else:
             rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
             out.line(f"{line}, {size(rate)}/s {_means(result['quantizer'])}")
+    if result["losses"]:
+        out.line()
+        show_losses(out, result["losses"])
+        out.line()
     out.line(f"To check it: {result['next']}")
 
 

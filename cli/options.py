@@ -19,6 +19,12 @@ def _formats() -> Iterable[str]:
     return REGISTRY
 
 
+def _targets_of_conversion() -> Iterable[str]:
+    from moequant.conversion.recipe import BF16
+
+    return (*_formats(), BF16)
+
+
 def _dialects() -> Iterable[str]:
     from moequant.dialects import REGISTRY
 
@@ -89,7 +95,7 @@ DIRECTORY = click.Path(file_okay=False)
 
 format_option = _name_option(
     "--format",
-    _formats,
+    _targets_of_conversion,
     help="Convert the routed experts, and nothing else, into this format; see `moequant formats`.",
 )
 benched_format_option = _name_option(

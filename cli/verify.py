@@ -8,6 +8,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
+from moequant.cli.losses import show_losses
 from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
@@ -140,22 +141,28 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
             f"What its tensors are, {report['architecture_by']} says: architecture "
             f"{report['architecture']}."
         )
+    if counts["restored"]:
+        out.line(f"{count(counts['restored'], 'weight')} given back as BF16.")
     if report["prepared"]:
         out.line(f"Prepared for {' and '.join(report['prepared'])}, with the same weights.")
-    out.line()
-    out.table(
-        ["format", ">weights", ">SQNR", ">error", "worst weight"],
-        [
-            (
-                summary["format"],
-                str(summary["weights"]),
-                _number(summary["sqnr_db"], "{:.2f} dB"),
-                _number(summary["relative_error"], "{:.3%}"),
-                summary["worst"],
-            )
-            for summary in report["formats"]
-        ],
-    )
+    if report["formats"]:
+        out.line()
+        out.table(
+            ["format", ">weights", ">SQNR", ">error", "worst weight"],
+            [
+                (
+                    summary["format"],
+                    str(summary["weights"]),
+                    _number(summary["sqnr_db"], "{:.2f} dB"),
+                    _number(summary["relative_error"], "{:.3%}"),
+                    summary["worst"],
+                )
+                for summary in report["formats"]
+            ],
+        )
+    if report["losses"]:
+        out.line()
+        show_losses(out, report["losses"])
     if report["layers"]:
         out.line()
         out.table(

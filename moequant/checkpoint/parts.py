@@ -1,4 +1,4 @@
-"""Weights that share a tensor with others: their headers, and their values without the rest.
+"""Weights as a source holds them: a tensor each, a part of one, or codes and scales to decode.
 
 Of a tensor that stacks the experts of a layer only one expert is read at a time, in one contiguous
 range of bytes; transposing and picking rows happens in memory.
@@ -9,8 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from moequant.checkpoint.buffers import Arena
+from moequant.checkpoint.encoded import EncodedInfo
 from moequant.checkpoint.headers import TensorInfo, bit_count
 from moequant.errors import CheckpointError
+from moequant.formats import QuantizedWeight, dequantize_into
 from moequant.models.stacked import Place
 
 if TYPE_CHECKING:
@@ -18,7 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.checkpoint.buffers import Arena
     from moequant.checkpoint.source import Checkpoint
     from moequant.models import Model
 
@@ -45,12 +49,17 @@ class PartInfo:
         return bit_count(self.dtype, self.shape) // 8
 
 
-WeightInfo = TensorInfo | PartInfo
+WeightInfo = TensorInfo | PartInfo | EncodedInfo
 """What is known of a weight that is read as a whole."""
 
+StoredWeight = torch.Tensor | QuantizedWeight
+"""A weight [N, K] as a source holds it: plain numbers, or codes and scales."""
 
-def unstacked(tensors: Mapping[str, TensorInfo], model: Model) -> dict[str, WeightInfo]:
-    """The tensors of a plain checkpoint, in order, with the experts of each stack in its place."""
+
+def unstacked(
+    tensors: Mapping[str, TensorInfo | EncodedInfo], model: Model
+) -> dict[str, WeightInfo]:
+    """The tensors of a checkpoint, in order, with the plain experts of each stack in its place."""
     parts: dict[str, list[PartInfo]] = {}
     for name, place in model.places.items():
         projection = model.roles[name].projection
@@ -69,24 +78,49 @@ def unstacked(tensors: Mapping[str, TensorInfo], model: Model) -> dict[str, Weig
     return infos
 
 
-def read_weights(
+def read_stored(
     checkpoint: Checkpoint, infos: Sequence[WeightInfo], arena: Arena | None = None
-) -> list[Tensor]:
+) -> list[StoredWeight]:
     """Read weights [N, K], each contiguous; an expert that several of them share is read once.
 
     Into the memory of `arena`, if there is one.
 
     Raises:
-        CheckpointError: as `Checkpoint.read`.
+        CheckpointError: as `Checkpoint.read`, or codes and scales do not fit each other.
         UnsupportedError: as `Checkpoint.read`.
     """
-    return read_places(checkpoint, [_place(info) for info in infos], arena)
+    places = [_places(info) for info in infos]
+    read = iter(read_places(checkpoint, [p for of_one in places for p in of_one.values()], arena))
+    found: list[StoredWeight] = []
+    for info, of_one in zip(infos, places, strict=True):
+        tensors = {name: next(read) for name in of_one}
+        if isinstance(info, EncodedInfo):
+            found.append(info.dialect.from_disk(info.module, info.format, tensors))
+        else:
+            found.append(tensors[info.name])
+    return found
+
+
+def decoded(weight: StoredWeight, arena: Arena | None = None) -> Tensor:
+    """The numbers of a weight [N, K]: as they are where they are plain, else float32."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight
+    numbers = (arena or Arena()).empty(weight.shape, dtype=torch.float32)
+    dequantize_into(weight, numbers)
+    return numbers
+
+
+def read_weights(
+    checkpoint: Checkpoint, infos: Sequence[WeightInfo], arena: Arena | None = None
+) -> list[Tensor]:
+    """Read weights [N, K] and decode those that are quantized; as `read_stored`."""
+    return [decoded(weight, arena) for weight in read_stored(checkpoint, infos, arena)]
 
 
 def read_places(
     checkpoint: Checkpoint, places: Sequence[Place], arena: Arena | None = None
 ) -> list[Tensor]:
-    """Read what lies at each place; as `read_weights`.
+    """Read what lies at each place; as `read_stored`.
 
     Raises:
         CheckpointError: as `Checkpoint.read`, or a tensor has not the extents it must have.
@@ -100,8 +134,11 @@ def read_places(
     return [_pick(found[place.tensor, place.expert], place, arena) for place in places]
 
 
-def _place(info: WeightInfo) -> Place:
-    return info.place if isinstance(info, PartInfo) else Place(tensor=info.name)
+def _places(info: WeightInfo) -> Mapping[str, Place]:
+    """Where the tensors of a weight lie, by a name for each."""
+    if isinstance(info, EncodedInfo):
+        return info.places
+    return {info.name: info.place if isinstance(info, PartInfo) else Place(tensor=info.name)}
 
 
 def _read_expert(checkpoint: Checkpoint, place: Place, arena: Arena | None) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moequant.conversion.recipe import KEEP
+from moequant.checkpoint.encoded import EncodedInfo
+from moequant.conversion.recipe import BF16, KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.errors import RecipeError
 from moequant.formats import get_format
@@ -18,14 +20,29 @@ if TYPE_CHECKING:
     from moequant.models import TensorRole
 
 
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What becomes of the weights that a recipe speaks of.
+
+    Attributes:
+        units: what is converted, in natural order.
+        restored: names of weights that are stored in a quantized form and given back as BF16.
+        warnings: a sentence each.
+    """
+
+    units: list[Unit]
+    restored: set[str]
+    warnings: list[str]
+
+
 def assign(
     tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
     recipe: Recipe,
     layer_count: int,
     fused: Iterable[Sequence[str]],
-) -> tuple[list[Unit], list[str]]:
-    """Apply the recipe's rules to the convertible weights.
+) -> Assignment:
+    """Apply the recipe's rules to the convertible weights, and "bf16" to all quantized ones.
 
     Args:
         tensors: what is known of every weight.
@@ -34,37 +51,83 @@ def assign(
         layer_count: layers without those for multi-token prediction.
         fused: last name components of linear layers that engines merge, by set.
 
-    Returns:
-        The units in natural order, and warnings.
-
     Raises:
         RecipeError: nothing matches, or the recipe splits weights that engines keep in one format.
     """
     chosen: dict[str, Rule] = {}
+    restored: set[str] = set()
     used: set[int] = set()
     for name, info in tensors.items():
-        role = roles[name]
-        if role.role not in CONVERTIBLE_ROLES or len(info.shape) != 2:
+        role, encoded = roles[name], isinstance(info, EncodedInfo)
+        if len(info.shape) != 2 or not (encoded or role.role in CONVERTIBLE_ROLES):
             continue
         rule = recipe.rule_for(name, role, layer_count)
-        if rule is not None:
-            used.add(recipe.rules.index(rule))
-            if rule.format != KEEP:
-                chosen[name] = rule
-    if not chosen:
-        example = next(name for name in tensors if roles[name].role == ROUTED_EXPERTS)
-        raise RecipeError(
-            "the recipe converts nothing of this checkpoint; check roles and match, which is tried "
-            f"on names such as {example}"
-        )
-    check_whole_layers({name: rule.format for name, rule in chosen.items()}, roles)
+        if rule is None:
+            continue
+        used.add(recipe.rules.index(rule))
+        if rule.format == BF16 and encoded:
+            restored.add(name)
+        elif rule.format not in (KEEP, BF16) and role.role in CONVERTIBLE_ROLES:
+            chosen[name] = rule
+    _check_useful(chosen, restored, recipe, tensors, roles)
+    formats = dict.fromkeys(restored, BF16) | {name: r.format for name, r in chosen.items()}
+    check_whole_layers(formats, roles)
     warnings = [
         f"rules[{i}] of the recipe decides about no tensor of this checkpoint"
         for i in range(len(recipe.rules))
         if i not in used
     ]
     groups = group_fused(tensors, roles, fused)
-    return [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))], warnings
+    units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))]
+    _check_restored_together(groups, restored, tensors)
+    return Assignment(units=units, restored=restored, warnings=warnings)
+
+
+def _check_useful(
+    chosen: Mapping[str, Rule],
+    restored: set[str],
+    recipe: Recipe,
+    tensors: Mapping[str, WeightInfo],
+    roles: Mapping[str, TensorRole],
+) -> None:
+    """Refuse a recipe that leaves everything as it is.
+
+    Raises:
+        RecipeError: says why it does.
+    """
+    if chosen or restored:
+        return
+    if all(rule.format == BF16 for rule in recipe.rules) and not any(
+        isinstance(info, EncodedInfo) for info in tensors.values()
+    ):
+        raise RecipeError(
+            "bf16 gives quantized weights back as BF16, and this checkpoint has none; name a "
+            "format to convert into"
+        )
+    example = next(name for name in tensors if roles[name].role == ROUTED_EXPERTS)
+    raise RecipeError(
+        "the recipe converts nothing of this checkpoint; check roles and match, which is tried on "
+        f"names such as {example}"
+    )
+
+
+def _check_restored_together(
+    groups: Iterable[Sequence[str]], restored: set[str], tensors: Mapping[str, WeightInfo]
+) -> None:
+    """Refuse to restore a part of what engines merge while another stays quantized.
+
+    Raises:
+        RecipeError: names two weights that differ.
+    """
+    for names in groups:
+        quantized = [name for name in names if isinstance(tensors[name], EncodedInfo)]
+        left = [name for name in quantized if name not in restored]
+        if left and len(left) < len(quantized):
+            given_back = next(name for name in quantized if name in restored)
+            raise RecipeError(
+                f"{given_back} would become BF16 and {left[0]} stay quantized, but engines merge "
+                "them; widen the rule to both"
+            )
 
 
 def check_whole_layers(formats: Mapping[str, str], roles: Mapping[str, TensorRole]) -> None:
@@ -126,4 +189,6 @@ def _unit(
         weights=tuple(Weight(info=tensors[n], role=roles[n].role) for n in names),
         format=format,
         options=options,
+        # Who names options wants the quantizer's numbers.
+        recode=not any(rule.options for rule in rules),
     )

@@ -18,6 +18,7 @@ from moequant._version import __version__
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, PREPARED_FOLDER, RECORD_FILE
 from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.writer import explained, fsync_directory, replace_file
+from moequant.conversion.losses import merged
 from moequant.conversion.target import read_record, recorded_sidecars
 from moequant.errors import CheckpointError
 
@@ -76,12 +77,17 @@ def commit(
 def converted_config(
     config: Mapping[str, Any], quantization_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The source's config.json with our `quantization_config`, and no stale one beside it."""
+    """The source's config.json with our `quantization_config`, and no stale one beside it.
+
+    With none at all where ours is empty.
+    """
     result = dict(config)
     text_config = result.get("text_config")
     if isinstance(text_config, dict):
         result["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
-    result["quantization_config"] = dict(quantization_config)
+    result.pop("quantization_config", None)
+    if quantization_config:
+        result["quantization_config"] = dict(quantization_config)
     return result
 
 
@@ -187,6 +193,8 @@ def _record(
 ) -> dict[str, Any]:
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
     definition = plan.model.architecture.definition
+    shards = list(shards)
+    losses = merged(loss for shard in shards for loss in shard.losses)
     return {
         "schema_version": 1,
         "moequant": __version__,
@@ -202,4 +210,5 @@ def _record(
             file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for file, data in written.items()
         },
+        **({"losses": [loss.to_json() for loss in losses]} if losses else {}),
     }

@@ -18,12 +18,13 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.files import WORK_FOLDER
 from moequant.checkpoint.lock import exclusive
 from moequant.checkpoint.writer import explained, fsync_directory, replace_file, sha256_of
+from moequant.conversion.losses import Loss
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -37,11 +38,19 @@ _DIGESTS_AT_ONCE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedShard:
-    """A shard that is whole on disk."""
+    """A shard that is whole on disk.
+
+    Attributes:
+        file: its name.
+        bytes: its size.
+        sha256: its digest.
+        losses: of its weights that were quantized before, kind by kind.
+    """
 
     file: str
     bytes: int
     sha256: str
+    losses: tuple[Loss, ...] = ()
 
 
 class Journal:
@@ -158,7 +167,10 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def _line(shard: FinishedShard) -> bytes:
-    return json.dumps(asdict(shard)).encode() + b"\n"
+    entry: dict[str, Any] = {"file": shard.file, "bytes": shard.bytes, "sha256": shard.sha256}
+    if shard.losses:
+        entry["losses"] = [loss.to_json() for loss in shard.losses]
+    return json.dumps(entry).encode() + b"\n"
 
 
 def _parse(line: bytes) -> FinishedShard | None:
@@ -168,6 +180,11 @@ def _parse(line: bytes) -> FinishedShard | None:
     except (ValueError, RecursionError):
         return None
     types = {"file": str, "bytes": int, "sha256": str}
-    if not isinstance(entry, dict) or {k: type(v) for k, v in entry.items()} != types:
+    if not isinstance(entry, dict):
         return None
-    return FinishedShard(**entry)
+    losses = entry.pop("losses", [])
+    if {k: type(v) for k, v in entry.items()} != types or not isinstance(losses, list):
+        return None
+    read = [Loss.from_json(loss) for loss in losses]
+    known = tuple(loss for loss in read if loss is not None)
+    return FinishedShard(**entry, losses=known) if len(known) == len(read) else None

@@ -22,6 +22,7 @@ from moequant.conversion.identity import (
     source_state,
 )
 from moequant.conversion.journal import Journal
+from moequant.conversion.losses import Loss, merged
 from moequant.conversion.plan import Plan, make_plan
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
@@ -52,6 +53,7 @@ class ConversionResult:
         resumed_shards: finished shards an earlier, interrupted run had left.
         refusals: with `dry_run`, why the conversion would be refused.
         quantizer: what quantized, or would; None where nothing was to do.
+        losses: of a source that was quantized before, what became of its weights, kind by kind.
     """
 
     output: Path
@@ -60,6 +62,7 @@ class ConversionResult:
     resumed_shards: int = 0
     refusals: tuple[str, ...] = ()
     quantizer: Choice | None = None
+    losses: tuple[Loss, ...] = ()
 
 
 def convert(
@@ -89,7 +92,8 @@ def convert(
     Args:
         source: directory, or id of a repository on the Hugging Face hub.
         output: directory to write; created if need be.
-        format: convert the routed experts, and nothing else, into this format.
+        format: convert the routed experts, and nothing else, into this format; or "bf16", which
+            gives every weight that the source holds in a quantized form back as BF16.
         recipe: or a recipe: a `Recipe`, the name of one that comes with moequant, or a TOML file.
         dialect: overrides the recipe's and the format's own.
         architecture: a TOML file that describes the source's architecture, in place of our table;
@@ -263,7 +267,8 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
             provenance |= content_digests(work.checkpoint, workers, progress)
         check_unchanged(work.checkpoint, state)
         commit(work.checkpoint, plan, journal, ordered, provenance)
-    return result(state="converted", resumed_shards=resumed, quantizer=chosen)
+    losses = tuple(merged(loss for shard in ordered for loss in shard.losses))
+    return result(state="converted", resumed_shards=resumed, quantizer=chosen, losses=losses)
 
 
 def _resume_or_begin(work: _Work, state: Mapping[str, Any]) -> dict[str, FinishedShard]:

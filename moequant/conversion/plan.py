@@ -14,35 +14,33 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
-from moequant.checkpoint.headers import DTYPE_BITS, DTYPES, TensorInfo, bit_count, dtype_name
-from moequant.checkpoint.parts import PartInfo, unstacked
+from moequant.checkpoint.encoded import EncodedInfo
+from moequant.checkpoint.headers import DTYPES, TensorInfo, bit_count, dtype_name
+from moequant.checkpoint.parts import PartInfo
+from moequant.checkpoint.source_model import read_source
 from moequant.checkpoint.writer import TensorSlot, lay_out
 from moequant.conversion.assign import assign
+from moequant.conversion.kept import staying
 from moequant.conversion.recipe import parse_size
-from moequant.conversion.units import Copy, Stack, Unit
+from moequant.conversion.stacks import restored_items, stack_of
+from moequant.conversion.units import Copy, Restored, Stack, Unit
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import get_dialect
+from moequant.dialects.plain import Plain
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
-from moequant.models import ROUTED_EXPERTS, read_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from moequant.checkpoint.parts import WeightInfo
+    from moequant.checkpoint.source_model import SourceModel
+    from moequant.conversion.assign import Assignment
     from moequant.conversion.recipe import Recipe
-    from moequant.conversion.units import Weight
+    from moequant.conversion.units import Item, Weight
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture, Model
     from moequant.quantizers import Job
-
-# What a quantized checkpoint holds and a plain one does not, in any known dialect.
-_QUANTIZED_DTYPES = {name for name, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
-_QUANTIZED_NAMES = (
-    "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
-    "weight_zero_point", "input_scale", "input_global_scale", "qweight", "qzeros", "_blocks",
-    "_scales", ".scales",
-)  # fmt: skip
 
 _Output = tuple[str, str, tuple[int, ...]]
 """Name, safetensors dtype and shape of a tensor to be written."""
@@ -61,7 +59,7 @@ class PlannedShard:
     """
 
     file: str
-    items: tuple[Unit | Copy, ...]
+    items: tuple[Item, ...]
     header: bytes
     slots: Mapping[str, TensorSlot]
     pieces: Mapping[str, TensorSlot]
@@ -85,9 +83,10 @@ class Plan:
         model: what the source is.
         recipe: what was asked for, complete.
         dialect: whose names and config the output has.
-        items: what is converted and what is copied, in order.
+        items: what is converted, what is restored and what is copied, in order.
         shards: the output files; none if there are refusals.
-        quantization_config: the new entry of config.json.
+        quantization_config: the new entry of config.json; empty for none.
+        source: what is known of the source's weights.
         source_files: size and header digest of every weight file read.
         warnings: what the user should know before going on; one sentence each.
         refusals: why this cannot be converted; with any, nothing is written.
@@ -97,9 +96,10 @@ class Plan:
     model: Model
     recipe: Recipe
     dialect: Dialect
-    items: tuple[Unit | Copy, ...]
+    items: tuple[Item, ...]
     shards: tuple[PlannedShard, ...]
     quantization_config: Mapping[str, Any]
+    source: SourceModel
     source_files: Mapping[str, Mapping[str, Any]]
     warnings: tuple[str, ...]
     refusals: tuple[str, ...]
@@ -109,6 +109,11 @@ class Plan:
     def units(self) -> tuple[Unit, ...]:
         """What is converted, in order."""
         return tuple(item for item in self.items if isinstance(item, Unit))
+
+    @property
+    def restored(self) -> tuple[Restored, ...]:
+        """What is given back as BF16, in order."""
+        return tuple(item for item in self.items if isinstance(item, Restored))
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -149,7 +154,8 @@ class Plan:
         """Memory `workers` may hold at once, beyond the interpreter and torch; 0 if refused."""
         if self.refusals:
             return 0
-        unit = max((unit.working_bytes for unit in self.units), default=0)
+        works: tuple[Unit | Restored, ...] = (*self.units, *self.restored)
+        unit = max((work.working_bytes for work in works), default=0)
         return workers * max(unit, 2 * COPY_CHUNK_BYTES)
 
     def device_bytes(self, workers: int) -> int:
@@ -185,35 +191,32 @@ def make_plan(
         RecipeError: the recipe is for other architectures, splits what must stay together, or
             matches nothing.
     """
-    _check_plain(tensors, config)
-    model = read_model(config, tensors, own)
+    source = read_source(tensors, config, own)
+    model, weights = source.model, source.weights
     _check_architecture(recipe, model.architecture, config)
-    weights = unstacked(tensors, model)
-    units, warnings = assign(
-        weights, model.roles, recipe, model.moe.layers, model.architecture.fused
-    )
-    formats = list(dict.fromkeys(unit.format for unit in units))
-    dialect = _choose_dialect(recipe.output.dialect, formats, model.architecture)
+    assigned = assign(weights, model.roles, recipe, model.moe.layers, model.architecture.fused)
+    units, warnings = assigned.units, assigned.warnings
+    dialect = _dialect(recipe, source, assigned)
     if dialect.stacks:
-        units = [replace(unit, stack=_stack(unit, model)) for unit in units]
+        units = [replace(unit, stack=stack_of(unit.name, model)) for unit in units]
     converted = {weight.module: unit.format for unit in units for weight in unit.weights}
+    left = _left(source, assigned)
+    stay = staying(left, source, dialect)
+    formats = converted | {info.module: info.format for info in stay.values()}
     modules = (_module(name, info) for name, info in weights.items())
-    kept = [module for module in modules if module is not None and module not in converted]
-    items = tuple(_items(tensors, weights, units))
+    kept = [module for module in modules if module is not None and module not in formats]
+    items = tuple(_items(tensors, source, units, stay))
     refusals = tuple(_refusals(units, dialect))
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
     if not refusals:
         shards = _shards(items, dialect, parse_size(recipe.output.max_shard_size))
-        quantization_config = dialect.quantization_config(converted, kept)
+        quantization_config = dialect.quantization_config(formats, kept)
     source_files = _describe_files(tensors, file_bytes)
-    if config.get("quantization_config"):
-        warnings.append(
-            "the source's config.json has a quantization_config although its weights are plain; "
-            "ours takes its place"
-        )
-    shapes = {weight.module: weight.info.shape for unit in units for weight in unit.weights}
-    warnings += dialect.warnings(converted, shapes, kept)
+    shapes = {info.name.removesuffix(".weight"): info.shape for info in weights.values()}
+    back = [info for name, info in left.items() if name not in stay]
+    warnings += _warnings_of_source(source, back, config)
+    warnings += dialect.warnings(formats, shapes, kept)
     return Plan(
         model=model,
         recipe=recipe,
@@ -221,36 +224,67 @@ def make_plan(
         items=items,
         shards=shards,
         quantization_config=quantization_config,
+        source=source,
         source_files=source_files,
         warnings=tuple(warnings),
         refusals=refusals,
-        digest=_digest(
-            model.architecture, units, dialect, shards, quantization_config, source_files
-        ),
+        digest=_digest(units, dialect, shards, quantization_config, source, source_files),
     )
 
 
-def _check_plain(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> None:
-    """Refuse a source that holds quantized tensors: copied, they would lose their config."""
-    for name, info in tensors.items():
-        if info.dtype in _QUANTIZED_DTYPES or name.endswith(_QUANTIZED_NAMES):
-            raise UnsupportedError(
-                f"{name}: stored as {info.dtype}, so this checkpoint is quantized already; "
-                "conversion starts from BF16, F16 or F32: take the unquantized release of this "
-                f"model{_readable_as_it_is(config)}"
+def _dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Dialect:
+    """The output's dialect.
+
+    Without a format to convert into it is the source's, or none if nothing stays quantized.
+    """
+    formats = list(dict.fromkeys(unit.format for unit in assigned.units))
+    name = recipe.output.dialect
+    if formats:
+        return _choose_dialect(name, formats, source.model.architecture)
+    encoded = {n for n, info in source.weights.items() if isinstance(info, EncodedInfo)}
+    if encoded == assigned.restored:
+        if name is not None:
+            raise RecipeError(
+                f"dialect {name!r}, but every weight becomes BF16, which needs none; leave it out"
             )
+        return Plain()
+    assert source.dialect is not None, "of a source with quantized weights"
+    return source.dialect if name is None else get_dialect(name)
 
 
-def _readable_as_it_is(config: Mapping[str, Any]) -> str:
-    quantization_config = config.get("quantization_config")
-    if not isinstance(quantization_config, dict):
-        return ""
-    claiming = next((d for d in DIALECTS.values() if d.claims(quantization_config)), None)
-    if claiming is None:
-        return ""
-    return (
-        f". What moequant's runtime loads needs no conversion: this is the dialect {claiming.name}"
-    )
+def _left(source: SourceModel, assigned: Assignment) -> dict[str, EncodedInfo]:
+    """Quantized weights that no rule speaks of, by name."""
+    taken = {weight.info.name for unit in assigned.units for weight in unit.weights}
+    taken |= assigned.restored
+    return {
+        name: info
+        for name, info in source.weights.items()
+        if isinstance(info, EncodedInfo) and name not in taken
+    }
+
+
+def _warnings_of_source(
+    source: SourceModel, back: Sequence[EncodedInfo], config: Mapping[str, Any]
+) -> list[str]:
+    """What becomes of a quantized source that its owner may not expect; `back` turns into BF16."""
+    warnings = []
+    if config.get("quantization_config") and source.dialect is None:
+        warnings.append(
+            "the source's config.json has a quantization_config although its weights are plain; "
+            "ours takes its place"
+        )
+    if back:
+        warnings.append(
+            f"{len(back)} weights that no rule converts, such as {back[0].name}, are stored as "
+            f"{', '.join(dict.fromkeys(info.format for info in back))}; they become BF16, for the "
+            "engines of this dialect do not all read them so"
+        )
+    if source.dropped:
+        warnings.append(
+            f"{len(source.dropped)} calibrated scales of activations or of the KV cache, such as "
+            f"{source.dropped[0].name}, are left out: what is written quantizes weights alone"
+        )
+    return warnings
 
 
 def _check_architecture(
@@ -293,23 +327,6 @@ def _serves(dialect: Dialect, architecture: Architecture) -> bool:
     if architecture.dialects is None:
         return not dialect.stacks
     return dialect.name in architecture.dialects
-
-
-def _stack(unit: Unit, model: Model) -> Stack | None:
-    """Where a unit goes in a dialect that stacks experts; None for what is no expert."""
-    role, stacked = model.roles[unit.name], model.architecture.stacked
-    if role.role != ROUTED_EXPERTS:
-        return None
-    assert stacked is not None, "the table gives such a dialect only to those that stack"
-    assert role.layer is not None, unit.name
-    assert role.expert is not None, unit.name
-    assert role.projection is not None, unit.name
-    return Stack(
-        tensor=stacked.tensor(role.layer, role.projection),
-        expert=role.expert,
-        experts=model.moe.experts,
-        interleaved=stacked.interleaved,
-    )
 
 
 def _module(name: str, info: WeightInfo) -> str | None:
@@ -364,30 +381,52 @@ def _holds(format: str, weight: Weight) -> bool:
 
 
 def _items(
-    tensors: Mapping[str, TensorInfo], weights: Mapping[str, WeightInfo], units: Sequence[Unit]
-) -> Iterator[Unit | Copy]:
+    tensors: Mapping[str, TensorInfo],
+    source: SourceModel,
+    units: Sequence[Unit],
+    stay: Mapping[str, EncodedInfo],
+) -> Iterator[Item]:
     """Units where their first weight stands, and everything else, in natural order.
 
-    A tensor that stacks experts stands for those of its weights that no unit takes.
+    A tensor that holds several weights stands for those that no unit takes. What is quantized and
+    neither converted nor staying is restored.
     """
-    unit_of = {weight.info.name: unit for unit in units for weight in unit.weights}
+    item_of: dict[str, Unit | Restored] = {w.info.name: u for u in units for w in u.weights}
+    left = [
+        info
+        for name, info in source.weights.items()
+        if isinstance(info, EncodedInfo) and name not in item_of and name not in stay
+    ]
+    item_of |= {
+        w.info.name: item for item in restored_items(left, source.model) for w in item.weights
+    }
     copied: set[str] = set()
-    for name, info in weights.items():
-        unit = unit_of.get(name)
-        if unit is None:
-            stored = tensors[info.place.tensor] if isinstance(info, PartInfo) else info
-            if stored.name not in copied:
-                copied.add(stored.name)
-                yield Copy(info=stored)
-        elif unit.weights[0].info.name == name:
-            yield unit
+    for name, info in source.weights.items():
+        found = item_of.get(name)
+        if found is None:
+            for stored in _stored_in(info, tensors):
+                if stored.name not in copied:
+                    copied.add(stored.name)
+                    yield Copy(info=stored)
+        elif found.name == name:
+            yield found
 
 
-def _outputs(items: Sequence[Unit | Copy], dialect: Dialect) -> list[_Output]:
+def _stored_in(info: WeightInfo, tensors: Mapping[str, TensorInfo]) -> Sequence[TensorInfo]:
+    """The tensors on disk that a weight lies in."""
+    if isinstance(info, EncodedInfo):
+        return info.parts
+    return [tensors[info.place.tensor] if isinstance(info, PartInfo) else info]
+
+
+def _outputs(items: Sequence[Item], dialect: Dialect) -> list[_Output]:
     """The tensors that items make: one item its own, or the units of a stack the stack's."""
     first = items[0]
     if isinstance(first, Copy):
         return [(first.info.name, first.info.dtype, first.info.shape)]
+    if isinstance(first, Restored):
+        assert len(items) == (1 if first.stack is None else first.stack.experts), first.name
+        return [(name, *what) for name, what in first.outputs().items()]
     specs = [
         dialect.specs(weight.module, first.format, weight.info.shape) for weight in first.weights
     ]
@@ -401,14 +440,19 @@ def _outputs(items: Sequence[Unit | Copy], dialect: Dialect) -> list[_Output]:
     ]
 
 
+def _suffixes(item: Unit | Restored, dialect: Dialect) -> Sequence[str]:
+    """Last names of what is written of a weight in a stack."""
+    return ("",) if isinstance(item, Restored) else dialect.suffixes[item.format]
+
+
 def _shards(
-    items: Iterable[Unit | Copy], dialect: Dialect, max_shard_bytes: int
+    items: Iterable[Item], dialect: Dialect, max_shard_bytes: int
 ) -> tuple[PlannedShard, ...]:
     """Fill shards in order; what belongs to one unit or one stack stays in one shard."""
-    groups: list[tuple[list[Unit | Copy], list[_Output]]] = []
+    groups: list[tuple[list[Item], list[_Output]]] = []
     room = 0
     writers: dict[str, str] = {}
-    destinations: dict[str, list[Unit | Copy]] = {}
+    destinations: dict[str, list[Item]] = {}
     for item in items:
         destinations.setdefault(_destination(item), []).append(item)
     for together in destinations.values():
@@ -428,9 +472,11 @@ def _shards(
     )
 
 
-def _destination(item: Unit | Copy) -> str:
-    """The stack a unit goes into, else the item itself."""
-    return item.stack.tensor if isinstance(item, Unit) and item.stack is not None else item.name
+def _destination(item: Item) -> str:
+    """The stack an item goes into, else the item itself."""
+    if isinstance(item, Copy) or item.stack is None:
+        return item.name
+    return item.stack.tensor
 
 
 def _claim(name: str, source: str, writers: dict[str, str]) -> None:
@@ -444,13 +490,13 @@ def _claim(name: str, source: str, writers: dict[str, str]) -> None:
 
 
 def _shard(
-    file: str, items: Sequence[Unit | Copy], outputs: Sequence[_Output], dialect: Dialect
+    file: str, items: Sequence[Item], outputs: Sequence[_Output], dialect: Dialect
 ) -> PlannedShard:
     header, slots = lay_out(outputs)
     pieces = dict(slots)
     for item in items:
-        if isinstance(item, Unit) and item.stack is not None:
-            for suffix in dialect.suffixes[item.format]:
+        if not isinstance(item, Copy) and item.stack is not None:
+            for suffix in _suffixes(item, dialect):
                 name = item.stack.name(suffix)
                 pieces.pop(name, None)
                 pieces[item.stack.piece(suffix)] = _piece(item.stack, suffix, slots[name])
@@ -476,25 +522,28 @@ def _describe_files(
 
 
 def _digest(
-    architecture: Architecture,
     units: Iterable[Unit],
     dialect: Dialect,
     shards: Iterable[PlannedShard],
     quantization_config: Mapping[str, Any],
+    source: SourceModel,
     source_files: Mapping[str, Any],
 ) -> str:
-    own = architecture.definition
-    return _sha256_of_json(
-        {
-            **({} if own is None else {"architecture": own}),
-            "moequant": __version__,
-            "units": [[[w.info.name for w in u.weights], u.format, dict(u.options)] for u in units],
-            "dialect": dialect.name,
-            "quantization_config": quantization_config,
-            "source_files": source_files,
-            "shards": {s.file: hashlib.sha256(s.header).hexdigest() for s in shards},
-        }
-    )
+    own = source.model.architecture.definition
+    decided: dict[str, Any] = {
+        **({} if own is None else {"architecture": own}),
+        "moequant": __version__,
+        "units": [[[w.info.name for w in u.weights], u.format, dict(u.options)] for u in units],
+        "dialect": dialect.name,
+        "quantization_config": quantization_config,
+        "source_files": source_files,
+        "shards": {s.file: hashlib.sha256(s.header).hexdigest() for s in shards},
+    }
+    if source.dialect is not None:
+        # How the source's bytes are read, and what is written without being quantized anew.
+        decided["source_quantization"] = source.quantization_config
+        decided["recode"] = [unit.recode for unit in units]
+    return _sha256_of_json(decided)
 
 
 def _sha256_of_json(value: object) -> str:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 KEEP = "keep"
 """In place of a format: leave these tensors as they are, whatever later rules say."""
 
+BF16 = "bf16"
+"""In place of a format: give weights that the source holds in a quantized form back as BF16."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -92,7 +95,7 @@ class Rule(_Strict):
         roles: roles of the architecture table.
         match: regular expression over the whole tensor name.
         layers: a layer or a slice of layers, counted as Python does.
-        format: a format, or "keep".
+        format: a format, "keep" or "bf16".
         options: values of the format's options.
     """
 
@@ -107,7 +110,7 @@ class Rule(_Strict):
         if not self.roles and self.match is None:
             raise ValueError("a rule needs roles or match")
         try:
-            if self.format != KEEP:
+            if self.format not in (KEEP, BF16):
                 get_format(self.format).resolve_options(self.options)
         except MoequantError as error:
             raise ValueError(str(error)) from None
@@ -145,11 +148,16 @@ class Recipe(_Strict):
 
     @classmethod
     def for_format(cls, format: str) -> Recipe:
-        """The routed experts into `format`, and nothing else.
+        """The routed experts into `format`, and nothing else; "bf16" gives every weight back.
 
         Raises:
             UnsupportedError: there is no such format.
         """
+        if format == BF16:
+            return cls(
+                summary="Every quantized weight back to BF16.",
+                rules=(Rule(match=".*", format=BF16),),
+            )
         get_format(format)
         return cls(
             summary=f"Routed experts to {format}.",

@@ -21,8 +21,9 @@ import torch
 from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion.journal import FinishedShard
+from moequant.conversion.losses import merged
 from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.units import Copy, convert_unit
+from moequant.conversion.units import Copy, Unit, convert_unit, restore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import Journal
+    from moequant.conversion.losses import Loss
     from moequant.conversion.plan import Plan, PlannedShard
-    from moequant.conversion.units import Unit
+    from moequant.conversion.units import Item, Restored
     from moequant.progress import Progress
     from moequant.quantizers import Quantizer
 
@@ -60,9 +62,9 @@ def write_shards(
     with ThreadPoolExecutor(finishers, "moequant-finish") as finisher, worker_pool(workers) as pool:
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
-            writer = run.fill(shard, pool)
+            writer, losses = run.fill(shard, pool)
             before = finishing[-1] if finishing else None
-            finishing.append(finisher.submit(run.finish, shard, writer, before))
+            finishing.append(finisher.submit(run.finish, shard, writer, losses, before))
             if len(finishing) > finishers:
                 yield finishing.popleft().result()
         while finishing:
@@ -99,18 +101,24 @@ class _Run(threading.local):
         self._progress = progress
         self._arena = Arena(quantizer.allocate)
 
-    def fill(self, shard: PlannedShard, pool: ThreadPoolExecutor) -> ShardWriter:
-        """Write all that goes into a shard."""
+    def fill(
+        self, shard: PlannedShard, pool: ThreadPoolExecutor
+    ) -> tuple[ShardWriter, tuple[Loss, ...]]:
+        """Write all that goes into a shard; what is lost of it comes in the order of the plan."""
         writer = ShardWriter(self._journal.partial(shard.file), shard.header, shard.pieces)
         try:
-            _run_all(pool, partial(self._work, writer), shard.items)
+            lost = _run_all(pool, partial(self._work, writer), shard.items)
         except BaseException:
             writer.abort()
             raise
-        return writer
+        return writer, tuple(merged(loss for of_item in lost for loss in of_item))
 
     def finish(
-        self, shard: PlannedShard, writer: ShardWriter, before: Future[FinishedShard] | None
+        self,
+        shard: PlannedShard,
+        writer: ShardWriter,
+        losses: tuple[Loss, ...],
+        before: Future[FinishedShard] | None,
     ) -> FinishedShard:
         """Bring a filled shard to disk and, once `before` is recorded, record it."""
         try:
@@ -118,33 +126,41 @@ class _Run(threading.local):
         except BaseException:
             writer.abort()
             raise
-        finished = FinishedShard(file=shard.file, bytes=size, sha256=sha256)
+        finished = FinishedShard(file=shard.file, bytes=size, sha256=sha256, losses=losses)
         if before is not None:
             # Whatever became of it: what is finished is kept.
             wait([before])
         self._journal.record(finished)
         return finished
 
-    def _work(self, writer: ShardWriter, item: Unit | Copy) -> None:
+    def _work(self, writer: ShardWriter, item: Item) -> list[Loss]:
+        losses: list[Loss] = []
         if isinstance(item, Copy):
             _copy(self._source, item, writer)
         else:
-            self._convert(item, writer)
+            losses = self._convert(item, writer)
         # Enough for a few workers to keep up, and no more: many would wait for this one.
         writer.digest(2 * item.source_bytes)
         self._progress.advance(item.source_bytes, item.name)
+        return losses
 
-    def _convert(self, unit: Unit, writer: ShardWriter) -> None:
-        tensors = convert_unit(self._source, unit, self._plan.dialect, self._quantizer, self._arena)
+    def _convert(self, item: Unit | Restored, writer: ShardWriter) -> list[Loss]:
+        if isinstance(item, Unit):
+            tensors, losses = convert_unit(
+                self._source, item, self._plan.dialect, self._quantizer, self._arena
+            )
+        else:
+            tensors, losses = restore(self._source, item, self._arena)
         for name, tensor in tensors.items():
             writer.write(name, tensor)
         tensors.clear()
         self._arena.clear()
+        return losses
 
 
 def _run_all(
-    pool: ThreadPoolExecutor, work: Callable[[Unit | Copy], None], items: Iterable[Unit | Copy]
-) -> None:
+    pool: ThreadPoolExecutor, work: Callable[[Item], list[Loss]], items: Iterable[Item]
+) -> list[list[Loss]]:
     """Work on all items; on the first error, drop what has not begun and wait for the rest."""
     futures = [pool.submit(work, item) for item in items]
     try:
@@ -155,6 +171,7 @@ def _run_all(
         for future in futures:
             future.cancel()
         wait(futures)
+    return [future.result() for future in futures]
 
 
 def _copy(source: Checkpoint, copy: Copy, writer: ShardWriter) -> None:

@@ -1,18 +1,34 @@
-"""The pieces of work: weights that are converted together, and tensors that come along."""
+"""The pieces of work: weights that are converted together, and tensors that come along.
+
+A weight of the source may be quantized itself. What its format and the wanted one both hold is
+written without a change of any number (`moequant.formats.recode`); all else is decoded to float32,
+which rounds nothing but scales that are no powers of two, and quantized from that.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from moequant.checkpoint.buffers import Arena
-from moequant.checkpoint.headers import DTYPES
-from moequant.checkpoint.parts import PartInfo, read_weights
+from moequant.checkpoint.encoded import EncodedInfo
+from moequant.checkpoint.headers import DTYPES, dtype_name
+from moequant.checkpoint.parts import PartInfo, decoded, read_stored
+from moequant.conversion.losses import ROWS, Loss, measure
+from moequant.conversion.recipe import BF16
 from moequant.errors import UnsupportedError
-from moequant.formats import get_format
-from moequant.formats.base import SOURCE_DTYPES
+from moequant.formats import (
+    QuantizedWeight,
+    TensorSpec,
+    dequantize_into,
+    get_format,
+    recode,
+    tile_bytes,
+)
+from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.quantizers.tiles import TorchQuantizer
 
 if TYPE_CHECKING:
@@ -21,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.parts import WeightInfo
+    from moequant.checkpoint.parts import StoredWeight, WeightInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.dialects.base import Dialect
     from moequant.quantizers import Quantizer
@@ -39,6 +55,17 @@ class Weight:
         """Its name without `.weight`."""
         return self.info.name.removesuffix(".weight")
 
+    @property
+    def stored_format(self) -> str | None:
+        """The format it is stored in; None where it is plain."""
+        return self.info.format if isinstance(self.info, EncodedInfo) else None
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of what it is decoded to; 0 where it is plain."""
+        N, K = self.info.shape
+        return N * K * DTYPES[self.info.dtype].itemsize if self.stored_format else 0
+
     def check_dtype(self) -> None:
         """Refuse a source that is not plain floating point.
 
@@ -54,23 +81,25 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Where a unit goes in a dialect that stacks the experts of a layer.
+    """Where weights go that are written into tensors with all experts of a layer.
 
     Attributes:
         tensor: name of what holds them, without the dialect's suffixes.
         expert: which of them this is.
         experts: how many there are.
         interleaved: whether the rows of gate and up take turns.
+        transposed: whether [K, N] lies there.
     """
 
     tensor: str
     expert: int
     experts: int
     interleaved: bool
+    transposed: bool = False
 
     def name(self, suffix: str) -> str:
-        """Name of the tensor on disk that holds parts called `suffix`."""
-        return f"{self.tensor}_{suffix}"
+        """Name of the tensor on disk that holds parts called `suffix`; "" for plain weights."""
+        return f"{self.tensor}_{suffix}" if suffix else self.tensor
 
     def piece(self, suffix: str) -> str:
         """What this expert's part of that tensor is called while it is written."""
@@ -79,10 +108,12 @@ class Stack:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Gate's and up's parts, or down's alone, as they lie in the stack."""
         if len(parts) == 1:
-            return parts[0]
-        if self.interleaved:
-            return torch.stack([*parts], 1).flatten(0, 1)
-        return torch.cat([*parts])
+            joined = parts[0]
+        elif self.interleaved:
+            joined = torch.stack([*parts], 1).flatten(0, 1)
+        else:
+            joined = torch.cat([*parts])
+        return joined.T.contiguous() if self.transposed else joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +127,15 @@ class Unit:
         format: name of the format they get.
         options: every option of it with its value.
         stack: where its tensors go, if not into files on their own.
+        recode: whether weights stored in a quantized form are written without a change of any
+            number where that can be; options then have no part in it.
     """
 
     weights: tuple[Weight, ...]
     format: str
     options: Mapping[str, str]
     stack: Stack | None = None
+    recode: bool = True
 
     @property
     def name(self) -> str:
@@ -117,17 +151,16 @@ class Unit:
     def device_bytes(self) -> int:
         """Upper bound of the memory it takes on a GPU that quantizes it."""
         # Each tensor begins at a multiple of 64 bytes: weights, their parts and a check's result.
-        return self.source_bytes + self._result_bytes + 64 * (1 + 4 * len(self.weights))
+        weights = sum(weight.decoded_bytes or weight.info.size_bytes for weight in self.weights)
+        return weights + self._result_bytes + 64 * (1 + 4 * len(self.weights))
 
     @property
     def working_bytes(self) -> int:
         """Upper bound of the memory converting this unit takes."""
         format = get_format(self.format)
         workspace = max(format.workspace_bytes(weight.info.shape) for weight in self.weights)
-        # An expert in a stack is read whole, and picked out before it is turned.
-        copies = 3 if any(isinstance(weight.info, PartInfo) for weight in self.weights) else 1
         # Results exist twice, while tiles are joined and while codes are put in disk form.
-        return copies * self.source_bytes + 2 * self._result_bytes + workspace
+        return _reading_bytes(self.weights) + 2 * self._result_bytes + workspace
 
     @property
     def _result_bytes(self) -> int:
@@ -153,10 +186,85 @@ class Copy:
         return self.info.size_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """Weights that the source holds in a quantized form and that are written as BF16.
+
+    Attributes:
+        weights: one, or those of one expert that lie side by side in a stack.
+        stack: where they go, if not into tensors on their own.
+    """
+
+    weights: tuple[Weight, ...]
+    stack: Stack | None = None
+
+    @property
+    def name(self) -> str:
+        """Its first tensor's name."""
+        return self.weights[0].info.name
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes read."""
+        return sum(weight.info.size_bytes for weight in self.weights)
+
+    @property
+    def working_bytes(self) -> int:
+        """Upper bound of the memory restoring it takes."""
+        result = sum(spec.size_bytes for spec in self.specs().values())
+        # In a stack, weights are joined and turned; float32 of a tile lies in between.
+        return 3 * self.source_bytes + 3 * result + _decoding_bytes(self.weights)
+
+    def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype, as a header has it, and shape of the tensors on disk, by name."""
+        specs = self.specs()
+        if self.stack is None:
+            return {name: (dtype_name(spec.dtype), spec.shape) for name, spec in specs.items()}
+        N, K = sum(spec.shape[0] for spec in specs.values()), self.weights[0].info.shape[1]
+        shape = (K, N) if self.stack.transposed else (N, K)
+        return {self.stack.name(""): (dtype_name(torch.bfloat16), (self.stack.experts, *shape))}
+
+    def joined(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights as they are written: one by one, or the one part of a stack they make."""
+        return [*weights] if self.stack is None else [self.stack.join(weights)]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """What becomes of each weight, by name."""
+        return {
+            weight.info.name: TensorSpec(dtype=torch.bfloat16, shape=tuple(weight.info.shape))
+            for weight in self.weights
+        }
+
+
+Item = Unit | Restored | Copy
+"""A piece of work."""
+
+
+def _reading_bytes(weights: Sequence[Weight]) -> int:
+    """Upper bound of what weights take while they are read and brought into plain form."""
+    source = sum(weight.info.size_bytes for weight in weights)
+    # An expert in a stack is read whole, and picked out before it is turned.
+    copies = 3 if any(not _stands_alone(weight.info) for weight in weights) else 1
+    numbers = sum(weight.decoded_bytes for weight in weights)
+    return copies * source + numbers + (_decoding_bytes(weights) if numbers else 0)
+
+
+def _decoding_bytes(weights: Sequence[Weight]) -> int:
+    """Upper bound of what lies in between while weights are decoded and compared."""
+    return max(tile_bytes(weight.info.shape[1], ROWS) for weight in weights)
+
+
+def _stands_alone(info: WeightInfo) -> bool:
+    """Whether nothing else lies in its tensors."""
+    if isinstance(info, EncodedInfo):
+        return all(place.expert is None for place in info.places.values())
+    return not isinstance(info, PartInfo)
+
+
 def convert_unit(
     source: Checkpoint, unit: Unit, dialect: Dialect, quantizer: Quantizer, arena: Arena
-) -> dict[str, Tensor]:
-    """Read and quantize a unit: its tensors as they go to disk, by name.
+) -> tuple[dict[str, Tensor], list[Loss]]:
+    """Read and quantize a unit: its tensors as they go to disk, by name, and what was lost.
 
     They may lie in the memory of `arena`, and are good until it is cleared.
 
@@ -164,26 +272,28 @@ def convert_unit(
         NonFiniteError: a weight holds NaN or Inf.
         CheckpointError: the source cannot be read.
     """
-    weights = read_weights(source, [weight.info for weight in unit.weights], arena)
-    tensors = quantize_unit(weights, unit, dialect, quantizer, arena)
+    weights = read_stored(source, [weight.info for weight in unit.weights], arena)
+    quantized = quantize_unit(weights, unit, quantizer, arena)
+    losses = _losses(unit.weights, unit.format, weights, quantized)
+    tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:
-        return tensors
-    return {
+        return tensors, losses
+    stacked = {
         unit.stack.piece(suffix): unit.stack.join(
             [tensors[f"{weight.module}.{suffix}"] for weight in unit.weights]
         )
         for suffix in dialect.suffixes[unit.format]
     }
+    return stacked, losses
 
 
 def quantize_unit(
-    weights: Sequence[Tensor],
+    weights: Sequence[StoredWeight],
     unit: Unit,
-    dialect: Dialect,
     quantizer: Quantizer | None = None,
     arena: Arena | None = None,
-) -> dict[str, Tensor]:
-    """The tensors of a unit by the dialect's names for a single weight, in the weights' order.
+) -> list[QuantizedWeight]:
+    """The weights of a unit in its format, in order.
 
     By `quantizer`, in the memory of `arena`; without them, by the reference functions in new
     memory.
@@ -192,14 +302,77 @@ def quantize_unit(
         NonFiniteError: a weight holds NaN or Inf.
     """
     names = [weight.info.name for weight in unit.weights]
-    quantized = (quantizer or TorchQuantizer()).quantize_fused(
+    stored = [w for w in weights if isinstance(w, QuantizedWeight)]
+    if unit.recode and len(stored) == len(weights):
+        recoded = recode(stored, unit.format)
+        if recoded is not None:
+            return recoded
+    return (quantizer or TorchQuantizer()).quantize_fused(
         get_format(unit.format),
-        weights,
+        [decoded(w, arena) for w in weights],
         unit.options,
         names=names,
         empty=(arena or Arena()).empty,
     )
+
+
+def encode_unit(
+    quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect
+) -> dict[str, Tensor]:
+    """Tensors of a unit by the dialect's names for a single weight, in the weights' order."""
     tensors: dict[str, Tensor] = {}
     for weight, q in zip(unit.weights, quantized, strict=True):
         tensors.update(dialect.to_disk(weight.module, q))
     return tensors
+
+
+def restore(
+    source: Checkpoint, item: Restored, arena: Arena
+) -> tuple[dict[str, Tensor], list[Loss]]:
+    """Read and decode weights: BF16, by the names of what is written, and what was lost.
+
+    Raises:
+        NonFiniteError: a weight holds NaN or Inf, or numbers that BF16 has no room for.
+        CheckpointError: the source cannot be read.
+    """
+    weights = read_stored(source, [weight.info for weight in item.weights], arena)
+    names = [weight.info.name for weight in item.weights]
+    numbers = [restored(w, name) for w, name in zip(weights, names, strict=True)]
+    losses = _losses(item.weights, BF16, weights, numbers)
+    pieces = names if item.stack is None else [item.stack.piece("")]
+    return dict(zip(pieces, item.joined(numbers), strict=True)), losses
+
+
+def restored(weight: StoredWeight, name: str) -> Tensor:
+    """A weight [N, K] in bfloat16, rounded to nearest even.
+
+    Raises:
+        NonFiniteError: it holds NaN or Inf, or a number that bfloat16 has no room for.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        return weight.bfloat16()
+    numbers = torch.empty(weight.shape, dtype=torch.bfloat16)
+    dequantize_into(weight, numbers)
+    check_values(numbers, name)
+    return numbers
+
+
+def _losses(
+    weights: Sequence[Weight],
+    format: str,
+    stored: Sequence[StoredWeight],
+    written: Sequence[QuantizedWeight | Tensor],
+) -> list[Loss]:
+    """What became of the weights that were stored in a quantized form.
+
+    Raises:
+        NonFiniteError: one of them holds NaN or Inf.
+    """
+    losses = []
+    for weight, before, after in zip(weights, stored, written, strict=True):
+        if isinstance(before, QuantizedWeight):
+            loss = measure(before, after, role=weight.role, format=format)
+            if not math.isfinite(loss.signal):
+                check_values(decoded(before), weight.info.name)
+            losses.append(loss)
+    return losses

@@ -31,6 +31,8 @@ class Dialect(ABC):
     summary: ClassVar[str]
     encodings: ClassVar[Mapping[str, Encoding]]
     """How the parts of each format it can carry lie on disk."""
+    foreign: ClassVar[Mapping[str, Encoding]] = {}
+    """Likewise what others write in it and we read as a source alone."""
     stacks: ClassVar[bool] = False
     """Whether the experts of a layer lie stacked in tensors that the architecture table names.
 
@@ -81,7 +83,13 @@ class Dialect(ABC):
             UnsupportedError: a format the dialect cannot carry, or a scale with values that the
                 format's scale dtype cannot hold.
         """
+        if format in self.foreign:
+            return self.foreign[format].decode(module, tensors)
         return self._encoding(module, format).decode(module, tensors)
+
+    def stored_suffixes(self, format: str) -> tuple[str, ...]:
+        """Names after `module.` of a format that it carries or that is foreign, codes first."""
+        return {**self.encodings, **self.foreign}[format].suffixes
 
     def _encoding(self, module: str, format: str) -> Encoding:
         if format not in self.encodings:
@@ -124,6 +132,13 @@ class Dialect(ABC):
         Raises:
             CheckpointError: a field has the wrong type; names it.
         """
+
+    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As `reader`, for whoever wants the numbers of weights alone.
+
+        What engines do with activations makes no difference then, and foreign formats are known.
+        """
+        return self.reader(quantization_config)
 
     def warnings(
         self,

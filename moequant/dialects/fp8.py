@@ -33,15 +33,15 @@ _WHERE = "quantization_config"
 _FORMAT = "fp8_block"
 
 # Fields that decide what the tensors are, with the values we read; None where it may be missing.
-_READABLE: dict[str, tuple[object, ...]] = {
+_WEIGHTS: dict[str, tuple[object, ...]] = {
     "weight_block_size": ([128, 128],),
-    "activation_scheme": ("dynamic",),
     "fmt": (None, "e4m3"),
     "expert_dtype": (None, "fp8"),
     "store_dtype": (None,),
     "moe_quant_algo": (None,),
     "routed_experts_quant_method": (None,),
 }
+_READABLE = _WEIGHTS | {"activation_scheme": ("dynamic",)}
 
 
 class Fp8(Dialect):
@@ -77,13 +77,22 @@ class Fp8(Dialect):
         name of a module it lies in, the end of its name from a dot on, or a regular expression
         for one of the first two. That is what transformers does; vLLM goes by full names alone.
         """
+        return self._reader(quantization_config, _READABLE)
+
+    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect."""
+        return self._reader(quantization_config, _WEIGHTS)
+
+    def _reader(
+        self, quantization_config: Mapping[str, Any], readable: Mapping[str, tuple[object, ...]]
+    ) -> Callable[[str], str | None]:
         config = as_mapping(quantization_config, _WHERE)
         kept = KeptModules(
             names_field(config, "modules_to_not_convert", _WHERE)
             + names_field(config, "ignored_layers", _WHERE),
             f"{_WHERE}.modules_to_not_convert",
         )
-        problem = _unreadable_field(config)
+        problem = _unreadable_field(config, readable)
 
         def format_of(module: str) -> str | None:
             if module == "lm_head" or module in kept:
@@ -95,12 +104,14 @@ class Fp8(Dialect):
         return format_of
 
 
-def _unreadable_field(config: Mapping[str, Any]) -> str | None:
+def _unreadable_field(
+    config: Mapping[str, Any], readable: Mapping[str, tuple[object, ...]]
+) -> str | None:
     """Why `config` describes tensors other than `fp8_block`, or None."""
-    for field, readable in _READABLE.items():
-        if config.get(field) not in readable:
+    for field, values in readable.items():
+        if config.get(field) not in values:
             return (
                 f"{_WHERE}.{field} is {show(config.get(field))}, and moequant reads FP8 with "
-                f"{field} = {readable[-1]!r} only"
+                f"{field} = {values[-1]!r} only"
             )
     return None

@@ -61,6 +61,11 @@ def check_columns(name: str, columns: int, group: int) -> None:
         raise CheckpointError(f"{name}: {columns} columns, not a multiple of {group}; {_NEXT}")
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has data; one on the meta device stands for a header."""
+    return tensor.device.type != "meta"
+
+
 def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in `dtype`, which must hold every value of it.
 
@@ -68,7 +73,7 @@ def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         UnsupportedError: a value would be rounded.
     """
     cast = tensor.to(dtype)
-    if not torch.equal(cast.float(), tensor.float()):
+    if has_values(tensor) and not torch.equal(cast.float(), tensor.float()):
         raise UnsupportedError(
             f"{name}: {dtype_text(tensor.dtype)} values that {dtype_text(dtype)} cannot hold, "
             "and we keep these scales in that; reading them would change the weight"

@@ -32,10 +32,14 @@ from moequant.formats.base import (
 from moequant.formats.fp8_block import Fp8Block
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.nvfp4 import Nvfp4
+from moequant.formats.recode import recode
+from moequant.formats.tiles import dequantize_into as _dequantize_into
+from moequant.formats.tiles import row_tiles as _row_tiles
+from moequant.formats.tiles import tile_bytes, tile_rows
 from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -61,6 +65,28 @@ def quantize(w: Tensor, format: str, *, name: str = "weight", **options: str) ->
 def dequantize(q: QuantizedWeight) -> Tensor:
     """Decode to [..., N, K] float32: code times scale, and times global scale if there is one."""
     return get_format(q.format).dequantize(q)
+
+
+def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
+    """Decode a weight [N, K] into `out`, [N, K] of any floating-point dtype, rounded to that.
+
+    Takes a few MB besides, whatever the weight.
+    """
+    _dequantize_into(q, get_format(q.format), out)
+
+
+def row_tiles(
+    q: QuantizedWeight, multiple: int | None = None
+) -> Iterator[tuple[slice, QuantizedWeight]]:
+    """Parts of a weight [N, K] that stay in a cache: which rows, and what decodes to them.
+
+    Args:
+        q: the weight.
+        multiple: all but the last have a multiple of so many rows, itself one of the rows of a
+            block; these by default.
+    """
+    format = get_format(q.format)
+    return _row_tiles(q, format, multiple or format.block[0])
 
 
 def check_parts(
@@ -89,9 +115,14 @@ __all__ = [
     "check_parts",
     "check_tensors",
     "dequantize",
+    "dequantize_into",
     "dtype_text",
     "effective_weight",
     "get_format",
     "quantize",
+    "recode",
+    "row_tiles",
     "stack",
+    "tile_bytes",
+    "tile_rows",
 ]

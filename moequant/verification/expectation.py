@@ -14,15 +14,18 @@ from pydantic import ValidationError
 
 from moequant._version import __version__
 from moequant.checkpoint.converted import stored_places
+from moequant.checkpoint.encoded import EncodedInfo
 from moequant.checkpoint.files import CONFIG_FILE, RECORD_FILE
-from moequant.checkpoint.parts import unstacked
+from moequant.checkpoint.parts import PartInfo
 from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
 from moequant.conversion.assign import check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
 from moequant.conversion.identity import content_digests, source_digests
 from moequant.conversion.recipe import field_path
-from moequant.conversion.units import Unit, Weight
+from moequant.conversion.stacks import restored_items
+from moequant.conversion.units import Restored, Unit, Weight
 from moequant.dialects import find_dialect
+from moequant.dialects.plain import Plain
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source import Checkpoint
+    from moequant.checkpoint.source_model import SourceModel
     from moequant.conversion import Plan
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, Place, TensorRole
@@ -56,9 +60,10 @@ class Expectation:
 
     Attributes:
         plan: where it could be made again, and everything is known to the last byte; else None.
-        model: what the source is.
+        original: what the source is.
         dialect: whose names the tensors have.
         units: what is converted.
+        restored: what is given back as BF16.
         copies: tensors of the source that come along bit for bit.
         tensors: dtype and shape, as a header has them, of every tensor known beforehand.
         possible: names of tensors whose dtype and shape the dialect judges when it reads them.
@@ -66,9 +71,10 @@ class Expectation:
     """
 
     plan: Plan | None
-    model: Model
+    original: SourceModel
     dialect: Dialect
     units: tuple[Unit, ...]
+    restored: tuple[Restored, ...]
     copies: tuple[TensorInfo, ...]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
@@ -79,9 +85,20 @@ class Expectation:
         """How weights are compared with the source."""
         return "bounds" if self.plan is None else "bytes"
 
+    @property
+    def model(self) -> Model:
+        """What the source is, apart from how its weights are stored."""
+        return self.original.model
+
     def formats(self) -> dict[str, str]:
-        """Format by converted module."""
-        return {weight.module: unit.format for unit in self.units for weight in unit.weights}
+        """Format by module that is quantized: converted, or left as the source has it."""
+        copied = {info.name for info in self.copies}
+        left = {
+            info.module: info.format
+            for info in self.original.weights.values()
+            if isinstance(info, EncodedInfo) and info.parts[0].name in copied
+        }
+        return left | {w.module: unit.format for unit in self.units for w in unit.weights}
 
     def places(self, module: str, format: str) -> dict[str, Place]:
         """Where each tensor of a converted module lies, by the name its dialect has for it."""
@@ -101,9 +118,10 @@ def expect_by_record(
     _check_claims(source, record, plan, findings)
     return Expectation(
         plan=plan,
-        model=plan.model,
+        original=plan.source,
         dialect=plan.dialect,
         units=plan.units,
+        restored=plan.restored,
         copies=tuple(copy.info for copy in plan.copies),
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
@@ -164,15 +182,18 @@ def _check_claims(
 
 def expect_by_config(
     source: Checkpoint,
-    model: Model,
+    original: SourceModel,
     stored: Checkpoint,
     findings: Findings,
 ) -> Expectation | None:
     """By config.json, as any engine would take it."""
-    weights, roles = unstacked(source.tensors, model), model.roles
+    model, weights = original.model, original.weights
+    roles = model.roles
+    quantization_config = stored.config.get("quantization_config")
     try:
-        dialect = find_dialect(stored.config.get("quantization_config"))
-        format_of = dialect.reader(stored.config["quantization_config"])
+        plain = quantization_config is None and original.dialect is not None
+        dialect = Plain() if plain else find_dialect(quantization_config)
+        format_of = dialect.reader(quantization_config or {})
         formats = _formats(weights, roles, stored, format_of)
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))
@@ -182,15 +203,17 @@ def expect_by_config(
     except RecipeError as error:
         findings.add("config", CONFIG_FILE, str(error))
     units = _units(weights, model, formats, findings)
-    taken = {model.places[name].tensor if name in model.places else name for name in formats}
-    copies = tuple(info for name, info in source.tensors.items() if name not in taken)
+    restored = tuple(_restored(original, formats, stored))
+    copies = tuple(_copies(source, original, formats, restored))
     return Expectation(
         plan=None,
-        model=model,
+        original=original,
         dialect=dialect,
         units=units,
+        restored=restored,
         copies=copies,
-        tensors={info.name: (info.dtype, info.shape) for info in copies},
+        tensors={info.name: (info.dtype, info.shape) for info in copies}
+        | {name: spec for item in restored for name, spec in item.outputs().items()},
         possible=frozenset(
             place.tensor
             for unit in units
@@ -201,6 +224,37 @@ def expect_by_config(
         ),
         config=_foreign_config(source.config, stored.config),
     )
+
+
+def _restored(
+    original: SourceModel, formats: Mapping[str, str], stored: Checkpoint
+) -> Iterator[Restored]:
+    """Quantized weights of the source that the result has in plain form."""
+    infos = (
+        info
+        for name, info in original.weights.items()
+        if isinstance(info, EncodedInfo)
+        and name not in formats
+        and not all(_lies_as_in_source(part, stored) for part in info.parts)
+    )
+    return restored_items(infos, original.model)
+
+
+def _copies(
+    source: Checkpoint,
+    original: SourceModel,
+    formats: Mapping[str, str],
+    restored: Iterable[Restored],
+) -> Iterator[TensorInfo]:
+    """Tensors of the source that no converted or restored weight lies in."""
+    taken = {info.name for info in original.dropped}
+    for name in (*formats, *(weight.info.name for item in restored for weight in item.weights)):
+        info = original.weights[name]
+        if isinstance(info, EncodedInfo):
+            taken |= {part.name for part in info.parts}
+        else:
+            taken.add(info.place.tensor if isinstance(info, PartInfo) else name)
+    return (info for name, info in source.tensors.items() if name not in taken)
 
 
 def _formats(
@@ -270,7 +324,7 @@ def _sets(names: Iterable[str], model: Model) -> Iterator[tuple[str, ...]]:
 
 def _foreign_config(source: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """The source's config with what other tools may write anew taken from `found`."""
-    wanted = converted_config(source, found["quantization_config"])
+    wanted = converted_config(source, found.get("quantization_config") or {})
     # transformers 5 renamed this key.
     for old, new in (("torch_dtype", "dtype"), ("dtype", "torch_dtype")):
         if old in wanted and old not in found and new in found:

@@ -7,11 +7,13 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from moequant.conversion.losses import merged
 from moequant.verification.report import FormatSummary, Problem, WeightCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from moequant.conversion.losses import Loss
     from moequant.verification.report import Check
 
 KEPT_PROBLEMS = 50
@@ -54,6 +56,7 @@ class WeightChecks:
     def __init__(self) -> None:
         self._worst: list[tuple[float, str, WeightCheck]] = []
         self._by_format: dict[str, _Sum] = {}
+        self._losses: list[Loss] = []
 
     def add(self, error: WeightCheck) -> None:
         """Take one weight in."""
@@ -62,6 +65,14 @@ class WeightChecks:
         if len(self._worst) > KEPT_WEIGHTS:
             heapq.heappop(self._worst)
         self._by_format.setdefault(error.format, _Sum(error)).add(error)
+
+    def add_losses(self, losses: Iterable[Loss]) -> None:
+        """Take in what became of weights that were quantized before."""
+        self._losses = merged([*self._losses, *losses])
+
+    def losses(self) -> tuple[Loss, ...]:
+        """What became of them, kind by kind."""
+        return tuple(self._losses)
 
     def worst(self) -> tuple[WeightCheck, ...]:
         """The worst, worst first."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.parts import read_weights, unstacked
+from moequant.checkpoint.parts import read_weights
 from moequant.errors import MoequantError
 from moequant.formats import stack
 from moequant.models import ROUTED_EXPERTS
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.units import Unit
-    from moequant.models import Model, MoeConfig, TensorRole
+    from moequant.models import MoeConfig, TensorRole
     from moequant.progress import Progress
     from moequant.verification.findings import Findings
 
@@ -89,7 +89,7 @@ def choose_layers(layers: Sequence[int], wanted: Layers) -> list[int]:
 
 def check_layers(
     source: Checkpoint,
-    model: Model,
+    originals: Mapping[str, WeightInfo],
     converted: ConvertedCheckpoint,
     formats: Mapping[int, str],
     *,
@@ -101,7 +101,7 @@ def check_layers(
 
     Args:
         source: what was converted.
-        model: what it is.
+        originals: what is known of its weights, by name.
         converted: what came of it.
         formats: format by layer.
         pool: its threads, of one intra-op thread each, run a layer, and one runs at a time.
@@ -113,7 +113,6 @@ def check_layers(
     """
     moe = converted.moe
     batch = _make_batch(moe)
-    originals = unstacked(source.tensors, model)
     expert_bytes = len(moe.projections) * moe.hidden * moe.intermediate * len(batch.experts)
     progress.start("layers", expert_bytes * len(formats))
     checks = []

@@ -9,10 +9,11 @@ from moequant.checkpoint.converted import ConvertedCheckpoint, recorded_architec
 from moequant.checkpoint.files import RECORD_FILE
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
+from moequant.checkpoint.source_model import read_source
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
 from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
-from moequant.models import read_architectures, read_model
+from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.verification.expectation import expect_by_config, expect_by_record
 from moequant.verification.findings import Findings, WeightChecks
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from moequant.models import Architecture, Model
+    from moequant.checkpoint.source_model import SourceModel
+    from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
@@ -93,7 +95,8 @@ def verify(
     findings = Findings()
     stored = read_stored(path, findings)
     own = given or _recorded(stored, findings)
-    model = read_model(source.config, source.tensors, own)
+    original = read_source(source.tensors, source.config, own)
+    model = original.model
     if layers != 0 and model.moe.act_fn.name not in FUNCTIONS:
         raise UnsupportedError(
             f"config.json: activation function {model.moe.act_fn.name!r}, but layers are evaluated "
@@ -102,13 +105,13 @@ def verify(
     check_sidecars(source, path, findings, by_moequant=stored.has_record)
     if stored.record is not None:
         check_shards(path, stored.record, findings)
-    expected = _expect(source, model, stored, own, findings)
+    expected = _expect(source, original, stored, own, findings)
     measured = _Measured()
     if expected is not None:
         _check_structure(source, stored, expected, findings)
         task = progress or SilentProgress()
         with worker_pool(workers) as pool:
-            measured = _check_numbers(source, model, stored, expected, layers, pool, task, findings)
+            measured = _check_numbers(source, stored, expected, layers, pool, task, findings)
     return Report(
         converted=str(converted),
         source=str(against),
@@ -121,6 +124,7 @@ def verify(
         counts=_count(stored, expected),
         formats=measured.weights.summaries(),
         worst_weights=measured.weights.worst(),
+        losses=tuple(measured.weights.losses()),
         layers=tuple(measured.layers),
         prepared=measured.prepared,
     )
@@ -146,7 +150,7 @@ def _recorded(stored: StoredCheckpoint, findings: Findings) -> tuple[Architectur
 
 def _expect(
     source: Checkpoint,
-    model: Model,
+    original: SourceModel,
     stored: StoredCheckpoint,
     own: Sequence[Architecture],
     findings: Findings,
@@ -156,7 +160,7 @@ def _expect(
         expected = expect_by_record(source, stored.record, own, findings)
         if expected is not None:
             return expected
-    return expect_by_config(source, model, stored.checkpoint, findings)
+    return expect_by_config(source, original, stored.checkpoint, findings)
 
 
 def _check_structure(
@@ -174,7 +178,6 @@ def _check_structure(
 
 def _check_numbers(
     source: Checkpoint,
-    model: Model,
     stored: StoredCheckpoint,
     expected: Expectation,
     layers: Layers,
@@ -182,6 +185,7 @@ def _check_numbers(
     progress: Progress,
     findings: Findings,
 ) -> _Measured:
+    model = expected.model
     # Under the config it should have; what config.json says was checked on its own.
     converted = ConvertedCheckpoint(
         checkpoint=stored.checkpoint,
@@ -200,7 +204,13 @@ def _check_numbers(
             converted, formats, pool=pool, progress=progress, findings=findings
         ),
         layers=check_layers(
-            source, model, converted, chosen, pool=pool, progress=progress, findings=findings
+            source,
+            expected.original.weights,
+            converted,
+            chosen,
+            pool=pool,
+            progress=progress,
+            findings=findings,
         ),
     )
 
@@ -211,5 +221,6 @@ def _count(stored: StoredCheckpoint, expected: Expectation | None) -> dict[str, 
         "tensors": len(tensors),
         "bytes": sum(info.size_bytes for info in tensors.values()),
         "copied": len(expected.copies) if expected else 0,
+        "restored": sum(len(r.weights) for r in expected.restored) if expected else 0,
         "converted": sum(len(unit.weights) for unit in expected.units) if expected else 0,
     }

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moequant.conversion.losses import Loss
+
 Check = Literal[
     "files", "index", "config", "record", "sidecars", "tensors", "weights", "prepared", "layers"
 ]
@@ -157,6 +159,7 @@ class Report:
         counts: what was looked at.
         formats: errors by format.
         worst_weights: the weights of largest relative error, worst first.
+        losses: of a source that is quantized itself, what became of its weights, kind by kind.
         layers: the layers that were run.
         prepared: targets whose prepared folder was found and checked.
     """
@@ -172,6 +175,7 @@ class Report:
     counts: Mapping[str, int]
     formats: tuple[FormatSummary, ...]
     worst_weights: tuple[WeightCheck, ...]
+    losses: tuple[Loss, ...]
     layers: tuple[LayerCheck, ...]
     prepared: tuple[str, ...]
 
@@ -195,6 +199,7 @@ class Report:
             "counts": dict(self.counts),
             "formats": [summary.to_json() for summary in self.formats],
             "worst_weights": [weight.to_json() for weight in self.worst_weights],
+            "losses": [loss.to_json() for loss in self.losses],
             "layers": [layer.to_json() for layer in self.layers],
             "prepared": list(self.prepared),
         }

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.folder import sidecar_files, weight_files
-from moequant.checkpoint.parts import unstacked
 from moequant.checkpoint.writer import sha256_of
 from moequant.conversion.commit import OTHER_QUANTIZATION
 from moequant.errors import CheckpointError, MoequantError
@@ -54,17 +53,15 @@ def check_config(
     for place, message in differences(stored.config, expected.config, CONFIG_FILE):
         findings.add("config", place, message)
     if expected.plan is not None:
-        _check_readable(source, stored, expected, findings)
+        _check_readable(stored, expected, findings)
 
 
-def _check_readable(
-    source: Checkpoint, stored: Checkpoint, expected: Expectation, findings: Findings
-) -> None:
+def _check_readable(stored: Checkpoint, expected: Expectation, findings: Findings) -> None:
     """Who reads config.json finds the format that each weight really has."""
     formats, roles = expected.formats(), expected.model.roles
     try:
         format_of = expected.dialect.reader(stored.config.get("quantization_config", {}))
-        for name, info in unstacked(source.tensors, expected.model).items():
+        for name, info in expected.original.weights.items():
             if not is_matrix(info) or roles[name].role not in LINEAR_ROLES:
                 continue
             module = name.removesuffix(".weight")

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.checkpoint.parts import read_places, read_weights
+from moequant.checkpoint.parts import decoded, read_places, read_stored
+from moequant.conversion.losses import Loss, measure
 from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.units import Unit, quantize_unit
+from moequant.conversion.recipe import BF16
+from moequant.conversion.units import Restored, Unit, encode_unit, quantize_unit, restored
 from moequant.errors import MoequantError
-from moequant.formats import dequantize, effective_weight, get_format
+from moequant.formats import QuantizedWeight, dequantize, effective_weight, get_format
 from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.units import Weight
-    from moequant.formats import QuantizedWeight
     from moequant.progress import Progress
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 class _Result:
     problems: list[Problem] = field(default_factory=list)
     checks: list[WeightCheck] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
 
     def add(self, name: str, message: object) -> None:
         self.problems.append(Problem(check="weights", name=name, message=str(message)))
@@ -74,9 +76,12 @@ def check_weights(
         CheckpointError: a file cannot be read or changes meanwhile, or the source holds NaN or Inf.
     """
 
-    def check(item: Unit | TensorInfo) -> _Result:
+    def check(item: Unit | Restored | TensorInfo) -> _Result:
         if isinstance(item, Unit):
             result = _check_unit(source, stored, expected, item)
+            progress.advance(item.source_bytes, item.name)
+        elif isinstance(item, Restored):
+            result = _check_restored(source, stored.checkpoint, item)
             progress.advance(item.source_bytes, item.name)
         else:
             result = _check_copy(source, stored.checkpoint, item)
@@ -85,10 +90,11 @@ def check_weights(
 
     checks = WeightChecks()
     progress.start("weights", sum(info.size_bytes for info in source.tensors.values()))
-    for result in pool.map(check, (*expected.copies, *expected.units)):
+    for result in pool.map(check, (*expected.copies, *expected.units, *expected.restored)):
         findings.extend(result.problems)
         for weight in result.checks:
             checks.add(weight)
+        checks.add_losses(result.losses)
     progress.finish()
     return checks
 
@@ -109,21 +115,47 @@ def _check_unit(
 ) -> _Result:
     result = _Result()
     names = [weight.info.name for weight in unit.weights]
-    weights = read_weights(source, [weight.info for weight in unit.weights])
+    stored_weights = read_stored(source, [weight.info for weight in unit.weights])
+    weights = [decoded(w) for w in stored_weights]
     wanted: Mapping[str, Tensor] = {}
     references: Sequence[QuantizedWeight | None] = [None] * len(weights)
     if expected.plan is None:
         references = get_format(unit.format).quantize_fused(weights, unit.options, names=names)
     else:
-        wanted = quantize_unit(weights, unit, expected.dialect)
+        wanted = encode_unit(quantize_unit(stored_weights, unit), unit, expected.dialect)
     found: dict[str, QuantizedWeight] = {}
-    for weight, w, reference in zip(unit.weights, weights, references, strict=True):
+    numbers = zip(stored_weights, weights, references, strict=True)
+    for weight, (before, w, reference) in zip(unit.weights, numbers, strict=True):
         q = _read_weight(stored, expected, unit.format, weight, wanted, result)
         if q is not None:
             found[weight.info.name] = q
             _measure(weight.info.name, w.float(), q, reference, result)
+            if isinstance(before, QuantizedWeight):
+                result.losses.append(measure(before, q, role=weight.role, format=q.format))
     if expected.plan is None:
         _check_shared_scale(found, result)
+    return result
+
+
+def _check_restored(source: Checkpoint, stored: Checkpoint, item: Restored) -> _Result:
+    """Weights given back as BF16: what the source's codes and scales say, rounded to that."""
+    result = _Result()
+    before = read_stored(source, [weight.info for weight in item.weights])
+    wanted = [restored(w, weight.info.name) for w, weight in zip(before, item.weights, strict=True)]
+    for (name, shape), w in zip(item.outputs().items(), item.joined(wanted), strict=True):
+        info = stored.tensors.get(name)
+        if info is None or (info.dtype, info.shape) != shape:
+            continue  # named before
+        if item.stack is None:
+            found = stored.read(name)
+        else:
+            found = stored.read(name, slice(item.stack.expert, item.stack.expert + 1))[0]
+        if difference := compare_tensors(found, w):
+            where = name if item.stack is None else item.stack.piece("")
+            result.add(where, difference)
+    for weight, q, written in zip(item.weights, before, wanted, strict=True):
+        assert isinstance(q, QuantizedWeight), weight.info.name
+        result.losses.append(measure(q, written, role=weight.role, format=BF16))
     return result
 
 

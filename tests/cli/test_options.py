@@ -16,7 +16,9 @@ def complete(*words):
     return [item.value for item in completion.get_completions(before, last)]
 
 
-@pytest.mark.parametrize(("option", "names"), [("--format", FORMATS), ("--dialect", DIALECTS)])
+@pytest.mark.parametrize(
+    ("option", "names"), [("--format", [*FORMATS, "bf16"]), ("--dialect", DIALECTS)]
+)
 def test_names_of_a_registry_complete(option, names):
     assert complete("convert", option, "") == list(names)
     first = next(iter(names))

@@ -1,0 +1,59 @@
+"""Quantized weights of a source that no rule speaks of: whether they stay as they are.
+
+They do, bit for bit, where the output is in the source's dialect and its `quantization_config`
+describes them as they lie: every engine that loaded them from the source then loads them from the
+output. In another dialect they are restored to BF16, which all engines load beside any format;
+a rule that gives them a format of that dialect keeps them quantized, exactly if it is their own.
+
+| stored | stays in the same dialect | because |
+|---|---|---|
+| FP8 blocks, FP32 scales, `fp8` | yes | as DeepSeek-V3 and Qwen3 FP8 were released |
+| FP8 blocks, E8M0 scales, `fp8` | no | ours are FP32, and `scale_fmt` speaks of all at once |
+| with quantized activations unlike our own | no | a config group would have to say so |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.checkpoint.headers import dtype_name
+from moequant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from moequant.checkpoint.encoded import EncodedInfo
+    from moequant.checkpoint.source_model import SourceModel
+    from moequant.dialects import Dialect
+
+
+def staying(
+    left: Mapping[str, EncodedInfo], source: SourceModel, dialect: Dialect
+) -> dict[str, EncodedInfo]:
+    """Of quantized weights that no rule speaks of, those that come along bit for bit, by name.
+
+    Args:
+        left: those weights of `source`, by name.
+        source: what they are in.
+        dialect: what the output is in.
+    """
+    if dialect is not source.dialect:
+        return {}
+    assert source.quantization_config is not None, "its weights are quantized"
+    format_of = dialect.reader(source.quantization_config)
+    return {name: info for name, info in left.items() if _is_ours(info, dialect, format_of)}
+
+
+def _is_ours(info: EncodedInfo, dialect: Dialect, format_of: Callable[[str], str | None]) -> bool:
+    """Whether it lies as the dialect would write it, and its layer computes as the dialect says."""
+    try:
+        described = format_of(info.module)
+    except UnsupportedError:
+        return False
+    if described != info.format or info.format not in dialect.encodings:
+        return False
+    written = dialect.encodings[info.format].specs(info.module, info.shape)
+    stored = dict(zip(info.places, info.parts, strict=True))
+    return written.keys() == stored.keys() and all(
+        stored[name].dtype == dtype_name(spec.dtype) for name, spec in written.items()
+    )

@@ -1,0 +1,133 @@
+"""What a conversion of weights that were quantized before loses: nothing, or how much.
+
+Each weight is decoded as the source has it and as it was written, and the two are compared: it is
+exact if they are the same numbers, every one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant.formats import QuantizedWeight, dequantize, row_tiles, tile_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+ROWS = 128
+"""Tiles of both begin at multiples of this, the rows of the largest block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """How far weights alike, as they were written, lie from what the source holds.
+
+    Attributes:
+        role: of the weights, in the architecture table.
+        source: format they are stored in.
+        format: format they were written in, or "bf16".
+        weights: how many they are.
+        exact: of how many every number is as it was.
+        signal: sum of squares of the source's numbers.
+        noise: sum of squares of the differences.
+    """
+
+    role: str
+    source: str
+    format: str
+    weights: int
+    exact: int
+    signal: float
+    noise: float
+
+    @property
+    def relative_error(self) -> float:
+        """||written - source|| / ||source||; 0 where all are exact."""
+        if self.noise == 0:
+            return 0.0
+        return math.sqrt(self.noise / self.signal) if self.signal else math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, all that `from_json` needs, and the relative error."""
+        error = self.relative_error
+        return {**asdict(self), "relative_error": error if math.isfinite(error) else None}
+
+    @classmethod
+    def from_json(cls, entry: object) -> Loss | None:
+        """Inverse of `to_json`; None for what it never makes."""
+        texts, counts, sums = (
+            ("role", "source", "format"),
+            ("weights", "exact"),
+            ("signal", "noise"),
+        )
+        if not isinstance(entry, dict):
+            return None
+        kinds = {**dict.fromkeys(texts, str), **dict.fromkeys(counts, int)}
+        kinds |= dict.fromkeys(sums, float)
+        if any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
+            return None
+        return cls(**{key: entry[key] for key in kinds})
+
+
+def measure(
+    stored: QuantizedWeight, written: QuantizedWeight | Tensor, *, role: str, format: str
+) -> Loss:
+    """Compare a weight [N, K] as it was with what was written of it; a few MB at a time."""
+    signal = noise = 0.0
+    for (_, before), after in zip(row_tiles(stored, ROWS), _tiles(written), strict=True):
+        numbers = dequantize(before)
+        signal += _square(numbers)
+        if not torch.equal(numbers, after):
+            # Differences whose squares vanish are differences all the same.
+            noise += max(_square(numbers - after), math.ulp(0.0))
+    return Loss(
+        role=role,
+        source=stored.format,
+        format=format,
+        weights=1,
+        exact=int(noise == 0),
+        signal=signal,
+        noise=noise,
+    )
+
+
+def merged(losses: Iterable[Loss]) -> list[Loss]:
+    """Losses of weights of one kind taken together, in the order of their first."""
+    kinds: dict[tuple[str, str, str], Loss] = {}
+    for loss in losses:
+        kind = loss.role, loss.source, loss.format
+        before = kinds.get(kind)
+        kinds[kind] = loss if before is None else _sum(before, loss)
+    return list(kinds.values())
+
+
+def _sum(one: Loss, other: Loss) -> Loss:
+    return Loss(
+        role=one.role,
+        source=one.source,
+        format=one.format,
+        weights=one.weights + other.weights,
+        exact=one.exact + other.exact,
+        signal=one.signal + other.signal,
+        noise=one.noise + other.noise,
+    )
+
+
+def _tiles(written: QuantizedWeight | Tensor) -> Iterator[Tensor]:
+    if isinstance(written, QuantizedWeight):
+        for _, tile in row_tiles(written, ROWS):
+            yield dequantize(tile)
+    else:
+        step = tile_rows(written.shape[1], ROWS)
+        for start in range(0, len(written), step):
+            yield written[start : start + step].float()
+
+
+def _square(x: Tensor) -> float:
+    """Sum of squares in float64, for those of float32 overflow and underflow."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2

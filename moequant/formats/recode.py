@@ -1,0 +1,108 @@
+"""Write the same numbers in another format, where it can hold every one of them.
+
+| from | to | when | how |
+|---|---|---|---|
+| any | itself | no global scale, or one that all weights can share | codes and scales stay |
+| mxfp4 | nvfp4 | exponents of groups that are not zero lie within 17 of each other | codes stay |
+
+A power of two is an E4M3 number from 2**-9 to 2**8, hence the 17. MXFP4 to FP8 blocks needs no
+row: the quantizer is exact by itself where the exponents within a block lie within 14 of each
+other. It takes 2**(e - 6) for the scale of a block whose largest number is 6 * 2**e, and so every
+multiple of 2**(e - 15), which half a step of a group with exponent e - 14 is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.formats.base import QuantizedWeight
+from moequant.formats.blocks import grouped
+from moequant.formats.elements import E8M0_BIAS, power_of_two, unpack_nibbles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_MXFP4_GROUP, _NVFP4_GROUP = 32, 16
+# Powers of two in E4M3, the smallest a subnormal.
+_E4M3_EXPONENTS = (-9, 8)
+_LEAST_GLOBAL_EXPONENT = -126
+
+
+def recode(weights: Sequence[QuantizedWeight], format: str) -> list[QuantizedWeight] | None:
+    """Weights that engines fuse, in the format called `format`, not one number changed.
+
+    Args:
+        weights: [N, K] each.
+        format: name of a format.
+
+    Returns:
+        What decodes to exactly the same, sharing a global scale if the format has one; None where
+        the format cannot hold them all, or where nothing is known about the two formats.
+    """
+    found = {q.format for q in weights}
+    if found == {format}:
+        return _with_one_global_scale(weights)
+    if found == {"mxfp4"} and format == "nvfp4":
+        return _mxfp4_as_nvfp4(weights)
+    return None
+
+
+def _with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
+    scales = [q.global_scale for q in weights if q.global_scale is not None]
+    if not scales:
+        return list(weights)
+    largest = torch.stack(scales).amax()
+    results = [_with_global_scale(q, largest) for q in weights]
+    return None if None in results else [q for q in results if q is not None]
+
+
+def _with_global_scale(q: QuantizedWeight, global_scale: Tensor) -> QuantizedWeight | None:
+    """The same numbers under another global scale, or None where its block scales do not exist."""
+    assert q.global_scale is not None
+    if torch.equal(q.global_scale, global_scale):
+        return q
+    wanted = q.scale.double() * q.global_scale.double()
+    scale = (wanted / global_scale.double()).float().to(q.scale.dtype)
+    if not torch.equal(scale.double() * global_scale.double(), wanted):
+        return None
+    return QuantizedWeight(
+        format=q.format, qdata=q.qdata, scale=scale, global_scale=global_scale, shape=q.shape
+    )
+
+
+def _mxfp4_as_nvfp4(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
+    exponents = [q.scale.view(torch.uint8).int() - E8M0_BIAS for q in weights]
+    used = [_is_used(q) for q in weights]
+    if any((e > E8M0_BIAS).any() for e in exponents):
+        return None  # byte 255 is NaN
+    in_use = torch.cat([e[u] for e, u in zip(exponents, used, strict=True)])
+    lowest, highest = _E4M3_EXPONENTS
+    shared = 0
+    if in_use.numel():
+        shared = max(int(in_use.max()) - highest, _LEAST_GLOBAL_EXPONENT)
+        if int(in_use.min()) - shared < lowest:
+            return None
+    return [
+        _as_nvfp4(q, torch.where(u, e - shared, 0), shared)
+        for q, e, u in zip(weights, exponents, used, strict=True)
+    ]
+
+
+def _is_used(q: QuantizedWeight) -> Tensor:
+    """Which groups [N, K / 32] hold a number other than zero."""
+    return grouped(unpack_nibbles(q.qdata) & 7, _MXFP4_GROUP).any(-1)
+
+
+def _as_nvfp4(q: QuantizedWeight, exponent: Tensor, shared: int) -> QuantizedWeight:
+    scale = power_of_two(exponent).to(torch.float8_e4m3fn)
+    return QuantizedWeight(
+        format="nvfp4",
+        qdata=q.qdata,
+        scale=scale.repeat_interleave(_MXFP4_GROUP // _NVFP4_GROUP, -1),
+        global_scale=torch.tensor(2.0**shared, dtype=torch.float32),
+        shape=q.shape,
+    )

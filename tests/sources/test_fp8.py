@@ -1,0 +1,338 @@
+"""Sources in FP8 blocks, as DeepSeek-V3, Qwen3 FP8, MiniMax-M2 and Kimi-K2 were released."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.cli import cli
+from moequant.conversion import Recipe, convert
+from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
+from moequant.formats import get_format
+from moequant.verification import verify
+
+MODELS = ["qwen3_moe", "deepseek_v3"]
+EXPERT = "model.layers.1.mlp.experts.1"
+ATTENTION = "model.layers.0.self_attn.o_proj"
+SCALES = [
+    pytest.param({}, id="powers of two"),
+    pytest.param({"power_of_two": False}, id="free scales"),
+    pytest.param({"scale_dtype": torch.float8_e8m0fnu}, id="E8M0"),
+]
+
+every_model = pytest.mark.parametrize("model_type", MODELS)
+
+
+def raw(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same(found, wanted):
+    return found.dtype == wanted.dtype and torch.equal(raw(found), raw(wanted))
+
+
+def by_role(losses):
+    return {loss.role: loss for loss in losses}
+
+
+@every_model
+@pytest.mark.parametrize("settings", SCALES)
+def test_bf16_gives_every_number_back(
+    make_fp8, read_tensors, config_of, tmp_path, model_type, settings
+):
+    source = make_fp8(model_type, **settings)
+    out = tmp_path / "out"
+    result = convert(source.path, out, format="bf16")
+    found = read_tensors(out)
+    assert found.keys() == source.numbers.keys() | source.plain.keys()
+    exact = settings.get("power_of_two", True)
+    for name, numbers in source.numbers.items():
+        assert found[name].dtype == torch.bfloat16
+        # An E4M3 number times a power of two has four significant bits, bfloat16 eight. Times any
+        # float32, engines round the product to float32, then that to bfloat16.
+        wanted = numbers if exact else numbers.float().bfloat16().double()
+        assert torch.equal(found[name].double(), wanted), name
+    for name, tensor in source.plain.items():
+        assert same(found[name], tensor), name
+    assert "quantization_config" not in config_of(out)
+    for loss in result.losses:
+        assert (loss.source, loss.format) == ("fp8_block", "bf16")
+        # Half a unit in the last of eight bits.
+        assert (loss.exact == loss.weights) if exact else 0 < loss.relative_error <= 2.0**-9
+    assert sum(loss.weights for loss in result.losses) == len(source.numbers)
+    report = verify(out, against=source.path)
+    assert report.ok, report.problems
+    assert report.losses == result.losses
+
+
+@every_model
+def test_what_bf16_gives_back_is_what_transformers_decodes(make_fp8, tmp_path, model_type):
+    source = make_fp8(model_type, config={"num_nextn_predict_layers": 0}, power_of_two=False)
+    convert(source.path, tmp_path / "out", format="bf16")
+    states = []
+    for path in (source.path, tmp_path / "out"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, output_loading_info=True
+        )
+        assert not report["missing_keys"]
+        assert not report["mismatched_keys"]
+        states.append(model.state_dict())
+    decoded, plain = states
+    assert decoded.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(decoded[name].bfloat16(), tensor.bfloat16()), name
+
+
+@every_model
+@pytest.mark.parametrize("settings", SCALES)
+def test_experts_are_quantized_from_every_bit_of_the_source(
+    make_fp8, read_tensors, config_of, tmp_path, model_type, settings
+):
+    source = make_fp8(model_type, **settings)
+    out = tmp_path / "out"
+    result = convert(source.path, out, format="nvfp4")
+    converted = ConvertedCheckpoint.open(out)
+    names = [f"{EXPERT}.{leaf}.weight" for leaf in ("gate_proj", "up_proj")]
+    wanted = get_format("nvfp4").quantize_fused(
+        [source.numbers[name].float() for name in names], names=names
+    )
+    for name, q in zip(names, wanted, strict=True):
+        found = converted.read(name.removesuffix(".weight"))
+        assert torch.equal(found.qdata, q.qdata)
+        assert same(found.scale, q.scale)
+        assert torch.equal(found.global_scale, q.global_scale)
+    # compressed-tensors has no scale_inv; attention is BF16 there, and config.json says so.
+    found = read_tensors(out)
+    assert not any(name.endswith("weight_scale_inv") for name in found)
+    assert found[f"{ATTENTION}.weight"].dtype == torch.bfloat16
+    assert ATTENTION in config_of(out)["quantization_config"]["ignore"]
+    assert any("they become BF16" in warning for warning in result.plan.warnings)
+    losses = by_role(result.losses)
+    assert losses["routed_experts"].exact == 0
+    exact = settings.get("power_of_two", True)
+    assert (losses["attention"].exact == losses["attention"].weights) is exact
+    report = verify(out, against=source.path)
+    assert report.ok, report.problems
+
+
+@every_model
+@pytest.mark.parametrize("settings", SCALES[:2])
+def test_in_their_own_format_and_dialect_all_weights_stay_bit_for_bit(
+    make_fp8, read_tensors, config_of, tmp_path, model_type, settings
+):
+    source = make_fp8(model_type, **settings)
+    out = tmp_path / "out"
+    result = convert(source.path, out, format="fp8_block")
+    assert all(loss.exact == loss.weights for loss in result.losses)
+    before, after = read_tensors(source.path), read_tensors(out)
+    assert after.keys() == before.keys()
+    assert all(same(after[name], tensor) for name, tensor in before.items())
+    kept = config_of(out)["quantization_config"]["modules_to_not_convert"]
+    assert ATTENTION not in kept
+    assert "lm_head" in kept
+    report = verify(out, against=source.path)
+    assert report.ok, report.problems
+
+
+def test_e8m0_scales_of_kept_layers_are_not_left_under_a_config_that_says_fp32(
+    make_fp8, read_tensors, config_of, tmp_path
+):
+    source = make_fp8("qwen3_moe", scale_dtype=torch.float8_e8m0fnu)
+    result = convert(source.path, tmp_path / "out", format="fp8_block")
+    assert all(loss.exact == loss.weights for loss in result.losses)
+    found = read_tensors(tmp_path / "out")
+    assert found[f"{EXPERT}.down_proj.weight_scale_inv"].dtype == torch.float32
+    assert found[f"{ATTENTION}.weight"].dtype == torch.bfloat16
+    assert ATTENTION in config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
+
+
+def test_a_rule_keeps_attention_quantized_in_another_dialect(make_fp8, read_tensors, tmp_path):
+    source = make_fp8("qwen3_moe")
+    rules = [
+        {"roles": ["attention"], "format": "fp8_block"},
+        {"roles": ["routed_experts"], "format": "mxfp4"},
+    ]
+    result = convert(source.path, tmp_path / "out", recipe=Recipe.model_validate({"rules": rules}))
+    losses = by_role(result.losses)
+    assert losses["attention"].exact == losses["attention"].weights
+    before, after = read_tensors(source.path), read_tensors(tmp_path / "out")
+    assert same(after[f"{ATTENTION}.weight"], before[f"{ATTENTION}.weight"])
+    scale = before[f"{ATTENTION}.weight_scale_inv"]
+    assert same(after[f"{ATTENTION}.weight_scale"], scale)
+    assert verify(tmp_path / "out", against=source.path).ok
+
+
+def test_a_rule_gives_a_part_back_and_leaves_the_rest(make_fp8, read_tensors, config_of, tmp_path):
+    source = make_fp8("qwen3_moe")
+    recipe = Recipe.model_validate({"rules": [{"roles": ["attention"], "format": "bf16"}]})
+    result = convert(source.path, tmp_path / "out", recipe=recipe)
+    assert result.plan.dialect.name == "fp8"
+    found = read_tensors(tmp_path / "out")
+    assert torch.equal(found[f"{ATTENTION}.weight"].double(), source.numbers[f"{ATTENTION}.weight"])
+    assert ATTENTION in config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
+    assert same(
+        found[f"{EXPERT}.up_proj.weight_scale_inv"],
+        read_tensors(source.path)[f"{EXPERT}.up_proj.weight_scale_inv"],
+    )
+    assert verify(tmp_path / "out", against=source.path).ok
+
+
+def test_named_options_quantize_anew(make_fp8, tmp_path):
+    source = make_fp8("qwen3_moe", power_of_two=False)
+    rule = {
+        "roles": ["routed_experts"],
+        "format": "fp8_block",
+        "options": {"scale": "power_of_two"},
+    }
+    result = convert(source.path, tmp_path / "out", recipe=Recipe.model_validate({"rules": [rule]}))
+    (loss,) = result.losses
+    assert loss.exact == 0
+    scale = ConvertedCheckpoint.open(tmp_path / "out").read(f"{EXPERT}.down_proj").scale
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+
+
+def test_ragged_blocks_are_decoded_by_the_block_and_not_by_even_shares(
+    make_fp8, read_tensors, tmp_path
+):
+    source = make_fp8("qwen3_moe", intermediate=192)
+    convert(source.path, tmp_path / "out", format="bf16")
+    found = read_tensors(tmp_path / "out")
+    for name, numbers in source.numbers.items():
+        assert torch.equal(found[name].double(), numbers), name
+    with pytest.raises(UnsupportedError, match="192 is not a multiple of 128"):
+        convert(source.path, tmp_path / "fp8", format="fp8_block")
+
+
+def test_a_flipped_bit_of_what_was_given_back_is_found(make_fp8, edit, read_tensors, tmp_path):
+    source = make_fp8("qwen3_moe")
+    out = tmp_path / "out"
+    convert(source.path, out, format="bf16", max_shard_size="200KB")
+    name = f"{EXPERT}.up_proj.weight"
+    w = read_tensors(out)[name]
+    w.view(torch.int16)[3, 5] ^= 1
+    edit(out, {name: w})
+    problems = verify(out, against=source.path).problems
+    assert any(p.name == name and "element [3, 5]" in p.message for p in problems)
+
+
+def test_a_result_without_record_is_compared_too(make_fp8, tmp_path):
+    source = make_fp8("deepseek_v3")
+    for format in ("bf16", "nvfp4", "fp8_block"):
+        out = tmp_path / format
+        convert(source.path, out, format=format)
+        (out / "moequant.json").unlink()
+        report = verify(out, against=source.path)
+        assert report.ok, report.problems
+        assert report.method == "bounds"
+        others = [name for name in source.numbers if ".experts." not in name]
+        restored = {"bf16": len(source.numbers), "nvfp4": len(others), "fp8_block": 0}
+        assert report.counts["restored"] == restored[format]
+
+
+BAD = {
+    "a missing scale": ({f"{EXPERT}.up_proj.weight_scale_inv": None}, UnsupportedError, "F8_E4M3"),
+    "missing codes": ({f"{EXPERT}.up_proj.weight": None}, CheckpointError, "is missing"),
+    "a scale of another shape": (
+        {f"{EXPERT}.up_proj.weight_scale_inv": torch.ones(3, 2)},
+        CheckpointError,
+        r"up_proj\.weight_scale_inv: shape \[3, 2\], not \[2, 2\]",
+    ),
+    "codes of another dtype": (
+        {f"{EXPERT}.up_proj.weight": torch.ones(256, 256, dtype=torch.int8)},
+        CheckpointError,
+        "int8, not float8_e4m3fn",
+    ),
+    "codes that are NaN": (
+        {
+            f"{EXPERT}.up_proj.weight": torch.full((256, 256), 0x7F, dtype=torch.uint8).view(
+                torch.float8_e4m3fn
+            )
+        },
+        NonFiniteError,
+        r"up_proj\.weight: nan at index \[0, 0\]",
+    ),
+    "a scale that is infinite": (
+        {f"{ATTENTION}.weight_scale_inv": torch.full((2, 2), torch.inf)},
+        NonFiniteError,
+        r"o_proj\.weight: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("format", ["bf16", "nvfp4", "fp8_block"])
+@pytest.mark.parametrize("case", BAD)
+def test_a_damaged_source_is_refused_by_name(make_fp8, edit, tmp_path, case, format):
+    tensors, error, message = BAD[case]
+    source = make_fp8("qwen3_moe", path=tmp_path / "source")
+    edit(source.path, tensors)
+    if format == "fp8_block" and ATTENTION in next(iter(tensors)):
+        return  # copied bit for bit, as plain weights are
+    with pytest.raises(error, match=message):
+        convert(source.path, tmp_path / "out", format=format)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_config_that_contradicts_the_tensors_is_refused(make_fp8, config_of, tmp_path):
+    source = make_fp8("qwen3_moe", path=tmp_path / "source")
+    config = config_of(source.path)
+    path = source.path / "config.json"
+    config["quantization_config"]["modules_to_not_convert"] = [ATTENTION]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight_scale_inv.*kept as it was"):
+        convert(source.path, tmp_path / "out", format="bf16")
+    config["quantization_config"] = FP8_OF_OTHERS
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"weight_block_size is \[64, 64\]"):
+        convert(source.path, tmp_path / "out", format="bf16")
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="no quantization_config"):
+        convert(source.path, tmp_path / "out", format="bf16")
+
+
+FP8_OF_OTHERS = {
+    "quant_method": "fp8",
+    "weight_block_size": [64, 64],
+    "activation_scheme": "static",
+}
+
+
+def test_bf16_of_a_plain_source_is_refused(make_checkpoint, tmp_path):
+    with pytest.raises(RecipeError, match="this checkpoint has none"):
+        convert(make_checkpoint(), tmp_path / "out", format="bf16")
+
+
+def test_bf16_has_no_dialect(make_fp8, tmp_path):
+    with pytest.raises(RecipeError, match="leave it out"):
+        convert(make_fp8("qwen3_moe").path, tmp_path / "out", format="bf16", dialect="fp8")
+
+
+def test_engines_merge_gate_and_up_so_they_are_given_back_together(make_fp8, tmp_path):
+    rule = {"match": r".*\.q_proj\.weight", "format": "bf16"}
+    with pytest.raises(RecipeError, match="engines merge them"):
+        convert(
+            make_fp8("qwen3_moe").path,
+            tmp_path / "out",
+            recipe=Recipe.model_validate({"rules": [rule]}),
+        )
+
+
+def test_the_command_says_what_is_exact(make_fp8, tmp_path):
+    source = str(make_fp8("qwen3_moe", power_of_two=False).path)
+    arguments = ["convert", source, str(tmp_path / "out"), "--format", "bf16"]
+    plan = CliRunner().invoke(cli, [*arguments, "--dry-run"])
+    assert plan.exit_code == 0
+    assert "bf16" in plan.stdout
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0
+    assert "routed_experts   fp8_block   bf16" in result.stdout
+    record = json.loads((tmp_path / "out" / "moequant.json").read_text())
+    assert [loss["role"] for loss in record["losses"]] == ["routed_experts", "attention"]
+    checked = CliRunner().invoke(cli, ["verify", str(tmp_path / "out"), "--against", source])
+    assert checked.exit_code == 0
+    assert "given back as BF16" in checked.stdout
