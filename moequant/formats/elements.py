@@ -31,8 +31,6 @@ E4M3_FLOAT32_MAX = 1.875 * 2.0**127
 """The largest finite float32 with as many significant bits as the element: a larger weight rounds
 to 2**128, which is Inf. Also finite in bfloat16."""
 
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """Round float32 [...] to E2M1 codes 0..15, uint8 [...], one a byte."""
@@ -47,7 +45,10 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(code: Tensor) -> Tensor:
     """E2M1 codes 0..15, uint8 [...], to float32 [...]."""
-    values = torch.tensor(_E2M1_VALUES, dtype=torch.float32, device=code.device)
+    # Made on the device, from the bits of a float16 that is 2**14 times too small: a copy from the
+    # host would wait for the device, and could not be captured in a CUDA graph.
+    magnitude = torch.arange(8, dtype=torch.int16, device=code.device)
+    values = (magnitude << 9).view(torch.float16).float() * 2.0**14
     table = torch.cat([values, -values])
     # index_select takes a third of the time of table[code].
     return table.index_select(0, code.flatten().int()).reshape(code.shape)
@@ -98,7 +99,7 @@ def divide(x: Tensor, divisor: float) -> Tensor:
     Given a number, torch multiplies by its rounded reciprocal on CUDA, which is another result for
     divisors such as 448.
     """
-    return x / torch.tensor(divisor, dtype=x.dtype, device=x.device)
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def ceil_exponent_of(x: Tensor) -> Tensor:

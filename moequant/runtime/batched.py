@@ -94,7 +94,7 @@ def prepare_batched(
     here = routing.expert != NOWHERE
     expert = routing.expert.clamp(min=0)
     order = permutation.row - begin[expert] if experts else permutation.row
-    if hidden.device.type != "cuda":
+    if hidden.device.type == "cpu":
         _check_capacity(end - begin, capacity)
     places = torch.where(order < capacity, expert * capacity + order, OVERFLOW)
     places = torch.where(here, places, NOWHERE)

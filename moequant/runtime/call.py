@@ -16,6 +16,7 @@ import torch
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import BatchedExpertsBackend, ExpertsBackend, FusedBackend
 from moequant.runtime.batched import finalize_batched, largest_batch, prepare_batched
+from moequant.runtime.capture import capturing
 from moequant.runtime.routing import permute, reduce, route, weight_input
 from moequant.runtime.workspace import workspace
 
@@ -79,7 +80,11 @@ class Call:
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[Tensor, Routing]:
         routing = route(
-            topk_ids, topk_weights, experts=self.weights.experts, expert_map=self.expert_map
+            topk_ids,
+            topk_weights,
+            experts=self.weights.experts,
+            expert_map=self.expert_map,
+            check=not capturing(self.weights.device),
         )
         if self.weight_on_input:
             return hidden_states.float() * routing.weight, routing.unweighted()
@@ -92,8 +97,8 @@ class Call:
 
     def _batched(self, backend: BatchedExpertsBackend, x: Tensor, routing: Routing) -> Tensor:
         E = self.weights.experts
-        # `route` has waited for the device already.
-        capacity = largest_batch(routing, E)
+        # `route` has waited for the device already, or nothing may.
+        capacity = x.shape[0] if capturing(x.device) else largest_batch(routing, E)
         tokens, places = prepare_batched(
             x, routing, experts=E, capacity=capacity, scheme=self.scheme
         )

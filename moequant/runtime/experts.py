@@ -12,6 +12,7 @@ from moequant.errors import UnsupportedError
 from moequant.runtime import experts_op
 from moequant.runtime.backends import FusedBackend, Workload
 from moequant.runtime.call import Call, parts_of, run_in_parts
+from moequant.runtime.capture import capturing
 from moequant.runtime.formats import get_format
 from moequant.runtime.inputs import check_expert_map, check_inputs
 from moequant.runtime.select import select
@@ -117,8 +118,9 @@ class FusedExperts(nn.Module):
 
         Args:
             hidden_states: [M, H] bfloat16, float16 or float32.
-            topk_ids: [M, T] int32 or int64; -1 contributes nothing. A FusedBackend may not read
-                ids on the host, and then says what an id out of range does.
+            topk_ids: [M, T] int32 or int64; -1 contributes nothing, nor does an id out of range,
+                where it is not refused: in FusedBackends, which do not read ids on the host, and
+                within the capture of a CUDA graph.
             topk_weights: [M, T] float32, bfloat16 or float16.
             expert_map: instead of the module's own; the same holds for indices in it.
             apply_router_weight_on_input: multiply the weight into the input, in float32, and not
@@ -252,7 +254,7 @@ class FusedExperts(nn.Module):
         workload, backend = self._select(activations)
         packed = None
         if isinstance(backend, FusedBackend):
-            if workload.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing(workload.device):
                 raise UnsupportedError(
                     f"backend {backend.name!r} lays out the weights in its first call, which a "
                     "CUDA graph cannot capture; call the experts once before the capture"
@@ -289,7 +291,8 @@ class FusedExperts(nn.Module):
             expert_map,
             experts=ready.weights.experts,
             device=ready.weights.device,
-            values=not isinstance(ready.backend, FusedBackend),
+            values=not isinstance(ready.backend, FusedBackend)
+            and not capturing(ready.weights.device),
         )
         return expert_map
 

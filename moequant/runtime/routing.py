@@ -54,7 +54,12 @@ class Permutation:
 
 
 def route(
-    topk_ids: Tensor, topk_weights: Tensor, *, experts: int, expert_map: Tensor | None = None
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    experts: int,
+    expert_map: Tensor | None = None,
+    check: bool = True,
 ) -> Routing:
     """The routing as seen by the `experts` experts here.
 
@@ -63,23 +68,26 @@ def route(
         topk_weights: [M, T] float32 or bfloat16.
         experts: E, the number of experts here.
         expert_map: [global experts] int32 or int64: index here of each id, or -1; by default an id
-            is the index.
+            is the index. An index that is no expert's stands for none.
+        check: whether to refuse ids out of range, which waits for the device; else they stand for
+            no expert.
 
     Raises:
         UnsupportedError: an id that is neither -1 nor an expert's, which is named.
     """
     count = experts if expert_map is None else expert_map.shape[0]
     unknown = (topk_ids < NOWHERE) | (topk_ids >= count)
-    if unknown.any():
+    if check and unknown.any():
         m, t = unknown.nonzero()[0].tolist()
         raise UnsupportedError(
             f"topk_ids[{m}, {t}] is {int(topk_ids[m, t])}, but the experts are 0 to {count - 1}, "
             "and -1 for none"
         )
-    expert = topk_ids.long()
+    expert = topk_ids.long().masked_fill(unknown, NOWHERE)
     if expert_map is not None:
         # Id -1 indexes the last entry, which the padding makes NOWHERE.
         expert = torch.nn.functional.pad(expert_map.long(), (0, 1), value=NOWHERE)[expert]
+        expert = expert.masked_fill((expert < NOWHERE) | (expert >= experts), NOWHERE)
     return Routing(expert=expert, weight=topk_weights.float().masked_fill(expert == NOWHERE, 0.0))
 
 

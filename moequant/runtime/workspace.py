@@ -14,6 +14,8 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from moequant.runtime.capture import capturing
+
 _BUFFERS: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
@@ -22,9 +24,7 @@ def workspace(device: torch.device, size_bytes: int) -> Tensor:
 
     They are not initialized.
     """
-    if device.type != "cuda":
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    if torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or capturing(device):
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream, get_ident())
     buffer = _BUFFERS.get(key)

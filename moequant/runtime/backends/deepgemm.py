@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from moequant.runtime.backends.base import BatchedExpertsBackend, FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
-from moequant.runtime.backends.stacked import first_bias, first_weight
+from moequant.runtime.backends.stacked import first_bias, first_weight, first_weight_once
 from moequant.runtime.backends.triton_portable import act_of
 from moequant.runtime.weights import ExpertWeights
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from moequant.formats import QuantizedWeight
     from moequant.kernels.deepgemm.experts import DeepGemmWeights
     from moequant.runtime.batched import BatchedTokens
 
@@ -47,7 +48,8 @@ class DeepGemm(FusedBackend):
 
     def pack(self, weights: ExpertWeights, activations: str) -> object:
         """Stack gate over up: a copy of both, unless they lie so already; the rest is as it was."""
-        return _stack(weights)
+        w13, adopted = first_weight_once(weights)
+        return _weights(weights, w13, adopted)
 
     def adopted(self, packed: object) -> ExpertWeights | None:
         """Gate and up as views into them stacked, or up into it padded; None without a copy."""
@@ -110,7 +112,9 @@ class DeepGemmBatched(BatchedExpertsBackend):
         from moequant.kernels.deepgemm.experts import batched_experts
 
         assert tokens.scale is not None
-        return batched_experts(_stack(weights), tokens.qdata, tokens.scale, tokens.counts)
+        return batched_experts(
+            _weights(weights, first_weight(weights)), tokens.qdata, tokens.scale, tokens.counts
+        )
 
 
 def _packed(packed: object) -> DeepGemmWeights:
@@ -120,11 +124,12 @@ def _packed(packed: object) -> DeepGemmWeights:
     return packed
 
 
-def _stack(weights: ExpertWeights) -> DeepGemmWeights:
+def _weights(
+    weights: ExpertWeights, w13: QuantizedWeight, source: ExpertWeights | None = None
+) -> DeepGemmWeights:
     from moequant.kernels.deepgemm.experts import DeepGemmWeights
 
     act_fn = weights.act_fn
-    w13, adopted = first_weight(weights)
     return DeepGemmWeights(
         w13=w13.qdata,
         w13_scale=w13.scale,
@@ -133,7 +138,7 @@ def _stack(weights: ExpertWeights) -> DeepGemmWeights:
         act=act_of(act_fn),
         bias13=first_bias(weights, w13.shape[1] // (2 if act_fn.gated else 1)),
         bias2=None if weights.down_bias is None else weights.down_bias.float().contiguous(),
-        source=adopted,
+        source=source,
     )
 
 

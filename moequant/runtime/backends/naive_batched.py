@@ -9,6 +9,7 @@ import torch
 from moequant.runtime.activations import Activations
 from moequant.runtime.backends.base import BatchedExpertsBackend, Workload
 from moequant.runtime.backends.torch_reference import run_expert, why_not_reference
+from moequant.runtime.capture import capturing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class NaiveBatched(BatchedExpertsBackend):
     """`torch_reference` over a batch for each expert; the other batched backends are judged by it.
 
-    Counts are read on the host.
+    Counts are read on the host, but within the capture of a CUDA graph, where every expert computes
+    all its C places.
     """
 
     name = "naive_batched"
@@ -32,13 +34,24 @@ class NaiveBatched(BatchedExpertsBackend):
 
     def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
         """See `BatchedExpertsBackend.run`; rows beyond the counts are 0."""
+        C = tokens.qdata.shape[1]
         rows = torch.zeros(tokens.qdata.shape, dtype=torch.float32, device=tokens.qdata.device)
+        if capturing(rows.device):
+            place = torch.arange(C, device=rows.device)[:, None]
+            for e in range(weights.experts):
+                y = run_expert(batch(tokens, e, C), weights, e)
+                rows[e] = torch.where(place < tokens.counts[e], y, 0)
+            return rows
         for e, count in enumerate(tokens.counts.tolist()):
             if count:
-                x = Activations(
-                    scheme=tokens.scheme,
-                    qdata=tokens.qdata[e, :count],
-                    scale=None if tokens.scale is None else tokens.scale[e, :count],
-                )
-                rows[e, :count] = run_expert(x, weights, e)
+                rows[e, :count] = run_expert(batch(tokens, e, count), weights, e)
         return rows
+
+
+def batch(tokens: BatchedTokens, e: int, count: int) -> Activations:
+    """The first `count` tokens of expert `e`."""
+    return Activations(
+        scheme=tokens.scheme,
+        qdata=tokens.qdata[e, :count],
+        scale=None if tokens.scale is None else tokens.scale[e, :count],
+    )

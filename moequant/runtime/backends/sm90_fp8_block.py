@@ -10,7 +10,7 @@ from moequant.kernels.cuda_driver import why_no_compiler
 from moequant.kernels.fp8_block.grouped_gemm import ACT_FNS
 from moequant.runtime.backends.base import FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
-from moequant.runtime.backends.stacked import first_bias, first_weight
+from moequant.runtime.backends.stacked import first_bias, first_weight_once
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Sm90Fp8Block(FusedBackend):
         from moequant.kernels.fp8_block.experts import Fp8BlockWeights
 
         act = weights.act_fn
-        w13, adopted = first_weight(weights)
+        w13, adopted = first_weight_once(weights)
         return Fp8BlockWeights(
             w13=w13.qdata,
             w13_scale=w13.scale,

@@ -20,12 +20,22 @@ if TYPE_CHECKING:
     from moequant.runtime.weights import ExpertWeights
 
 
-def first_weight(weights: ExpertWeights) -> tuple[QuantizedWeight, ExpertWeights | None]:
-    """The weight of the first GEMM, contiguous.
+def first_weight(weights: ExpertWeights) -> QuantizedWeight:
+    """The weight of the first GEMM, contiguous; reads nothing on the host.
 
     Returns:
-        Gate over up, [E, 2 * Ip, H], or up alone, [E, Ip, H]; and `weights` with gate and up as
-        views into it, or None where nothing was copied.
+        Gate over up, [E, 2 * Ip, H], without a copy where they lie so; or up alone, [E, Ip, H].
+    """
+    gate, up = weights.gate, weights.up
+    if gate is None:
+        return _padded(up)
+    return _stacked(gate, up) or stack_gate_up(gate, up)
+
+
+def first_weight_once(weights: ExpertWeights) -> tuple[QuantizedWeight, ExpertWeights | None]:
+    """The same, and `weights` with gate and up as views into it, or None where nothing was copied.
+
+    Waits for the device.
     """
     gate, up = weights.gate, weights.up
     if gate is None:
@@ -33,7 +43,7 @@ def first_weight(weights: ExpertWeights) -> tuple[QuantizedWeight, ExpertWeights
         if w.qdata.data_ptr() == up.qdata.data_ptr():
             return w, None
         return w, replace(weights, up=_first_rows(w, up.shape))
-    w13 = _stacked(gate, up) or stack_gate_up(gate, up)
+    w13 = first_weight(weights)
     if w13.qdata.data_ptr() == gate.qdata.data_ptr():
         return w13, None
     gate, up = split_gate_up(w13, weights.intermediate)

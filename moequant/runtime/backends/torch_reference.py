@@ -10,6 +10,7 @@ from torch.nn.functional import linear, pad
 
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.runtime.backends.base import ExpertsBackend, Workload
+from moequant.runtime.capture import capturing
 from moequant.runtime.formats import dequantize
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class TorchReference(ExpertsBackend):
 
     Weights are decoded one matrix at a time, each at most once a call. Runs of one call are bitwise
     equal. torch.set_float32_matmul_precision other than "highest" lowers the precision here too.
+
+    The rows of an expert are read on the host, but within the capture of a CUDA graph, where every
+    expert computes all tokens.
     """
 
     name = "torch_reference"
@@ -51,6 +55,13 @@ class TorchReference(ExpertsBackend):
         token = permutation.token
         size = (token.shape[0], weights.hidden)
         rows = torch.zeros(size, dtype=torch.float32, device=token.device)
+        if capturing(token.device):
+            begin, end = permutation.offsets[:-1], permutation.offsets[1:]
+            row = torch.arange(token.shape[0], device=token.device)[:, None]
+            for e in range(weights.experts):
+                y = run_expert(activations, weights, e)[token]
+                rows = torch.where((row >= begin[e]) & (row < end[e]), y, rows)
+            return rows
         offsets = permutation.offsets.tolist()
         for e, (begin, end) in enumerate(pairwise(offsets)):
             if begin < end:
