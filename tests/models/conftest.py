@@ -103,6 +103,10 @@ def each(gate, up, down):
     return gate, up, down
 
 
+def below_each_other(gate, up, down):
+    return gate.flatten(0, 1), up.flatten(0, 1), down.mT.flatten(0, 1)
+
+
 def halves(gate, up, down):
     return torch.cat([gate, up], 1), down
 
@@ -164,6 +168,14 @@ def with_zero_experts(tensors):
             for e in range(E, E + ZERO_EXPERTS):
                 added[name.replace(".experts.0.", f".experts.{e}.")] = torch.zeros_like(w)
     return tensors | added
+
+
+def named_as_released(tensors):
+    """DeepSeek-V4: transformers 5.23 saves `model.` and three names that it reads otherwise."""
+    renamed = {"embed_tokens.weight": "embed.weight", "hc_head.hc_": "hc_head_"}
+    for old, new in renamed.items():
+        tensors = {n.replace(old, new): w for n, w in tensors.items()}
+    return {n.removeprefix("model."): w for n, w in tensors.items()}
 
 
 MODELS = {
@@ -364,6 +376,90 @@ MODELS = {
 }
 
 
+WITHOUT_LAYERS = {k: v for k, v in SIZES.items() if k != "num_hidden_layers"}
+NEMOTRON = WITHOUT_LAYERS | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+    "n_routed_experts": E,
+    "moe_intermediate_size": I,
+    "moe_shared_expert_intermediate_size": 48,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 1,
+    "ssm_state_size": 4,
+    "chunk_size": 8,
+}
+GEMMA4 = {k: v for k, v in SIZES.items() if k != "num_experts_per_tok"} | {
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "enable_moe_block": True,
+    "num_experts": E,
+    "top_k_experts": E,
+    "moe_intermediate_size": I,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+MODELS |= {
+    "nemotron_h": Case(t.NemotronHForCausalLM, t.NemotronHConfig(**NEMOTRON), (1, 4)),
+    "dbrx": Case(
+        t.DbrxForCausalLM,
+        t.DbrxConfig(
+            d_model=H,
+            n_heads=4,
+            n_layers=LAYERS,
+            max_seq_len=64,
+            vocab_size=64,
+            attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+            ffn_config={
+                "hidden_size": H,
+                "ffn_hidden_size": I,
+                "moe_num_experts": E,
+                "moe_top_k": E,
+            },
+        ),
+        (0, 1, 2),
+        stack=below_each_other,
+    ),
+    "gemma4_text": Case(t.Gemma4ForCausalLM, t.Gemma4TextConfig(**GEMMA4), (0, 1, 2), stack=halves),
+    "gemma4": Case(
+        t.Gemma4ForConditionalGeneration,
+        t.Gemma4Config(
+            text_config=GEMMA4,
+            vision_config={**VISION, "num_key_value_heads": 2, "head_dim": 16},
+            audio_config=None,
+        ),
+        (0, 1, 2),
+        stack=halves,
+    ),
+    "deepseek_v4": Case(
+        t.DeepseekV4ForCausalLM,
+        t.DeepseekV4Config(
+            **{k: v for k, v in SIZES.items() if k not in ("intermediate_size",)}
+            | {"num_key_value_heads": 1},
+            n_routed_experts=E,
+            moe_intermediate_size=I,
+            head_dim=16,
+            q_lora_rank=16,
+            o_groups=2,
+            o_lora_rank=8,
+            index_n_heads=2,
+            index_head_dim=16,
+            index_topk=8,
+            layer_types=[
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            mlp_layer_types=["hash_moe", "moe", "moe"],
+            partial_rotary_factor=0.5,
+            sliding_window=16,
+        ),
+        (0, 1, 2),
+        released=named_as_released,
+    ),
+}
+
 STEP = {
     "text_config": {
         **SIZES,
@@ -393,17 +489,33 @@ def models():
     return MODELS
 
 
-@pytest.fixture(scope="session", params=MODELS)
-def saved(request, tmp_path_factory):
-    """A model of transformers, and the checkpoint with its weights as they are released."""
-    case = MODELS[request.param]
-    path = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="session")
+def save(tmp_path_factory):
+    """save(model_type): a model of transformers, and the checkpoint with it as it is released."""
+    made = {}
+
+    def save(model_type):
+        if model_type not in made:
+            made[model_type] = _save(model_type, tmp_path_factory.mktemp(model_type))
+        return made[model_type]
+
+    return save
+
+
+@pytest.fixture(params=MODELS)
+def saved(request, save):
+    """`save` of every model_type."""
+    return save(request.param)
+
+
+def _save(model_type, path):
+    case = MODELS[model_type]
     torch.manual_seed(0)
     model = case.model(case.config).eval()
     with torch.no_grad():
         for name, w in model.named_parameters():
             # Large enough that experts decide the logits.
-            if ".experts." in name and w.ndim == 3:
+            if ".experts." in name and w.ndim > 1:
                 w.normal_(std=2 * H**-0.5)
             # Phi takes two experts whatever config.json says: which, must not hang on rounding.
             if name.endswith("layernorm.bias"):
@@ -413,5 +525,5 @@ def saved(request, tmp_path_factory):
     tensors = case.released(load_file(file))
     save_file({name: w.contiguous() for name, w in tensors.items()}, file)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"model_type": request.param}))
+    (path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     return Saved(case, model, Checkpoint.open(path))

@@ -20,7 +20,13 @@ from moequant.models import (
 )
 from moequant.verification.reference import FUNCTIONS
 
-ACT_FNS = {"gpt_oss": ActivationConfig(name="swigluoai", alpha=1.702, limit=7.0)}
+ACT_FNS = {
+    "gpt_oss": ActivationConfig(name="swigluoai", alpha=1.702, limit=7.0),
+    "nemotron_h": ActivationConfig(name="relu2", gated=False),
+    "gemma4": ActivationConfig(name="gelu_tanh"),
+    "gemma4_text": ActivationConfig(name="gelu_tanh"),
+    "deepseek_v4": ActivationConfig(name="silu", limit=10.0),
+}
 
 
 def test_every_tensor_of_a_saved_model_is_explained(saved):
@@ -55,7 +61,7 @@ def test_every_model_type_of_the_table_is_tested_against_its_class(models):
 
 @pytest.mark.parametrize("architecture", architectures(), ids=lambda a: a.name)
 def test_expert_names_and_roles_are_inverse(architecture):
-    for projection in PROJECTIONS:
+    for projection in architecture.projections:
         name = architecture.expert_tensor(12, 107, projection)
         assert architecture.classify(name) == TensorRole(
             role="routed_experts", layer=12, expert=107, projection=projection
