@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -194,21 +193,6 @@ def test_qwen3_5_is_read_as_transformers_saves_it_too(models, tmp_path):
     model = read_model(checkpoint.config, checkpoint.tensors)
     assert not model.places
     assert model.layers == case.layers
-
-
-def test_a_release_in_fp8_is_refused_as_a_source(tmp_path):
-    """MiniMax-M2 has no other: w1, w2 and w3 in FP8, each with its scales."""
-    weight = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
-    tensors = {
-        weight: torch.zeros(128, 128, dtype=torch.float8_e4m3fn),
-        f"{weight}_scale_inv": torch.ones(1, 1),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = {"model_type": "minimax_m2", "quantization_config": quantization_config}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"w1.weight: stored as F8_E4M3.*dialect fp8"):
-        convert(tmp_path, tmp_path / "out", format="mxfp4")
 
 
 def test_experts_that_lie_deeper_than_the_runtime_looks_are_refused(save, tmp_path):
