@@ -117,25 +117,44 @@ def decode_e8m0(byte):
 
 
 @triton.jit
-def dot_bfloat16(a, b, acc, INTERPRETED: tl.constexpr):
-    """`acc + a @ b` of bfloat16 in float32; the interpreter multiplies their bits as integers."""
+def dot_native(a, b, acc, INTERPRETED: tl.constexpr):
+    """`acc + a @ b` of bfloat16, or of float16, in float32.
+
+    The interpreter multiplies the bits of bfloat16 as integers.
+    """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc)
 
 
 @triton.jit
-def dot_exact(a, x, acc, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`acc + a @ x`, `a` bfloat16, `x` a sum of SPLIT bfloat16: 1, or 2 for float16, 3 for float32.
+def dot_exact(a, x, acc, A_SPLIT: tl.constexpr, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`acc + a @ x`, both of them sums of A_SPLIT and SPLIT bfloat16, smallest first.
 
-    Smallest first.
+    1 for bfloat16, 2 for float16, 3 for float32. Two of float16 are multiplied as they are.
     """
+    if A_SPLIT == 2 and SPLIT == 2:
+        return dot_native(a, x, acc, INTERPRETED)
+    high = a.to(tl.bfloat16)
+    if A_SPLIT > 1:
+        rest = a.to(tl.float32) - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        if A_SPLIT > 2:
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            acc = dot_split(low, x, acc, SPLIT, INTERPRETED)
+        acc = dot_split(middle, x, acc, SPLIT, INTERPRETED)
+    return dot_split(high, x, acc, SPLIT, INTERPRETED)
+
+
+@triton.jit
+def dot_split(a, x, acc, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The same for `a` in bfloat16."""
     high = x.to(tl.bfloat16)
     if SPLIT > 1:
         rest = x.to(tl.float32) - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         if SPLIT > 2:
             low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            acc = dot_bfloat16(a, low, acc, INTERPRETED)
-        acc = dot_bfloat16(a, middle, acc, INTERPRETED)
-    return dot_bfloat16(a, high, acc, INTERPRETED)
+            acc = dot_native(a, low, acc, INTERPRETED)
+        acc = dot_native(a, middle, acc, INTERPRETED)
+    return dot_native(a, high, acc, INTERPRETED)

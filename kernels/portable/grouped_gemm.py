@@ -2,8 +2,8 @@
 
 Weights are the left operand, so that what is decoded can stay in registers, and 16 rows are enough
 for a tile. All products are exact in bfloat16: codes of activations are, and weights but for scales
-that multiply sums instead (see `weights`); sums are float32. A hidden state of float16 is a sum of
-two bfloat16 numbers, one of float32 of three.
+that multiply sums instead (see `weights`); sums are float32. A hidden state or a weight of float16
+is a sum of two bfloat16 numbers, one of float32 of three.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def grouped_gemm(
         SCALE_COLUMNS=facts.scale_columns,
         SCALE_ROWS=facts.scale_rows,
         END_ROWS=facts.end_rows,
+        W_SPLIT=facts.split,
         X_SCHEME=x.scheme,
         SPLIT=_SPLIT.get(x.qdata.dtype, 1),
         OUT_SCHEME=out.scheme,
@@ -210,8 +211,10 @@ def config_for(weight: Projection, x: Rows, out: Rows, *, tile_rows: int, gated:
     else:
         block_n, block_k, warps = 128 if many and not gated else 64, 128, 4
     split = x.qdata.dtype in _SPLIT
-    if split or element == "bf16":  # which take twice the room, or more
+    if split or element in ("bf16", "fp16"):  # which take twice the room, or more
         block_k = 64
+    if element == "fp32":
+        block_n, block_k = 64, 32
     return Config(block_n=block_n, block_k=block_k, warps=warps, stages=2 if split else 3)
 
 
@@ -246,6 +249,7 @@ def experts_gemm(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     END_ROWS: tl.constexpr,
+    W_SPLIT: tl.constexpr,
     X_SCHEME: tl.constexpr,
     SPLIT: tl.constexpr,
     OUT_SCHEME: tl.constexpr,
@@ -292,14 +296,14 @@ def experts_gemm(
             xt = decode_e4m3(xt, NATIVE).to(tl.bfloat16)
         up_sum = add_product(
             up_sum, xt, up, up_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
-            CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, X_SCHEME, SPLIT, BLOCK_N, BLOCK_K, NATIVE,
-            INTERPRETED,
+            CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_SPLIT, X_SCHEME, SPLIT, BLOCK_N, BLOCK_K,
+            NATIVE, INTERPRETED,
         )  # fmt: skip
         if GATED:
             gate_sum = add_product(
                 gate_sum, xt, gate, gate_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
-                CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, X_SCHEME, SPLIT, BLOCK_N, BLOCK_K, NATIVE,
-                INTERPRETED,
+                CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_SPLIT, X_SCHEME, SPLIT, BLOCK_N, BLOCK_K,
+                NATIVE, INTERPRETED,
             )  # fmt: skip
 
     y = finished(
@@ -376,6 +380,7 @@ def add_product(
     CODES_A_BYTE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    W_SPLIT: tl.constexpr,
     X_SCHEME: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -389,10 +394,10 @@ def add_product(
         NATIVE, INTERPRETED,
     )  # fmt: skip
     if SCALE_COLUMNS != 128 and X_SCHEME != "fp8_group128":
-        total = dot_exact(w, xt, total, SPLIT, INTERPRETED)
+        total = dot_exact(w, xt, total, W_SPLIT, SPLIT, INTERPRETED)
     else:
         zero = tl.zeros(total.shape, tl.float32)
-        part = dot_exact(w, xt, zero, SPLIT, INTERPRETED)
+        part = dot_exact(w, xt, zero, W_SPLIT, SPLIT, INTERPRETED)
         block = k0 // 128
         if SCALE_COLUMNS == 128:
             scale_row = expert * tl.cdiv(N, SCALE_ROWS) + n // SCALE_ROWS
@@ -421,12 +426,12 @@ def weight_tile(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Weights [BLOCK_N, BLOCK_K] in bfloat16, with those scales that are exact in it."""
+    """Weights [BLOCK_N, BLOCK_K]: as they are, or in bfloat16, times scales exact in it."""
     inside_n = (n < N)[:, None]
     at_row = weight + (expert * N + n)[:, None] * (K // CODES_A_BYTE)
     byte = (k0 // CODES_A_BYTE + tl.arange(0, BLOCK_K // CODES_A_BYTE))[None, :]
     data = tl.load(at_row + byte, mask=inside_n & (byte < K // CODES_A_BYTE), other=0)
-    if ELEMENT == "bf16":
+    if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
         w = data
     elif ELEMENT == "e4m3":
         w = decode_e4m3(data, NATIVE).to(tl.bfloat16)

@@ -2,6 +2,8 @@
 
     kind          code           multiplied by
     bf16          bfloat16       a float32 of the expert (1)
+    fp16          float16        likewise
+    fp32          float32        likewise
     fp8_tensor    E4M3           a float32 of the expert
     fp8_channel   E4M3           a float32 of the row
     fp8_block     E4M3           a float32 of 128 rows and 128 columns
@@ -9,7 +11,8 @@
     mxfp4         E2M1           an E8M0 of 32 columns
     w4a8          INT4           a bfloat16 of 128 columns
 
-A code, and an E2M1 times its scale, is exact in bfloat16; scales of 128 columns multiply the
+A code of at most 8 bits, and an E2M1 times its scale, is exact in bfloat16; a float16 is a sum of
+two bfloat16, a float32 of three. Scales of 128 columns multiply the
 float32 sum over these, those of a row or an expert the whole sum.
 """
 
@@ -29,7 +32,7 @@ class Kind:
     """The constants of a kind.
 
     Attributes:
-        element: what a code is: "bf16", "e4m3", "e2m1" or "int4".
+        element: what a code is: "bf16", "fp16", "fp32", "e4m3", "e2m1" or "int4".
         scale_columns: columns that share an element of `Projection.scale`; 0 where K is not cut.
         scale_rows: rows that do.
         end_rows: elements of the scale of the whole sum: 0 for none, 1 an expert, 2 a row.
@@ -45,11 +48,23 @@ class Kind:
         """2 for elements of four bits."""
         return 2 if self.element in ("e2m1", "int4") else 1
 
+    @property
+    def split(self) -> int:
+        """How many bfloat16 a code is the sum of."""
+        return {"fp16": 2, "fp32": 3}.get(self.element, 1)
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a kernel is given codes as bytes."""
+        return self.element in ("e4m3", "e2m1", "int4")
+
 
 END_EXPERT, END_ROW = 1, 2
 
 KINDS = {
     "bf16": Kind(element="bf16", end_rows=END_EXPERT),
+    "fp16": Kind(element="fp16", end_rows=END_EXPERT),
+    "fp32": Kind(element="fp32", end_rows=END_EXPERT),
     "fp8_tensor": Kind(element="e4m3", end_rows=END_EXPERT),
     "fp8_channel": Kind(element="e4m3", end_rows=END_ROW),
     "fp8_block": Kind(element="e4m3", scale_columns=128, scale_rows=128),
@@ -65,8 +80,8 @@ class Projection:
 
     Attributes:
         kind: a key of KINDS.
-        qdata: [E, N, K] bfloat16, or uint8 codes [E, N, K] or [E, N, K / 2], the even column in the
-            low nibble; contiguous.
+        qdata: [E, N, K] bfloat16, float16 or float32, or uint8 codes [E, N, K] or [E, N, K / 2],
+            the even column in the low nibble; contiguous.
         scale: [E, ceil(N / scale_rows), ceil(K / scale_columns)] contiguous, bytes where it is of 8
             bits; any tensor where scale_columns is 0.
         end: float32 [E] or [E, N] contiguous; any tensor where end_rows is 0.
@@ -112,7 +127,7 @@ def projection(
         bias: [E, N] or None.
     """
     facts = KINDS[kind]
-    if facts.element != "bf16":
+    if facts.is_bytes:
         qdata = qdata.view(torch.uint8)
     if scale.dtype.itemsize == 1:
         scale = scale.view(torch.uint8)

@@ -1,12 +1,12 @@
-"""Formats that experts run in: those of `moequant.formats`, and three that nothing is converted to.
+"""Formats that experts run in: those of `moequant.formats`, and five that nothing is converted to.
 
 | name | codes | scale | activations |
 |---|---|---|---|
-| bf16 | bfloat16 | 1, [..., 1, 1] float32 | none |
+| bf16, fp16, fp32 | bfloat16, float16, float32 | 1, [..., 1, 1] float32 | none |
 | fp8_channel | E4M3 | amax / 448 of each row, [..., N, 1] float32 | fp8_token |
 | fp8_tensor | E4M3 | amax / 448 of each matrix, [..., 1, 1] float32 | fp8_token |
 
-The three are for experts that were not converted, and for checkpoints that others made. No recipe,
+They are for experts that were not converted, and for checkpoints that others made. No recipe,
 dialect or layout knows them. Where an engine feeds fp8_tensor one scale for all tokens, here every
 token has its own, so that its result does not depend on the others.
 """
@@ -43,22 +43,49 @@ class _Scaled(Format):
         return q.qdata.float() * q.scale
 
 
-class Bf16(_Scaled):
-    """Weights as they were: float32 is rounded to bfloat16, and the scale is 1."""
+class _Unquantized(_Scaled):
+    """Weights as they were: float32 is rounded to the dtype, and the scale is 1."""
 
-    name = "bf16"
-    summary = "BF16, not quantized"
     block = (_ALL, _ALL)
-    qdata_dtype = torch.bfloat16
     activations = "none"
 
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
     ) -> QuantizedWeight:
+        qdata = w.to(self.qdata_dtype)
+        if not qdata.isfinite().all():
+            raise UnsupportedError(
+                f"a weight of {w.abs().max().item():g} is beyond {self.qdata_dtype}, which ends at "
+                f"{torch.finfo(self.qdata_dtype).max:g}; use bf16 or fp32"
+            )
         scale = w.new_ones(*w.shape[:-2], 1, 1)
         return QuantizedWeight(
-            format=self.name, qdata=w.bfloat16(), scale=scale, global_scale=None, shape=w.shape
+            format=self.name, qdata=qdata, scale=scale, global_scale=None, shape=w.shape
         )
+
+
+class Bf16(_Unquantized):
+    """bfloat16."""
+
+    name = "bf16"
+    summary = "BF16, not quantized"
+    qdata_dtype = torch.bfloat16
+
+
+class Fp16(_Unquantized):
+    """float16; a weight beyond 65504 is an error."""
+
+    name = "fp16"
+    summary = "FP16, not quantized"
+    qdata_dtype = torch.float16
+
+
+class Fp32(_Unquantized):
+    """float32."""
+
+    name = "fp32"
+    summary = "FP32, not quantized"
+    qdata_dtype = torch.float32
 
 
 class _Fp8(_Scaled):
@@ -98,7 +125,9 @@ class Fp8Tensor(_Fp8):
     block = (_ALL, _ALL)
 
 
-RUNTIME_ONLY: dict[str, Format] = {f.name: f for f in (Bf16(), Fp8Channel(), Fp8Tensor())}
+RUNTIME_ONLY: dict[str, Format] = {
+    f.name: f for f in (Bf16(), Fp16(), Fp32(), Fp8Channel(), Fp8Tensor())
+}
 
 
 def get_format(name: str) -> Format:

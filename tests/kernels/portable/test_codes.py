@@ -71,21 +71,30 @@ def test_every_byte_has_the_values_of_its_two_codes_times_every_scale():
 
 
 @triton.jit
-def multiply(a, x, out, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr):
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    weights = tl.load(a + i * 16 + j).to(tl.bfloat16)
+def multiply(a, x, out, A_SPLIT: tl.constexpr, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     zero = tl.zeros([16, 16], tl.float32)
-    product = codes.dot_exact(weights, tl.load(x + i * 16 + j), zero, SPLIT, INTERPRETED)
-    tl.store(out + i * 16 + j, product)
+    product = codes.dot_exact(tl.load(a + at), tl.load(x + at), zero, A_SPLIT, SPLIT, INTERPRETED)
+    tl.store(out + at, product)
 
 
-def test_products_of_float16_and_float32_are_exact():
+SPLITS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+@pytest.mark.parametrize("x_dtype", SPLITS)
+@pytest.mark.parametrize("a_dtype", SPLITS)
+def test_products_of_float16_and_float32_are_exact(a_dtype, x_dtype):
     g = torch.Generator().manual_seed(0)
-    for dtype, split in ((torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 3)):
-        x = torch.randn(16, 16, generator=g).to(dtype)
-        # A power of two in every row: a sum of one product, which is x to the last bit.
-        a = torch.zeros(16, 16)
-        a[torch.arange(16), torch.randperm(16, generator=g)] = 4.0
+    # A power of two in every row: a sum of one product, which is the other factor to the last bit.
+    for turned in (False, True):
+        powers = torch.zeros(16, 16)
+        powers[torch.arange(16), torch.randperm(16, generator=g)] = 4.0
+        other = torch.randn(16, 16, generator=g)
+        a, x = (other, powers) if turned else (powers, other)
+        a, x = a.to(a_dtype), x.to(x_dtype)
         out = torch.empty(16, 16, device=DEVICE)
-        multiply[(1,)](a.to(DEVICE), x.to(DEVICE), out, SPLIT=split, INTERPRETED=INTERPRETED)
-        assert torch.equal(out.cpu(), a @ x.float())
+        multiply[(1,)](
+            a.to(DEVICE), x.to(DEVICE), out, A_SPLIT=SPLITS[a_dtype], SPLIT=SPLITS[x_dtype],
+            INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+        assert torch.equal(out.cpu(), a.float() @ x.float())
