@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from moequant.cli.losses import show_losses
 from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from moequant.conversion import ConversionResult, Plan
     from moequant.conversion.units import Unit, Weight
@@ -95,7 +96,7 @@ def command(
     except KeyboardInterrupt:
         raise InterruptedWork from None
     document = _describe(result, workers, time.monotonic() - started)
-    for warning in _slowness(result.quantizer):
+    for warning in _slowness(result):
         out.warn(warning)
     if result.refusals:
         raise FailedResult(UnsupportedError("\n".join(result.refusals)), document)
@@ -134,13 +135,14 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "seconds": round(seconds, 3),
         "losses": [loss.to_json() for loss in result.losses],
         "quantizer": _quantizer(result.quantizer),
-        "warnings": [*plan.warnings, *_slowness(result.quantizer)],
+        "quantizers": [asdict(share) for share in result.shares],
+        "warnings": [*plan.warnings, *_slowness(result)],
         "refusals": list(result.refusals),
     }
 
 
 def _quantizer(choice: Choice | None) -> dict[str, Any] | None:
-    """What quantized, or would; None where nothing was to do."""
+    """What quantizes on this machine; None where nothing was to do here."""
     if choice is None:
         return None
     quantizer = choice.quantizer
@@ -160,12 +162,21 @@ def _device_bytes(result: ConversionResult, workers: int) -> int:
     return result.plan.device_bytes(workers)
 
 
-def _slowness(choice: Choice | None) -> Iterator[str]:
-    if choice is not None and choice.reason is not None:
-        yield (
-            f"quantized by {choice.quantizer.name}, several times slower than the native "
-            f"quantizer, to the same bytes: {choice.reason}"
-        )
+def _slowness(result: ConversionResult) -> Iterator[str]:
+    """Every reason why something is not done by the fastest quantizer, wherever it is done."""
+    slower = "several times slower than the native quantizer, to the same bytes"
+    for share in result.shares:
+        if share.reason is not None:
+            part = f"{len(share.shards)} of {count(len(result.plan.shards), 'shard')} "
+            yield f"{part}quantized by {_by(share.name, share.hosts)}, {slower}: {share.reason}"
+    choice = result.quantizer
+    if result.state == "planned" and choice is not None and choice.reason is not None:
+        yield f"quantized by {choice.quantizer.name}, {slower}: {choice.reason}"
+
+
+def _by(name: str, places: Iterable[str]) -> str:
+    where = ", ".join(places)
+    return f"{name} on {where}" if where else name
 
 
 def _written_bytes(plan: Plan, unit: Unit, weight: Weight) -> int:
@@ -240,13 +251,21 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
             "shards": plan["shards"],
             "dialect": plan["dialect"],
-            "quantizer": f"{plan['quantizer']['name']}, {plan['quantizer']['summary']}",
-            "device": ", ".join(plan["quantizer"]["devices"]),
+            **_planned_quantizer(plan["quantizer"]),
             "peak memory": f"{size(plan['peak_bytes'])} with {count(plan['workers'], 'worker')}, "
             "besides torch and moequant",
         }
         | _device_memory(plan)
     )
+
+
+def _planned_quantizer(quantizer: Mapping[str, Any] | None) -> dict[str, str]:
+    if quantizer is None:
+        return {"quantizer": "chosen by each worker of the cluster"}
+    return {
+        "quantizer": f"{quantizer['name']}, {quantizer['summary']}",
+        "device": ", ".join(quantizer["devices"]),
+    }
 
 
 def _device_memory(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -267,7 +286,7 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
             out.line(f"{line}; an earlier run had finished {result['resumed_shards']} of them")
         else:
             rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
-            out.line(f"{line}, {size(rate)}/s {_means(result['quantizer'])}")
+            out.line(f"{line}, {size(rate)}/s ({_means(result)})")
     if result["losses"]:
         out.line()
         show_losses(out, result["losses"])
@@ -275,7 +294,10 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
     out.line(f"To check it: {result['next']}")
 
 
-def _means(quantizer: Mapping[str, Any]) -> str:
-    """What quantized, and where if that is no CPU."""
-    where = "" if quantizer["devices"] == ["cpu"] else f" on {', '.join(quantizer['devices'])}"
-    return f"({quantizer['name']} quantizer{where})"
+def _means(result: Mapping[str, Any]) -> str:
+    """What quantized, and where if that is not a CPU of this machine."""
+    devices = [] if result["quantizer"] is None else result["quantizer"]["devices"]
+    here = [] if devices == ["cpu"] else devices
+    return ", ".join(
+        _by(f"{share['name']} quantizer", share["hosts"] or here) for share in result["quantizers"]
+    )

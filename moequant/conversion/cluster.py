@@ -18,7 +18,7 @@ import socket
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.plan import Plan, PlannedShard
     from moequant.progress import Progress
-    from moequant.quantizers import Quantizer
+    from moequant.quantizers import Choice
 
 ATTEMPTS = 6
 """How often a task is begun whose worker or machine is lost."""
@@ -83,7 +83,7 @@ def write_shards_on_ray(
     shards: Sequence[PlannedShard],
     journal: Journal,
     *,
-    quantizer: Quantizer,
+    choice: Choice,
     workers: int,
     progress: Progress,
     address: str | None,
@@ -95,7 +95,7 @@ def write_shards_on_ray(
         plan: likewise.
         shards: likewise.
         journal: likewise.
-        quantizer: not used: each worker chooses its own, and all give the same bytes.
+        choice: not used: each worker makes its own, and all quantizers give the same bytes.
         workers: threads of a task, which asks for as many CPUs.
         progress: told of each shard when it is whole.
         address: of the cluster; None for the one that RAY_ADDRESS names, or one on this machine.
@@ -141,9 +141,10 @@ def write_shard(job: Job, file: str) -> tuple[FinishedShard, str]:
     """What a task does: write one shard under a name of its own, and bring it to disk.
 
     Returns:
-        The shard, not recorded yet, and its name in the work folder.
+        The shard, not recorded yet, with what quantized it and on which machine; and its name in
+        the work folder.
     """
-    source, plan, quantizer = _open(job)
+    source, plan, choice = _open(job)
     attempt = _Attempt(Path(job.output))
     shards = [shard for shard in plan.shards if shard.file == file]
     (finished,) = write_shards(
@@ -151,10 +152,13 @@ def write_shard(job: Job, file: str) -> tuple[FinishedShard, str]:
         plan,
         shards,
         attempt,
-        quantizer=quantizer,
+        choice=choice,
         workers=job.workers,
         progress=SilentProgress(),
     )
+    if finished.quantizer is not None:
+        here = replace(finished.quantizer, host=os.uname().nodename)
+        finished = replace(finished, quantizer=here)
     return finished, attempt.partial(file).name
 
 
@@ -174,7 +178,7 @@ class _Attempt(Journal):
 
 
 @cache
-def _open(job: Job) -> tuple[Checkpoint, Plan, Quantizer]:
+def _open(job: Job) -> tuple[Checkpoint, Plan, Choice]:
     """Source, plan and what quantizes, once for a worker and not for each of its tasks."""
     from moequant.conversion.pipeline import plan_checkpoint
 
@@ -198,7 +202,7 @@ def _open(job: Job) -> tuple[Checkpoint, Plan, Quantizer]:
             f"{host}: another plan than where the conversion was begun; install the same moequant "
             "on every machine"
         )
-    return source, plan, choose_quantizer(plan.jobs()).quantizer
+    return source, plan, choose_quantizer(plan.jobs())
 
 
 def _state(source: Checkpoint) -> tuple[tuple[str, int, int], ...]:

@@ -20,10 +20,11 @@ from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.conversion.losses import merged
 from moequant.conversion.target import read_record, recorded_sidecars
+from moequant.conversion.used import shares
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from moequant.checkpoint.source import Checkpoint
@@ -40,7 +41,7 @@ def commit(
     source: Checkpoint,
     plan: Plan,
     journal: Journal,
-    finished: Iterable[FinishedShard],
+    finished: Sequence[FinishedShard],
     provenance: Mapping[str, Any],
 ) -> None:
     """Put shards, files that come along, record, index and config into place, in this order.
@@ -60,15 +61,14 @@ def commit(
         MoequantError: the output cannot be written.
     """
     output = journal.output
-    shards = list(finished)
-    sidecars = _stage(source, plan, journal, shards, provenance)
+    sidecars = _stage(source, plan, journal, finished, provenance)
     for file in sidecars:
         (output / file).parent.mkdir(parents=True, exist_ok=True)
-    _retire_old_output(output, keep={shard.file for shard in shards})
+    _retire_old_output(output, keep={shard.file for shard in finished})
     # The record before what it speaks of: should this conversion be given up now and another take
     # its place, that one learns here which files are not its own.
     _move(journal.staged, output, [RECORD_FILE])
-    _move(journal.shards, output, [shard.file for shard in shards])
+    _move(journal.shards, output, [shard.file for shard in finished])
     _move(journal.staged, output, [*sidecars, INDEX_FILE])
     _move(journal.staged, output, [CONFIG_FILE])
     journal.close()
@@ -95,7 +95,7 @@ def _stage(
     source: Checkpoint,
     plan: Plan,
     journal: Journal,
-    shards: Iterable[FinishedShard],
+    shards: Sequence[FinishedShard],
     provenance: Mapping[str, Any],
 ) -> list[str]:
     """Write all that is no shard into the work folder; returns names of files that come along."""
@@ -187,7 +187,7 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 def _record(
     plan: Plan,
-    shards: Iterable[FinishedShard],
+    shards: Sequence[FinishedShard],
     written: Mapping[str, bytes],
     provenance: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -206,6 +206,7 @@ def _record(
         "recipe": plan.recipe.model_dump(mode="json"),
         "plan_sha256": plan.digest,
         "shards": {s.file: {"bytes": s.bytes, "sha256": s.sha256} for s in shards},
+        "quantizers": [share.record() for share in shares(shards)],
         "files": {
             file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for file, data in written.items()

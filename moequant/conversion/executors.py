@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moequant.conversion.journal import FinishedShard, Journal
     from moequant.conversion.plan import Plan, PlannedShard
     from moequant.progress import Progress
-    from moequant.quantizers import Quantizer
+    from moequant.quantizers import Choice
 
 LOCAL = "local"
 RAY = "ray"
@@ -34,7 +34,7 @@ class WriteShards(Protocol):
         shards: Sequence[PlannedShard],
         journal: Journal,
         *,
-        quantizer: Quantizer,
+        choice: Choice,
         workers: int,
         progress: Progress,
     ) -> Iterator[FinishedShard]:

@@ -4,7 +4,7 @@ Everything unfinished lies in OUTPUT/.moequant/:
 
     lock            held while a conversion runs
     plan.json       which plan this is, and the state of the source files it was made from
-    journal.jsonl   one line for each finished shard: file, size, SHA-256
+    journal.jsonl   one line for each finished shard: file, size, SHA-256, what quantized it
     shards/         finished shards, and the partial ones being written
     staged/         during the commit: all other files of the output
 
@@ -18,13 +18,14 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.files import WORK_FOLDER
 from moequant.checkpoint.lock import exclusive
 from moequant.checkpoint.writer import explained, fsync_directory, replace_file, sha256_of
 from moequant.conversion.losses import Loss
+from moequant.conversion.used import UsedQuantizer
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -45,12 +46,14 @@ class FinishedShard:
         bytes: its size.
         sha256: its digest.
         losses: of its weights that were quantized before, kind by kind.
+        quantizer: what made it; None where nothing of it was quantized.
     """
 
     file: str
     bytes: int
     sha256: str
     losses: tuple[Loss, ...] = ()
+    quantizer: UsedQuantizer | None = None
 
 
 class Journal:
@@ -170,6 +173,8 @@ def _line(shard: FinishedShard) -> bytes:
     entry: dict[str, Any] = {"file": shard.file, "bytes": shard.bytes, "sha256": shard.sha256}
     if shard.losses:
         entry["losses"] = [loss.to_json() for loss in shard.losses]
+    if shard.quantizer is not None:
+        entry["quantizer"] = asdict(shard.quantizer)
     return json.dumps(entry).encode() + b"\n"
 
 
@@ -182,9 +187,12 @@ def _parse(line: bytes) -> FinishedShard | None:
     types = {"file": str, "bytes": int, "sha256": str}
     if not isinstance(entry, dict):
         return None
-    losses = entry.pop("losses", [])
+    losses, quantizer = entry.pop("losses", []), entry.pop("quantizer", None)
     if {k: type(v) for k, v in entry.items()} != types or not isinstance(losses, list):
         return None
     read = [Loss.from_json(loss) for loss in losses]
     known = tuple(loss for loss in read if loss is not None)
-    return FinishedShard(**entry, losses=known) if len(known) == len(read) else None
+    used = None if quantizer is None else UsedQuantizer.from_json(quantizer)
+    if len(known) < len(read) or (used is None) != (quantizer is None):
+        return None
+    return FinishedShard(**entry, losses=known, quantizer=used)

@@ -26,6 +26,7 @@ from moequant.conversion.losses import Loss, merged
 from moequant.conversion.plan import Plan, make_plan
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
+from moequant.conversion.used import Share, shares
 from moequant.errors import MoequantError, RecipeError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
@@ -52,7 +53,9 @@ class ConversionResult:
         state: "converted", "already converted" or, with `dry_run`, "planned".
         resumed_shards: finished shards an earlier, interrupted run had left.
         refusals: with `dry_run`, why the conversion would be refused.
-        quantizer: what quantized, or would; None where nothing was to do.
+        quantizer: what quantizes on this machine, if that was asked for; None where nothing was to
+            do here, as on a cluster.
+        shares: which quantizer made which shards, those of earlier runs and of other machines too.
         losses: of a source that was quantized before, what became of its weights, kind by kind.
     """
 
@@ -63,6 +66,7 @@ class ConversionResult:
     refusals: tuple[str, ...] = ()
     quantizer: Choice | None = None
     losses: tuple[Loss, ...] = ()
+    shares: tuple[Share, ...] = ()
 
 
 def convert(
@@ -145,6 +149,7 @@ def convert(
         journal=Journal(target),
         overwrite=overwrite,
         hash_source=hash_source,
+        executor=executor,
         write_shards=choose_executor(executor),
         device=device,
     )
@@ -157,7 +162,7 @@ def convert(
             plan=plan,
             state="planned",
             refusals=refusals,
-            quantizer=choose_device(device),
+            quantizer=choose_device(device) if executor == LOCAL else None,
         )
     if plan.refusals:
         raise UnsupportedError("\n".join(plan.refusals))
@@ -192,6 +197,7 @@ class _Work:
     journal: Journal
     overwrite: bool
     hash_source: bool
+    executor: str
     write_shards: WriteShards
     device: str
 
@@ -255,7 +261,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
             plan,
             todo,
             journal,
-            quantizer=chosen.quantizer,
+            choice=chosen,
             workers=workers,
             progress=progress,
         ):
@@ -268,7 +274,13 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         check_unchanged(work.checkpoint, state)
         commit(work.checkpoint, plan, journal, ordered, provenance)
     losses = tuple(merged(loss for shard in ordered for loss in shard.losses))
-    return result(state="converted", resumed_shards=resumed, quantizer=chosen, losses=losses)
+    return result(
+        state="converted",
+        resumed_shards=resumed,
+        quantizer=chosen if work.executor == LOCAL else None,
+        losses=losses,
+        shares=tuple(shares(ordered)),
+    )
 
 
 def _resume_or_begin(work: _Work, state: Mapping[str, Any]) -> dict[str, FinishedShard]:

@@ -24,6 +24,7 @@ from moequant.conversion.journal import FinishedShard
 from moequant.conversion.losses import merged
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.units import Copy, Unit, convert_unit, restore
+from moequant.conversion.used import UsedQuantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from moequant.conversion.plan import Plan, PlannedShard
     from moequant.conversion.units import Item, Restored
     from moequant.progress import Progress
-    from moequant.quantizers import Quantizer
+    from moequant.quantizers import Choice
 
 _WORKERS_A_FINISHER = 4
 """To make a shard takes a core 1.5 to 2.6 times as long as to digest it."""
@@ -47,7 +48,7 @@ def write_shards(
     shards: Iterable[PlannedShard],
     journal: Journal,
     *,
-    quantizer: Quantizer,
+    choice: Choice,
     workers: int,
     progress: Progress,
 ) -> Iterator[FinishedShard]:
@@ -57,7 +58,7 @@ def write_shards(
     Filled shards are finished in threads of their own, one for each four workers. Each of them, and
     the one that is being filled, takes a descriptor and 256 KiB.
     """
-    run = _Run(source, plan, journal, quantizer, progress)
+    run = _Run(source, plan, journal, choice, progress)
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     with ThreadPoolExecutor(finishers, "moequant-finish") as finisher, worker_pool(workers) as pool:
         finishing: deque[Future[FinishedShard]] = deque()
@@ -91,15 +92,16 @@ class _Run(threading.local):
         source: Checkpoint,
         plan: Plan,
         journal: Journal,
-        quantizer: Quantizer,
+        choice: Choice,
         progress: Progress,
     ) -> None:
         self._source = source
         self._plan = plan
         self._journal = journal
-        self._quantizer = quantizer
+        self._quantizer = choice.quantizer
+        self._used = UsedQuantizer(name=choice.quantizer.name, reason=choice.reason)
         self._progress = progress
-        self._arena = Arena(quantizer.allocate)
+        self._arena = Arena(choice.quantizer.allocate)
 
     def fill(
         self, shard: PlannedShard, pool: ThreadPoolExecutor
@@ -126,7 +128,14 @@ class _Run(threading.local):
         except BaseException:
             writer.abort()
             raise
-        finished = FinishedShard(file=shard.file, bytes=size, sha256=sha256, losses=losses)
+        quantized = any(isinstance(item, Unit) for item in shard.items)
+        finished = FinishedShard(
+            file=shard.file,
+            bytes=size,
+            sha256=sha256,
+            losses=losses,
+            quantizer=self._used if quantized else None,
+        )
         if before is not None:
             # Whatever became of it: what is finished is kept.
             wait([before])

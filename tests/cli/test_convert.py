@@ -74,7 +74,9 @@ def test_the_document_says_what_quantized_and_a_slower_one_is_a_warning(
     monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
     slow = run("convert", source, tmp_path / "slow", "--format", "w4a8", "--json")
     assert slow.document["quantizer"]["name"] == "torch"
-    assert "quantized by torch" in slow.stderr
+    (share,) = slow.document["quantizers"]
+    assert (share["name"], share["reason"]) == ("torch", "MOEQUANT_QUANTIZER=torch")
+    assert "Warning: 1 of 1 shard quantized by torch, several times slower" in slow.stderr
     assert "MOEQUANT_QUANTIZER=torch" in slow.document["warnings"][-1]
     (one,), (other,) = (list((tmp_path / n).glob("*.safetensors")) for n in ("fast", "slow"))
     assert one.read_bytes() == other.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -23,6 +24,8 @@ from moequant.cli import cli
 from moequant.conversion import convert
 from moequant.conversion.executors import choose_executor
 from moequant.conversion.run import write_shards
+from moequant.conversion.units import Unit
+from moequant.conversion.used import UsedQuantizer
 from moequant.errors import MoequantError
 from moequant.quantizers import NativeQuantizer
 from moequant.quantizers.base import UnavailableError
@@ -229,31 +232,125 @@ def cluster(monkeypatch):
     monkeypatch.delitem(sys.modules, "moequant.conversion.cluster", raising=False)
 
 
-def test_a_worker_on_which_kernels_do_not_compile_writes_the_same_bytes(
-    source, whole, tmp_path, monkeypatch, cluster
-):
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """A machine on which no kernel compiles."""
+
     def refuse(text):
         raise UnavailableError("no LLVM on this machine")
 
     monkeypatch.setattr("moequant.quantizers.jit.compile_kernel", refuse)
     monkeypatch.setattr("moequant.quantizers._native", NativeQuantizer)
-    plan = convert(source, tmp_path / "out", dry_run=True, **SETTINGS).plan
-    checkpoint = Checkpoint.open(source)
+
+
+def write_as_a_worker(cluster, source, output, plan, file):
+    """What a task does, in this process."""
     job = cluster.Job(
         source=str(source),
-        output=str(tmp_path / "out"),
+        output=str(output),
         recipe=plan.recipe.model_dump_json(),
         plan_sha256=plan.digest,
-        source_state=cluster._state(checkpoint),
+        source_state=cluster._state(Checkpoint.open(source)),
         torch=torch.__version__,
         workers=2,
     )
-    (tmp_path / "out" / ".moequant" / "shards").mkdir(parents=True)
-    shard = plan.shards[-1].file
-    finished, partial = cluster.write_shard(job, shard)
-    written = (tmp_path / "out" / ".moequant" / "shards" / partial).read_bytes()
+    (output / ".moequant" / "shards").mkdir(parents=True, exist_ok=True)
+    return cluster.write_shard(job, file)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_worker_on_which_kernels_do_not_compile_writes_the_same_bytes_and_says_so(
+    source, whole, tmp_path, cluster
+):
+    out = tmp_path / "out"
+    plan = convert(source, out, dry_run=True, **SETTINGS).plan
+    shard = next(s.file for s in plan.shards if any(isinstance(i, Unit) for i in s.items))
+    finished, partial = write_as_a_worker(cluster, source, out, plan, shard)
+    written = (out / ".moequant" / "shards" / partial).read_bytes()
     assert written == (whole / shard).read_bytes()
     assert finished.sha256 == hashlib.sha256(written).hexdigest()
+    used = UsedQuantizer(name="torch", reason="no LLVM on this machine", host=os.uname().nodename)
+    assert finished.quantizer == used
+
+
+def test_the_report_and_the_record_say_what_other_machines_used(
+    source, whole, tmp_path, monkeypatch, contents
+):
+    """Of four shards each, one machine compiles nothing; the driver's own choice is no answer."""
+
+    def write_elsewhere(source, plan, shards, journal, *, choice, workers, progress):
+        for number, finished in enumerate(
+            write_shards(
+                source, plan, shards, journal, choice=choice, workers=workers, progress=progress
+            )
+        ):
+            slow = number % 4 == 1
+            yield dataclasses.replace(
+                finished,
+                quantizer=finished.quantizer
+                and UsedQuantizer(
+                    name="torch" if slow else "native",
+                    reason="no LLVM" if slow else None,
+                    host="b" if slow else "ac"[number % 2],
+                ),
+            )
+
+    monkeypatch.setattr(
+        "moequant.conversion.pipeline.choose_executor", lambda text: write_elsewhere
+    )
+    out = tmp_path / "out"
+    words = ["convert", source, out, "--max-shard-size", "2MB", "--format", "nvfp4"]
+    words += ["--executor", "ray", "--json"]
+    result = CliRunner().invoke(cli, [str(word) for word in words])
+    document = json.loads(result.stdout)
+    assert document["quantizer"] is None
+    native, torch_ = document["quantizers"]
+    assert (native["name"], native["reason"], native["hosts"]) == ("native", None, ["a", "c"])
+    assert (torch_["name"], torch_["reason"], torch_["hosts"]) == ("torch", "no LLVM", ["b"])
+    count = f"{len(torch_['shards'])} of {document['shards']} shards quantized by torch on b"
+    assert f"Warning: {count}, several times slower than the native quantizer" in result.stderr
+    assert "to the same bytes: no LLVM" in result.stderr
+    record = json.loads((out / "moequant.json").read_text())
+    wanted = [{k: s[k] for k in ("name", "reason", "shards")} for s in (native, torch_)]
+    assert record.pop("quantizers") == wanted
+    # Nothing else differs from a conversion by the native quantizer alone.
+    files, right = contents(out), contents(whole)
+    assert record | {"quantizers": json.loads(right["moequant.json"])["quantizers"]} == json.loads(
+        right["moequant.json"]
+    )
+    assert {n: b for n, b in files.items() if n != "moequant.json"} == {
+        n: b for n, b in right.items() if n != "moequant.json"
+    }
+
+
+NO_LLVM = """
+import json, sys
+from moequant.conversion import convert
+
+source, output = sys.argv[1:3]
+settings = {"format": "nvfp4", "max_shard_size": "2MB", "workers": 1, "executor": "ray"}
+import ray
+# Of the workers' environment alone: this process has the native quantizer.
+ray.init(include_dashboard=False, log_to_driver=False, logging_level="error",
+         runtime_env={"env_vars": {"MOEQUANT_QUANTIZER": "torch"}})
+result = convert(source, output, **settings)
+shares = [[s.name, s.reason, list(s.hosts), len(s.shards)] for s in result.shares]
+print(json.dumps([shares, result.quantizer]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_cluster")
+def test_what_a_worker_of_a_cluster_used_reaches_the_report(source, tmp_path):
+    out = tmp_path / "out"
+    shares, chosen = end(start(source, out, NO_LLVM))
+    ((name, reason, hosts, shards),) = shares
+    assert (name, reason) == ("torch", "MOEQUANT_QUANTIZER=torch")
+    assert hosts == [os.uname().nodename]
+    assert chosen is None
+    (entry,) = json.loads((out / "moequant.json").read_text())["quantizers"]
+    assert (entry["name"], entry["reason"]) == (name, reason)
+    assert len(entry["shards"]) == shards
 
 
 def test_this_process_is_the_default():

@@ -16,6 +16,7 @@ from moequant.checkpoint.buffers import Arena
 from moequant.cli import cli
 from moequant.conversion import convert, devices
 from moequant.conversion.devices import DeviceQuantizer, choose_device, page_locked
+from moequant.conversion.units import Unit
 from moequant.errors import MoequantError, NonFiniteError, UnsupportedError
 from moequant.formats import REGISTRY, get_format
 from moequant.kernels.launch import INTERPRETED
@@ -56,7 +57,16 @@ def source(make_checkpoint):
 
 
 def read(folder):
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+    """Every file; of the record what does not say which quantizer made it."""
+    files = {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+    record = json.loads(files["moequant.json"])
+    del record["quantizers"]
+    return files | {"moequant.json": record}
+
+
+def quantizers(folder):
+    record = json.loads((folder / "moequant.json").read_text())
+    return {entry["name"]: entry for entry in record["quantizers"]}
 
 
 @pytest.mark.parametrize("format", REGISTRY)
@@ -67,6 +77,8 @@ def test_a_device_writes_the_bytes_of_the_cpu(source, tmp_path, device, format):
     assert result.quantizer.quantizer.name == "cuda"
     assert result.quantizer.devices == ("cuda:0",)
     assert read(tmp_path / "device") == read(tmp_path / "cpu")
+    assert list(quantizers(tmp_path / "device")) == ["cuda"]
+    assert list(quantizers(tmp_path / "cpu")) == ["native"]
 
 
 @pytest.mark.parametrize("device_first", [True, False])
@@ -98,6 +110,12 @@ def test_one_device_continues_what_another_began(source, tmp_path, device, devic
     result = convert(source, out, device=order[1], **settings)
     assert result.resumed_shards > 0
     assert read(out) == read(tmp_path / "whole")
+    # Who made what is remembered from run to run; shards of copies nobody quantized.
+    made = {name: entry["shards"] for name, entry in quantizers(out).items()}
+    names = [{"cpu": "native", device: "cuda"}[where] for where in order]
+    assert list(made) == names
+    wanted = [s.file for s in result.plan.shards if any(isinstance(i, Unit) for i in s.items)]
+    assert made[names[0]] + made[names[1]] == wanted
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter

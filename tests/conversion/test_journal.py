@@ -8,13 +8,19 @@ import json
 import pytest
 
 from moequant.conversion.journal import FinishedShard, Journal
+from moequant.conversion.used import UsedQuantizer
 
 FILES = ["a.safetensors", "b.safetensors"]
 
 
-def write(journal, file, content):
+def write(journal, file, content, quantizer=None):
     journal.partial(file).write_bytes(content)
-    shard = FinishedShard(file=file, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    shard = FinishedShard(
+        file=file,
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        quantizer=quantizer,
+    )
     journal.record(shard)
     return shard
 
@@ -59,6 +65,21 @@ def test_a_torn_line_does_not_spoil_the_next(journal, tail):
     assert lines_of(journal) == whole
     write(journal, "c.safetensors", b"c")
     assert list(journal.resume([*FILES, "c.safetensors"])) == [*FILES, "c.safetensors"]
+
+
+def test_what_quantized_a_shard_is_kept(journal):
+    used = UsedQuantizer(name="torch", reason="no LLVM", host="b")
+    shard = write(journal, "c.safetensors", b"c", quantizer=used)
+    assert journal.resume([*FILES, shard.file])[shard.file] == shard
+
+
+@pytest.mark.parametrize("quantizer", [5, {}, {"name": 5, "reason": None, "host": None}, "torch"])
+def test_a_line_that_says_it_wrongly_is_no_line(journal, quantizer):
+    lines = [json.loads(line) for line in lines_of(journal).splitlines()]
+    lines[0]["quantizer"] = quantizer
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (journal.folder / "journal.jsonl").write_text(text)
+    assert list(journal.resume(FILES)) == FILES[1:]
 
 
 def test_a_right_journal_is_not_written_again(journal):
