@@ -87,6 +87,11 @@ def _verify(out: Output, converted: str, source: str, asked: dict[str, Any]) -> 
 
     with out.progress() as progress:
         report = verify(converted, against=source, progress=progress, **asked)
+    if report.quantizer is not None and report.quantizer.reason is not None:
+        out.warn(
+            f"converted again by {report.quantizer.name}, several times slower than the native "
+            f"quantizer, to the same bytes: {report.quantizer.reason}"
+        )
     if not report.ok:
         message = _explain(report, f"against {report.source}")
         raise FailedResult(NumericsError(message), report.to_json())
@@ -136,6 +141,8 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
         f"{count(counts['converted'], 'weight')} converted, {counts['copied']} copied, "
         f"{size(counts['bytes'])}. {_METHODS[report['method']]}"
     )
+    if report["quantizer"]:
+        out.line(f"Converted again, to compare, by the {report['quantizer']['name']} quantizer.")
     if report["architecture_by"]:
         out.line(
             f"What its tensors are, {report['architecture_by']} says: architecture "

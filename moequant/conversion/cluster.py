@@ -254,7 +254,8 @@ def _cluster(address: str | None) -> Iterator[None]:
         _check_reachable(address)
         settings["address"] = address
     elif "RAY_ADDRESS" not in os.environ:
-        settings["include_dashboard"] = False
+        # Said outright: else Ray looks for a cluster of before, and waits for one that is gone.
+        settings |= {"address": "local", "include_dashboard": False}
     try:
         ray.init(**settings)
     except (OSError, ValueError, RuntimeError, RayError) as error:

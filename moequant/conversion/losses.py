@@ -81,10 +81,10 @@ def measure(
     signal = noise = 0.0
     for (_, before), after in zip(row_tiles(stored, ROWS), _tiles(written), strict=True):
         numbers = dequantize(before)
-        signal += _square(numbers)
+        signal += squared_norm(numbers)
         if not torch.equal(numbers, after):
             # Differences whose squares vanish are differences all the same.
-            noise += max(_square(numbers - after), math.ulp(0.0))
+            noise += max(squared_norm(numbers - after), math.ulp(0.0))
     return Loss(
         role=role,
         source=stored.format,
@@ -128,6 +128,10 @@ def _tiles(written: QuantizedWeight | Tensor) -> Iterator[Tensor]:
             yield written[start : start + step].float()
 
 
-def _square(x: Tensor) -> float:
-    """Sum of squares in float64, for those of float32 overflow and underflow."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+def squared_norm(x: Tensor) -> float:
+    """Sum of squares in float64, for those of float32 overflow and underflow.
+
+    Of a tile that stays in a cache: there it takes a tenth of the time of torch's norm in float64.
+    """
+    flat = x.double().flatten()
+    return float(flat @ flat)

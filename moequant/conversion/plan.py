@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
 from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.headers import DTYPES, TensorInfo, bit_count, dtype_name
+from moequant.checkpoint.headers import TensorInfo, bit_count, dtype_name
 from moequant.checkpoint.parts import PartInfo
 from moequant.checkpoint.source_model import read_source
 from moequant.checkpoint.writer import TensorSlot, lay_out
@@ -23,7 +23,7 @@ from moequant.conversion.assign import assign
 from moequant.conversion.kept import staying
 from moequant.conversion.recipe import parse_size
 from moequant.conversion.stacks import restored_items, stack_of
-from moequant.conversion.units import Copy, Restored, Stack, Unit
+from moequant.conversion.units import Copy, Restored, Stack, Unit, quantizer_jobs
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import get_dialect
 from moequant.dialects.plain import Plain
@@ -122,14 +122,7 @@ class Plan:
 
     def jobs(self) -> list[Job]:
         """What a quantizer will be asked for, each once; of a plan without refusals."""
-        kinds = {
-            (unit.format, tuple(sorted(unit.options.items())), weight.info.dtype)
-            for unit in self.units
-            for weight in unit.weights
-        }
-        return [
-            (FORMATS[name], dict(options), DTYPES[dtype]) for name, options, dtype in sorted(kinds)
-        ]
+        return quantizer_jobs(self.units)
 
     @property
     def source_bytes(self) -> int:

@@ -32,7 +32,7 @@ from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.quantizers.tiles import TorchQuantizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moequant.checkpoint.parts import StoredWeight, WeightInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.dialects.base import Dialect
-    from moequant.quantizers import Quantizer
+    from moequant.quantizers import Job, Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +259,18 @@ def _stands_alone(info: WeightInfo) -> bool:
     if isinstance(info, EncodedInfo):
         return all(place.expert is None for place in info.places.values())
     return not isinstance(info, PartInfo)
+
+
+def quantizer_jobs(units: Iterable[Unit]) -> list[Job]:
+    """What a quantizer will be asked for, each once; of units that none refuses."""
+    kinds = {
+        (unit.format, tuple(sorted(unit.options.items())), weight.info.dtype)
+        for unit in units
+        for weight in unit.weights
+    }
+    return [
+        (get_format(name), dict(options), DTYPES[dtype]) for name, options, dtype in sorted(kinds)
+    ]
 
 
 def convert_unit(

@@ -21,7 +21,7 @@ in bfloat16; each step rounds by up to 2**-9, and an element that near a tie may
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,6 +122,18 @@ def find_out_of_bound(
         budget = 10 ** (max_lost_db / 10) * _block_error(w, dequantize(reference), block)
         bad &= ~(clipped & spread(_block_error(w, decoded, block) <= budget))
     return _first(bad, w, decoded, scale)
+
+
+def join_out_of_bound(
+    before: OutOfBound | None, found: OutOfBound | None, first_row: int
+) -> OutOfBound | None:
+    """What was found in front of row `first_row` of a weight, and in the rows from there on."""
+    if found is None:
+        return before
+    row, column = found.index
+    if before is not None:
+        return replace(before, count=before.count + found.count)
+    return replace(found, index=(first_row + row, column))
 
 
 def _toward(w: Tensor, ends: tuple[float, float]) -> Tensor:

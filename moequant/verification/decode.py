@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from moequant.formats import QuantizedWeight
 
 
+_ROWS = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Definition:
     """What the bytes of a format mean.
@@ -48,9 +51,14 @@ def decode(q: QuantizedWeight) -> Tensor:
     definition = _DEFINITIONS[q.format]
     N, K = q.shape
     block_n, block_k = definition.block
-    scale = _values(q.scale)[torch.arange(N) // block_n][:, torch.arange(K) // block_k]
-    w = definition.element[_codes(q.qdata, len(definition.element)).long()] * scale
-    return w if q.global_scale is None else w * q.global_scale.double()
+    row, column = torch.arange(N) // block_n, torch.arange(K) // block_k
+    w = torch.empty(N, K, dtype=torch.float64)
+    # Some rows at a time: indices, and a scale for each element, are of 64 bits too.
+    for start in range(0, N, _ROWS):
+        rows = slice(start, start + _ROWS)
+        codes = _codes(q.qdata[rows], len(definition.element)).long()
+        w[rows] = definition.element[codes] * _values(q.scale[row[rows]])[:, column]
+    return w if q.global_scale is None else w.mul_(q.global_scale.double())
 
 
 def _codes(qdata: Tensor, count: int) -> Tensor:

@@ -12,9 +12,12 @@ from moequant.checkpoint.source import Checkpoint
 from moequant.checkpoint.source_model import read_source
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
+from moequant.conversion.units import quantizer_jobs
+from moequant.conversion.used import UsedQuantizer
 from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
+from moequant.quantizers import choose_quantizer
 from moequant.verification.expectation import expect_by_config, expect_by_record
 from moequant.verification.findings import Findings, WeightChecks
 from moequant.verification.folder import existing_directory
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from moequant.checkpoint.source_model import SourceModel
     from moequant.models import Architecture
     from moequant.progress import Progress
+    from moequant.quantizers import Choice
     from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
     from moequant.verification.report import LayerCheck
@@ -107,11 +111,15 @@ def verify(
         check_shards(path, stored.record, findings)
     expected = _expect(source, original, stored, own, findings)
     measured = _Measured()
+    choice: Choice | None = None
     if expected is not None:
         _check_structure(source, stored, expected, findings)
         task = progress or SilentProgress()
+        choice = choose_quantizer(quantizer_jobs(expected.units))
         with worker_pool(workers) as pool:
-            measured = _check_numbers(source, stored, expected, layers, pool, task, findings)
+            measured = _check_numbers(
+                source, stored, expected, layers, choice, pool, task, findings
+            )
     return Report(
         converted=str(converted),
         source=str(against),
@@ -119,6 +127,9 @@ def verify(
         architecture_by=model.architecture.origin,
         dialect=expected.dialect.name if expected else None,
         method=expected.method if expected else None,
+        quantizer=None
+        if choice is None or not expected or not expected.units
+        else UsedQuantizer(name=choice.quantizer.name, reason=choice.reason),
         problems=tuple(findings.problems),
         problem_count=findings.count,
         counts=_count(stored, expected),
@@ -181,6 +192,7 @@ def _check_numbers(
     stored: StoredCheckpoint,
     expected: Expectation,
     layers: Layers,
+    choice: Choice,
     pool: Executor,
     progress: Progress,
     findings: Findings,
@@ -198,7 +210,13 @@ def _check_numbers(
     chosen = {layer: formats[layer] for layer in choose_layers(list(formats), layers)}
     return _Measured(
         weights=check_weights(
-            source, stored, expected, pool=pool, progress=progress, findings=findings
+            source,
+            stored,
+            expected,
+            quantizer=choice.quantizer,
+            pool=pool,
+            progress=progress,
+            findings=findings,
         ),
         prepared=check_prepared(
             converted, formats, pool=pool, progress=progress, findings=findings

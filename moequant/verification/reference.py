@@ -55,6 +55,7 @@ _SILU_REACH = 200.0
 _GELU_SLOPE = 1.13
 _GELU_ROUNDINGS = 8
 _TERM_ROUNDINGS = 3 + 1
+_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,11 @@ def exact(value: Tensor) -> Bounded:
 def project(x: Bounded, weight: Tensor) -> Bounded:
     """`x @ weight.T` of [R, K] and [N, K] float64: [R, N]."""
     K = weight.shape[1]
-    magnitude = weight.abs().T
     # Terms, and decoded weights times their activation, may underflow.
     underflow = 2 * _TINY * (K + x.magnitude.sum(1, keepdim=True))
-    error = (x.error + _gamma(K + _TERM_ROUNDINGS) * x.magnitude) @ magnitude
+    spread = x.error + _gamma(K + _TERM_ROUNDINGS) * x.magnitude
+    # Some rows at a time: magnitudes of all would be as large as the weight.
+    error = torch.cat([spread @ rows.abs().T for rows in torch.split(weight, _ROWS)], 1)
     return Bounded(value=x.value @ weight.T, error=error + underflow)
 
 

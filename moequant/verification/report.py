@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moequant.conversion.losses import Loss
+    from moequant.conversion.used import UsedQuantizer
 
 Check = Literal[
     "files", "index", "config", "record", "sidecars", "tensors", "weights", "prepared", "layers"
@@ -154,6 +155,7 @@ class Report:
         dialect: its dialect; None where nobody can tell.
         method: "bytes" where moequant's own record allowed to convert again and compare, "bounds"
             where another tool wrote it; None where it never came to that.
+        quantizer: what converted the source's weights again; None where nothing did.
         problems: what is wrong, the first ones of each check.
         problem_count: how many there are, those left out included.
         counts: what was looked at.
@@ -170,6 +172,7 @@ class Report:
     architecture_by: str | None
     dialect: str | None
     method: Literal["bytes", "bounds"] | None
+    quantizer: UsedQuantizer | None
     problems: tuple[Problem, ...]
     problem_count: int
     counts: Mapping[str, int]
@@ -194,6 +197,7 @@ class Report:
             "architecture_by": self.architecture_by,
             "dialect": self.dialect,
             "method": self.method,
+            "quantizer": self._quantizer(),
             "problem_count": self.problem_count,
             "problems": [asdict(problem) for problem in self.problems],
             "counts": dict(self.counts),
@@ -203,6 +207,11 @@ class Report:
             "layers": [layer.to_json() for layer in self.layers],
             "prepared": list(self.prepared),
         }
+
+    def _quantizer(self) -> dict[str, Any] | None:
+        if self.quantizer is None:
+            return None
+        return {"name": self.quantizer.name, "reason": self.quantizer.reason}
 
 
 def _ratio(part: float, whole: float) -> float:

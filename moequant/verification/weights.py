@@ -9,20 +9,27 @@ reads source and result once.
 
 from __future__ import annotations
 
+import math
+import threading
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.parts import decoded, read_places, read_stored
-from moequant.conversion.losses import Loss, measure
+from moequant.conversion.losses import Loss, measure, squared_norm
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.recipe import BF16
 from moequant.conversion.units import Restored, Unit, encode_unit, quantize_unit, restored
 from moequant.errors import MoequantError
-from moequant.formats import QuantizedWeight, dequantize, effective_weight, get_format
-from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
+from moequant.formats import (
+    QuantizedWeight,
+    dequantize,
+    effective_weight,
+    get_format,
+    row_tiles,
+)
+from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound, join_out_of_bound
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
 from moequant.verification.report import Problem, WeightCheck
@@ -31,10 +38,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Executor
 
+    from torch import Tensor
+
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.units import Weight
     from moequant.progress import Progress
+    from moequant.quantizers import Quantizer
+    from moequant.verification.bounds import OutOfBound
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings
     from moequant.verification.stored import StoredCheckpoint
@@ -55,6 +66,7 @@ def check_weights(
     stored: StoredCheckpoint,
     expected: Expectation,
     *,
+    quantizer: Quantizer,
     pool: Executor,
     progress: Progress,
     findings: Findings,
@@ -65,6 +77,7 @@ def check_weights(
         source: what was converted.
         stored: what came of it.
         expected: what must be there.
+        quantizer: converts the source's weights again.
         pool: its threads work on a tensor or a unit each, with one intra-op thread.
         progress: told what is done.
         findings: where problems go.
@@ -75,10 +88,13 @@ def check_weights(
     Raises:
         CheckpointError: a file cannot be read or changes meanwhile, or the source holds NaN or Inf.
     """
+    own = threading.local()
 
     def check(item: Unit | Restored | TensorInfo) -> _Result:
         if isinstance(item, Unit):
-            result = _check_unit(source, stored, expected, item)
+            arena = own.__dict__.setdefault("arena", Arena(quantizer.allocate))
+            result = _check_unit(source, stored, expected, item, quantizer, arena)
+            arena.clear()
             progress.advance(item.source_bytes, item.name)
         elif isinstance(item, Restored):
             result = _check_restored(source, stored.checkpoint, item)
@@ -111,25 +127,34 @@ def _check_copy(source: Checkpoint, stored: Checkpoint, info: TensorInfo) -> _Re
 
 
 def _check_unit(
-    source: Checkpoint, stored: StoredCheckpoint, expected: Expectation, unit: Unit
+    source: Checkpoint,
+    stored: StoredCheckpoint,
+    expected: Expectation,
+    unit: Unit,
+    quantizer: Quantizer,
+    arena: Arena,
 ) -> _Result:
+    """Convert a unit again, in the memory of `arena`, and compare."""
     result = _Result()
     names = [weight.info.name for weight in unit.weights]
-    stored_weights = read_stored(source, [weight.info for weight in unit.weights])
-    weights = [decoded(w) for w in stored_weights]
+    stored_weights = read_stored(source, [weight.info for weight in unit.weights], arena)
+    weights = [decoded(w, arena) for w in stored_weights]
     wanted: Mapping[str, Tensor] = {}
     references: Sequence[QuantizedWeight | None] = [None] * len(weights)
     if expected.plan is None:
-        references = get_format(unit.format).quantize_fused(weights, unit.options, names=names)
+        references = quantizer.quantize_fused(
+            get_format(unit.format), weights, unit.options, names=names, empty=arena.empty
+        )
     else:
-        wanted = encode_unit(quantize_unit(stored_weights, unit), unit, expected.dialect)
+        quantized = quantize_unit(stored_weights, unit, quantizer, arena)
+        wanted = encode_unit(quantized, unit, expected.dialect)
     found: dict[str, QuantizedWeight] = {}
     numbers = zip(stored_weights, weights, references, strict=True)
     for weight, (before, w, reference) in zip(unit.weights, numbers, strict=True):
-        q = _read_weight(stored, expected, unit.format, weight, wanted, result)
+        q = _read_weight(stored, expected, unit.format, weight, wanted, result, arena)
         if q is not None:
             found[weight.info.name] = q
-            _measure(weight.info.name, w.float(), q, reference, result)
+            _measure(weight.info.name, w, q, reference, result)
             if isinstance(before, QuantizedWeight):
                 result.losses.append(measure(before, q, role=weight.role, format=q.format))
     if expected.plan is None:
@@ -166,6 +191,7 @@ def _read_weight(
     weight: Weight,
     wanted: Mapping[str, Tensor],
     result: _Result,
+    arena: Arena,
 ) -> QuantizedWeight | None:
     """A converted weight as it lies on disk; None where a problem names what is wrong with it.
 
@@ -176,12 +202,13 @@ def _read_weight(
         weight: which.
         wanted: what its tensors must be, byte for byte; empty where that is not known.
         result: where problems go.
+        arena: whose memory to use.
     """
     files = stored.checkpoint
     places = expected.places(weight.module, format)
     there = {n: p for n, p in places.items() if _is_as_expected(p.tensor, files, expected)}
     try:
-        tensors = dict(zip(there, read_places(files, [*there.values()]), strict=True))
+        tensors = dict(zip(there, read_places(files, [*there.values()], arena), strict=True))
         for name, tensor in tensors.items():
             if name in wanted and (difference := compare_tensors(tensor, wanted[name])):
                 result.add(name, difference)
@@ -214,26 +241,33 @@ def _is_as_expected(name: str, stored: Checkpoint, expected: Expectation) -> boo
 def _measure(
     name: str, w: Tensor, q: QuantizedWeight, reference: QuantizedWeight | None, result: _Result
 ) -> None:
-    """Note the error of a weight [N, K] float32, and judge it where there is a reference."""
+    """Note the error of a weight [N, K], and judge it where there is a reference."""
+    signal = noise = effective = least = 0.0
+    beyond: OutOfBound | None = None
+    references = repeat(None) if reference is None else (tile for _, tile in row_tiles(reference))
+    for (rows, tile), wanted in zip(row_tiles(q), references, strict=False):
+        x = w[rows].float()
+        signal += squared_norm(x)
+        noise += squared_norm(x - dequantize(tile))
+        if q.format == "w4a8":
+            effective += squared_norm(x - effective_weight(tile))
+        if wanted is not None:
+            least += squared_norm(x - dequantize(wanted))
+            found = find_out_of_bound(x, tile, wanted)
+            beyond = join_out_of_bound(beyond, found, rows.start)
     check = WeightCheck(
         name=name,
         format=q.format,
-        signal=_norm(w),
-        noise=_norm(w - dequantize(q)),
-        effective_noise=_norm(w - effective_weight(q)) if q.format == "w4a8" else None,
-        reference_noise=None if reference is None else _norm(w - dequantize(reference)),
+        signal=math.sqrt(signal),
+        noise=math.sqrt(noise),
+        effective_noise=math.sqrt(effective) if q.format == "w4a8" else None,
+        reference_noise=None if reference is None else math.sqrt(least),
     )
     result.checks.append(check)
+    if beyond is not None:
+        result.add(name, beyond)
     if reference is not None:
-        beyond = find_out_of_bound(w, q, reference)
-        if beyond is not None:
-            result.add(name, beyond)
         _check_budget(check, result)
-
-
-def _norm(x: Tensor) -> float:
-    """Frobenius norm; float64, for squares of float32 overflow and underflow."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _check_budget(check: WeightCheck, result: _Result) -> None:

@@ -22,6 +22,19 @@ def test_right_conversion_exits_0_with_its_errors(run, source, converted):
     assert [layer["layer"] for layer in result.document["layers"]] == [0, 1]
 
 
+def test_people_see_what_converted_again_and_a_slower_one_is_a_warning(
+    run, source, converted, monkeypatch
+):
+    arguments = ("verify", converted, "--against", source, "--layers", "0")
+    native = run(*arguments)
+    assert "Converted again, to compare, by the native quantizer." in native.stdout.splitlines()
+    assert native.stderr == ""
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    slow = run(*arguments)
+    assert "by the torch quantizer" in slow.stdout
+    assert "Warning: converted again by torch, several times slower" in slow.stderr
+
+
 @pytest.mark.parametrize(("layers", "run_layers"), [("0", []), ("1", [0]), ("all", [0, 1])])
 def test_layers_to_run_are_chosen(run, source, converted, layers, run_layers):
     result = run("verify", converted, "--against", source, "--layers", layers, "--json")

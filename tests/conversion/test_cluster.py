@@ -249,6 +249,7 @@ def write_as_a_worker(cluster, source, output, plan, file):
         source=str(source),
         output=str(output),
         recipe=plan.recipe.model_dump_json(),
+        architecture="null",
         plan_sha256=plan.digest,
         source_state=cluster._state(Checkpoint.open(source)),
         torch=torch.__version__,
@@ -331,7 +332,7 @@ source, output = sys.argv[1:3]
 settings = {"format": "nvfp4", "max_shard_size": "2MB", "workers": 1, "executor": "ray"}
 import ray
 # Of the workers' environment alone: this process has the native quantizer.
-ray.init(include_dashboard=False, log_to_driver=False, logging_level="error",
+ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="error",
          runtime_env={"env_vars": {"MOEQUANT_QUANTIZER": "torch"}})
 result = convert(source, output, **settings)
 shares = [[s.name, s.reason, list(s.hosts), len(s.shards)] for s in result.shares]

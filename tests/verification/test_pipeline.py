@@ -677,6 +677,28 @@ def test_the_plan_of_another_version_may_have_another_digest(source, converted):
     assert verify(folder, against=source, layers=0).ok
 
 
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("format", REGISTRY)
+def test_either_quantizer_finds_the_same(source, converted, monkeypatch, format, record):
+    """The native one converts the source again, or the reference functions: one report."""
+    folder = converted(format, record=record)
+    native = verify(folder, against=source, layers=0)
+    assert (native.quantizer.name, native.quantizer.reason) == ("native", None)
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    reference = verify(folder, against=source, layers=0)
+    assert reference.quantizer.name == "torch"
+    assert reference.quantizer.reason == "MOEQUANT_QUANTIZER=torch"
+    assert replace(reference, quantizer=native.quantizer) == native
+    assert native.ok
+
+
+def test_a_quantizer_that_is_not_used_is_not_reported(source, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    report = verify(tmp_path, against=source)
+    assert report.quantizer is None
+    assert report.to_json()["quantizer"] is None
+
+
 def test_digests_of_the_record_are_checked(source, converted):
     folder = converted()
     file = info_of(folder, ROUTER).file
