@@ -1,6 +1,8 @@
 """Names of the files and folders a checkpoint is made of, ours among them."""
 
 CONFIG_FILE = "config.json"
+HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
+"""Where older releases of Model-Optimizer say what config.json should."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 

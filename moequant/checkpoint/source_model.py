@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.checkpoint.converted import stored_places
+from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.encoded import EncodedInfo
+from moequant.checkpoint.files import HF_QUANT_CONFIG_FILE
 from moequant.checkpoint.headers import DTYPE_BITS, DTYPES, TensorInfo, dtype_name
 from moequant.checkpoint.parts import unstacked
-from moequant.dialects import REGISTRY as DIALECTS
+from moequant.checkpoint.reader import FixedFile
+from moequant.dialects import SOURCES as DIALECTS
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture, read_model
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from moequant.checkpoint.parts import WeightInfo
+    from moequant.checkpoint.source import Checkpoint
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, MoeConfig
 
@@ -71,7 +75,7 @@ def read_source(
 
     Args:
         tensors: every tensor, in natural order.
-        config: config.json.
+        config: config.json, as `source_config` has it.
         own: architectures that a user's file or a record describes.
 
     Raises:
@@ -101,6 +105,22 @@ def read_source(
         quantization_config=quantization_config if encoded else None,
         dropped=tuple(tensors[name] for name in tensors if name in dropped),
     )
+
+
+def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """config.json of a source; hf_quant_config.json speaks where that is silent.
+
+    Raises:
+        CheckpointError: that file is malformed.
+    """
+    config, path = checkpoint.config, checkpoint.path / HF_QUANT_CONFIG_FILE
+    if _quantization_config(config) is not None or not path.is_file():
+        return config
+    quantization = read_document(FixedFile.at(path)).get("quantization")
+    if not isinstance(quantization, dict):
+        # Of weights that are quantized all the same, who reads them says that nothing describes it.
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
+from moequant.checkpoint.source_model import source_config
 from moequant.checkpoint.writer import explained
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
 from moequant.conversion.devices import CPU, choose_device
@@ -175,7 +176,8 @@ def plan_checkpoint(
     checkpoint: Checkpoint, recipe: Recipe, own: Sequence[Architecture] = ()
 ) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
-    return make_plan(checkpoint.tensors, checkpoint.config, checkpoint.file_bytes, recipe, own)
+    config = source_config(checkpoint)
+    return make_plan(checkpoint.tensors, config, checkpoint.file_bytes, recipe, own)
 
 
 def _mention_left_out(plan: Plan, checkpoint: Checkpoint) -> Plan:

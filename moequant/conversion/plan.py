@@ -242,6 +242,11 @@ def _dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Diale
             )
         return Plain()
     assert source.dialect is not None, "of a source with quantized weights"
+    if name is None and source.dialect.name not in DIALECTS:
+        raise RecipeError(
+            f"the recipe leaves weights in the dialect {source.dialect.name}, which is read and "
+            "not written; give them a format, or bf16"
+        )
     return source.dialect if name is None else get_dialect(name)
 
 
@@ -263,8 +268,8 @@ def _warnings_of_source(
     warnings = []
     if config.get("quantization_config") and source.dialect is None:
         warnings.append(
-            "the source's config.json has a quantization_config although its weights are plain; "
-            "ours takes its place"
+            "the source has a quantization_config, in config.json or hf_quant_config.json, although "
+            "its weights are plain; ours takes its place"
         )
     if back:
         warnings.append(

@@ -10,6 +10,7 @@ from moequant.dialects.compressed_tensors import CompressedTensors
 from moequant.dialects.config_fields import as_mapping, show
 from moequant.dialects.fp8 import Fp8
 from moequant.dialects.gpt_oss import GptOss
+from moequant.dialects.modelopt import ModelOpt
 from moequant.dialects.moequant import Moequant
 from moequant.errors import CheckpointError, UnsupportedError
 
@@ -17,6 +18,10 @@ REGISTRY: dict[str, Dialect] = {
     d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), Moequant())
 }
 """By name; of two that carry a format, the one more engines load comes first, for most models."""
+
+
+SOURCES: dict[str, Dialect] = {**REGISTRY, **{d.name: d for d in (ModelOpt(),)}}
+"""By name, those that a source may be in; some are read and not written."""
 
 
 def get_dialect(name: str) -> Dialect:
@@ -64,4 +69,4 @@ def find_dialect(quantization_config: object) -> Dialect:
     )
 
 
-__all__ = ["REGISTRY", "Dialect", "default_dialect", "find_dialect", "get_dialect"]
+__all__ = ["REGISTRY", "SOURCES", "Dialect", "default_dialect", "find_dialect", "get_dialect"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.dialects.encodings import Encoding
+    from moequant.dialects.encodings import Encoding, StoredEncoding
     from moequant.formats import QuantizedWeight, TensorSpec
 
 
@@ -31,7 +31,7 @@ class Dialect(ABC):
     summary: ClassVar[str]
     encodings: ClassVar[Mapping[str, Encoding]]
     """How the parts of each format it can carry lie on disk."""
-    foreign: ClassVar[Mapping[str, Encoding]] = {}
+    foreign: ClassVar[Mapping[str, StoredEncoding]] = {}
     """Likewise what others write in it and we read as a source alone."""
     stacks: ClassVar[bool] = False
     """Whether the experts of a layer lie stacked in tensors that the architecture table names.
@@ -89,7 +89,8 @@ class Dialect(ABC):
 
     def stored_suffixes(self, format: str) -> tuple[str, ...]:
         """Names after `module.` of a format that it carries or that is foreign, codes first."""
-        return {**self.encodings, **self.foreign}[format].suffixes
+        encoding = self.foreign.get(format) or self.encodings[format]
+        return encoding.suffixes
 
     def _encoding(self, module: str, format: str) -> Encoding:
         if format not in self.encodings:

@@ -29,12 +29,22 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import as_mapping, mapping_field, names_field, show
-from moequant.dialects.encodings import Encoding, Fp8Blocks, Int4Packed, Mxfp4Packed, Nvfp4Packed
+from moequant.dialects.encodings import (
+    Encoding,
+    Fp8Blocks,
+    Fp8Channels,
+    Int4Groups,
+    Int4Packed,
+    Mxfp4Packed,
+    Nvfp4Packed,
+)
 from moequant.dialects.names import NamePatterns, block_pattern, kept_blocks, target_patterns
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    _ReadGroup = Callable[[Mapping[str, Any], Mapping[str, Any], str], str | UnsupportedError]
 
 _WHERE = "quantization_config"
 
@@ -146,6 +156,7 @@ class CompressedTensors(Dialect):
     name = "compressed-tensors"
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
     encodings = {name: scheme.encoding for name, scheme in _SCHEMES.items()}  # noqa: RUF012
+    foreign = {"fp8_channel": Fp8Channels(), "int4": Int4Groups()}  # noqa: RUF012
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
@@ -178,10 +189,19 @@ class CompressedTensors(Dialect):
         As vLLM matches: `ignore` first, then the first target with the module's name or a regex
         for it, then a group that targets `Linear`.
         """
+        return self._reader(quantization_config, _format_of_group)
+
+    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect; weights in FP8 with a scale a row, and INT4 in any groups, are known too."""
+        return self._reader(quantization_config, _source_format_of_group)
+
+    def _reader(
+        self, quantization_config: Mapping[str, Any], read_group: _ReadGroup
+    ) -> Callable[[str], str | None]:
         config = as_mapping(quantization_config, _WHERE)
         problem = _unreadable_config(config)
         ignored = NamePatterns(names_field(config, "ignore", _WHERE), f"{_WHERE}.ignore")
-        groups = _read_groups(config)
+        groups = _read_groups(config, read_group)
         targets = [target for target, _ in groups]
         targeted = NamePatterns(targets, f"{_WHERE}.config_groups")
         linear = targets.index("Linear") if "Linear" in targets else None
@@ -271,7 +291,9 @@ def _unreadable_config(config: Mapping[str, Any]) -> UnsupportedError | None:
     return None
 
 
-def _read_groups(config: Mapping[str, Any]) -> list[tuple[str, str | UnsupportedError]]:
+def _read_groups(
+    config: Mapping[str, Any], read_group: _ReadGroup
+) -> list[tuple[str, str | UnsupportedError]]:
     """Every target of every config group, with its format or why we have none for it.
 
     Raises:
@@ -282,7 +304,7 @@ def _read_groups(config: Mapping[str, Any]) -> list[tuple[str, str | Unsupported
     for name in groups:
         where = f"{_WHERE}.config_groups.{name}"
         group = as_mapping(groups[name], where)
-        format = _format_of_group(group, config, where)
+        format = read_group(group, config, where)
         found += [(target, format) for target in names_field(group, "targets", where)]
     return found
 
@@ -312,6 +334,58 @@ def _format_of_group(
         if difference is not None:
             return UnsupportedError(f"{where}.{part}{difference}, unlike {format} in moequant")
     return format
+
+
+def _source_format_of_group(
+    group: Mapping[str, Any], config: Mapping[str, Any], where: str
+) -> str | UnsupportedError:
+    """As `_format_of_group`, by the weights alone.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    ours = _format_of_group(group, config, where)
+    stated = group.get("format") or config.get("format")
+    weights = mapping_field(group, "weights", where)
+    if not isinstance(ours, UnsupportedError) or not weights or not isinstance(stated, str):
+        return ours
+    if stated in _FOREIGN and _FOREIGN[stated].holds(weights):
+        return _FOREIGN[stated].format
+    if stated not in _FORMAT_OF:
+        return ours
+    format = _FORMAT_OF[stated]
+    difference = _difference(weights, _SCHEMES[format].weights)
+    if difference is not None:
+        return UnsupportedError(f"{where}.weights{difference}, unlike {format} in moequant")
+    return format
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Foreign:
+    """Weights that are read, though not written, in one of the library's encodings."""
+
+    format: str
+    weights: Mapping[str, Any]
+    strategies: tuple[str, ...]
+
+    def holds(self, weights: Mapping[str, Any]) -> bool:
+        """Whether a group's weights are these."""
+        alike = _difference(weights, self.weights) is None
+        return alike and _argument(weights, "strategy") in self.strategies
+
+
+_FOREIGN = {
+    "float-quantized": _Foreign(
+        format="fp8_channel",
+        weights={"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
+        strategies=("channel", "tensor"),
+    ),
+    "pack-quantized": _Foreign(
+        format="int4",
+        weights={"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False},
+        strategies=("group", "channel"),
+    ),
+}
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> str | None:

@@ -8,6 +8,10 @@
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 
+Read only, from sources: Fp8Channels, E4M3 with a scale a row or one in all; Int4Groups, as
+Int4Packed with groups of any width; Nvfp4Multiplied, as Nvfp4Packed with a global scale that
+multiplies.
+
 Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks).
 """
 
@@ -39,13 +43,35 @@ if TYPE_CHECKING:
 _NIBBLE_SIGNS = 0x88
 
 
-class Encoding(ABC):
-    """Names, dtypes and shapes of one format's tensors in a dialect, both ways."""
+class StoredEncoding(ABC):
+    """Names, dtypes and shapes of the tensors of weights alike in a dialect, to be read."""
+
+    suffixes: tuple[str, ...]
+    """Names after `module.` in the order they are written, the codes first."""
+
+    @abstractmethod
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """The weight that `tensors` hold, which may hold more than this module's.
+
+        On the meta device, where tensors have no values, it checks what headers say.
+
+        Raises:
+            CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
+            UnsupportedError: a scale has values that the format's scale dtype cannot hold.
+        """
+
+    def _names(self, module: str) -> list[str]:
+        return [f"{module}.{suffix}" for suffix in self.suffixes]
+
+
+class Encoding(StoredEncoding):
+    """Those of one format, both ways; `decode` is the inverse of `encode`.
+
+    It also reads what other writers of the same scheme leave.
+    """
 
     format: ClassVar[Format]
     """What it holds."""
-    suffixes: tuple[str, ...]
-    """Names after `module.` in the order they are written, the codes first."""
 
     def check(self, module: str, shape: Sequence[int]) -> None:
         """Refuse a weight that is no [N, K] of this format, or that readers would get wrong.
@@ -67,15 +93,6 @@ class Encoding(ABC):
         return dict(zip(self._names(module), self._encode(q), strict=True))
 
     @abstractmethod
-    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Inverse of `encode`; also reads what other writers of the same scheme leave.
-
-        Raises:
-            CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
-            UnsupportedError: a scale has values that the format's scale dtype cannot hold.
-        """
-
-    @abstractmethod
     def _specs(
         self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
     ) -> tuple[TensorSpec, ...]:
@@ -84,9 +101,6 @@ class Encoding(ABC):
     @abstractmethod
     def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
         """In the order of `suffixes`."""
-
-    def _names(self, module: str) -> list[str]:
-        return [f"{module}.{suffix}" for suffix in self.suffixes]
 
     def _read_scale(
         self,
@@ -312,6 +326,78 @@ class Int4Packed(Encoding):
     def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
         words = (q.qdata ^ _NIBBLE_SIGNS).view(torch.int32)
         return words, q.scale, torch.tensor(q.shape, dtype=torch.int64)
+
+
+class Fp8Channels(StoredEncoding):
+    """`fp8_channel`: E4M3 codes, and a scale [N, 1] for the rows or [1] for all of them."""
+
+    suffixes = ("weight", "weight_scale")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As StoredEncoding."""
+        weight, scale = self._names(module)
+        qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
+        N = qdata.shape[0]
+        values = read_tensor(tensors, scale, torch.float32, torch.bfloat16, torch.float16)
+        check_shape(scale, values, (N, 1), (1,), ())
+        return QuantizedWeight(
+            format="fp8_channel",
+            qdata=qdata,
+            scale=values.float().reshape(-1, 1).expand(N, 1),
+            global_scale=None,
+            shape=qdata.shape,
+        )
+
+
+class Int4Groups(StoredEncoding):
+    """`int4`: as `Int4Packed`, with groups of any width, in a scale of any float dtype."""
+
+    suffixes = ("weight_packed", "weight_scale", "weight_shape")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As StoredEncoding; the shape may be missing."""
+        packed, scale, shape = self._names(module)
+        words = read_matrix(tensors, packed, torch.int32)
+        N, K = words.shape[0], 8 * words.shape[1]
+        values = read_matrix(tensors, scale, torch.bfloat16, torch.float16, torch.float32)
+        if values.shape[0] != N or values.shape[1] == 0 or K % values.shape[1]:
+            raise CheckpointError(
+                f"{scale}: shape {list(values.shape)}, but a scale for each of the {N} rows and "
+                f"for equal parts of the {K} columns is wanted; fetch the checkpoint again"
+            )
+        _check_logical_shape(tensors, shape, (N, K))
+        return QuantizedWeight(
+            format="int4",
+            qdata=words.contiguous().view(torch.uint8) ^ _NIBBLE_SIGNS,
+            scale=values.float(),
+            global_scale=None,
+            shape=torch.Size((N, K)),
+        )
+
+
+class Nvfp4Multiplied(StoredEncoding):
+    """`nvfp4` as Model-Optimizer writes it: the global scale multiplies, FP32 [] or [1]."""
+
+    suffixes = ("weight", "weight_scale", "weight_scale_2")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As StoredEncoding."""
+        weight, scale, global_scale = self._names(module)
+        qdata = read_matrix(tensors, weight, torch.uint8)
+        N, K = qdata.shape[0], 2 * qdata.shape[1]
+        group = get_format("nvfp4").block[1]
+        check_columns(weight, K, group)
+        values = read_tensor(tensors, scale, torch.float8_e4m3fn)
+        check_shape(scale, values, (N, K // group))
+        multiplier = read_tensor(tensors, global_scale, torch.float32)
+        check_shape(global_scale, multiplier, (), (1,))
+        return QuantizedWeight(
+            format="nvfp4",
+            qdata=qdata,
+            scale=values,
+            global_scale=multiplier.reshape(()),
+            shape=torch.Size((N, K)),
+        )
 
 
 def _check_logical_shape(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> None:

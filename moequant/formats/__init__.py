@@ -33,9 +33,10 @@ from moequant.formats.fp8_block import Fp8Block
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.recode import recode
+from moequant.formats.stored import Fp8Channel, Int4, StoredFormat
+from moequant.formats.tiles import Decoder, tile_bytes, tile_rows
 from moequant.formats.tiles import dequantize_into as _dequantize_into
 from moequant.formats.tiles import row_tiles as _row_tiles
-from moequant.formats.tiles import tile_bytes, tile_rows
 from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REGISTRY: dict[str, Format] = {f.name: f for f in (Fp8Block(), Nvfp4(), Mxfp4(), W4A8())}
+
+
+_STORED: dict[str, StoredFormat] = {f.name: f for f in (Fp8Channel(), Int4())}
 
 
 def get_format(name: str) -> Format:
@@ -64,7 +68,11 @@ def quantize(w: Tensor, format: str, *, name: str = "weight", **options: str) ->
 
 def dequantize(q: QuantizedWeight) -> Tensor:
     """Decode to [..., N, K] float32: code times scale, and times global scale if there is one."""
-    return get_format(q.format).dequantize(q)
+    return _decoder(q.format).dequantize(q)
+
+
+def _decoder(name: str) -> Decoder:
+    return _STORED[name] if name in _STORED else get_format(name)
 
 
 def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
@@ -72,7 +80,7 @@ def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
 
     Takes a few MB besides, whatever the weight.
     """
-    _dequantize_into(q, get_format(q.format), out)
+    _dequantize_into(q, _decoder(q.format), out)
 
 
 def row_tiles(
@@ -85,7 +93,7 @@ def row_tiles(
         multiple: all but the last have a multiple of so many rows, itself one of the rows of a
             block; these by default.
     """
-    format = get_format(q.format)
+    format = _decoder(q.format)
     return _row_tiles(q, format, multiple or format.block[0])
 
 

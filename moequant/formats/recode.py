@@ -4,6 +4,7 @@
 |---|---|---|---|
 | any | itself | no global scale, or one that all weights can share | codes and scales stay |
 | mxfp4 | nvfp4 | exponents of groups that are not zero lie within 17 of each other | codes stay |
+| int4 | w4a8 | groups of 128 columns, and scales that BF16 holds | codes stay |
 
 A power of two is an E4M3 number from 2**-9 to 2**8, hence the 17. MXFP4 to FP8 blocks needs no
 row: the quantizer is exact by itself where the exponents within a block lie within 14 of each
@@ -20,6 +21,7 @@ import torch
 from moequant.formats.base import QuantizedWeight
 from moequant.formats.blocks import grouped
 from moequant.formats.elements import E8M0_BIAS, power_of_two, unpack_nibbles
+from moequant.formats.w4a8 import GROUP as W4A8_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +50,8 @@ def recode(weights: Sequence[QuantizedWeight], format: str) -> list[QuantizedWei
         return _with_one_global_scale(weights)
     if found == {"mxfp4"} and format == "nvfp4":
         return _mxfp4_as_nvfp4(weights)
+    if found == {"int4"} and format == "w4a8":
+        return _int4_as_w4a8(weights)
     return None
 
 
@@ -74,6 +78,20 @@ def _with_global_scale(q: QuantizedWeight, global_scale: Tensor) -> QuantizedWei
     )
 
 
+def _int4_as_w4a8(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
+    results = []
+    for q in weights:
+        scale = q.scale.bfloat16()
+        if q.scale.shape[1] * W4A8_GROUP != q.shape[1] or not torch.equal(scale.float(), q.scale):
+            return None
+        results.append(
+            QuantizedWeight(
+                format="w4a8", qdata=q.qdata, scale=scale, global_scale=None, shape=q.shape
+            )
+        )
+    return results
+
+
 def _mxfp4_as_nvfp4(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
     exponents = [q.scale.view(torch.uint8).int() - E8M0_BIAS for q in weights]
     used = [_is_used(q) for q in weights]
@@ -94,7 +112,7 @@ def _mxfp4_as_nvfp4(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]
 
 def _is_used(q: QuantizedWeight) -> Tensor:
     """Which groups [N, K / 32] hold a number other than zero."""
-    return grouped(unpack_nibbles(q.qdata) & 7, _MXFP4_GROUP).any(-1)
+    return (grouped(unpack_nibbles(q.qdata), _MXFP4_GROUP) & 7).ne(0).any(-1)
 
 
 def _as_nvfp4(q: QuantizedWeight, exponent: Tensor, shared: int) -> QuantizedWeight:

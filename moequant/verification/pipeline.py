@@ -9,7 +9,7 @@ from moequant.checkpoint.converted import ConvertedCheckpoint, recorded_architec
 from moequant.checkpoint.files import RECORD_FILE
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
-from moequant.checkpoint.source_model import read_source
+from moequant.checkpoint.source_model import read_source, source_config
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
 from moequant.conversion.units import quantizer_jobs
@@ -99,7 +99,7 @@ def verify(
     findings = Findings()
     stored = read_stored(path, findings)
     own = given or _recorded(stored, findings)
-    original = read_source(source.tensors, source.config, own)
+    original = read_source(source.tensors, source_config(source), own)
     model = original.model
     if layers != 0 and model.moe.act_fn.name not in FUNCTIONS:
         raise UnsupportedError(

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +53,64 @@ def fp8_block(shape, generator, *, power_of_two=True, scale_dtype=torch.float32)
     scale = scale.to(scale_dtype)
     numbers = e4m3(code) * spread(scale.float(), 128, 128, shape)
     return Encoded({"weight": code.view(torch.float8_e4m3fn), "weight_scale_inv": scale}, numbers)
+
+
+def packed(code):
+    """Two codes a byte, the even column in the low half."""
+    return code[:, 0::2] + 16 * code[:, 1::2]
+
+
+def nvfp4(shape, generator, *, divisor=2.0**13, modelopt=False):
+    """Scales are whatever E4M3 has, so that code times scale needs all of its six bits."""
+    N, K = shape
+    code = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    scale = torch.randint(1, 0x7F, (N, K // 16), generator=generator, dtype=torch.uint8)
+    numbers = E2M1[code.long()] * spread(e4m3(scale), 1, 16, shape) / divisor
+    scale = scale.view(torch.float8_e4m3fn)
+    if modelopt:
+        multiplier = torch.tensor(1 / divisor, dtype=torch.float32)
+        tensors = {"weight": packed(code), "weight_scale": scale, "weight_scale_2": multiplier}
+        return Encoded(tensors | {"input_scale": torch.tensor(0.01)}, numbers)
+    tensors = {"weight_packed": packed(code), "weight_scale": scale}
+    divisors = {"weight_global_scale": torch.tensor([divisor], dtype=torch.float32)}
+    return Encoded(tensors | divisors | {"input_global_scale": torch.tensor([100.0])}, numbers)
+
+
+def mxfp4(shape, generator, *, exponents=(-17, -3)):
+    """Exponents up to 14 apart, ends included."""
+    N, K = shape
+    code = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    low, high = exponents
+    exponent = torch.randint(low, high + 1, (N, K // 32), generator=generator)
+    exponent[0, 0], exponent[0, 1] = low, high
+    # No zero group, no group without a 6: what is tested is the worst there is.
+    code[:, 0::32], code[:, 1::32] = 7, 9
+    numbers = E2M1[code.long()] * spread(2.0**exponent, 1, 32, shape)
+    byte = (exponent + 127).to(torch.uint8)
+    return Encoded({"weight_packed": packed(code), "weight_scale": byte}, numbers)
+
+
+def int4(shape, generator, *, group=128, scale_dtype=torch.bfloat16):
+    N, K = shape
+    code = torch.randint(0, 16, shape, generator=generator)
+    scale = (0.001 + 0.01 * torch.rand((N, K // group), generator=generator)).to(scale_dtype)
+    numbers = (code - 8) * spread(scale.float(), 1, group, shape)
+    words = sum(code[:, i::8] * 16**i for i in range(8))
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    logical = torch.tensor(shape, dtype=torch.int64)
+    return Encoded(
+        {"weight_packed": words, "weight_scale": scale, "weight_shape": logical}, numbers
+    )
+
+
+def fp8_channel(shape, generator, *, scale_dtype=torch.float32, per_tensor=False):
+    code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    code[(code & 0x7F) == 0x7F] = 0x7E
+    scale = 1e-4 * (1 + torch.rand((1 if per_tensor else shape[0], 1), generator=generator))
+    scale = scale.to(scale_dtype)
+    numbers = e4m3(code) * scale.double()
+    stored = scale.reshape(1) if per_tensor else scale
+    return Encoded({"weight": code.view(torch.float8_e4m3fn), "weight_scale": stored}, numbers)
 
 
 class Source:
@@ -112,6 +173,232 @@ def write_source(path, plain, quantized, quantization_config, encode):
         config["quantization_config"] = quantization_config
     (path / "config.json").write_text(json.dumps(config))
     return Source(path, numbers, left)
+
+
+def group_of(format, weights, input_activations=None):
+    """A `quantization_config` of compressed-tensors for routed experts."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": format,
+                "weights": {"symmetric": True, "dynamic": False, **weights},
+                "input_activations": input_activations,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    }
+
+
+E4M3_SCALE, BYTE_SCALE = {"scale_dtype": "torch.float8_e4m3fn"}, {"scale_dtype": "torch.uint8"}
+FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+MODELOPT |= {"exclude_modules": ["lm_head", "model.layers.*.self_attn*", "model.layers.*.mlp.gate"]}
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which experts are stored.
+
+    `format` is what moequant calls it; `exact` are formats that hold its numbers without a change.
+    """
+
+    encode: Any
+    config: Any
+    format: str
+    exact: tuple[str, ...]
+    hf_quant_config: Any = None
+
+
+FORMS = {
+    "nvfp4-pack-quantized": Form(
+        nvfp4,
+        group_of(
+            "nvfp4-pack-quantized",
+            FOUR_BITS | E4M3_SCALE,
+            FOUR_BITS | {"dynamic": "local", "symmetric": True},
+        ),
+        "nvfp4",
+        ("bf16", "nvfp4"),
+    ),
+    "mxfp4-pack-quantized": Form(
+        mxfp4,
+        group_of(
+            "mxfp4-pack-quantized",
+            FOUR_BITS | BYTE_SCALE | {"strategy": "group", "group_size": 32},
+        ),
+        "mxfp4",
+        ("bf16", "mxfp4", "nvfp4", "fp8_block"),
+    ),
+    "float-quantized, blocks": Form(
+        lambda shape, generator: renamed(fp8_block(shape, generator)),
+        group_of(
+            "float-quantized",
+            {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "block",
+                "block_structure": [128, 128],
+            },
+            TOKENS | {"strategy": "group", "group_size": 128},
+        ),
+        "fp8_block",
+        ("bf16", "fp8_block"),
+    ),
+    "float-quantized, channels": Form(
+        fp8_channel,
+        group_of(
+            "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, TOKENS
+        ),
+        "fp8_channel",
+        (),
+    ),
+    "float-quantized, tensor": Form(
+        partial(fp8_channel, per_tensor=True, scale_dtype=torch.bfloat16),
+        group_of("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+        "fp8_channel",
+        (),
+    ),
+    "pack-quantized, W4AFP8": Form(
+        int4,
+        group_of(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            TOKENS,
+        ),
+        "w4a8",
+        ("w4a8",),
+    ),
+    "pack-quantized, W4A16": Form(
+        int4,
+        group_of(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+        ),
+        "int4",
+        ("w4a8",),
+    ),
+    "pack-quantized, groups of 32": Form(
+        partial(int4, group=32, scale_dtype=torch.float16),
+        group_of(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        ),
+        "int4",
+        (),
+    ),
+    "modelopt": Form(
+        partial(nvfp4, modelopt=True),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.layers.*.self_attn*", "model.layers.0.mlp.gate"],
+        },
+        "nvfp4",
+        ("bf16", "nvfp4"),
+    ),
+    "modelopt, hf_quant_config.json": Form(
+        partial(nvfp4, modelopt=True),
+        None,
+        "nvfp4",
+        ("bf16", "nvfp4"),
+        {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
+    ),
+}
+
+
+def renamed(encoded):
+    """FP8 blocks by compressed-tensors' name of the scale."""
+    tensors = dict(encoded.tensors)
+    tensors["weight_scale"] = tensors.pop("weight_scale_inv")
+    return Encoded(tensors, encoded.numbers)
+
+
+@pytest.fixture(scope="session")
+def forms():
+    """Every form of experts, by name."""
+    return FORMS
+
+
+@pytest.fixture(scope="session")
+def make_form(make_checkpoint, tmp_path_factory):
+    """make_form(name, **settings): a Qwen3-MoE whose experts are in a form, made once.
+
+    With `path` or settings of its encoder, one for this test alone.
+    """
+    made = {}
+
+    def make(name, *, path=None, **settings):
+        if path is None and not settings and name in made:
+            return made[name]
+        form = FORMS[name]
+        source = write_source(
+            path or tmp_path_factory.mktemp("form") / "source",
+            make_checkpoint(experts=2, layers=1),
+            lambda module: ".experts." in module,
+            form.config,
+            partial(form.encode, **settings) if settings else form.encode,
+        )
+        if form.hf_quant_config is not None:
+            (source.path / "hf_quant_config.json").write_text(json.dumps(form.hf_quant_config))
+        if path is None and not settings:
+            made[name] = source
+        return source
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_gpt_oss(make_checkpoint, tmp_path_factory):
+    """make_gpt_oss(**settings of mxfp4): gpt-oss as it was released, in MXFP4.
+
+    Numbers are of single experts' gate, up and down [N, K], by the names of their weights.
+    """
+
+    def make(**settings):
+        E, size = 2, 256
+        plain = make_checkpoint(model_type="gpt_oss", experts=E, hidden=size, intermediate=size)
+        generator = torch.Generator().manual_seed(5)
+        numbers, written = {}, {}
+        for name, tensor in tensors_of(plain).items():
+            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                written[name] = tensor
+                continue
+            stack = [mxfp4((t.shape[1], t.shape[0]), generator, **settings) for t in tensor]
+            N, K = tensor.shape[2], tensor.shape[1]
+            blocks = torch.stack([one.tensors["weight_packed"] for one in stack])
+            written[f"{name}_blocks"] = blocks.reshape(E, N, K // 32, 16)
+            written[f"{name}_scales"] = torch.stack([o.tensors["weight_scale"] for o in stack])
+            for e, one in enumerate(stack):
+                at = f"{name.rpartition('.')[0]}.{e}"
+                if name.endswith("down_proj"):
+                    numbers[f"{at}.down_proj.weight"] = one.numbers
+                else:
+                    numbers[f"{at}.gate_proj.weight"] = one.numbers[0::2]
+                    numbers[f"{at}.up_proj.weight"] = one.numbers[1::2]
+        path = tmp_path_factory.mktemp("gpt_oss") / "source"
+        path.mkdir()
+        save_file({n: t.contiguous() for n, t in written.items()}, path / "model.safetensors")
+        config = json.loads((plain / "config.json").read_text())
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        }
+        (path / "config.json").write_text(json.dumps(config))
+        plain = {n: t for n, t in written.items() if not n.endswith(("_blocks", "_scales"))}
+        return Source(path, numbers, plain)
+
+    return cache(make)
 
 
 FP8 = {

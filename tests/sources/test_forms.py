@@ -1,0 +1,238 @@
+"""Sources as compressed-tensors and Model-Optimizer write them, put together byte by byte."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from transformers import AutoModelForCausalLM
+
+from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.conversion import convert
+from moequant.errors import UnsupportedError
+from moequant.formats import REGISTRY, dequantize
+from moequant.verification import verify
+
+NAMES = [
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "float-quantized, blocks",
+    "float-quantized, channels",
+    "float-quantized, tensor",
+    "pack-quantized, W4AFP8",
+    "pack-quantized, W4A16",
+    "pack-quantized, groups of 32",
+    "modelopt",
+    "modelopt, hf_quant_config.json",
+]
+ROUNDING = 2.0**-8
+"""Most that rounding to BF16, of eight significant bits, takes of a number."""
+EXPERT = "model.layers.0.mlp.experts.1"
+
+every_form = pytest.mark.parametrize("name", NAMES)
+
+
+def test_every_form_is_here(forms):
+    assert list(forms) == NAMES
+
+
+@every_form
+def test_bf16_gives_every_number_back(make_form, forms, read_tensors, config_of, tmp_path, name):
+    source, form = make_form(name), forms[name]
+    result = convert(source.path, tmp_path / "out", format="bf16")
+    found = read_tensors(tmp_path / "out")
+    assert found.keys() == source.numbers.keys() | source.plain.keys()
+    for weight, numbers in source.numbers.items():
+        wanted = numbers if "bf16" in form.exact else numbers.float().bfloat16().double()
+        assert torch.equal(found[weight].double(), wanted), weight
+    (loss,) = result.losses
+    assert (loss.source, loss.format) == (form.format, "bf16")
+    if "bf16" in form.exact:
+        assert loss.exact == loss.weights == len(source.numbers)
+    else:
+        assert 0 < loss.relative_error <= ROUNDING
+    assert "quantization_config" not in config_of(tmp_path / "out")
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    report = verify(tmp_path / "out", against=source.path)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("format", REGISTRY)
+@every_form
+def test_every_form_becomes_every_format(make_form, forms, tmp_path, name, format):
+    source, form = make_form(name), forms[name]
+    result = convert(source.path, tmp_path / "out", format=format)
+    (loss,) = result.losses
+    assert (loss.source, loss.format) == (form.format, format)
+    assert (loss.exact == loss.weights) is (format in form.exact)
+    converted = ConvertedCheckpoint.open(tmp_path / "out")
+    for weight, numbers in source.numbers.items():
+        decoded = dequantize(converted.read(weight.removesuffix(".weight"))).double()
+        if format in form.exact:
+            assert torch.equal(decoded, numbers), weight
+        else:
+            # Codes drawn evenly are no normal weights: half a step of E2M1 or INT4 at most.
+            assert torch.linalg.vector_norm(decoded - numbers) < 0.25 * numbers.norm()
+    report = verify(tmp_path / "out", against=source.path)
+    assert report.ok, report.problems
+
+
+LIBRARY = [name for name in NAMES if not name.startswith("modelopt")]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_compressed_tensors_decodes_the_same(make_form, forms, read_tensors, tmp_path, name):
+    source, form = make_form(name), forms[name]
+    convert(source.path, tmp_path / "out", format="bf16")
+    found, stored = read_tensors(tmp_path / "out"), read_tensors(source.path)
+    scheme = QuantizationConfig.model_validate(form.config).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    for weight in source.numbers:
+        module = weight.removesuffix("weight")
+        local = {n.removeprefix(module): t for n, t in stored.items() if n.startswith(module)}
+        # In float32, for it multiplies in the dtype of the scale.
+        local["weight_scale"] = as_float32(local["weight_scale"])
+        decoded = compressor.decompress(local, scheme)["weight"]
+        assert torch.equal(decoded.float().bfloat16(), found[weight]), weight
+
+
+def as_float32(scale):
+    return scale.float() if scale.dtype in (torch.bfloat16, torch.float16) else scale
+
+
+@pytest.mark.parametrize("name", ["mxfp4-pack-quantized", "pack-quantized, W4AFP8"])
+def test_transformers_decodes_the_same(make_form, tmp_path, name):
+    source = make_form(name)
+    convert(source.path, tmp_path / "out", format="bf16")
+    states = []
+    for path in (source.path, tmp_path / "out"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, output_loading_info=True
+        )
+        assert not any(report.values()), report
+        states.append(model.state_dict())
+    for weight, tensor in states[1].items():
+        assert torch.equal(states[0][weight], tensor), weight
+
+
+def test_our_own_outputs_are_sources_and_come_back_the_same(
+    make_checkpoint, read_tensors, tmp_path
+):
+    plain = make_checkpoint(experts=2, layers=1)
+    for format in REGISTRY:
+        for dialect in (None, "compressed-tensors", "moequant"):
+            at = tmp_path / f"{format}-{dialect}"
+            there = convert(plain, at / "there", format=format, dialect=dialect).output
+            back = convert(there, at / "bf16", format="bf16").output
+            decoded = ConvertedCheckpoint.open(there)
+            for name, tensor in read_tensors(back).items():
+                if ".experts." in name:
+                    q = decoded.read(name.removesuffix(".weight"))
+                    assert torch.equal(tensor, dequantize(q).bfloat16())
+            again = convert(there, at / "again", format=format, dialect=dialect).output
+            before, after = read_tensors(there), read_tensors(again)
+            assert before.keys() == after.keys()
+            for name, tensor in before.items():
+                same = after[name].view(torch.uint8) if tensor.ndim else after[name]
+                assert torch.equal(same, tensor.view(torch.uint8) if tensor.ndim else tensor)
+
+
+def test_compressed_tensors_and_modelopt_hold_the_same_nvfp4(make_form, read_tensors, tmp_path):
+    pair = [make_form("nvfp4-pack-quantized"), make_form("modelopt")]
+    outputs = [
+        convert(source.path, tmp_path / str(i), format="nvfp4").output
+        for i, source in enumerate(pair)
+    ]
+    one, other = map(read_tensors, outputs)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "modelopt"])
+def test_a_global_scale_that_is_no_power_of_two_is_rounded_and_the_report_says_so(
+    make_form, read_tensors, tmp_path, name
+):
+    source = make_form(name, divisor=2688 / 0.37)
+    result = convert(source.path, tmp_path / "out", format="bf16")
+    found = read_tensors(tmp_path / "out")
+    for weight, numbers in source.numbers.items():
+        # One rounding to eight bits, and three to float32: of the reciprocal and of products.
+        bound = numbers.abs() * (2.0**-8 + 4 * 2.0**-24)
+        assert ((found[weight].double() - numbers).abs() <= bound).all()
+    assert 0 < result.losses[0].relative_error <= ROUNDING
+
+
+def test_gate_and_up_with_global_scales_of_their_own_get_one(
+    make_form, edit, read_tensors, tmp_path
+):
+    source = make_form("nvfp4-pack-quantized", path=tmp_path / "source")
+    stored = read_tensors(source.path)
+    name = f"{EXPERT}.gate_proj"
+    scale = stored[f"{name}.weight_scale"].float().clamp(2.0**-4, 64)
+    edit(
+        source.path,
+        {
+            f"{name}.weight_global_scale": torch.tensor([2.0**15]),
+            f"{name}.weight_scale": scale.to(torch.float8_e4m3fn),
+        },
+    )
+    result = convert(source.path, tmp_path / "out", format="nvfp4")
+    (loss,) = result.losses
+    assert loss.exact == loss.weights
+    found = read_tensors(tmp_path / "out")
+    for leaf in ("gate_proj", "up_proj"):
+        assert found[f"{EXPERT}.{leaf}.weight_global_scale"].item() == 2.0**13
+    assert torch.equal(found[f"{name}.weight_scale"].float(), scale / 4)
+    assert verify(tmp_path / "out", against=source.path).ok
+
+
+def test_global_scales_that_cannot_be_one_are_quantized_anew(make_form, edit, tmp_path):
+    source = make_form("nvfp4-pack-quantized", path=tmp_path / "source")
+    edit(source.path, {f"{EXPERT}.gate_proj.weight_global_scale": torch.tensor([2.0**20])})
+    result = convert(source.path, tmp_path / "out", format="nvfp4")
+    (loss,) = result.losses
+    assert loss.exact == loss.weights - 2
+    assert verify(tmp_path / "out", against=source.path).ok
+
+
+def test_scales_of_activations_are_left_out_and_said(make_form, read_tensors, tmp_path):
+    source = make_form("modelopt")
+    result = convert(source.path, tmp_path / "out", format="nvfp4")
+    assert any("calibrated scales" in warning for warning in result.plan.warnings)
+    assert not any(name.endswith("input_scale") for name in read_tensors(tmp_path / "out"))
+
+
+REFUSED = {
+    "zero points": ("pack-quantized, W4A16", {"symmetric": False}, "symmetric is False"),
+    "eight bits": ("pack-quantized, W4A16", {"num_bits": 8}, "num_bits is 8"),
+    "groups in another order": ("pack-quantized, W4A16", {"actorder": "group"}, "actorder"),
+    "blocks of another size": (
+        "float-quantized, blocks",
+        {"block_structure": [64, 64]},
+        r"block_structure is \[64, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_schemes_are_refused_by_field(make_form, config_of, tmp_path, case):
+    name, change, message = REFUSED[case]
+    source = make_form(name, path=tmp_path / "source")
+    config = config_of(source.path)
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+    (source.path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=message):
+        convert(source.path, tmp_path / "out", format="bf16")
+
+
+def test_other_algorithms_of_modelopt_are_refused_by_name(make_form, config_of, tmp_path):
+    source = make_form("modelopt", path=tmp_path / "source")
+    config = config_of(source.path)
+    config["quantization_config"]["quant_algo"] = "MIXED_PRECISION"
+    (source.path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="quant_algo is 'MIXED_PRECISION'"):
+        convert(source.path, tmp_path / "out", format="bf16")
