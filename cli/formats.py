@@ -22,9 +22,20 @@ _SHAPE = (2048, 4096)
 
 
 @click.command("formats", short_help="List formats, dialects, and what runs them here.")
+@click.option(
+    "--architectures",
+    is_flag=True,
+    help="List instead the architectures, the dialect of each format there, and what tests say.",
+)
+@click.option("--markdown", is_flag=True, help="With --architectures: as the README has it.")
 @options.json_option
-def command(as_json: bool) -> None:
+def command(architectures: bool, markdown: bool, as_json: bool) -> None:
     """List formats and dialects, and what converts and runs them on this machine."""
+    if markdown and (as_json or not architectures):
+        raise click.UsageError("--markdown goes with --architectures, and not with --json")
+    if architectures:
+        _list_architectures(Output(as_json=as_json), as_markdown=markdown)
+        return
     from moequant.dialects import REGISTRY as DIALECTS
     from moequant.formats import REGISTRY as FORMATS
 
@@ -38,6 +49,20 @@ def command(as_json: bool) -> None:
         "backends": list(_backends()),
     }
     Output(as_json=as_json).result(document, _show)
+
+
+def _list_architectures(out: Output, *, as_markdown: bool) -> None:
+    from moequant.cli import architectures
+    from moequant.formats import REGISTRY
+
+    document = {
+        "formats": list(REGISTRY),
+        "architectures": architectures.describe_architectures(),
+    }
+    if as_markdown:
+        out.line(architectures.markdown(document))
+    else:
+        out.result(document, architectures.show_architectures)
 
 
 def _describe(format: Format) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Diale
     formats = list(dict.fromkeys(unit.format for unit in assigned.units))
     name = recipe.output.dialect
     if formats:
-        return _choose_dialect(name, formats, source.model.architecture)
+        return choose_dialect(name, formats, source.model.architecture)
     encoded = {n for n, info in source.weights.items() if isinstance(info, EncodedInfo)}
     if encoded == assigned.restored:
         if name is not None:
@@ -298,10 +298,12 @@ def _check_architecture(
         )
 
 
-def _choose_dialect(
-    name: str | None, formats: Sequence[str], architecture: Architecture
-) -> Dialect:
-    """The dialect called `name`, or the first that serves architecture and formats."""
+def choose_dialect(name: str | None, formats: Sequence[str], architecture: Architecture) -> Dialect:
+    """The dialect called `name`, or the first that serves architecture and formats.
+
+    Raises:
+        UnsupportedError: it does not serve the architecture, or none carries the formats.
+    """
     serving = {d.name: d for d in DIALECTS.values() if _serves(d, architecture)}
     if name is not None:
         dialect = get_dialect(name)

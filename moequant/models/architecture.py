@@ -149,6 +149,8 @@ class Architecture:
         """Sets of last name components of linear layers that engines merge into one."""
         self.routing: str | None = table.get("routing")
         """What its router asks of experts that others do not, in words; None for nothing."""
+        self.tested: Mapping[str, Mapping[str, str]] = table.get("tested", {})
+        """What no test has as its class saves it: `by_hand` or `read`, and why, by model_type."""
         self.stacked = StackedExperts(table["stacked"]) if "stacked" in table else None
         """How a plain checkpoint stacks the experts of a layer; None where each has its tensors."""
         self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])
@@ -198,6 +200,19 @@ class Architecture:
         """The name on disk of one expert's weight; `projection` is gate, up or down."""
         leaf = self.projections[projection]
         return self._experts.format(layer=layer, expert=expert, projection=leaf)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Patterns of the names that experts have on disk, in a plain checkpoint."""
+        if self.stacked is not None:
+            return tuple(self.stacked.tensors.values())
+        leaves = (self.projections[p] for p in PROJECTIONS if p in self.projections)
+        return tuple(self._experts.replace("{projection}", leaf) for leaf in leaves)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that it has patterns for, in order; those that all share come last."""
+        return tuple(dict.fromkeys(role for role, _ in self._role_patterns))
 
     def mend(self, key: str) -> str:
         """What a user does to have `key` of this description otherwise; the end of an error."""

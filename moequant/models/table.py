@@ -125,6 +125,11 @@ class _Stacked(_Strict):
         return self
 
 
+class _Tested(_Strict):
+    by_hand: dict[str, _Name] = {}
+    read: dict[str, _Name] = {}
+
+
 class _Entry(_Strict):
     name: _Name
     model_types: _Names
@@ -147,6 +152,7 @@ class _Entry(_Strict):
     dialects: _Names | None = None
     roles: dict[_Name, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
     fused: list[_Names] = []
+    tested: _Tested = _Tested()
 
     @model_validator(mode="after")
     def _check(self) -> _Entry:

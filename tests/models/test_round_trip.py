@@ -12,9 +12,10 @@ from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
+from moequant.formats import REGISTRY as FORMATS
 from moequant.formats import dequantize
 from moequant.integrations.transformers import load_model
-from moequant.models import ROUTED_EXPERTS, read_model
+from moequant.models import ROUTED_EXPERTS, architectures, read_model
 from moequant.verification import verify
 
 # transformers knows their experts stacked alone, has no such model_type, or takes linear layers
@@ -136,27 +137,65 @@ def read_at(saved, place):
     return w if place.rows is None else w[place.rows.start : place.rows.stop : place.rows.step]
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-def test_the_rebuilt_model_computes_what_the_original_does(saved, tmp_path, format):
-    """Within what relative errors of this size in the matrices of each layer add up to, twice.
+def check_round_trip(saved, out, format, dialect=None):
+    """Convert, verify, decode, rebuild: the model computes what the original does.
 
-    A gate taken for an up is far beyond, which is shown too; a transpose has no fitting shape.
+    Within what relative errors of this size in the matrices of each layer add up to, twice. A gate
+    taken for an up is far beyond, which is shown too.
     """
     source = saved.checkpoint.path
-    dialect = "moequant" if saved.checkpoint.config["model_type"] == "gpt_oss" else None
-    result = convert(source, tmp_path / "out", format=format, dialect=dialect)
+    result = convert(source, out, format=format, dialect=dialect)
+    report = verify(result.output, against=source)
+    assert report.ok, report.problems
     converted = ConvertedCheckpoint.open(result.output)
     experts = decoded(converted)
     assert tuple(experts) == saved.case.layers
-    bound = 2 * weight_error(saved, converted, experts) * math.sqrt(terms(converted) * len(experts))
+    error = weight_error(saved, converted, experts)
+    bound = 2 * error * math.sqrt(terms(converted) * len(experts))
     wanted = logits(saved.model)
-    right = logits(rebuilt(saved, on_disk(saved, converted, experts)))
-    assert relative(right, wanted) < bound
-    if format == "mxfp4":
-        report = verify(result.output, against=source)
-        assert report.ok, report.problems
-        wrong = logits(rebuilt(saved, on_disk(saved, converted, mistaken(experts))))
-        assert relative(wrong, wanted) > bound
+    assert relative(logits(rebuilt(saved, on_disk(saved, converted, experts))), wanted) < bound
+    wrong = logits(rebuilt(saved, on_disk(saved, converted, mistaken(experts))))
+    assert relative(wrong, wanted) > bound
+
+
+def test_the_rebuilt_model_computes_what_the_original_does(saved, tmp_path):
+    """Here a transpose has no fitting shape: the hidden size is another than the intermediate."""
+    dialect = "moequant" if saved.checkpoint.config["model_type"] == "gpt_oss" else None
+    check_round_trip(saved, tmp_path / "out", "mxfp4", dialect)
+
+
+SQUARE = (256, 256)
+"""What every format takes; and no shape tells down from its transpose."""
+SIZES = {
+    # transformers 5.23 turns what has not the shape it wants: of a square down it does not know.
+    "qwen3_vl_moe": (256, 512),
+}
+ONE_OF_EACH_KIND = {
+    "deepseek_v4": "one by one, clamped",
+    "qwen3_moe": "one by one",
+    "nemotron_h": "one by one, without a gate",
+    "granitemoe": "stacked",
+    "llama4": "stacked, transposed",
+    "gpt_oss": "stacked, transposed, in turns, with biases",
+    "step3p7": "three stacks",
+    "dbrx": "one below the other",
+}
+
+
+def cells():
+    """Every format of every architecture; those of one architecture of a kind are run always."""
+    types = sorted(t for a in architectures() for t in a.model_types)
+    for model_type in types:
+        for format in FORMATS:
+            marks = [] if model_type in ONE_OF_EACH_KIND else [pytest.mark.full]
+            yield pytest.param(model_type, format, marks=marks, id=f"{model_type}-{format}")
+
+
+@pytest.mark.parametrize(("model_type", "format"), [*cells()])
+def test_every_architecture_in_every_format(save, models, tmp_path, model_type, format):
+    if model_type not in models:
+        pytest.skip("no class of transformers 5.23, and none is near; README says so")
+    check_round_trip(save(model_type, SIZES.get(model_type, SQUARE)), tmp_path / "out", format)
 
 
 def test_transformers_loads_the_converted_model(saved, tmp_path):

@@ -1,0 +1,156 @@
+"""The table of architectures by format, for people, scripts and the README."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from moequant.cli.output import Output
+    from moequant.models import Architecture
+
+_LAYER = "model.layers.{layer}."
+_COMMON_KEPT = ("router", "router_bias", "expert_bias", "norm", "embedding", "lm_head", "other")
+"""Roles that nobody has to be told are kept."""
+
+CLASS, BY_HAND, READ = "class", "by hand", "read"
+
+
+def describe_architectures() -> list[dict[str, Any]]:
+    """A row for those of an entry of the table that are tested alike."""
+    from moequant.models import architectures
+
+    return [row for architecture in architectures() for row in _rows(architecture)]
+
+
+def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
+    for tested, model_types in groupby(
+        sorted(architecture.model_types, key=lambda t: _order(architecture, t)),
+        key=lambda t: _tested(architecture, t),
+    ):
+        listed = list(model_types)
+        notes = architecture.tested.get(tested.replace(" ", "_"), {})
+        yield {
+            "name": architecture.name,
+            "model_types": listed,
+            "experts": list(architecture.names),
+            "layout": _layout(architecture),
+            "gated": architecture.gated,
+            "dialects": dict(_dialects(architecture)),
+            "kept": [role for role in architecture.roles if _is_kept(role)],
+            "tested": tested,
+            "notes": {t: notes[t] for t in listed if t in notes},
+        }
+
+
+def _tested(architecture: Architecture, model_type: str) -> str:
+    for how in (BY_HAND, READ):
+        if model_type in architecture.tested.get(how.replace(" ", "_"), {}):
+            return how
+    return CLASS
+
+
+def _order(architecture: Architecture, model_type: str) -> tuple[int, int]:
+    how = (CLASS, BY_HAND, READ).index(_tested(architecture, model_type))
+    return how, architecture.model_types.index(model_type)
+
+
+def _layout(architecture: Architecture) -> str:
+    """How the experts of a layer lie in a plain checkpoint, in words."""
+    stacked = architecture.stacked
+    if stacked is None:
+        words = ["one by one"]
+    else:
+        ways = {stacked.transposed(stack) for stack in stacked.tensors}
+        words = ["one below the other" if stacked.flat else "stacked"]
+        if "gate" in stacked.tensors:
+            words.append("gate and up apart")
+        if ways == {True}:
+            words.append("transposed")
+        elif True in ways:
+            turned = [s for s in stacked.tensors if stacked.transposed(s)]
+            words.append(f"{' and '.join(turned)} transposed")
+        if stacked.interleaved:
+            words.append("gate and up in turns")
+        if stacked.biased:
+            words.append("biases")
+    return ", ".join(words if architecture.gated else [*words, "no gate"])
+
+
+def _dialects(architecture: Architecture) -> Iterator[tuple[str, str]]:
+    """The dialect that each format is written in where none is named."""
+    from moequant.conversion.plan import choose_dialect
+    from moequant.formats import REGISTRY
+
+    for format in REGISTRY:
+        yield format, choose_dialect(None, [format], architecture).name
+
+
+def _is_kept(role: str) -> bool:
+    from moequant.models import CONVERTIBLE_ROLES
+
+    return role not in (*CONVERTIBLE_ROLES, *_COMMON_KEPT)
+
+
+def show_architectures(out: Output, document: Mapping[str, Any]) -> None:
+    """As a table of one line a row."""
+    formats = document["formats"]
+    out.table(
+        ["model_type", "experts on disk", "how they lie", *formats, "tested against"],
+        [
+            (
+                ", ".join(row["model_types"]),
+                _short(row["experts"]),
+                row["layout"],
+                *(row["dialects"][format] for format in formats),
+                row["tested"],
+            )
+            for row in document["architectures"]
+        ],
+    )
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The two tables of the README: architectures by format, and what was done by hand."""
+    from moequant.dialects import default_dialect
+
+    formats: Sequence[str] = document["formats"]
+    usual = {format: default_dialect(format) for format in formats}
+    lines = _table(
+        ["`model_type`", "experts on disk", "how they lie"]
+        + [f"`{format}`" for format in formats]
+        + ["also kept", "tested against"],
+        [
+            [
+                ", ".join(f"`{t}`" for t in row["model_types"]),
+                f"`{_short(row['experts'])}`",
+                row["layout"],
+                *(
+                    "yes" if row["dialects"][f] == usual[f] else f"`{row['dialects'][f]}`"
+                    for f in formats
+                ),
+                ", ".join(role.replace("_", " ") for role in row["kept"]),
+                row["tested"],
+            ]
+            for row in document["architectures"]
+        ],
+    )
+    notes = [
+        [f"`{model_type}`", row["tested"], note]
+        for row in document["architectures"]
+        for model_type, note in row["notes"].items()
+    ]
+    return "\n".join([*lines, "", *_table(["`model_type`", "", "the test"], notes)])
+
+
+def _short(names: Sequence[str]) -> str:
+    """The first name of an expert, without what nearly all begin and end with."""
+    name = names[0].removesuffix(".weight")
+    return name.removeprefix(_LAYER).replace("{expert}", "{e}").replace("{layer}", "{l}")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return head + [f"| {' | '.join(row)} |" for row in rows]
