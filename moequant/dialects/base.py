@@ -108,7 +108,8 @@ class Dialect(ABC):
 
         Args:
             formats: format by converted module.
-            kept: every other module with a two-dimensional weight.
+            kept: every other module with a two-dimensional weight; of experts that are stacked,
+                the module that holds them all, `model.layers.3.mlp.experts`.
 
         Raises:
             UnsupportedError: the dialect cannot carry this mixture of formats.

@@ -32,13 +32,16 @@ def kept_blocks(kept: Iterable[str]) -> tuple[list[str], list[str]]:
 
     Engines run the experts of a layer as one module, so they are kept or converted together.
 
+    Args:
+        kept: single modules, and the names of blocks whose experts are stacked.
+
     Returns:
         Blocks of experts, and all other modules; `lm_head` is always among these.
     """
     blocks: set[str] = set()
     others = {"lm_head"}
     for module in kept:
-        block = expert_block(module)
+        block = module if module.endswith(".experts") else expert_block(module)
         (others if block is None else blocks).add(block or module)
     return sorted(blocks), sorted(others)
 

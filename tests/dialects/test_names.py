@@ -27,6 +27,10 @@ def test_expert_block_is_what_engines_run_as_one_module(module, block):
 def test_kept_experts_become_one_entry_and_lm_head_is_always_there():
     kept = ["b.q_proj", "a.experts.1.w1", "a.experts.0.w1"]
     assert kept_blocks(kept) == (["a.experts"], ["b.q_proj", "lm_head"])
+    assert kept_blocks([*kept, "mtp.experts"]) == (
+        ["a.experts", "mtp.experts"],
+        ["b.q_proj", "lm_head"],
+    )
 
 
 def test_formats_told_apart_by_parent_need_one_pattern_for_all_layers():
