@@ -19,7 +19,7 @@ from moequant.checkpoint.headers import TensorInfo, bit_count, dtype_name
 from moequant.checkpoint.parts import PartInfo
 from moequant.checkpoint.source_model import read_source
 from moequant.checkpoint.writer import TensorSlot, lay_out
-from moequant.conversion.assign import assign
+from moequant.conversion.assign import assign, biases_of
 from moequant.conversion.kept import staying
 from moequant.conversion.recipe import parse_size
 from moequant.conversion.stacks import restored_items, stack_of
@@ -330,10 +330,11 @@ def _serves(dialect: Dialect, architecture: Architecture) -> bool:
 
 
 def _module(name: str, info: WeightInfo) -> str | None:
-    """The module a two-dimensional weight belongs to, as engines name it."""
+    """The module a two-dimensional weight belongs to, or a stack of such, as engines name it."""
     if len(info.shape) == 2 and name.endswith(".weight"):
         return name.removesuffix(".weight")
-    return None
+    block, dot, _ = name.rpartition(".experts.")
+    return f"{block}.experts" if dot and len(info.shape) > 2 else None
 
 
 def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
@@ -389,7 +390,8 @@ def _items(
     """Units where their first weight stands, and everything else, in natural order.
 
     A tensor that holds several weights stands for those that no unit takes. What is quantized and
-    neither converted nor staying is restored.
+    neither converted nor staying is restored. Biases of experts that change come along, and are
+    looked at.
     """
     item_of: dict[str, Unit | Restored] = {w.info.name: u for u in units for w in u.weights}
     left = [
@@ -400,6 +402,7 @@ def _items(
     item_of |= {
         w.info.name: item for item in restored_items(left, source.model) for w in item.weights
     }
+    biases = biases_of(item_of, source.model.roles)
     copied: set[str] = set()
     for name, info in source.weights.items():
         found = item_of.get(name)
@@ -407,7 +410,7 @@ def _items(
             for stored in _stored_in(info, tensors):
                 if stored.name not in copied:
                     copied.add(stored.name)
-                    yield Copy(info=stored)
+                    yield Copy(info=stored, is_bias=stored.name in biases)
         elif found.name == name:
             yield found
 

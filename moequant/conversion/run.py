@@ -23,7 +23,7 @@ from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.losses import merged
 from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.units import Copy, Unit, convert_unit, restore
+from moequant.conversion.units import Copy, Unit, check_bias, convert_unit, restore
 from moequant.conversion.used import UsedQuantizer
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ class _Run(threading.local):
     def _work(self, writer: ShardWriter, item: Item) -> list[Loss]:
         losses: list[Loss] = []
         if isinstance(item, Copy):
+            if item.is_bias:
+                check_bias(self._source, item.info)
             _copy(self._source, item, writer)
         else:
             losses = self._convert(item, writer)

@@ -19,7 +19,7 @@ from moequant.checkpoint.headers import DTYPES, dtype_name
 from moequant.checkpoint.parts import PartInfo, decoded, read_stored
 from moequant.conversion.losses import ROWS, Loss, measure
 from moequant.conversion.recipe import BF16
-from moequant.errors import UnsupportedError
+from moequant.errors import NonFiniteError, UnsupportedError
 from moequant.formats import (
     QuantizedWeight,
     TensorSpec,
@@ -171,9 +171,15 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A tensor that comes along bit for bit."""
+    """A tensor that comes along bit for bit.
+
+    Attributes:
+        info: what its header says.
+        is_bias: whether it holds biases of experts that are converted, and so no NaN nor Inf.
+    """
 
     info: TensorInfo
+    is_bias: bool = False
 
     @property
     def name(self) -> str:
@@ -234,6 +240,24 @@ class Restored:
             weight.info.name: TensorSpec(dtype=torch.bfloat16, shape=tuple(weight.info.shape))
             for weight in self.weights
         }
+
+
+def check_bias(source: Checkpoint, info: TensorInfo) -> None:
+    """Refuse NaN and Inf in the biases of experts that are converted; they are small, and read.
+
+    Raises:
+        NonFiniteError: names the tensor, the index and the value of the first one found.
+        CheckpointError: the source cannot be read.
+        UnsupportedError: as `Checkpoint.read`.
+    """
+    values = source.read(info.name)
+    bad = (~torch.isfinite(values)).nonzero()
+    if len(bad):
+        index = bad[0].tolist()
+        raise NonFiniteError(
+            f"{info.name}: {values[tuple(index)].item()} at index {index}; experts that are "
+            "converted have biases without it. Mend the source checkpoint or fetch it again"
+        )
 
 
 Item = Unit | Restored | Copy

@@ -18,7 +18,7 @@ from moequant.checkpoint.encoded import EncodedInfo
 from moequant.checkpoint.files import CONFIG_FILE, RECORD_FILE
 from moequant.checkpoint.parts import PartInfo
 from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
-from moequant.conversion.assign import check_whole_layers, group_fused
+from moequant.conversion.assign import biases_of, check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
 from moequant.conversion.identity import content_digests, source_digests
 from moequant.conversion.recipe import field_path
@@ -89,6 +89,11 @@ class Expectation:
     def model(self) -> Model:
         """What the source is, apart from how its weights are stored."""
         return self.original.model
+
+    def biases(self) -> set[str]:
+        """Names of copies in which NaN and Inf are refused, for their experts are converted."""
+        names = [w.info.name for item in (*self.units, *self.restored) for w in item.weights]
+        return biases_of(names, self.model.roles)
 
     def formats(self) -> dict[str, str]:
         """Format by module that is quantized: converted, or left as the source has it."""

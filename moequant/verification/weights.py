@@ -20,7 +20,14 @@ from moequant.checkpoint.parts import decoded, read_places, read_stored
 from moequant.conversion.losses import Loss, measure, squared_norm
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.recipe import BF16
-from moequant.conversion.units import Restored, Unit, encode_unit, quantize_unit, restored
+from moequant.conversion.units import (
+    Restored,
+    Unit,
+    check_bias,
+    encode_unit,
+    quantize_unit,
+    restored,
+)
 from moequant.errors import MoequantError
 from moequant.formats import (
     QuantizedWeight,
@@ -88,7 +95,7 @@ def check_weights(
     Raises:
         CheckpointError: a file cannot be read or changes meanwhile, or the source holds NaN or Inf.
     """
-    own = threading.local()
+    own, biases = threading.local(), expected.biases()
 
     def check(item: Unit | Restored | TensorInfo) -> _Result:
         if isinstance(item, Unit):
@@ -100,7 +107,7 @@ def check_weights(
             result = _check_restored(source, stored.checkpoint, item)
             progress.advance(item.source_bytes, item.name)
         else:
-            result = _check_copy(source, stored.checkpoint, item)
+            result = _check_copy(source, stored.checkpoint, item, is_bias=item.name in biases)
             progress.advance(item.size_bytes, item.name)
         return result
 
@@ -115,8 +122,12 @@ def check_weights(
     return checks
 
 
-def _check_copy(source: Checkpoint, stored: Checkpoint, info: TensorInfo) -> _Result:
+def _check_copy(
+    source: Checkpoint, stored: Checkpoint, info: TensorInfo, *, is_bias: bool
+) -> _Result:
     result = _Result()
+    if is_bias:
+        check_bias(source, info)
     found = stored.tensors.get(info.name)
     if found is not None and (found.dtype, found.shape) == (info.dtype, info.shape):
         chunks = (c.chunks(info.name, COPY_CHUNK_BYTES) for c in (stored, source))

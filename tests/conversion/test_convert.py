@@ -24,6 +24,7 @@ from moequant.errors import (
     UnsupportedError,
 )
 from moequant.formats import REGISTRY, dequantize, get_format
+from moequant.verification import verify
 
 SHARDS = "1MB"
 
@@ -235,6 +236,47 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_looks_whole(
         convert(own_source, tmp_path / "out", format=format)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".moequant"]
     assert not list((tmp_path / "out").rglob("*.safetensors*"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("bias", ["gate_up_proj_bias", "down_proj_bias"])
+def test_a_bias_of_converted_experts_that_is_not_finite_is_named(
+    make_checkpoint, tmp_path, bias, value
+):
+    source = make_checkpoint(path=tmp_path / "source", model_type="gpt_oss", experts=2)
+    name = f"model.layers.1.mlp.experts.{bias}"
+    right = convert(source, tmp_path / "right", format="mxfp4").output
+    path, tensors = expert_shard(source, name)
+    tensors[name][1, 7] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    message = rf"{name}: {value} at index \[1, 7\]; experts that are converted"
+    with pytest.raises(NonFiniteError, match=message):
+        convert(source, tmp_path / "out", format="mxfp4")
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    for folder in (right, foreign(right)):
+        with pytest.raises(NonFiniteError, match=message):
+            verify(folder, against=source, layers=0)
+
+
+def foreign(folder):
+    (folder / "moequant.json").unlink()
+    return folder
+
+
+def test_kept_tensors_are_copied_whatever_they_hold(make_checkpoint, tmp_path):
+    """Bytes, not numbers: biases of kept experts, routers, norms."""
+    source = make_checkpoint(path=tmp_path / "source", model_type="gpt_oss", experts=2)
+    for name in (
+        "model.layers.0.mlp.experts.down_proj_bias",
+        "model.layers.1.mlp.router.bias",
+        "model.layers.1.input_layernorm.weight",
+    ):
+        path, tensors = expert_shard(source, name)
+        tensors[name].view(-1)[1] = float("nan")
+        save_file(tensors, path, metadata={"format": "pt"})
+    rule = Rule(roles=("routed_experts",), layers="1:", format="mxfp4")
+    out = convert(source, tmp_path / "out", recipe=Recipe(rules=(rule,))).output
+    assert verify(out, against=source, layers=0).ok
 
 
 def test_a_refused_shape_is_named_before_anything_is_written(make_checkpoint, tmp_path):
