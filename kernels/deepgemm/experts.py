@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
+from moequant.kernels.deepgemm.copy_rows import copy_rows
 from moequant.kernels.fp8_block.quantize_permute import prepare
 from moequant.kernels.portable.arena import Arena
-from moequant.kernels.portable.experts import on, part_tokens
-from moequant.kernels.routing import max_rows
+from moequant.kernels.portable.experts import on, out_dtype, part_tokens
+from moequant.kernels.routing import max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def fused_experts(
     *,
     expert_map: Tensor | None = None,
     workspace: Tensor | None = None,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     """Run the experts once. Nothing is read on the host.
 
@@ -83,27 +85,38 @@ def fused_experts(
         topk_weights: [M, T] float32, bfloat16 or float16.
         expert_map: [global experts] int32 or int64, index here or -1.
         workspace: uint8, at least `workspace_bytes`; by default memory from torch's allocator.
+        hidden_scale: where `hidden` is quantized, float8_e4m3fn, its scales: float32
+            [M, ceil(H / 128)].
 
     Returns:
-        [M, H] in the dtype of `hidden`. Results of both GEMMs are rounded to bfloat16; sums over a
-        token's slots are float32.
+        [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. Results of both GEMMs
+        are rounded to bfloat16; sums over a token's slots are float32.
     """
     tokens, T = topk_ids.shape
     if topk_ids.numel() == 0:
-        return torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        return torch.zeros(hidden.shape, dtype=out_dtype(hidden), device=hidden.device)
     hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
     if expert_map is not None:
         expert_map = expert_map.contiguous()
     if workspace is None:
         size_bytes = workspace_bytes(weights, tokens, T)
         workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-    out = torch.empty_like(hidden)
+    if hidden_scale is not None:
+        hidden_scale = hidden_scale.contiguous()
+    out = torch.empty_like(hidden, dtype=out_dtype(hidden))
     most = part_tokens(tokens, T)
     with on(hidden.device):
         for first in range(0, tokens, most):
             part = slice(first, first + most)
             plan = Plan(weights, out[part].shape[0], T, Arena(workspace))
-            plan(hidden[part], topk_ids[part], topk_weights[part], out[part], expert_map)
+            plan(
+                hidden[part],
+                topk_ids[part],
+                topk_weights[part],
+                out[part],
+                expert_map,
+                None if hidden_scale is None else hidden_scale[part],
+            )
     return out
 
 
@@ -142,28 +155,34 @@ class Plan:
         topk_weights: Tensor,
         out: Tensor,
         expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
     ) -> None:
         """Run the experts.
 
         Args:
-            hidden: [M, H] contiguous bfloat16, float16 or float32.
+            hidden: [M, H] contiguous bfloat16, float16 or float32; float8_e4m3fn with a
+                `hidden_scale`.
             topk_ids: [M, T] contiguous int32 or int64.
             topk_weights: [M, T] contiguous float32, bfloat16 or float16.
             out: [M, H] contiguous bfloat16, float16 or float32, written.
             expert_map: [global experts] int32 or int64, index here or -1.
+            hidden_scale: see `fused_experts`; contiguous.
         """
         w = self.weights
-        prepare(
-            hidden,
-            topk_ids,
-            self.routing,
-            self.x,
-            self.x_scale,
-            experts=w.experts,
-            alignment=ALIGNMENT,
-            tile_rows=ALIGNMENT,
-            expert_map=expert_map,
-        )
+        how = {"experts": w.experts, "alignment": ALIGNMENT, "tile_rows": ALIGNMENT}
+        if hidden_scale is None:
+            prepare(
+                hidden,
+                topk_ids,
+                self.routing,
+                self.x,
+                self.x_scale,
+                **how,
+                expert_map=expert_map,
+            )
+        else:
+            sort_routing(topk_ids, self.routing, **how, expert_map=expert_map)
+            copy_rows(hidden, hidden_scale, self.routing.row_of_slot, self.x, self.x_scale)
         self._gemm(self.x, self.x_scale, w.w13, w.w13_scale, self.gate_up)
         routing = self.routing
         act_requantize(

@@ -45,6 +45,7 @@ def fused_experts(
     *,
     expert_map: Tensor | None = None,
     workspace: Tensor | None = None,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     """Run the experts once. Nothing is read on the host, and nothing kept but compiled kernels.
 
@@ -55,29 +56,46 @@ def fused_experts(
         topk_weights: [M, T] float32, bfloat16 or float16.
         expert_map: [global experts] int32 or int64, index here or -1.
         workspace: uint8, at least `workspace_bytes`; by default memory from torch's allocator.
+        hidden_scale: where `hidden` is quantized by `experts.activations`, float8_e4m3fn, its
+            scales: float32 [M, ceil(H / 128)] or [M, 1].
 
     Returns:
-        [M, H] in the dtype of `hidden`. For bfloat16 hidden states, what lies between the GEMMs and
-        is not quantized is rounded to bfloat16, and so is each expert's result; else both are
-        float32. Sums are float32.
+        [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. If it is bfloat16,
+        what lies between the GEMMs and is not quantized is rounded to it, and so is each expert's
+        result; else both are float32. Sums are float32.
     """
     tokens, T = topk_ids.shape
     if topk_ids.numel() == 0:
-        return torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        return torch.zeros(hidden.shape, dtype=out_dtype(hidden), device=hidden.device)
     hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
     if expert_map is not None:
         expert_map = expert_map.contiguous()
+    if hidden_scale is not None:
+        hidden, hidden_scale = hidden.view(torch.uint8), hidden_scale.contiguous()
+    dtype = out_dtype(hidden)
     if workspace is None:
-        size_bytes = workspace_bytes(experts, tokens, T, hidden.dtype)
+        size_bytes = workspace_bytes(experts, tokens, T, dtype)
         workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-    out = torch.empty_like(hidden)
+    out = torch.empty_like(hidden, dtype=dtype)
     most = part_tokens(tokens, T)
     with on(hidden.device):
         for first in range(0, tokens, most):
             part = slice(first, first + most)
-            plan = Plan(experts, out[part].shape[0], T, dtype=hidden.dtype, arena=Arena(workspace))
-            plan(hidden[part], topk_ids[part], topk_weights[part], out[part], expert_map)
+            plan = Plan(experts, out[part].shape[0], T, dtype=dtype, arena=Arena(workspace))
+            plan(
+                hidden[part],
+                topk_ids[part],
+                topk_weights[part],
+                out[part],
+                expert_map,
+                None if hidden_scale is None else hidden_scale[part],
+            )
     return out
+
+
+def out_dtype(hidden: Tensor) -> torch.dtype:
+    """Of the result for hidden states that are not quantized, or are, as FP8 or its bytes."""
+    return torch.bfloat16 if hidden.dtype.itemsize == 1 else hidden.dtype
 
 
 def part_tokens(tokens: int, topk: int) -> int:
@@ -153,15 +171,17 @@ class Plan:
         topk_weights: Tensor,
         out: Tensor,
         expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
     ) -> None:
         """Run the experts.
 
         Args:
-            hidden: [M, H] contiguous, of the plan's dtype.
+            hidden: [M, H] contiguous, of the plan's dtype; uint8 codes with a `hidden_scale`.
             topk_ids: [M, T] contiguous int32 or int64.
             topk_weights: [M, T] contiguous float32, bfloat16 or float16.
             out: [M, H] contiguous bfloat16, float16 or float32, written.
             expert_map: [global experts] int32 or int64, index here or -1.
+            hidden_scale: see `fused_experts`; contiguous.
         """
         routing = self.routing
         sort_routing(
@@ -173,8 +193,10 @@ class Plan:
             expert_map=expert_map,
         )
         x = Rows(scheme="none", qdata=hidden, scale=None)
-        if self.x is not None:
-            quantize_rows(hidden, self.x)
+        if hidden_scale is not None:
+            x = Rows(scheme=self.experts.activations, qdata=hidden, scale=hidden_scale)
+        elif self.x is not None:
+            quantize_rows(hidden, self.x, static=self.experts.up_static)
             x = self.x
         middle = self.middle(
             x,
@@ -226,6 +248,7 @@ class Middle:
                 row_of_slot=row_of_slot,
                 counts=work.count if row_of_slot is None else None,
                 capacity=work.capacity,
+                static=w.down_static,
             )
         return self.out
 

@@ -28,6 +28,7 @@ def quantize_rows(
     row_of_slot: Tensor | None = None,
     counts: Tensor | None = None,
     capacity: int = 0,
+    static: Tensor | None = None,
 ) -> None:
     """Quantize every row of `x`, or those that are used.
 
@@ -37,6 +38,7 @@ def quantize_rows(
         row_of_slot: [slots] int32; the rows that are used, -1 for none.
         counts: [E] int32; rows e * capacity to e * capacity + counts[e] are used.
         capacity: see `counts`.
+        static: float32 [1], the scale of all rows, for "fp8_token"; None, and it is computed.
     """
     programs = x.shape[0] if row_of_slot is None else row_of_slot.shape[0]
     if programs == 0:
@@ -53,9 +55,11 @@ def quantize_rows(
         out.scale,
         x if row_of_slot is None else row_of_slot,
         x if counts is None else counts,
+        x if static is None else static,
         capacity,
         K=x.shape[1],
         GROUPED=out.scheme == "fp8_group128",
+        STATIC=static is not None,
         ROWS=rows,
         BLOCK=min(_BLOCK, triton.next_power_of_2(max(x.shape[1], 128))),
         NATIVE=has_native_e4m3(x.device),
@@ -72,9 +76,11 @@ def quantize_row(
     scale,
     row_of_slot,
     counts,
+    static,
     capacity,
     K: tl.constexpr,
     GROUPED: tl.constexpr,
+    STATIC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -91,7 +97,9 @@ def quantize_row(
         return
     GROUPS: tl.constexpr = BLOCK // 128
     amax = tl.zeros([GROUPS], tl.float32)
-    if not GROUPED:
+    if STATIC:
+        tl.store(scale + row, tl.load(static))
+    elif not GROUPED:
         for first in range(0, K, BLOCK):
             amax = tl.maximum(amax, tl.max(tl.abs(groups_of(x, row, first, K, GROUPS)), 1))
         # A scalar, given to every group.
@@ -104,7 +112,10 @@ def quantize_row(
             group = first // 128 + tl.arange(0, GROUPS)
             to = scale + row * tl.cdiv(K, 128) + group
             tl.store(to, scale_of(amax), mask=group < tl.cdiv(K, 128))
-        code = encode_e4m3_byte(tl.math.div_rn(value, scale_of(amax)[:, None]), NATIVE)
+        row_scale = scale_of(amax)
+        if STATIC:
+            row_scale = tl.zeros([GROUPS], tl.float32) + tl.load(static)
+        code = encode_e4m3_byte(tl.math.div_rn(value, row_scale[:, None]), NATIVE)
         col = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
         tl.store(codes + row * K + col, code, mask=col < K)
 

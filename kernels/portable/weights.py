@@ -173,7 +173,10 @@ class Experts:
         up: [E, I, H].
         down: [E, H, I].
         act: the function between them.
-        activations: how both GEMMs are fed, a scheme of `moequant.runtime.activations`.
+        activations: how both GEMMs are fed: "none", "fp8_group128" or "fp8_token".
+        up_static: with "fp8_token", float32 [1], the scale of all tokens that gate and up are fed;
+            None, and each has its own.
+        down_static: likewise of what down is fed.
     """
 
     gate: Projection | None
@@ -181,6 +184,8 @@ class Experts:
     down: Projection
     act: Act
     activations: str
+    up_static: Tensor | None = None
+    down_static: Tensor | None = None
 
     @property
     def experts(self) -> int:

@@ -4,10 +4,12 @@
 |---|---|---|
 | fp8_group128 | E4M3 | token and 128 columns, the last group may be incomplete |
 | fp8_token | E4M3 | token |
+| fp8_static | E4M3 | token, all the same: given with the weights, not computed |
 | none | as given | - |
 
 The scale is amax / 448, and 1 where amax is 0; codes round to nearest even after clamping to +-448.
 A group that holds NaN or Inf becomes NaN: visible in the result of its own token, and in no other.
+With fp8_static, what is beyond 448 scales saturates, Inf too.
 
 Kernels differ for tiny amax only: DeepGEMM's recipe raises amax to 1e-4, vLLM's to 1e-10.
 """
@@ -25,7 +27,8 @@ from moequant.formats.elements import E4M3_MAX, divide, encode_e4m3
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMES = ("fp8_group128", "fp8_token", "none")
+SCHEMES = ("fp8_group128", "fp8_token", "fp8_static", "none")
+QUANTIZED_DTYPE = torch.float8_e4m3fn
 _FP32_SMALLEST = 2.0**-149
 
 
@@ -56,17 +59,36 @@ class Activations:
         return self.qdata.float() * expand_blocks(self.scale, block, self.qdata.shape)
 
 
-def quantize_activations(x: Tensor, scheme: str) -> Activations:
-    """Quantize [M, K] bfloat16, float16 or float32 by `scheme`, one of SCHEMES."""
+def quantize_activations(
+    x: Tensor, scheme: str, *, static_scale: Tensor | None = None
+) -> Activations:
+    """Quantize [M, K] bfloat16, float16 or float32 by `scheme`, one of SCHEMES.
+
+    Args:
+        x: the activations.
+        scheme: how.
+        static_scale: for "fp8_static", the scale, [1] float32.
+    """
     if scheme == "none":
         return Activations(scheme=scheme, qdata=x, scale=None)
     x = x.float()
+    if scheme == "fp8_static":
+        assert static_scale is not None
+        scale = static_scale.expand(x.shape[0], 1).contiguous()
+        return Activations(scheme=scheme, qdata=encode_e4m3(x / scale), scale=scale)
     block = _block(scheme, x.shape[1])
     amax = block_amax(x, block)
     # amax / 448 of the smallest denormals underflows to 0; 2**-149 keeps the division finite.
     scale = torch.where(amax == 0, 1.0, divide(amax, E4M3_MAX).clamp(min=_FP32_SMALLEST))
     qdata = encode_e4m3(x / expand_blocks(scale, block, x.shape))
     return Activations(scheme=scheme, qdata=qdata, scale=scale)
+
+
+def scale_columns(scheme: str, K: int) -> int | None:
+    """Columns of `Activations.scale` for K columns of activations; None where it has no scale."""
+    if scheme == "none":
+        return None
+    return -(-K // _block(scheme, K)[1])
 
 
 def _block(scheme: str, K: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.activations import quantize_activations
+from moequant.runtime.activations import Activations, quantize_activations
 from moequant.runtime.routing import NOWHERE, permute
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def prepare_batched(
         routing: the experts here of the M tokens.
         experts: E.
         capacity: C; `largest_batch`, or M, which is enough where no token has an expert twice.
-        scheme: how to quantize, one of SCHEMES.
+        scheme: how to quantize, one of SCHEMES but "fp8_static".
 
     Returns:
         The tokens, and the place e * C + i of every slot, [M, T] int64; NOWHERE for a slot without
@@ -89,12 +89,21 @@ def prepare_batched(
     Raises:
         UnsupportedError: elsewhere, an expert with more than `capacity` tokens, which is named.
     """
+    return lay_out(
+        quantize_activations(hidden, scheme), routing, experts=experts, capacity=capacity
+    )
+
+
+def lay_out(
+    x: Activations, routing: Routing, *, experts: int, capacity: int
+) -> tuple[BatchedTokens, Tensor]:
+    """The same for M tokens that are quantized already, or are not to be."""
     permutation = permute(routing, experts)
     begin, end = permutation.offsets[:-1], permutation.offsets[1:]
     here = routing.expert != NOWHERE
     expert = routing.expert.clamp(min=0)
     order = permutation.row - begin[expert] if experts else permutation.row
-    if hidden.device.type == "cpu":
+    if x.qdata.device.type == "cpu":
         _check_capacity(end - begin, capacity)
     places = torch.where(order < capacity, expert * capacity + order, OVERFLOW)
     places = torch.where(here, places, NOWHERE)
@@ -102,23 +111,22 @@ def prepare_batched(
     # Slots without a place go to a row behind the last, that nothing reads.
     rows = experts * capacity
     target = torch.where(places >= 0, places, rows).flatten()
-    token = torch.arange(hidden.shape[0], device=hidden.device)
+    token = torch.arange(x.qdata.shape[0], device=x.qdata.device)
     token = token.repeat_interleave(routing.expert.shape[1], output_size=target.shape[0])
-    quantized = quantize_activations(hidden, scheme)
 
-    def laid_out(x: Tensor) -> Tensor:
-        batch = x.new_empty(rows + 1, x.shape[1])
-        batch[target] = x[token]
-        return batch[:rows].reshape(experts, capacity, x.shape[1])
+    def laid_out(part: Tensor) -> Tensor:
+        batch = part.new_empty(rows + 1, part.shape[1])
+        batch[target] = part[token]
+        return batch[:rows].reshape(experts, capacity, part.shape[1])
 
     # Codes as bytes: index operations do not know float8.
-    codes = quantized.qdata
-    as_bytes = codes if quantized.scale is None else codes.view(torch.uint8)
+    codes = x.qdata
+    as_bytes = codes if x.scale is None else codes.view(torch.uint8)
 
     tokens = BatchedTokens(
-        scheme=scheme,
+        scheme=x.scheme,
         qdata=laid_out(as_bytes).view(codes.dtype),
-        scale=None if quantized.scale is None else laid_out(quantized.scale),
+        scale=None if x.scale is None else laid_out(x.scale),
         counts=(end - begin).clamp(max=capacity).int(),
     )
     return tokens, places

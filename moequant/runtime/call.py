@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.runtime.activations import quantize_activations
+from moequant.runtime.activations import Activations, quantize_activations
 from moequant.runtime.backends import BatchedExpertsBackend, ExpertsBackend, FusedBackend
-from moequant.runtime.batched import finalize_batched, largest_batch, prepare_batched
+from moequant.runtime.batched import finalize_batched, largest_batch, lay_out
 from moequant.runtime.capture import capturing
 from moequant.runtime.routing import permute, reduce, route, weight_input
 from moequant.runtime.workspace import workspace
@@ -48,37 +48,42 @@ class Call:
     expert_map: Tensor | None
     weight_on_input: bool
 
-    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """[M, H] in the dtype of `hidden_states`; what goes in is as checked by FusedExperts."""
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        hidden_scale: Tensor | None = None,
+    ) -> Tensor:
+        """[M, H] in the dtype of `hidden_states`, or bfloat16 where they come with scales.
+
+        What goes in is as checked by FusedExperts.
+        """
         if isinstance(self.backend, FusedBackend):
-            y = self._fused(self.backend, hidden_states, topk_ids, topk_weights)
-            return y.to(hidden_states.dtype)
-        x, routing = self._routed(hidden_states, topk_ids, topk_weights)
+            return run_fused(
+                self.backend,
+                self.packed,
+                (hidden_states, topk_ids, topk_weights, hidden_scale),
+                scheme=self.scheme,
+                expert_map=self.expert_map,
+                weight_on_input=self.weight_on_input,
+            )
+        x, routing = self._routed(hidden_states, topk_ids, topk_weights, hidden_scale)
         if isinstance(self.backend, BatchedExpertsBackend):
             y = self._batched(self.backend, x, routing)
         else:
             assert isinstance(self.backend, ExpertsBackend)
             y = self._standard(self.backend, x, routing)
-        return y.to(hidden_states.dtype)
-
-    def _fused(self, backend: FusedBackend, x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
-        if self.weight_on_input:
-            x, topk_weights = weight_input(x, topk_weights)
-        return backend.forward(
-            self.packed,
-            x,
-            ids,
-            topk_weights,
-            expert_map=self.expert_map,
-            workspace=self._workspace(backend, *ids.shape),
-        )
-
-    def _workspace(self, backend: FusedBackend, tokens: int, topk: int) -> Tensor:
-        return workspace(self.weights.device, backend.workspace_bytes(self.packed, tokens, topk))
+        return y.to(output_dtype(hidden_states, hidden_scale))
 
     def _routed(
-        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
-    ) -> tuple[Tensor, Routing]:
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        hidden_scale: Tensor | None,
+    ) -> tuple[Activations, Routing]:
+        """The activations as the experts are fed them, and the routing."""
         routing = route(
             topk_ids,
             topk_weights,
@@ -86,23 +91,71 @@ class Call:
             expert_map=self.expert_map,
             check=not capturing(self.weights.device),
         )
+        x, scale = hidden_states, hidden_scale
         if self.weight_on_input:
-            return hidden_states.float() * routing.weight, routing.unweighted()
-        return hidden_states, routing
+            if scale is None:
+                x = x.float() * routing.weight
+            else:
+                scale = scale * routing.weight
+            routing = routing.unweighted()
+        if scale is not None:
+            return Activations(scheme=self.scheme, qdata=x, scale=scale), routing
+        static = self.weights.static_scale("gate_up")
+        return quantize_activations(x, self.scheme, static_scale=static), routing
 
-    def _standard(self, backend: ExpertsBackend, x: Tensor, routing: Routing) -> Tensor:
+    def _standard(self, backend: ExpertsBackend, x: Activations, routing: Routing) -> Tensor:
         permutation = permute(routing, self.weights.experts)
-        rows = backend.run(quantize_activations(x, self.scheme), self.weights, permutation)
+        rows = backend.run(x, self.weights, permutation)
         return reduce(rows, routing, permutation)
 
-    def _batched(self, backend: BatchedExpertsBackend, x: Tensor, routing: Routing) -> Tensor:
+    def _batched(self, backend: BatchedExpertsBackend, x: Activations, routing: Routing) -> Tensor:
         E = self.weights.experts
         # `route` has waited for the device already, or nothing may.
-        capacity = x.shape[0] if capturing(x.device) else largest_batch(routing, E)
-        tokens, places = prepare_batched(
-            x, routing, experts=E, capacity=capacity, scheme=self.scheme
-        )
-        return finalize_batched(backend.run(tokens, self.weights), routing, places)
+        tokens = x.qdata.shape[0]
+        capacity = tokens if capturing(x.qdata.device) else largest_batch(routing, E)
+        batches, places = lay_out(x, routing, experts=E, capacity=capacity)
+        return finalize_batched(backend.run(batches, self.weights), routing, places)
+
+
+def run_fused(
+    backend: FusedBackend,
+    packed: object,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    *,
+    scheme: str,
+    expert_map: Tensor | None,
+    weight_on_input: bool,
+) -> Tensor:
+    """A call of a fused backend, with the workspace of all layers.
+
+    Args:
+        backend: what runs it.
+        packed: what it made of the weights.
+        inputs: hidden states, ids, router weights, and the scales of hidden states or None.
+        scheme: by which these are quantized.
+        expert_map: see `Call`.
+        weight_on_input: see `Call`.
+    """
+    x, ids, weights, scale = inputs
+    dtype = output_dtype(x, scale)
+    memory = workspace(ids.device, backend.workspace_bytes(packed, *ids.shape))
+    if scale is None:
+        if weight_on_input:
+            x, weights = weight_input(x, weights)
+        y = backend.forward(packed, x, ids, weights, expert_map=expert_map, workspace=memory)
+        return y.to(dtype)
+    if weight_on_input:
+        scale, weights = weight_input(scale, weights)
+    quantized = Activations(scheme=scheme, qdata=x, scale=scale)
+    y = backend.forward_quantized(
+        packed, quantized, ids, weights, expert_map=expert_map, workspace=memory
+    )
+    return y.to(dtype)
+
+
+def output_dtype(hidden_states: Tensor, hidden_scale: Tensor | None) -> torch.dtype:
+    """That of the hidden states, or bfloat16 where they are quantized."""
+    return hidden_states.dtype if hidden_scale is None else torch.bfloat16
 
 
 def parts_of(tokens: int, max_tokens: int) -> int:
@@ -110,10 +163,10 @@ def parts_of(tokens: int, max_tokens: int) -> int:
     return max(-(-tokens // max_tokens), 1)
 
 
-def run_in_parts(call: Call, inputs: tuple[Tensor, Tensor, Tensor], max_tokens: int) -> Tensor:
+def run_in_parts(call: Call, inputs: tuple[Tensor, ...], max_tokens: int) -> Tensor:
     """`call` over parts of at most `max_tokens` tokens, as equal as can be."""
     parts = parts_of(inputs[0].shape[0], max_tokens)
     if parts == 1:
         return call(*inputs)
-    hidden, ids, weights = (t.tensor_split(parts) for t in inputs)
-    return torch.cat([call(*part) for part in zip(hidden, ids, weights, strict=True)])
+    split = (t.tensor_split(parts) for t in inputs)
+    return torch.cat([call(*part) for part in zip(*split, strict=True)])

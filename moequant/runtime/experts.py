@@ -13,9 +13,8 @@ from moequant.runtime import experts_op
 from moequant.runtime.backends import FusedBackend, Workload
 from moequant.runtime.call import Call, parts_of, run_in_parts
 from moequant.runtime.capture import capturing
-from moequant.runtime.formats import get_format
 from moequant.runtime.inputs import check_expert_map, check_inputs
-from moequant.runtime.select import select
+from moequant.runtime.select import check_takes_quantized, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -113,11 +112,12 @@ class FusedExperts(nn.Module):
         expert_map: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         activations: Literal["format", "none"] | None = None,
+        hidden_scale: Tensor | None = None,
     ) -> Tensor:
         """Run the experts.
 
         Args:
-            hidden_states: [M, H] bfloat16, float16 or float32.
+            hidden_states: [M, H] bfloat16, float16 or float32; or float8_e4m3fn, with hidden_scale.
             topk_ids: [M, T] int32 or int64; -1 contributes nothing, nor does an id out of range,
                 where it is not refused: in FusedBackends, which do not read ids on the host, and
                 within the capture of a CUDA graph.
@@ -126,9 +126,13 @@ class FusedExperts(nn.Module):
             apply_router_weight_on_input: multiply the weight into the input, in float32, and not
                 into the result; for T = 1 only.
             activations: instead of the module's own.
+            hidden_scale: of hidden states that come quantized, as the weights' format quantizes
+                them (`moequant.runtime.activations`): float32 multipliers, [M, ceil(H / 128)] or
+                [M, 1].
 
         Returns:
-            [M, H] in the dtype of `hidden_states`; sums are float32.
+            [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized; sums are
+            float32.
 
         Raises:
             UnsupportedError: a shape, dtype, device or id that is not as above, no backend that
@@ -144,6 +148,7 @@ class FusedExperts(nn.Module):
                     apply_router_weight_on_input,
                     activations,
                     self._handle,
+                    hidden_scale,
                 )
                 return output
             return self.run(
@@ -153,6 +158,7 @@ class FusedExperts(nn.Module):
                 expert_map,
                 apply_router_weight_on_input,
                 activations,
+                hidden_scale,
             )
 
     def chosen_backend(self) -> str:
@@ -206,6 +212,7 @@ class FusedExperts(nn.Module):
         expert_map: Tensor | None,
         apply_router_weight_on_input: bool,
         activations: str | None,
+        hidden_scale: Tensor | None = None,
     ) -> Tensor:
         """`forward` itself, not as an operator of a graph."""
         ready = self._prepared(self.activations if activations is None else activations)
@@ -216,7 +223,11 @@ class FusedExperts(nn.Module):
             hidden=ready.weights.hidden,
             device=ready.weights.device,
             weight_on_input=apply_router_weight_on_input,
+            hidden_scale=hidden_scale,
+            scheme=ready.scheme,
         )
+        if hidden_scale is not None:
+            check_takes_quantized(ready.backend)
         call = Call(
             backend=ready.backend,
             weights=ready.weights,
@@ -225,7 +236,9 @@ class FusedExperts(nn.Module):
             expert_map=self._expert_map(ready, expert_map),
             weight_on_input=apply_router_weight_on_input,
         )
-        inputs = (hidden_states, topk_ids, topk_weights)
+        inputs: tuple[Tensor, ...] = (hidden_states, topk_ids, topk_weights)
+        if hidden_scale is not None:
+            inputs = (*inputs, hidden_scale)
         if not torch.is_autocast_enabled(hidden_states.device.type):
             return run_in_parts(call, inputs, self.max_tokens)
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -348,7 +361,7 @@ class _Ready:
 def _workload(weights: ExpertWeights, activations: str) -> Workload:
     if activations not in ("format", "none"):
         raise UnsupportedError(f'activations is {activations!r}, but it is "format" or "none"')
-    scheme = get_format(weights.format).activations if activations == "format" else "none"
+    scheme = weights.activations if activations == "format" else "none"
     return Workload(
         format=weights.format,
         activations=scheme,

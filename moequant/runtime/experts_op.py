@@ -37,10 +37,17 @@ def fused_experts(
     apply_router_weight_on_input: bool,
     activations: str | None,
     handle: int,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     """`FusedExperts.run` of the module that has `handle`."""
     return _MODULES[handle].run(
-        hidden_states, topk_ids, topk_weights, expert_map, apply_router_weight_on_input, activations
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        expert_map,
+        apply_router_weight_on_input,
+        activations,
+        hidden_scale,
     )
 
 
@@ -53,6 +60,7 @@ def _(
     apply_router_weight_on_input: bool,
     activations: str | None,
     handle: int,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     # Not in forward: Dynamo of torch 2.11 takes is_exporting() for true under torch.compile too.
     if torch.compiler.is_exporting():
@@ -60,4 +68,5 @@ def _(
             "torch.export of experts: a saved program would not hold them; export the rest of "
             "the model, or run it under torch.compile"
         )
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
+    return torch.empty_like(hidden_states, dtype=dtype, memory_format=torch.contiguous_format)

@@ -7,8 +7,8 @@
 | fp8_tensor | E4M3 | amax / 448 of each matrix, [..., 1, 1] float32 | fp8_token |
 
 They are for experts that were not converted, and for checkpoints that others made. No recipe,
-dialect or layout knows them. Where an engine feeds fp8_tensor one scale for all tokens, here every
-token has its own, so that its result does not depend on the others.
+dialect or layout knows them. fp8_tensor can be fed one scale for all tokens instead, fp8_static,
+which comes with the weights: see `ExpertWeights.gate_up_input_scale`.
 """
 
 from __future__ import annotations

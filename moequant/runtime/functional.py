@@ -10,11 +10,10 @@ from moequant.errors import UnsupportedError
 from moequant.runtime.act_fn import SILU, ActFn
 from moequant.runtime.backends import REGISTRY, FusedBackend, Workload
 from moequant.runtime.backends.triton_portable import act_of
+from moequant.runtime.call import run_fused
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.formats import check_parts
 from moequant.runtime.inputs import check_expert_map, check_inputs
-from moequant.runtime.routing import weight_input
-from moequant.runtime.workspace import workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +35,7 @@ def fused_experts(
     activations: Literal["format", "none"] = "format",
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     """Run experts, as `FusedExperts` does; what a backend makes of `weights` lives as long as they.
 
@@ -50,9 +50,10 @@ def fused_experts(
         activations: "format" quantizes activations as the format's GEMM does, "none" never does.
         expert_map: [global experts] int32 or int64, index in `weights` of each id, or -1.
         apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
+        hidden_scale: of hidden states that come quantized, see `FusedExperts.forward`.
 
     Returns:
-        [M, H] in the dtype of `hidden_states`.
+        [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized.
 
     Raises:
         UnsupportedError: no backend runs this, with every backend's reason; a shape, dtype or id
@@ -70,6 +71,7 @@ def fused_experts(
         topk_weights,
         expert_map=expert_map,
         apply_router_weight_on_input=apply_router_weight_on_input,
+        hidden_scale=hidden_scale,
     )
     return output
 
@@ -86,6 +88,7 @@ def deep_gemm_moe_fp8(
     act_fn: ActFn = SILU,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     """Run FP8-block experts through DeepGEMM, whose package deep_gemm must be installed.
 
@@ -105,9 +108,12 @@ def deep_gemm_moe_fp8(
         act_fn: the function between the GEMMs.
         expert_map: [global experts] int32 or int64, index here of each id, or -1.
         apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
+        hidden_scale: where hidden states come as float8_e4m3fn, their scales, float32
+            [M, ceil(H / 128)].
 
     Returns:
-        [M, H] in the dtype of `hidden_states`; sums over a token's slots are float32.
+        [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized; sums over a
+        token's slots are float32.
 
     Raises:
         UnsupportedError: sizes, a function, a device or an installation that it cannot run with; a
@@ -132,6 +138,8 @@ def deep_gemm_moe_fp8(
         hidden=H,
         device=w13.device,
         weight_on_input=apply_router_weight_on_input,
+        hidden_scale=hidden_scale,
+        scheme=workload.activations,
     )
     if expert_map is not None:
         check_expert_map(expert_map, experts=E, device=w13.device, values=False)
@@ -145,18 +153,14 @@ def deep_gemm_moe_fp8(
         w2_scale=w2_scale.contiguous(),
         act=act_of(act_fn),
     )
-    x = hidden_states
-    if apply_router_weight_on_input:
-        x, topk_weights = weight_input(x, topk_weights)
-    y = backend.forward(
+    return run_fused(
+        backend,
         weights,
-        x,
-        topk_ids,
-        topk_weights,
+        (hidden_states, topk_ids, topk_weights, hidden_scale),
+        scheme=workload.activations,
         expert_map=expert_map,
-        workspace=workspace(w13.device, backend.workspace_bytes(weights, *topk_ids.shape)),
+        weight_on_input=apply_router_weight_on_input,
     )
-    return y.to(hidden_states.dtype)
 
 
 def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:

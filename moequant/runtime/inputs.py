@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.activations import QUANTIZED_DTYPE, scale_columns
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 
 if TYPE_CHECKING:
@@ -23,20 +24,42 @@ def check_inputs(
     hidden: int,
     device: torch.device,
     weight_on_input: bool,
+    hidden_scale: Tensor | None = None,
+    scheme: str = "none",
 ) -> None:
     """Check a call of experts of H = `hidden` columns on `device`; reads no values.
+
+    Args:
+        hidden_states: [M, H].
+        topk_ids: [M, T].
+        topk_weights: [M, T].
+        hidden: H.
+        device: of the experts.
+        weight_on_input: whether the router's weight multiplies the input.
+        hidden_scale: where hidden states come quantized, their scales.
+        scheme: how the experts are fed, of `moequant.runtime.activations`.
 
     Raises:
         UnsupportedError: a dtype, shape or device that no backend takes; or router weights that
             multiply the input, and more than one of them a token.
     """
-    _check("hidden_states", hidden_states, HIDDEN_DTYPES, f"[M, {hidden}]", 2, device)
+    _check_quantized(hidden_states, hidden_scale, scheme)
+    dtypes = HIDDEN_DTYPES if hidden_scale is None else (QUANTIZED_DTYPE,)
+    _check("hidden_states", hidden_states, dtypes, f"[M, {hidden}]", 2, device)
     _check("topk_ids", topk_ids, ID_DTYPES, "[M, T]", 2, device)
     _check("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", 2, device)
     if hidden_states.shape[1] != hidden:
         raise UnsupportedError(
             f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {hidden}]"
         )
+    if hidden_scale is not None:
+        shape = [hidden_states.shape[0], scale_columns(scheme, hidden)]
+        _check("hidden_scale", hidden_scale, (torch.float32,), f"{shape}", 2, device)
+        if list(hidden_scale.shape) != shape:
+            raise UnsupportedError(
+                f"hidden_scale is {list(hidden_scale.shape)}, but for {scheme} and hidden_states "
+                f"{list(hidden_states.shape)} wanted is {shape}"
+            )
     if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != hidden_states.shape[0]:
         raise UnsupportedError(
             f"topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, but "
@@ -46,6 +69,19 @@ def check_inputs(
         raise UnsupportedError(
             "apply_router_weight_on_input wants one expert a token, but topk_ids is "
             f"{list(topk_ids.shape)}"
+        )
+
+
+def _check_quantized(hidden_states: Tensor, hidden_scale: Tensor | None, scheme: str) -> None:
+    if hidden_scale is None and hidden_states.dtype == QUANTIZED_DTYPE:
+        raise UnsupportedError(
+            f"hidden_states is {hidden_states.dtype} and there is no hidden_scale; give its "
+            "scales, or hidden states that are not quantized"
+        )
+    if hidden_scale is not None and scheme == "none":
+        raise UnsupportedError(
+            "hidden_scale is given, but these experts are fed activations that are not quantized; "
+            "give hidden_states in bfloat16, float16 or float32, and no scale"
         )
 
 

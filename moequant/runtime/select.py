@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.backends import REGISTRY, backends
+from moequant.runtime.backends import REGISTRY, FusedBackend, backends
 
 if TYPE_CHECKING:
     from moequant.runtime.backends import Backend, Workload
@@ -24,6 +24,23 @@ def select(workload: Workload, backend: str | None = None) -> Backend:
     elif backend in backends() and why_not(backends()[backend], workload) is None:
         return backends()[backend]
     raise UnsupportedError(_refusal(workload, backend))
+
+
+def check_takes_quantized(backend: Backend) -> None:
+    """Check that `backend` takes hidden states that come quantized.
+
+    Raises:
+        UnsupportedError: it does not; names those that do.
+    """
+    if not isinstance(backend, FusedBackend) or backend.takes_quantized:
+        return
+    others = ", ".join(
+        b.name for b in REGISTRY.values() if isinstance(b, FusedBackend) and b.takes_quantized
+    )
+    raise UnsupportedError(
+        f"backend {backend.name!r} quantizes hidden states itself, and takes none with a "
+        f"hidden_scale; give them as they were, or name a backend that does: {others}"
+    )
 
 
 def why_not(backend: Backend, workload: Workload) -> str | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import QuantizedWeight
 from moequant.runtime.act_fn import SILU, ActFn
-from moequant.runtime.formats import check_parts
+from moequant.runtime.formats import check_parts, get_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,11 @@ class ExpertWeights:
         up_bias: [E, I], likewise.
         down_bias: [E, H], likewise, before the router's weight.
         act_fn: the function between the GEMMs.
+        gate_up_input_scale: [1] or [E] float32, positive, for fp8_tensor: the static scale of the
+            activations that gate and up are fed. Of those of several experts the largest counts
+            for all, as in vLLM: tokens are quantized before they go to experts. None, and every
+            token has a scale of its own.
+        down_input_scale: likewise of what down is fed; both are given, or none.
 
     Raises:
         CheckpointError: shapes that contradict each other, or parts that are not what the format
@@ -48,6 +53,8 @@ class ExpertWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     act_fn: ActFn = SILU
+    gate_up_input_scale: Tensor | None = None
+    down_input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.act_fn.gated == (self.gate is None):
@@ -62,6 +69,7 @@ class ExpertWeights:
             check_parts(q.tensors(), q.format, q.shape, name)
         for name, bias in self.biases().items():
             _check_bias(name, bias, self.projections())
+        _check_input_scales(self.input_scales(), self.format, self.experts)
         _check_same_device(self.tensors())
 
     def projections(self) -> dict[str, QuantizedWeight]:
@@ -78,6 +86,19 @@ class ExpertWeights:
         }
         return {name: bias for name, bias in named.items() if bias is not None}
 
+    def input_scales(self) -> dict[str, Tensor]:
+        """The static scales of activations there are, by field name."""
+        named = {
+            "gate_up_input_scale": self.gate_up_input_scale,
+            "down_input_scale": self.down_input_scale,
+        }
+        return {name: scale for name, scale in named.items() if scale is not None}
+
+    def static_scale(self, of: Literal["gate_up", "down"]) -> Tensor | None:
+        """The static scale, [1], of what gate and up, or down, are fed; None for none."""
+        scale = self.gate_up_input_scale if of == "gate_up" else self.down_input_scale
+        return None if scale is None else scale.amax(0, keepdim=True)
+
     def tensors(self) -> dict[str, Tensor]:
         """Every part that holds data, as `gate_qdata` or `up_bias`."""
         parts = {
@@ -85,7 +106,7 @@ class ExpertWeights:
             for name, q in self.projections().items()
             for part, tensor in q.tensors().items()
         }
-        return {**parts, **self.biases()}
+        return {**parts, **self.biases(), **self.input_scales()}
 
     def replace(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
         """The same experts with `tensors`, named as in `tensors()`, for their data."""
@@ -107,12 +128,20 @@ class ExpertWeights:
             up_bias=None if self.up_bias is None else tensors["up_bias"],
             down_bias=None if self.down_bias is None else tensors["down_bias"],
             act_fn=self.act_fn,
+            **{name: tensors[name] for name in self.input_scales()},
         )
 
     @property
     def format(self) -> str:
         """Name of the format of all projections."""
         return self.up.format
+
+    @property
+    def activations(self) -> str:
+        """How both GEMMs are fed: a scheme of `moequant.runtime.activations`."""
+        if self.gate_up_input_scale is not None:
+            return "fp8_static"
+        return get_format(self.format).activations
 
     @property
     def experts(self) -> int:
@@ -173,6 +202,29 @@ def _check_bias(name: str, bias: Tensor, weights: dict[str, QuantizedWeight]) ->
         )
     if bias.dtype not in BIAS_DTYPES:
         raise CheckpointError(f"{name} is {bias.dtype}, but wanted is float32 or bfloat16")
+
+
+def _check_input_scales(scales: dict[str, Tensor], format: str, experts: int) -> None:
+    if not scales:
+        return
+    if format != "fp8_tensor":
+        raise UnsupportedError(
+            f"{next(iter(scales))} is given, but the weights are {format}: only fp8_tensor takes "
+            "static scales of activations; leave them out"
+        )
+    if len(scales) == 1:
+        raise CheckpointError(
+            f"{next(iter(scales))} alone is given; gate_up_input_scale and down_input_scale go "
+            "together"
+        )
+    for name, scale in scales.items():
+        if scale.dtype != torch.float32:
+            raise CheckpointError(f"{name} is {scale.dtype}, but wanted is float32")
+        if list(scale.shape) not in ([1], [experts]) or not scale.numel():
+            raise CheckpointError(
+                f"{name} is {list(scale.shape)}, but wanted is [1], or [{experts}] for one of each "
+                "expert"
+            )
 
 
 def _check_same_device(tensors: dict[str, Tensor]) -> None:

@@ -37,6 +37,8 @@ DEVICES = [
 ]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
+DYNAMIC = [s for s in SCHEMES if s != "fp8_static"]  # whose scales are computed
+
 
 def on_gpu(test):
     test = pytest.mark.skipif(not CUDA, reason="needs a CUDA device of SM80 or newer")(test)
@@ -68,7 +70,7 @@ def test_each_batch_holds_the_tokens_of_its_expert_in_order(device):
 
 
 @on_every_device
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", DYNAMIC)
 def test_tokens_are_quantized_as_they_would_be_alone(device, scheme):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(5, 200, generator=g).bfloat16().to(device)

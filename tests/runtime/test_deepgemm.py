@@ -13,6 +13,7 @@ from moequant.formats import quantize
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import ExpertWeights, FusedExperts, select
 from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
+from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.batched import finalize_batched, prepare_batched
 from moequant.runtime.functional import deep_gemm_moe_fp8
@@ -234,3 +235,13 @@ def test_the_call_without_a_module_gives_the_same_bits():
     assert torch.equal(deep_gemm_moe_fp8(hidden, *parts, topk_weights, ids), want)
     with pytest.raises(CheckpointError, match=r"w13\.scale"):
         deep_gemm_moe_fp8(hidden, *parts[:2], w2.scale, w2.scale, topk_weights, ids)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [SMALL, ODD])
+def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(shape):
+    hidden, ids, topk_weights = inputs(shape, 60)
+    module = FusedExperts(weights_of(shape), backend="deepgemm")
+    x = quantize_activations(hidden, "fp8_group128")
+    got = module(x.qdata, ids, topk_weights, hidden_scale=x.scale)
+    assert torch.equal(got, module(hidden, ids, topk_weights))

@@ -11,6 +11,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.runtime import ExpertWeights, FusedExperts, select
 from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
+from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.formats import RUNTIME_ONLY, get_format
 from moequant.runtime.warm_up import warm_up
@@ -314,3 +315,32 @@ def test_the_scheme_of_a_call_is_its_own(weights, inputs):
     assert not torch.equal(quantized, exact)
     assert torch.equal(exact, FusedExperts(weights("fp8_block"), activations="none")(*call))
     assert torch.equal(module(*call), quantized)
+
+
+@gpu
+@pytest.mark.parametrize("M", [1, 40, 700])
+@pytest.mark.parametrize("format", ["fp8_block", "w4a8", "fp8_channel", "fp8_tensor"])
+def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
+    weights, inputs, format, M
+):
+    hidden, ids, topk_weights = inputs(SMALL, M)
+    module = FusedExperts(weights(format), backend=NAME)
+    x = quantize_activations(hidden, get_format(format).activations)
+    got = module(x.qdata, ids, topk_weights, hidden_scale=x.scale)
+    assert torch.equal(got, module(hidden, ids, topk_weights))
+
+
+@gpu
+@pytest.mark.parametrize("backend", [NAME, "triton_batched"])
+@pytest.mark.parametrize("M", [1, 40, 700])
+def test_static_scales_of_activations(weights, inputs, backend, M):
+    w = replace(
+        weights("fp8_tensor"),
+        gate_up_input_scale=torch.full((16,), 0.01, device="cuda"),
+        down_input_scale=torch.full((1,), 0.005, device="cuda"),
+    )
+    call = inputs(SMALL, M)
+    got = FusedExperts(w, backend=backend)(*call)
+    want = FusedExperts(w, backend="torch_reference")(*call)
+    assert (got.float() - want.float()).norm() <= (ROUNDED + QUANTIZED) * want.float().norm()
+    assert not torch.equal(got, FusedExperts(weights("fp8_tensor"), backend=backend)(*call))

@@ -101,6 +101,9 @@ class BatchedExpertsBackend(Backend):
 class FusedBackend(Backend):
     """The whole of a call: it sorts, quantizes, weights and adds up by itself."""
 
+    takes_quantized: ClassVar[bool] = False
+    """Whether it has `forward_quantized`."""
+
     @abstractmethod
     def pack(self, weights: ExpertWeights, activations: str) -> object:
         """The weights as `forward` wants them; made once, and again only after they changed.
@@ -152,3 +155,19 @@ class FusedBackend(Backend):
             workspace: uint8, at least `workspace_bytes`, with anything in it; the next call of any
                 layer may have it.
         """
+
+    def forward_quantized(
+        self,
+        packed: object,
+        hidden_states: Activations,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+    ) -> Tensor:
+        """The same for hidden states that come quantized, by the scheme given to `pack`.
+
+        Called only if `takes_quantized`. The output is bfloat16.
+        """
+        raise NotImplementedError

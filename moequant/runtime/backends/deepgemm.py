@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from moequant.formats import QuantizedWeight
     from moequant.kernels.deepgemm.experts import DeepGemmWeights
+    from moequant.runtime.activations import Activations
     from moequant.runtime.batched import BatchedTokens
 
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
@@ -41,6 +42,7 @@ class DeepGemm(FusedBackend):
 
     name = "deepgemm"
     default_on = ()
+    takes_quantized = True
 
     def supports(self, workload: Workload) -> str | None:
         """Wants fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""
@@ -90,6 +92,29 @@ class DeepGemm(FusedBackend):
             topk_weights,
             expert_map=expert_map,
             workspace=workspace,
+        )
+
+    def forward_quantized(
+        self,
+        packed: object,
+        hidden_states: Activations,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+    ) -> Tensor:
+        """See `FusedBackend.forward_quantized`."""
+        from moequant.kernels.deepgemm.experts import fused_experts
+
+        return fused_experts(
+            _packed(packed),
+            hidden_states.qdata,
+            topk_ids,
+            topk_weights,
+            expert_map=expert_map,
+            workspace=workspace,
+            hidden_scale=hidden_states.scale,
         )
 
 

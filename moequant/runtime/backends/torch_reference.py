@@ -87,7 +87,8 @@ def run_expert(x: Activations, weights: ExpertWeights, e: int) -> Tensor:
     if weights.gate is not None:
         gate = _linear(padded, weights.gate[e], weights.gate_bias, e)
     h = weights.act_fn(gate, _linear(padded, weights.up[e], weights.up_bias, e))
-    h = quantize_activations(h, x.scheme).dequantize()
+    static = weights.static_scale("down")
+    h = quantize_activations(h, x.scheme, static_scale=static).dequantize()
     return _linear(h, weights.down[e], weights.down_bias, e)[:R]
 
 

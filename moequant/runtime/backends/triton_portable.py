@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moequant.formats import QuantizedWeight
     from moequant.kernels.portable.weights import Projection
     from moequant.runtime.act_fn import ActFn
+    from moequant.runtime.activations import Activations
     from moequant.runtime.weights import ExpertWeights
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
@@ -39,6 +40,7 @@ class TritonPortable(FusedBackend):
 
     name = "triton"
     default_on = ("cuda",)
+    takes_quantized = True
 
     def supports(self, workload: Workload) -> str | None:
         """Wants a CUDA device of SM80 or newer, and triton."""
@@ -85,6 +87,30 @@ class TritonPortable(FusedBackend):
             workspace=workspace,
         )
 
+    def forward_quantized(
+        self,
+        packed: object,
+        hidden_states: Activations,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+    ) -> Tensor:
+        """See `FusedBackend.forward_quantized`."""
+        from moequant.kernels.portable.experts import fused_experts
+
+        assert isinstance(packed, Experts)
+        return fused_experts(
+            packed,
+            hidden_states.qdata,
+            topk_ids,
+            topk_weights,
+            expert_map=expert_map,
+            workspace=workspace,
+            hidden_scale=hidden_states.scale,
+        )
+
 
 def why_not_portable(workload: Workload) -> str | None:
     """Why the kernels do not run `workload`; None where they do."""
@@ -105,12 +131,16 @@ def portable_experts(weights: ExpertWeights, activations: str) -> Experts:
     def part(q: QuantizedWeight, bias: Tensor | None) -> Projection:
         return projection(q.format, q.qdata, q.scale, q.global_scale, bias)
 
+    static = activations == "fp8_static"
     return Experts(
         gate=None if weights.gate is None else part(weights.gate, weights.gate_bias),
         up=part(weights.up, weights.up_bias),
         down=part(weights.down, weights.down_bias),
         act=act_of(weights.act_fn),
-        activations=activations,
+        # What differs is the quantization alone.
+        activations="fp8_token" if static else activations,
+        up_static=weights.static_scale("gate_up") if static else None,
+        down_static=weights.static_scale("down") if static else None,
     )
 
 

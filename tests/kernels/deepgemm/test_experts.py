@@ -20,6 +20,7 @@ from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.arena import Arena
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
+from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY
 from moequant.runtime.batched import finalize_batched, prepare_batched
 from moequant.runtime.routing import route
@@ -191,3 +192,23 @@ def test_no_token_and_no_expert_for_any_token():
     assert REGISTRY["deepgemm"].workspace_bytes(packed, 0, T) == 0
     assert experts.fused_experts(packed, hidden[:0], ids[:0], topk_weights[:0]).shape == (0, H)
     assert not experts.fused_experts(packed, hidden, torch.full_like(ids, -1), topk_weights).any()
+
+
+def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here():
+    weights, (hidden, ids, topk_weights) = (
+        weights_of(SWIGLUOAI, biases=True),
+        call_of(torch.bfloat16),
+    )
+    packed, x = pack(weights), quantize_activations(hidden, "fp8_group128")
+    size = experts.workspace_bytes(packed, M, T)
+    want = experts.fused_experts(packed, hidden, ids, topk_weights)
+    for byte in (0x7F, 0xFF):
+        memory = torch.full((size,), byte, dtype=torch.uint8)
+        got = REGISTRY["deepgemm"].forward_quantized(
+            packed, x, ids, topk_weights, expert_map=None, workspace=memory
+        )
+        assert torch.equal(got, want)
+    # Column-major scales, as other kernels leave them.
+    strided = x.scale.mT.contiguous().mT
+    got = experts.fused_experts(packed, x.qdata, ids, topk_weights, hidden_scale=strided)
+    assert torch.equal(got, want)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,8 +13,9 @@ from moequant.kernels.portable.experts import TILE_ROWS, Plan, fused_experts, wo
 from moequant.kernels.portable.weights import KINDS
 from moequant.runtime import FusedExperts
 from moequant.runtime.act_fn import RELU2, SITU, SWIGLUOAI, ActFn
+from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends.triton_portable import portable_experts
-from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.batched import finalize_batched, lay_out, prepare_batched
 from moequant.runtime.formats import RUNTIME_ONLY, get_format
 from moequant.runtime.routing import route
 
@@ -167,3 +170,46 @@ def test_a_batch_for_each_expert_computes_the_same(weights, call, format, option
         assert (got - want).norm() <= 2.0**-7 * want.norm()
     else:
         check(got, want, scheme)
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "w4a8", "fp8_tensor"])
+def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
+    weights, call, format
+):
+    w, (hidden, ids, topk_weights) = weights(format), call(dtype=torch.bfloat16)
+    scheme = get_format(format).activations
+    packed, x = portable_experts(w, scheme), quantize_activations(hidden, scheme)
+    size = workspace_bytes(packed, 9, 2, torch.float32)
+    memory = torch.full((size,), 0x7F, dtype=torch.uint8, device=DEVICE)
+    got = fused_experts(packed, x.qdata, ids, topk_weights, hidden_scale=x.scale, workspace=memory)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, fused_experts(packed, hidden, ids, topk_weights))
+    none = fused_experts(packed, x.qdata[:0], ids[:0], topk_weights[:0], hidden_scale=x.scale[:0])
+    assert none.shape == (0, 256)
+    assert none.dtype == torch.bfloat16
+
+
+def test_static_scales_of_activations(weights, call):
+    w, (hidden, ids, topk_weights) = weights("fp8_tensor"), call()
+    w = dataclasses.replace(
+        w,
+        gate_up_input_scale=torch.tensor([0.004, 0.01, 0.002, 0.01], device=DEVICE),
+        down_input_scale=torch.tensor([0.005], device=DEVICE),
+    )
+    packed = portable_experts(w, "fp8_static")
+    want = FusedExperts(w, backend="torch_reference")(hidden, ids, topk_weights)
+    got = fused_experts(packed, hidden, ids, topk_weights)
+    check(got, want, "fp8_static")
+    dynamic = fused_experts(portable_experts(w, "fp8_token"), hidden, ids, topk_weights)
+    assert not torch.equal(got, dynamic)
+    exact = fused_experts(portable_experts(w, "none"), hidden, ids, topk_weights)
+    assert not torch.equal(got, exact)
+
+    routing = route(ids, topk_weights, experts=4)
+    x = quantize_activations(hidden, "fp8_static", static_scale=w.static_scale("gate_up"))
+    tokens, places = lay_out(x, routing, experts=4, capacity=9)
+    codes = tokens.qdata.view(torch.uint8)
+    rows = batched_experts(packed, codes, tokens.scale, tokens.counts)
+    # bfloat16 rows, truncated by the interpreter.
+    batched = finalize_batched(rows, routing, places)
+    assert (batched - want).norm() <= 2.0**-7 * want.norm()

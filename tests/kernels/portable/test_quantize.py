@@ -81,3 +81,18 @@ def test_nan_and_inf_stay_visible():
         decoded = out.qdata.view(torch.float8_e4m3fn).float()
         value = decoded.reshape(3, -1, 128) * out.scale.reshape(3, -1, 1)
         assert value.isnan().any(2).any(1).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_static_scale_is_that_of_every_row(dtype):
+    x, out = hidden(5, 320, dtype), room("fp8_token", 5, 320)
+    x[3, 7] = 1e6  # saturates
+    static = torch.tensor([0.0123], device=DEVICE)
+    quantize_rows(
+        x, out, row_of_slot=torch.tensor([0, 3, -1, 4], device=DEVICE).int(), static=static
+    )
+    want = quantize_activations(x, "fp8_static", static_scale=static)
+    rows = [0, 3, 4]
+    assert torch.equal(out.qdata[rows], want.qdata.view(torch.uint8)[rows])
+    assert torch.equal(out.scale[rows], want.scale[rows])
+    assert bool((out.qdata[[1, 2]] == 0x7F).all())

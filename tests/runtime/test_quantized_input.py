@@ -1,0 +1,263 @@
+"""Hidden states that come quantized, and scales of activations that come with the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.runtime import ExpertWeights, FusedExperts, backends, fused_experts
+from moequant.runtime.activations import quantize_activations
+from moequant.runtime.backends import REGISTRY, FusedBackend
+from moequant.runtime.formats import dequantize, get_format
+from moequant.runtime.select import check_takes_quantized
+
+ANYWHERE = ["torch_reference", "naive_batched"]
+QUANTIZING = ["fp8_block", "w4a8", "fp8_channel", "fp8_tensor"]
+
+
+def weights_of(layer, format):
+    fmt = get_format(format)
+    return ExpertWeights(**{name: fmt.quantize(w) for name, w in layer.source.items()})
+
+
+def static(weights, gate_up=0.01, down=0.005):
+    return dataclasses.replace(
+        weights,
+        gate_up_input_scale=torch.tensor([gate_up]),
+        down_input_scale=torch.tensor([down]),
+    )
+
+
+@pytest.fixture(params=QUANTIZING)
+def case(request, layers):
+    """A layer, experts in a format that quantizes activations, and hidden states quantized so."""
+    layer = layers.make()
+    weights = weights_of(layer, request.param)
+    return layer, weights, quantize_activations(layer.hidden, weights.activations)
+
+
+@pytest.mark.parametrize("backend", ANYWHERE)
+def test_quantized_outside_or_inside_gives_the_same_bits(case, backend):
+    layer, weights, x = case
+    module = FusedExperts(weights, backend=backend)
+    want = module(*layer.call).bfloat16()
+    got = module(x.qdata, *layer.call[1:], hidden_scale=x.scale)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+    module.max_tokens = 4
+    assert torch.equal(module(x.qdata, *layer.call[1:], hidden_scale=x.scale), want)
+    alone = fused_experts(
+        x.qdata, weights, layer.topk_weights, layer.ids, backend=backend, hidden_scale=x.scale
+    )
+    assert torch.equal(alone, want)
+
+
+@pytest.mark.parametrize("backend", ANYWHERE)
+def test_a_router_weight_on_the_input_is_part_of_its_scale(layers, backend):
+    layer = layers.make(T=1)
+    layer.topk_weights.copy_(torch.linspace(0.1, 2, 13)[:, None])
+    x = quantize_activations(layer.hidden, "fp8_group128")
+    module = FusedExperts(layer.weights, backend=backend)
+    got = module(
+        x.qdata,
+        layer.ids,
+        layer.topk_weights,
+        hidden_scale=x.scale,
+        apply_router_weight_on_input=True,
+    )
+    ones, scale = torch.ones_like(layer.topk_weights), x.scale * layer.topk_weights
+    assert torch.equal(got, module(x.qdata, layer.ids, ones, hidden_scale=scale))
+
+
+def test_compiled_calls_take_them_too(case):
+    layer, weights, x = case
+    module = FusedExperts(weights)
+    call = (x.qdata, *layer.call[1:])
+    want = module(*call, hidden_scale=x.scale)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*call, hidden_scale=x.scale), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_scale": None}, "float8_e4m3fn and there is no hidden_scale; give its scales"),
+        ({"hidden_scale": torch.ones(13, 1)}, r"\[13, 1\], but for fp8_group128 .* \[13, 2\]"),
+        ({"hidden_scale": torch.ones(12, 2)}, r"hidden_scale is \[12, 2\]"),
+        ({"hidden_scale": torch.ones(13, 2).half()}, "hidden_scale is torch.float16"),
+        ({"hidden_scale": torch.ones(13, 2, device="meta")}, "hidden_scale is on meta"),
+        ({"activations": "none"}, "fed activations that are not quantized; give hidden_states in"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(layers, change, message):
+    layer = layers.make()
+    x = quantize_activations(layer.hidden, "fp8_group128")
+    with pytest.raises(UnsupportedError, match=message):
+        FusedExperts(layer.weights)(x.qdata, *layer.call[1:], **{"hidden_scale": x.scale, **change})
+
+
+def test_a_scale_wants_codes_and_weights_that_quantize(layers):
+    layer = layers.make()
+    with pytest.raises(UnsupportedError, match=r"hidden_states is torch\.float32, .*float8_e4m3fn"):
+        FusedExperts(layer.weights)(*layer.call, hidden_scale=torch.ones(13, 2))
+    layer = layers.make("mxfp4")
+    x = quantize_activations(layer.hidden, "fp8_group128")
+    with pytest.raises(UnsupportedError, match="not quantized; give hidden_states in bfloat16"):
+        FusedExperts(layer.weights)(x.qdata, *layer.call[1:], hidden_scale=x.scale)
+
+
+class Takes(FusedBackend):
+    """Says what it was given."""
+
+    name = "takes"
+    default_on = ()
+    takes_quantized = True
+
+    def supports(self, workload):
+        return None
+
+    def pack(self, weights, activations):
+        return activations
+
+    def forward(self, packed, hidden_states, topk_ids, topk_weights, **options):
+        return hidden_states
+
+    def forward_quantized(self, packed, hidden_states, topk_ids, topk_weights, **options):
+        self.seen = hidden_states, topk_weights, options.keys()
+        return hidden_states.dequantize()
+
+
+def test_a_fused_backend_that_takes_them_gets_them_as_activations(layers, monkeypatch):
+    backend = Takes()
+    monkeypatch.setitem(backends.backends(), "takes", backend)
+    layer = layers.make(T=1)
+    x = quantize_activations(layer.hidden, "fp8_group128")
+    module = FusedExperts(layer.weights, backend="takes")
+    call = (x.qdata, layer.ids, layer.topk_weights / 2)
+    assert module(*call, hidden_scale=x.scale).dtype == torch.bfloat16
+    given, _, options = backend.seen
+    assert (given.scheme, given.qdata, given.scale) == ("fp8_group128", x.qdata, x.scale)
+    assert set(options) == {"expert_map", "workspace"}
+    module(*call, hidden_scale=x.scale, apply_router_weight_on_input=True)
+    given, ones, _ = backend.seen
+    assert torch.equal(given.scale, x.scale * call[2])
+    assert bool((ones == 1).all())
+
+
+def test_a_fused_backend_that_takes_none_says_which_do():
+    for name in ("triton", "deepgemm", "torch_reference", "triton_batched"):
+        check_takes_quantized(REGISTRY[name])
+    with pytest.raises(UnsupportedError, match=r"'sm90_fp8_block' quantizes .*: deepgemm, triton"):
+        check_takes_quantized(REGISTRY["sm90_fp8_block"])
+
+
+def test_static_scales_are_those_of_every_token():
+    x = torch.tensor([[1.0, -0.3, 500.0], [0.0, 1e-9, torch.nan]])
+    q = quantize_activations(x, "fp8_static", static_scale=torch.tensor([0.5]))
+    assert q.scale.tolist() == [[0.5], [0.5]]
+    # 0.6 lies between 0.5625 and 0.625, steps of 2**-4 there; 1000 is beyond 448.
+    assert q.qdata[0].float().tolist() == [2.0, -0.625, 448.0]
+    assert q.qdata[1, :2].float().tolist() == [0.0, 0.0]
+    assert bool(q.qdata[1, 2].float().isnan())
+    assert q.dequantize()[0].tolist() == [1.0, -0.3125, 224.0]
+
+
+@pytest.mark.parametrize("backend", ANYWHERE)
+def test_static_scales_feed_both_gemms(layers, backend):
+    layer = layers.make()
+    weights = static(weights_of(layer, "fp8_tensor"))
+    got = FusedExperts(weights, backend=backend)(*layer.call).double()
+    w = {name: decoded(q) for name, q in weights.projections().items()}
+
+    def fed(x, scale):
+        return ((x / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn).double()) * scale
+
+    want = torch.zeros_like(got)
+    # The float32 numbers 0.01 and 0.005, by which both sides divide.
+    first, second = (s.double() for s in (weights.gate_up_input_scale, weights.down_input_scale))
+    for m, x in enumerate(fed(layer.hidden.double(), first)):
+        for e, weight in zip(layer.ids[m].tolist(), layer.topk_weights[m], strict=True):
+            gate, up = w["gate"][e] @ x, w["up"][e] @ x
+            h = fed(gate / (1 + torch.exp(-gate)) * up, second)
+            want[m] += weight * (w["down"][e] @ h)
+    # Of 5000 codes in the middle, few flip where a last bit decides, each by 2**-4 of itself.
+    assert (got - want).norm() <= 5e-3 * want.norm()
+    dynamic = FusedExperts(weights_of(layer, "fp8_tensor"), backend=backend)(*layer.call)
+    assert (got - dynamic).norm() > 1e-3 * want.norm()
+
+
+def decoded(q):
+    return dequantize(q).double()
+
+
+def test_of_scales_of_experts_the_largest_counts(layers):
+    layer = layers.make()
+    weights = weights_of(layer, "fp8_tensor")
+    one = FusedExperts(static(weights, 0.02, 0.01))(*layer.call)
+    per_expert = dataclasses.replace(
+        weights,
+        gate_up_input_scale=torch.tensor([0.001, 0.02, 0.001, 0.01, 0.003, 0.02]),
+        down_input_scale=torch.tensor([0.01, 0.0, 0.001, 0.01, 0.003, 0.002]),
+    )
+    assert torch.equal(FusedExperts(per_expert)(*layer.call), one)
+
+
+def test_static_scales_are_part_of_the_state_and_move_along(layers):
+    layer = layers.make()
+    module = FusedExperts(static(weights_of(layer, "fp8_tensor")))
+    assert module.state_dict()["gate_up_input_scale"].tolist() == [pytest.approx(0.01)]
+    assert module.weights.activations == "fp8_static"
+    assert module.to("meta").weights.down_input_scale.device.type == "meta"
+
+
+def test_hidden_states_quantized_with_the_static_scale_give_the_same_bits(layers):
+    layer = layers.make()
+    weights = static(weights_of(layer, "fp8_tensor"))
+    x = quantize_activations(layer.hidden, "fp8_static", static_scale=torch.tensor([0.01]))
+    module = FusedExperts(weights)
+    got = module(x.qdata, *layer.call[1:], hidden_scale=x.scale)
+    assert torch.equal(got, module(*layer.call).bfloat16())
+
+
+def test_activations_may_stay_as_they_are_beside_static_scales(layers):
+    layer = layers.make()
+    weights = weights_of(layer, "fp8_tensor")
+    want = FusedExperts(weights, activations="none")(*layer.call)
+    got = FusedExperts(static(weights), activations="none")(*layer.call)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("format", "changes", "error", "message"),
+    [
+        ("fp8_channel", {}, UnsupportedError, "only fp8_tensor takes static scales"),
+        ("fp8_tensor", {"down_input_scale": None}, CheckpointError, "go together"),
+        (
+            "fp8_tensor",
+            {"down_input_scale": torch.ones(5)},
+            CheckpointError,
+            r"down_input_scale is \[5\], but wanted is \[1\], or \[6\]",
+        ),
+        (
+            "fp8_tensor",
+            {"gate_up_input_scale": torch.ones(1).half()},
+            CheckpointError,
+            "gate_up_input_scale is torch.float16",
+        ),
+        (
+            "fp8_tensor",
+            {"gate_up_input_scale": torch.ones(1, device="meta")},
+            UnsupportedError,
+            "gate_up_input_scale on meta",
+        ),
+    ],
+)
+def test_static_scales_that_do_not_fit_are_refused(layers, format, changes, error, message):
+    weights = weights_of(layers.make(), format)
+    scales = {"gate_up_input_scale": torch.ones(1), "down_input_scale": torch.ones(1)}
+    with pytest.raises(error, match=message):
+        dataclasses.replace(weights, **{**scales, **changes})
