@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
@@ -155,16 +156,27 @@ class Architecture:
         """How a plain checkpoint stacks the experts of a layer; None where each has its tensors."""
         self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])
         """The only dialects in which a consumer loads it; None for all that serve any model."""
+        self._roles = (table.get("roles", {}), common)
+        self._projection_of = {leaf: name for name, leaf in self.projections.items()}
+
+    # Compiled when they are asked for: those of the whole table take longer than most plans.
+    @cached_property
+    def _expert_pattern(self) -> re.Pattern[str]:
         leaf_names = "|".join(re.escape(leaf) for leaf in self.projections.values())
-        self._expert_pattern = _compile(self._experts, projection=f"(?P<projection>{leaf_names})")
-        self._stack_patterns = [] if self.stacked is None else _stack_patterns(self.stacked)
-        self._role_patterns = [
+        return _compile(self._experts, projection=f"(?P<projection>{leaf_names})")
+
+    @cached_property
+    def _stack_patterns(self) -> list[tuple[str, str, re.Pattern[str]]]:
+        return [] if self.stacked is None else _stack_patterns(self.stacked)
+
+    @cached_property
+    def _role_patterns(self) -> list[tuple[str, re.Pattern[str]]]:
+        return [
             (role, _compile(pattern))
-            for roles in (table.get("roles", {}), common)
+            for roles in self._roles
             for role, patterns in roles.items()
             for pattern in patterns
         ]
-        self._projection_of = {leaf: name for name, leaf in self.projections.items()}
 
     def classify(self, name: str) -> TensorRole:
         """The role of the tensor called `name`.
