@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -258,19 +259,21 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         check_space(journal.output, sum(s.size_bytes for s in todo) + work.sidecar_bytes(state))
         progress.start("converting", sum(shard.work_bytes for shard in todo))
         chosen = choose_device(work.device, plan.jobs())
-        for shard in work.write_shards(
-            work.checkpoint,
-            plan,
-            todo,
-            journal,
-            choice=chosen,
-            workers=workers,
-            progress=progress,
-        ):
-            finished[shard.file] = shard
+        with ThreadPoolExecutor(1, "moequant-sample") as beside:
+            digests = beside.submit(work.digests)
+            for shard in work.write_shards(
+                work.checkpoint,
+                plan,
+                todo,
+                journal,
+                choice=chosen,
+                workers=workers,
+                progress=progress,
+            ):
+                finished[shard.file] = shard
         progress.finish()
         ordered = [finished[shard.file] for shard in plan.shards]
-        provenance = {**work.provenance, **work.digests()}
+        provenance = {**work.provenance, **digests.result()}
         if work.hash_source:
             provenance |= content_digests(work.checkpoint, workers, progress)
         check_unchanged(work.checkpoint, state)
