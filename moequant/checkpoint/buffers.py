@@ -23,14 +23,22 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     Goes through the address because torch has no buffer protocol and numpy, which would lend its
     own, knows neither bfloat16 nor float8.
     """
-    assert tensor.device.type == "cpu", tensor.device
-    assert tensor.is_contiguous(), tensor.stride()
-    assert not tensor.is_conj(), "the memory is not the value"
-    assert not tensor.is_neg(), "the memory is not the value"
-    if tensor.nbytes == 0:
+    return joined_bytes([tensor])
+
+
+def joined_bytes(tensors: Sequence[Tensor]) -> memoryview:
+    """`tensor_bytes` of tensors of which each begins in memory where the one before it ends."""
+    size_bytes = 0
+    for tensor in tensors:
+        assert tensor.device.type == "cpu", tensor.device
+        assert tensor.is_contiguous(), tensor.stride()
+        assert not tensor.is_conj(), "the memory is not the value"
+        assert not tensor.is_neg(), "the memory is not the value"
+        size_bytes += tensor.nbytes
+    if size_bytes == 0:
         return memoryview(bytearray())
-    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array._tensor = tensor  # type: ignore[attr-defined]
+    array = (ctypes.c_ubyte * size_bytes).from_address(tensors[0].data_ptr())
+    array._tensors = tensors  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 import threading
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +20,19 @@ _FLUSH_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 
 
+class _Kept(NamedTuple):
+    """The memory a range was written from, and what to call once it is digested."""
+
+    memory: memoryview
+    release: Callable[[], None]
+
+
 class GrowingDigest:
-    """SHA-256 over the file's bytes, as read back from it, as far as they have been written.
+    """SHA-256 over the file's bytes as far as they have been written.
 
     Ranges may be written in any order and from any thread; those in front of the first hole can be
-    digested. What is digested begins its way to disk, which leaves little for `fsync` to wait for.
-    (To digest a range from the memory it is written from, where it is the next, saves nothing: it
-    is no longer in the nearest cache either.)
+    digested: from the memory they were written from, where that is kept, else read back. What is
+    digested begins its way to disk, which leaves little for `fsync` to wait for.
 
     Args:
         fd: of the file, open for reading.
@@ -39,6 +45,7 @@ class GrowingDigest:
         self._flushed = 0
         self._whole = 0
         self._beyond: dict[int, int] = {}
+        self._kept: dict[int, _Kept] = {}
         self._noting = threading.Lock()
         self._digesting = threading.Lock()
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -46,29 +53,59 @@ class GrowingDigest:
     def wrote(self, start: int, stop: int) -> None:
         """Note that the bytes from `start` up to `stop` are there, and will not change."""
         with self._noting:
-            if start < stop:
-                self._beyond[start] = stop
-            while self._whole in self._beyond:
-                self._whole = self._beyond.pop(self._whole)
+            self._note(start, stop)
 
-    def catch_up(self, at_most_bytes: int) -> None:
-        """Digest what is in front of the first hole; nothing if another thread is at it."""
+    def wrote_from(self, start: int, memory: memoryview, release: Callable[[], None]) -> None:
+        """As `wrote`, of what `memory` holds and keeps holding until `release` is called."""
+        with self._noting:
+            if memory.nbytes:
+                self._kept[start] = _Kept(memory, release)
+            self._note(start, start + memory.nbytes)
+
+    def catch_up(self, at_most_bytes: int) -> bool:
+        """Digest what is in front of the first hole; nothing if another thread is at it.
+
+        Memory that is kept is digested whole, even beyond the limit.
+
+        Returns:
+            Whether the limit was reached.
+        """
         if not self._digesting.acquire(blocking=False):
-            return
+            return False
         try:
             last = self._digested + at_most_bytes
-            while self._digested < (stop := min(self._whole, last)):
-                wanted = self._buffer[: stop - self._digested]
-                count = os.preadv(self._fd, [wanted], self._digested)
-                if count == 0:
-                    raise OSError(errno.EIO, "it ends before what was written to it")
-                self._sha256.update(wanted[:count])
-                self._digested += count
+            while self._digested < min(self._whole, last):
+                kept = self._kept.pop(self._digested, None)
+                if kept is None:
+                    self._read_back(self._next_kept(min(self._whole, last)))
+                else:
+                    self._sha256.update(kept.memory)
+                    self._digested += kept.memory.nbytes
+                    kept.release()
                 if self._digested - self._flushed >= _FLUSH_BYTES:
                     _begin_flush()(self._fd, self._flushed, self._digested - self._flushed)
                     self._flushed = self._digested
+            return self._digested >= last
         finally:
             self._digesting.release()
+
+    def _note(self, start: int, stop: int) -> None:
+        if start < stop:
+            self._beyond[start] = stop
+        while self._whole in self._beyond:
+            self._whole = self._beyond.pop(self._whole)
+
+    def _next_kept(self, stop: int) -> int:
+        with self._noting:
+            return min(stop, *self._kept, stop)
+
+    def _read_back(self, stop: int) -> None:
+        wanted = self._buffer[: stop - self._digested]
+        count = os.preadv(self._fd, [wanted], self._digested)
+        if count == 0:
+            raise OSError(errno.EIO, "it ends before what was written to it")
+        self._sha256.update(wanted[:count])
+        self._digested += count
 
     def of_first(self, size_bytes: int) -> str:
         """The digest in hex, once the file is whole; its size must be `size_bytes`."""

@@ -11,15 +11,15 @@ import hashlib
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.buffers import joined_bytes
 from moequant.checkpoint.digest import GrowingDigest
 from moequant.checkpoint.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -38,6 +38,10 @@ _ADVICE = {
 }
 # What file systems answer that cannot reserve space (ZFS says EINVAL).
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+_KEPT_BYTES = 1 << 16
+"""Less than this is read back for the digest: it may come much later, and memory would wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +104,48 @@ def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
     )
 
 
+class _Piece(NamedTuple):
+    """A whole tensor, contiguous in memory, and where in the file it goes."""
+
+    name: str
+    position: int
+    tensor: Tensor
+
+    def order(self) -> tuple[int, int]:
+        """What sorts pieces; one without bytes stands before that which begins where it does."""
+        return self.position, self.tensor.nbytes
+
+    def ends_at(self, other: _Piece) -> bool:
+        """Whether `other` begins where this ends, in memory and in the file."""
+        size_bytes = self.tensor.nbytes
+        return (
+            self.position + size_bytes == other.position
+            and self.tensor.data_ptr() + size_bytes == other.tensor.data_ptr()
+        )
+
+
+def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+    """Sorted pieces, those together that follow one another in memory too."""
+    runs: list[list[_Piece]] = []
+    for piece in pieces:
+        if runs and runs[-1][-1].ends_at(piece):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _countdown(count: int, last: Callable[[], None]) -> Callable[[], None]:
+    """What calls `last` when it has been called `count` times and is called once more."""
+    # A list and not a number: to pop is one step for all threads.
+    left = [last, *(_nothing,) * count]
+    return lambda: left.pop()()
+
+
+def _nothing() -> None:
+    pass
+
+
 class ShardWriter:
     """One safetensors file in the making.
 
@@ -136,10 +182,34 @@ class ShardWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a whole tensor; its dtype and shape must be the slot's."""
+        self.write_all({name: tensor})
+
+    def write_all(
+        self, tensors: Mapping[str, Tensor], release: Callable[[], None] | None = None
+    ) -> None:
+        """Write whole tensors, those that follow one another in memory too in one call.
+
+        Args:
+            tensors: by name.
+            release: called once the digest needs their memory no more, and until then it must hold
+                them; without it, what they hold is read back.
+        """
+        pieces = sorted((self._piece(*item) for item in tensors.items()), key=_Piece.order)
+        runs = [(run[0].position, joined_bytes([p.tensor for p in run])) for run in _runs(pieces)]
+        keep = {at for at, view in runs if view.nbytes >= _KEPT_BYTES} if release else set()
+        once = _countdown(len(keep), release or _nothing)
+        for position, view in runs:
+            self._write_at(position, view, once if position in keep else None)
+        for piece in pieces:
+            if piece.tensor.nbytes:
+                self._written[piece.name].append((0, piece.tensor.nbytes))
+        once()
+
+    def _piece(self, name: str, tensor: Tensor) -> _Piece:
         slot = self._slots[name]
         found, wanted = (dtype_name(tensor.dtype), tuple(tensor.shape)), (slot.dtype, slot.shape)
         _ensure(found == wanted, f"{name}: {found} to write, but the plan says {wanted}")
-        self.write_bytes(name, 0, tensor_bytes(tensor.detach().cpu().contiguous()))
+        return _Piece(name, self._data_start + slot.offset, tensor.detach().cpu().contiguous())
 
     def write_bytes(self, name: str, offset_bytes: int, buffer: Buffer) -> None:
         """Write `buffer` at `offset_bytes` of the tensor; each byte must be written once."""
@@ -154,10 +224,14 @@ class ShardWriter:
         if view.nbytes:
             self._written[name].append((offset_bytes, stop))
 
-    def digest(self, at_most_bytes: int) -> None:
-        """Digest what the file has got since, from its start on, unless another thread is at it."""
+    def digest(self, at_most_bytes: int) -> bool:
+        """Digest what the file has got since, from its start on, unless another thread is at it.
+
+        Returns:
+            Whether it was as much as that.
+        """
         with explained(self.path, "read"):
-            self._digest.catch_up(at_most_bytes)
+            return self._digest.catch_up(at_most_bytes)
 
     def finish(self) -> tuple[int, str]:
         """Digest the rest of the file, bring it to disk and close it.
@@ -195,10 +269,15 @@ class ShardWriter:
         if fd is not None:
             os.close(fd)
 
-    def _write_at(self, position: int, view: memoryview) -> None:
+    def _write_at(
+        self, position: int, view: memoryview, release: Callable[[], None] | None = None
+    ) -> None:
         with explained(self.path, "written"):
             _write_all(self._descriptor(), position, view)
-        self._digest.wrote(position, position + view.nbytes)
+        if release is None:
+            self._digest.wrote(position, position + view.nbytes)
+        else:
+            self._digest.wrote_from(position, view, release)
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
+    from torch import Tensor
+
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import Journal
     from moequant.conversion.losses import Loss
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from moequant.conversion.units import Item, Restored
     from moequant.progress import Progress
     from moequant.quantizers import Choice
+
+_T = TypeVar("_T")
 
 _WORKERS_A_FINISHER = 4
 """To make a shard takes a core 1.5 to 2.6 times as long as to digest it."""
@@ -58,12 +62,13 @@ def write_shards(
     Filled shards are finished in threads of their own, one for each four workers. Each of them, and
     the one that is being filled, takes a descriptor and 256 KiB.
     """
-    run = _Run(source, plan, journal, choice, progress)
+    results = _Results(choice.quantizer.allocate, workers)
+    run = _Run(source, plan, journal, choice, progress, results)
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     with ThreadPoolExecutor(finishers, "moequant-finish") as finisher, worker_pool(workers) as pool:
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
-            writer, losses = run.fill(shard, pool)
+            writer, losses = run.fill(shard, pool, workers)
             before = finishing[-1] if finishing else None
             finishing.append(finisher.submit(run.finish, shard, writer, losses, before))
             if len(finishing) > finishers:
@@ -94,6 +99,7 @@ class _Run(threading.local):
         journal: Journal,
         choice: Choice,
         progress: Progress,
+        results: _Results,
     ) -> None:
         self._source = source
         self._plan = plan
@@ -102,18 +108,21 @@ class _Run(threading.local):
         self._used = UsedQuantizer(name=choice.quantizer.name, reason=choice.reason)
         self._progress = progress
         self._arena = Arena(choice.quantizer.allocate)
+        self._results = results
 
     def fill(
-        self, shard: PlannedShard, pool: ThreadPoolExecutor
+        self, shard: PlannedShard, pool: ThreadPoolExecutor, workers: int
     ) -> tuple[ShardWriter, tuple[Loss, ...]]:
         """Write all that goes into a shard; what is lost of it comes in the order of the plan."""
         writer = ShardWriter(self._journal.partial(shard.file), shard.header, shard.pieces)
+        left = deque(enumerate(shard.items))
+        lost: dict[int, list[Loss]] = {}
         try:
-            lost = _run_all(pool, partial(self._work, writer), shard.items)
+            _run_all(pool, [partial(self._work, writer, left, lost)] * workers, left)
         except BaseException:
             writer.abort()
             raise
-        return writer, tuple(merged(loss for of_item in lost for loss in of_item))
+        return writer, tuple(merged(loss for i in sorted(lost) for loss in lost[i]))
 
     def finish(
         self,
@@ -142,47 +151,104 @@ class _Run(threading.local):
         self._journal.record(finished)
         return finished
 
-    def _work(self, writer: ShardWriter, item: Item) -> list[Loss]:
-        losses: list[Loss] = []
-        if isinstance(item, Copy):
-            if item.is_bias:
-                check_bias(self._source, item.info)
-            _copy(self._source, item, writer)
+    def _work(
+        self, writer: ShardWriter, left: deque[tuple[int, Item]], lost: dict[int, list[Loss]]
+    ) -> None:
+        """Take one item after the other until none is left; what each loses goes to `lost`."""
+        while (taken := _take(left)) is not None:
+            number, item = taken
+            if isinstance(item, Copy):
+                if item.is_bias:
+                    check_bias(self._source, item.info)
+                _copy(self._source, item, writer)
+            elif isinstance(item, Unit):
+                lost[number] = self._convert(item, writer)
+            else:
+                lost[number] = self._restore(item, writer)
+            # One worker stays at it while the others have anything to do, and then no longer than a
+            # few workers need to keep up: many would wait for this one.
+            while writer.digest(2 * item.source_bytes) and left:
+                pass
+            self._progress.advance(item.source_bytes, item.name)
+
+    def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
+        results, release = self._results.borrow()
+        tensors, losses = convert_unit(
+            self._source, unit, self._plan.dialect, self._quantizer, self._arena, results
+        )
+        if unit.may_be_as_stored or release is None:
+            # Their memory is what the next unit is read into, or too much waits already.
+            writer.write_all(tensors)
+            self._results.give_back(results, release)
         else:
-            losses = self._convert(item, writer)
-        # Enough for a few workers to keep up, and no more: many would wait for this one.
-        writer.digest(2 * item.source_bytes)
-        self._progress.advance(item.source_bytes, item.name)
+            writer.write_all(tensors, release)
+        tensors.clear()
+        self._arena.clear()
         return losses
 
-    def _convert(self, item: Unit | Restored, writer: ShardWriter) -> list[Loss]:
-        if isinstance(item, Unit):
-            tensors, losses = convert_unit(
-                self._source, item, self._plan.dialect, self._quantizer, self._arena
-            )
-        else:
-            tensors, losses = restore(self._source, item, self._arena)
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
+    def _restore(self, item: Restored, writer: ShardWriter) -> list[Loss]:
+        tensors, losses = restore(self._source, item, self._arena)
+        writer.write_all(tensors)
         tensors.clear()
         self._arena.clear()
         return losses
 
 
+class _Results:
+    """Memory for results, which the digest may look at when their worker is at the next unit.
+
+    Args:
+        allocate: as Arena.
+        most_kept: how many results may wait for the digest.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor], most_kept: int) -> None:
+        self._allocate = allocate
+        self._free: deque[Arena] = deque()
+        self._waiting = threading.Semaphore(most_kept)
+
+    def borrow(self) -> tuple[Arena, Callable[[], None] | None]:
+        """Memory, and what gives it back; None where too much waits for that already."""
+        memory = _take(self._free) or Arena(self._allocate)
+        if not self._waiting.acquire(blocking=False):
+            return memory, None
+        return memory, partial(self._release, memory)
+
+    def give_back(self, memory: Arena, release: Callable[[], None] | None) -> None:
+        """Give back at once what was borrowed."""
+        if release is not None:
+            release()
+        else:
+            memory.clear()
+            self._free.append(memory)
+
+    def _release(self, memory: Arena) -> None:
+        self.give_back(memory, None)
+        self._waiting.release()
+
+
+def _take(items: deque[_T]) -> _T | None:
+    """The first item, which no other thread gets; None if there is none."""
+    try:
+        return items.popleft()
+    except IndexError:
+        return None
+
+
 def _run_all(
-    pool: ThreadPoolExecutor, work: Callable[[Item], list[Loss]], items: Iterable[Item]
-) -> list[list[Loss]]:
-    """Work on all items; on the first error, drop what has not begun and wait for the rest."""
-    futures = [pool.submit(work, item) for item in items]
+    pool: ThreadPoolExecutor,
+    work: Iterable[Callable[[], None]],
+    left: deque[tuple[int, Item]],
+) -> None:
+    """Do all of `work`; on the first error, drop what is `left` and wait for the rest."""
+    futures = [pool.submit(one) for one in work]
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
     finally:
-        for future in futures:
-            future.cancel()
+        left.clear()
         wait(futures)
-    return [future.result() for future in futures]
 
 
 def _copy(source: Checkpoint, copy: Copy, writer: ShardWriter) -> None:

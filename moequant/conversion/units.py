@@ -148,6 +148,11 @@ class Unit:
         return sum(weight.info.size_bytes for weight in self.weights)
 
     @property
+    def may_be_as_stored(self) -> bool:
+        """Whether something of it may be written as the source holds it."""
+        return self.recode and any(isinstance(w.info, EncodedInfo) for w in self.weights)
+
+    @property
     def device_bytes(self) -> int:
         """Upper bound of the memory it takes on a GPU that quantizes it."""
         # Each tensor begins at a multiple of 64 bytes: weights, their parts and a check's result.
@@ -298,18 +303,24 @@ def quantizer_jobs(units: Iterable[Unit]) -> list[Job]:
 
 
 def convert_unit(
-    source: Checkpoint, unit: Unit, dialect: Dialect, quantizer: Quantizer, arena: Arena
+    source: Checkpoint,
+    unit: Unit,
+    dialect: Dialect,
+    quantizer: Quantizer,
+    arena: Arena,
+    results: Arena,
 ) -> tuple[dict[str, Tensor], list[Loss]]:
     """Read and quantize a unit: its tensors as they go to disk, by name, and what was lost.
 
-    They may lie in the memory of `arena`, and are good until it is cleared.
+    They may lie in the memory of `results` and, if `unit.may_be_as_stored`, of `arena`, which holds
+    what is read; they are good until it is cleared.
 
     Raises:
         NonFiniteError: a weight holds NaN or Inf.
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
-    quantized = quantize_unit(weights, unit, quantizer, arena)
+    quantized = quantize_unit(weights, unit, quantizer, arena, results)
     losses = _losses(unit.weights, unit.format, weights, quantized)
     tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:
@@ -328,11 +339,12 @@ def quantize_unit(
     unit: Unit,
     quantizer: Quantizer | None = None,
     arena: Arena | None = None,
+    results: Arena | None = None,
 ) -> list[QuantizedWeight]:
     """The weights of a unit in its format, in order.
 
-    By `quantizer`, in the memory of `arena`; without them, by the reference functions in new
-    memory.
+    By `quantizer`, in the memory of `results`, with that of `arena` for what lies in between;
+    without them, by the reference functions in new memory.
 
     Raises:
         NonFiniteError: a weight holds NaN or Inf.
@@ -348,7 +360,7 @@ def quantize_unit(
         [decoded(w, arena) for w in weights],
         unit.options,
         names=names,
-        empty=(arena or Arena()).empty,
+        empty=(results or Arena()).empty,
     )
 
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -97,3 +98,45 @@ def test_a_file_that_was_cut_meanwhile_is_an_error(fd):
     os.ftruncate(fd, 50)
     with pytest.raises(OSError, match="ends before what was written"):
         growing.catch_up(len(CONTENT))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("often", [True, False])
+def test_kept_memory_gives_the_digest_of_the_file_and_is_released_once(fd, seed, often):
+    growing, released = GrowingDigest(fd), []
+    chance = random.Random(seed)  # noqa: S311
+    kept = [piece for piece in RANGES if chance.random() < 0.5]
+    for start, stop in chance.sample(RANGES, len(RANGES)):
+        if (start, stop) in kept:
+            memory = memoryview(CONTENT)[start:stop]
+            growing.wrote_from(start, memory, partial(released.append, (start, stop)))
+            # Had it read this back, it would have found zeros or the end.
+        else:
+            write(fd, growing, start, stop)
+        if often:
+            growing.catch_up(chance.randrange(1, 5000))
+    growing.catch_up(len(CONTENT))
+    assert growing.of_first(len(CONTENT)) == hashlib.sha256(CONTENT).hexdigest()
+    assert released == kept
+
+
+def test_memory_is_kept_until_it_is_digested(fd):
+    growing, released = GrowingDigest(fd), []
+    growing.wrote_from(10, memoryview(CONTENT)[10:20], partial(released.append, 10))
+    growing.catch_up(len(CONTENT))
+    assert released == []
+    write(fd, growing, 0, 10)
+    growing.catch_up(5)
+    assert released == []
+    growing.catch_up(len(CONTENT))
+    assert released == [10]
+    assert growing.of_first(20) == hashlib.sha256(CONTENT[:20]).hexdigest()
+
+
+def test_a_turn_says_whether_it_ended_at_its_limit(fd):
+    growing = GrowingDigest(fd)
+    write(fd, growing, 0, 5000)
+    assert growing.catch_up(2500)
+    assert not growing.catch_up(2501)
+    with growing._digesting:
+        assert not growing.catch_up(1)

@@ -154,6 +154,66 @@ def test_slices_from_many_threads_make_up_the_file(tmp_path: Path) -> None:
     assert [name for name in tensors if not same(loaded[name], tensors[name])] == []
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Position and bytes of every `os.pwrite`."""
+    found, whole = [], os.pwrite
+
+    def pwrite(fd: int, view: memoryview, at: int) -> int:
+        found.append((at, view.nbytes))
+        return whole(fd, view, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return found
+
+
+def test_tensors_that_follow_one_another_are_written_in_one_call(
+    tmp_path: Path, calls: list[tuple[int, int]]
+) -> None:
+    memory = random_tensor(torch.uint8, 96)
+    tensors = {
+        "a": memory[:32].view(torch.int16),
+        "b": memory[32:64],
+        "away": memory[32:64].clone(),
+        "none": torch.empty(0, dtype=torch.uint8),
+        "c": memory[64:96].view(4, 8),
+    }
+    header, slots = lay_out(specs_of(tensors))
+    writer = ShardWriter(tmp_path / "shard", header, slots)
+    writer.write_all(dict(reversed(tensors.items())))
+    writer.finish()
+    assert [(at - len(header), count) for at, count in calls if at] == [(0, 64), (64, 32), (96, 32)]
+    loaded = load_file(tmp_path / "shard")
+    assert [name for name in tensors if not same(loaded[name], tensors[name])] == []
+
+
+def test_memory_is_released_once_the_digest_has_all_of_it(tmp_path: Path) -> None:
+    large = {name: random_tensor(torch.uint8, 1 << 16) for name in "abc"}
+    tensors = large | {"small": random_tensor(torch.uint8, 8)}
+    writer = ShardWriter(tmp_path / "shard", *lay_out(specs_of(tensors)))
+    released: list[str] = []
+    rest = {name: tensors[name] for name in ("c", "b", "small")}
+    writer.write_all(rest, lambda: released.append("rest"))
+    writer.digest(1 << 20)
+    assert released == []
+    writer.write_all({"a": tensors["a"]}, lambda: released.append("a"))
+    assert released == []
+    writer.digest(1 << 17)
+    assert released == ["a"]
+    _, sha256 = writer.finish()
+    assert released == ["a", "rest"]
+    assert sha256 == hashlib.sha256((tmp_path / "shard").read_bytes()).hexdigest()
+
+
+def test_memory_that_is_too_little_to_keep_is_released_when_it_is_written(tmp_path: Path) -> None:
+    tensors = {"t": random_tensor(torch.uint8, 8)}
+    writer = ShardWriter(tmp_path / "shard", *lay_out(specs_of(tensors)))
+    released: list[int] = []
+    writer.write_all(tensors, lambda: released.append(1))
+    assert released == [1]
+    writer.finish()
+
+
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: whole(fd, view[:7], at))

@@ -12,6 +12,7 @@ import pytest
 from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion import convert
 from moequant.conversion.journal import Journal
+from moequant.conversion.run import _Results
 from moequant.errors import MoequantError
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "200KB"}
@@ -115,3 +116,33 @@ def test_workers_leave_to_the_end_what_they_do_not_keep_up_with(
     record = json.loads((result.output / "moequant.json").read_text())
     for file, entry in record["shards"].items():
         assert hashlib.sha256((result.output / file).read_bytes()).hexdigest() == entry["sha256"]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_that_wait_for_the_digest_are_as_many_as_workers_at_most(
+    source, tmp_path, monkeypatch, contents, workers
+):
+    memories, lock, now, most = set(), threading.Lock(), [0], [0]
+    borrow, give_back = _Results.borrow, _Results.give_back
+
+    def borrowed(self):
+        memory, release = borrow(self)
+        with lock:
+            memories.add(memory)
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        return memory, release
+
+    def given_back(self, memory, release):
+        if release is None:
+            with lock:
+                now[0] -= 1
+        give_back(self, memory, release)
+
+    monkeypatch.setattr(_Results, "borrow", borrowed)
+    monkeypatch.setattr(_Results, "give_back", given_back)
+    result = convert(source, tmp_path / "out", workers=workers, **SETTINGS)
+    assert len(result.plan.units) > 4 * workers
+    assert most[0] <= 2 * workers
+    assert len(memories) <= 2 * workers
+    assert now[0] == 0

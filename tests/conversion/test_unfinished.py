@@ -25,7 +25,7 @@ COMMANDS = {
 }
 MOMENTS = {
     "before the plan is written": (Journal, "begin", 1),
-    "inside the first shard": (ShardWriter, "write", 2),
+    "inside the first shard": (ShardWriter, "write_all", 1),
     "after the last shard": (commit_module, "_stage", 1),
     "before the shards move": (commit_module, "_move", 2),
     "before the config moves": (commit_module, "_move", 4),
