@@ -26,10 +26,14 @@ def describe_architectures() -> list[dict[str, Any]]:
 
 
 def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
-    for tested, model_types in groupby(
-        sorted(architecture.model_types, key=lambda t: _order(architecture, t)),
-        key=lambda t: _tested(architecture, t),
-    ):
+    not_loaded = architecture.tested.get("not_loaded", {})
+
+    def alike(model_type: str) -> tuple[str, bool]:
+        return _tested(architecture, model_type), model_type not in not_loaded
+
+    # A sort keeps the order of those that are alike.
+    ordered = sorted(architecture.model_types, key=alike, reverse=True)
+    for (tested, loaded), model_types in groupby(ordered, key=alike):
         listed = list(model_types)
         notes = architecture.tested.get(tested.replace(" ", "_"), {})
         yield {
@@ -42,6 +46,8 @@ def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
             "kept": [role for role in architecture.roles if _is_kept(role)],
             "tested": tested,
             "notes": {t: notes[t] for t in listed if t in notes},
+            "transformers_loads": loaded,
+            "not_loaded": {t: not_loaded[t] for t in listed if t in not_loaded},
         }
 
 
@@ -50,11 +56,6 @@ def _tested(architecture: Architecture, model_type: str) -> str:
         if model_type in architecture.tested.get(how.replace(" ", "_"), {}):
             return how
     return CLASS
-
-
-def _order(architecture: Architecture, model_type: str) -> tuple[int, int]:
-    how = (CLASS, BY_HAND, READ).index(_tested(architecture, model_type))
-    return how, architecture.model_types.index(model_type)
 
 
 def _layout(architecture: Architecture) -> str:
@@ -121,7 +122,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     lines = _table(
         ["`model_type`", "experts on disk", "how they lie"]
         + [f"`{format}`" for format in formats]
-        + ["also kept", "tested against"],
+        + ["also kept", "transformers", "tested against"],
         [
             [
                 ", ".join(f"`{t}`" for t in row["model_types"]),
@@ -132,17 +133,24 @@ def markdown(document: Mapping[str, Any]) -> str:
                     for f in formats
                 ),
                 ", ".join(role.replace("_", " ") for role in row["kept"]),
+                "loads" if row["transformers_loads"] else "no",
                 row["tested"],
             ]
             for row in document["architectures"]
         ],
     )
-    notes = [
+    by_hand = [
         [f"`{model_type}`", row["tested"], note]
         for row in document["architectures"]
         for model_type, note in row["notes"].items()
     ]
-    return "\n".join([*lines, "", *_table(["`model_type`", "", "the test"], notes)])
+    reasons: dict[str, list[str]] = {}
+    for row in document["architectures"]:
+        for model_type, reason in row["not_loaded"].items():
+            reasons.setdefault(reason, []).append(f"`{model_type}`")
+    not_loaded = [[", ".join(types), reason] for reason, types in reasons.items()]
+    lines += ["", *_table(["`model_type`", "", "the test"], by_hand)]
+    return "\n".join([*lines, "", *_table(["`model_type`", "transformers 5.23"], not_loaded)])
 
 
 def _short(names: Sequence[str]) -> str:

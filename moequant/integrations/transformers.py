@@ -305,8 +305,10 @@ def _without_experts(
             for layer in layers:
                 holders[layer].put(nn.Identity())
 
-    # transformers chooses some conversions of names by that of the class.
+    # transformers chooses conversions of names by that of the class, and has none for classes that
+    # are not its own.
     WithoutExperts.__name__ = model_class.__name__
+    WithoutExperts.__module__ = model_class.__module__
     return WithoutExperts
 
 
@@ -356,7 +358,12 @@ def _other_tensors(
     experts = tuple(_experts_prefix(converted, layer) for layer in layers)
     # Layers behind the last are for multi-token prediction, which the model has no modules for.
     behind = tuple(_experts_prefix(converted, layer) for layer in converted.moe.optional_layers)
-    names = [n for n in converted.checkpoint.tensors if not n.startswith(experts + behind)]
+    is_kept = converted.architecture.is_kept
+    names = [
+        name
+        for name in converted.checkpoint.tensors
+        if not name.startswith(experts + behind) or is_kept(name)
+    ]
     formats = {module: _format_of(converted, module) for module in map(_module_of, names)}
     modules = [module for module, format in formats.items() if format is not None]
     parts = {n for m in modules for n in converted.tensor_names(m, cast("str", formats[m]))}

@@ -151,7 +151,8 @@ class Architecture:
         self.routing: str | None = table.get("routing")
         """What its router asks of experts that others do not, in words; None for nothing."""
         self.tested: Mapping[str, Mapping[str, str]] = table.get("tested", {})
-        """What no test has as its class saves it: `by_hand` or `read`, and why, by model_type."""
+        """What no test has as its class saves it, `by_hand` or `read`, and what transformers does
+        not load, `not_loaded`; and why, by model_type."""
         self.stacked = StackedExperts(table["stacked"]) if "stacked" in table else None
         """How a plain checkpoint stacks the experts of a layer; None where each has its tensors."""
         self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])
@@ -212,6 +213,10 @@ class Architecture:
         """The name on disk of one expert's weight; `projection` is gate, up or down."""
         leaf = self.projections[projection]
         return self._experts.format(layer=layer, expert=expert, projection=leaf)
+
+    def is_kept(self, name: str) -> bool:
+        """Whether a rule of its own explains a tensor that stands among those of experts."""
+        return any(pattern.fullmatch(name) for _, pattern in self._role_patterns)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -307,7 +312,7 @@ class Architecture:
         sparse = _names(rule.get("kind", "sparse"))
         if kinds := _kinds(config, _names(rule.get("kinds")), sparse):
             behind = len(kinds)
-            return tuple(n for n in layers if n >= behind or kinds[n] in sparse)
+            return tuple(n for n in layers if n >= behind or str(kinds[n]) in sparse)
         # Sets, for a hostile list may be as long as there are layers.
         if listed := _layers(config, rule.get("listed")):
             return tuple(layer for layer in layers if layer in listed)

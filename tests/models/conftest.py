@@ -38,7 +38,7 @@ class Case:
     `released` turns what transformers 5.23 saves into what the release has on disk, where that is
     not the same; `loadable` adds what it wants and the release has not. `stack`, of a release that
     stacks experts, puts [E, I, H], [E, I, H] and [E, H, I] of gate, up and down together: two
-    tensors, or three.
+    tensors, or three. `written` turns the config.json that is saved into the release's.
     """
 
     model: type
@@ -47,6 +47,7 @@ class Case:
     released: Callable[[Tensors], Tensors] = as_it_is
     loadable: Callable[[Tensors], Tensors] = as_it_is
     stack: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    written: Callable[[dict[str, Any]], dict[str, Any]] = as_it_is
 
 
 def each(gate, up, down):
@@ -126,6 +127,26 @@ def named_as_released(tensors):
     for old, new in renamed.items():
         tensors = {n.replace(old, new): w for n, w in tensors.items()}
     return {n.removeprefix("model."): w for n, w in tensors.items()}
+
+
+_VISION: dict[int, Tensors] = {}
+"""Of Step-3.7, by hidden size."""
+
+
+def without_vision(tensors):
+    """Step-3.5: the language model of a Step-3.7 alone."""
+    vision = ("vision_model.", "vit_large_projector.")
+    dropped = {n: w for n, w in tensors.items() if n.startswith(vision)}
+    _VISION[tensors["model.embed_tokens.weight"].shape[1]] = dropped
+    return {n: w for n, w in tensors.items() if n not in dropped}
+
+
+def with_vision(tensors):
+    return tensors | _VISION[tensors["model.embed_tokens.weight"].shape[1]]
+
+
+def language_model_alone(config):
+    return config["text_config"]
 
 
 @cache
@@ -489,6 +510,133 @@ def build(H: int, I: int) -> dict[str, Case]:
     MODELS["step3p7"] = Case(
         t.Step3p7ForConditionalGeneration, t.Step3p7Config(**STEP), (1, 2), stack=each
     )
+    MODELS["step3p5"] = Case(
+        t.Step3p7ForConditionalGeneration,
+        t.Step3p7Config(**STEP),
+        (1, 2),
+        released=without_vision,
+        loadable=with_vision,
+        stack=each,
+        written=language_model_alone,
+    )
+    KINDS = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    ONE_GROUP = {"n_group": 1, "topk_group": 1}
+    KIMI = SIZES | MLA | KINDS | {"num_local_experts": E, "moe_intermediate_size": I}
+    MODELS |= {
+        "minimax_m3_vl": Case(
+            t.MiniMaxM3SparseForConditionalGeneration,
+            t.MiniMaxM3VLConfig(
+                text_config={
+                    **ONE_SIZE,
+                    **KINDS,
+                    "num_local_experts": E,
+                    "head_dim": 16,
+                    "dense_intermediate_size": 128,
+                    "shared_intermediate_size": 48,
+                    "layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"],
+                    "index_n_heads": 2,
+                    "index_head_dim": 16,
+                    "rotary_dim": 8,
+                },
+                vision_config=VISION,
+                projector_hidden_size=32,
+            ),
+            (1, 2),
+        ),
+        "minimax": Case(
+            t.MiniMaxForCausalLM,
+            t.MiniMaxConfig(
+                **ONE_SIZE,
+                num_local_experts=E,
+                head_dim=16,
+                layer_types=["linear_attention", "full_attention", "linear_attention"],
+            ),
+            (0, 1, 2),
+        ),
+        "mimo_v2_flash": Case(
+            t.MiMoV2FlashForCausalLM,
+            t.MiMoV2FlashConfig(
+                **SIZES,
+                **ROUTED,
+                **KINDS,
+                **ONE_GROUP,
+                head_dim=16,
+                layer_types=["full_attention", "sliding_attention", "full_attention"],
+            ),
+            (1, 2),
+        ),
+        "hy_v3": Case(t.HYV3ForCausalLM, t.HYV3Config(**SIZES, **EXPERTS, head_dim=16), (1, 2)),
+        "exaone_moe": Case(
+            t.ExaoneMoeForCausalLM,
+            t.ExaoneMoeConfig(**SIZES, **EXPERTS, **ONE_GROUP, num_shared_experts=1, head_dim=16),
+            (1, 2),
+        ),
+        "solar_open": Case(
+            t.SolarOpenForCausalLM,
+            t.SolarOpenConfig(**SIZES, **ROUTED, **ONE_GROUP, head_dim=16),
+            (0, 1, 2),
+        ),
+        "afmoe": Case(
+            t.AfmoeForCausalLM,
+            t.AfmoeConfig(**SIZES, **EXPERTS, **ONE_GROUP, head_dim=16, num_dense_layers=1),
+            (1, 2),
+        ),
+        "laguna": Case(
+            t.LagunaForCausalLM,
+            t.LagunaConfig(**SIZES, **EXPERTS, **SHARED, head_dim=16),
+            (1, 2),
+        ),
+        "cohere2_moe": Case(
+            t.Cohere2MoeForCausalLM,
+            t.Cohere2MoeConfig(
+                **ONE_SIZE, num_experts=E, num_shared_experts=1, head_dim=16, logit_scale=1.0
+            ),
+            (0, 1, 2),
+        ),
+        "glm4v_moe": Case(
+            t.Glm4vMoeForConditionalGeneration,
+            t.Glm4vMoeConfig(
+                text_config={
+                    **SIZES,
+                    **GROUPS,
+                    "head_dim": 16,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 10000.0,
+                        "partial_rotary_factor": 1.0,
+                        "mrope_section": [2, 3, 3],
+                    },
+                },
+                vision_config={
+                    "depth": 1,
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_heads": 2,
+                    "out_hidden_size": H,
+                },
+            ),
+            (1, 2),
+        ),
+        "kimi_linear": Case(
+            t.KimiLinearForCausalLM,
+            t.KimiLinearConfig(
+                **KIMI,
+                layer_types=["linear_attention", "linear_attention", "full_attention"],
+                linear_num_heads=2,
+                linear_head_dim=16,
+            ),
+            (1, 2),
+        ),
+        "bailing_hybrid": Case(
+            t.BailingHybridForCausalLM,
+            t.BailingHybridConfig(
+                **KIMI,
+                head_dim=16,
+                layer_types=["linear_attention", "linear_attention", "full_attention"],
+            ),
+            (1, 2),
+        ),
+    }
     return MODELS
 
 
@@ -548,5 +696,5 @@ def _save(model_type, sizes, path):
     tensors = case.released(load_file(file))
     save_file({name: w.contiguous() for name, w in tensors.items()}, file)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    (path / "config.json").write_text(json.dumps(case.written(config) | {"model_type": model_type}))
     return Saved(case, model, Checkpoint.open(path))
