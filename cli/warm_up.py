@@ -12,6 +12,8 @@ from moequant.cli.output import Output, count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moequant.runtime.warm_up import Mode
+
 
 @click.command("warm-up", short_help="Compile the kernels that a checkpoint will run.")
 @click.argument("converted", type=options.DIRECTORY)
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
     "--max-tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="M",
     help="Compile for calls of 1 to M tokens.",
 )  # fmt: skip
+@click.option(
+    "--mode",
+    type=click.Choice(["full", "relax", "skip"]),
+    default="full",
+    show_default=True,
+    help="full: for every M; relax: for powers of two and the last, others compile when they come; "
+    "skip: for none.",
+)
 @click.option(
     "--device",
     default="cuda",
@@ -33,13 +43,14 @@ if TYPE_CHECKING:
 def command(
     converted: str,
     max_tokens: int,
+    mode: Mode,
     device: str,
     backend: str | None,
     architecture: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compile, and keep on disk, exactly the kernels that the experts of CONVERTED will run.
+    """Compile, and keep on disk, the kernels that the experts of CONVERTED will run, and no other.
 
     Layers of equal sizes and format share them: one of each kind is loaded.
     """
@@ -50,6 +61,7 @@ def command(
         warmed = warm_up_checkpoint(
             converted,
             max_tokens=max_tokens,
+            mode=mode,
             device=device,
             backend=backend,
             architecture=architecture,
@@ -58,6 +70,7 @@ def command(
     document = {
         "device": device,
         "max_tokens": max_tokens,
+        "mode": mode,
         "layers": [
             {"format": kind.format, "backend": kind.backend, "kernel_sets": kind.tokens}
             for kind in warmed
@@ -67,6 +80,8 @@ def command(
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
+    if document["mode"] == "skip":
+        out.line("nothing compiled: first calls will")
     for kind in document["layers"]:
         tokens = ", ".join(map(str, kind["kernel_sets"]))
         did = f"{count(len(kind['kernel_sets']), 'kernel set')} compiled, run at {tokens} tokens"

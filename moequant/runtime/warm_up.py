@@ -8,7 +8,7 @@ request than in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -23,6 +23,32 @@ if TYPE_CHECKING:
     from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.progress import Progress
     from moequant.runtime.experts import FusedExperts
+
+
+Mode = Literal["full", "relax", "skip"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+def tokens_of(mode: str, max_tokens: int) -> list[int]:
+    """The M, of those up to `max_tokens`, that a warm-up has kernels for.
+
+    Args:
+        mode: "full" for all; "relax" for powers of two and `max_tokens`, so that what lies between
+            may compile when it comes; "skip" for none, so that everything does. The words are those
+            of vLLM's VLLM_DEEP_GEMM_WARMUP.
+        max_tokens: the largest M.
+
+    Raises:
+        UnsupportedError: no mode is called that.
+    """
+    if mode not in MODES:
+        raise UnsupportedError(f"mode is {mode!r}, but it is one of: {', '.join(MODES)}")
+    if mode == "skip":
+        return []
+    if mode == "full":
+        return list(range(1, max_tokens + 1))
+    powers = [1 << i for i in range(max_tokens.bit_length())]
+    return powers if powers[-1] == max_tokens else [*powers, max_tokens]
 
 
 def warm_up(
@@ -79,6 +105,7 @@ def warm_up_checkpoint(
     converted: str | Path,
     *,
     max_tokens: int,
+    mode: Mode = "full",
     device: torch.device | str = "cuda",
     backend: str | None = None,
     architecture: str | Path | None = None,
@@ -89,25 +116,31 @@ def warm_up_checkpoint(
     Args:
         converted: as `load_experts` takes it; one layer of each format is loaded.
         max_tokens: the largest M.
+        mode: which M, see `tokens_of`; "skip" reads the checkpoint's config and loads no layer.
         device: where the experts will run.
         backend: name of a backend; by default the best there.
         architecture: as `load_experts` takes it.
         progress: told of every set of kernels.
+
+    Returns:
+        What was run for each format; nothing with "skip".
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one.
         UnsupportedError: no layer was converted, no such device here, or no backend that runs the
             experts there.
     """
+    tokens = tokens_of(mode, max_tokens)
     checkpoint = open_reader(converted, torch.device("cpu"), architecture).converted
     return [
         _warm_up_layer(
             load_experts(converted, layer, device, backend=backend, architecture=architecture),
-            range(1, max_tokens + 1),
+            tokens,
             checkpoint.moe.top_k,
             progress,
         )
         for layer in _one_of_each_format(checkpoint)
+        if tokens
     ]
 
 
@@ -126,7 +159,7 @@ def _one_of_each_format(checkpoint: ConvertedCheckpoint) -> list[int]:
 
 
 def _warm_up_layer(
-    experts: FusedExperts, tokens: range, topk: int, progress: Progress | None
+    experts: FusedExperts, tokens: list[int], topk: int, progress: Progress | None
 ) -> Warmed:
     return Warmed(
         format=experts.weights.format,

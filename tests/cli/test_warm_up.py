@@ -35,6 +35,20 @@ def test_the_reference_compiles_nothing_and_says_so(run, converted):
     )
 
 
+def test_skip_compiles_nothing_and_loads_no_layer(run, converted):
+    # No CUDA device is asked for, though it is the default.
+    result = run("warm-up", converted, "--mode", "skip", "--json")
+    assert result.exit_code == 0
+    assert result.document["layers"] == []
+    assert result.document["mode"] == "skip"
+    shown = run("warm-up", converted, "--mode", "skip").stdout
+    assert "nothing compiled: first calls will" in shown
+
+
+def test_a_mode_that_is_none_is_refused(run, converted):
+    assert run("warm-up", converted, "--mode", "sparse").exit_code == 2
+
+
 def test_a_checkpoint_that_was_not_converted_is_refused(run, source):
     result = run("warm-up", source, "--device", "cpu")
     assert result.exit_code == 3

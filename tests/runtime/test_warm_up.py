@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moequant.conversion import convert
+from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
 from moequant.runtime.backends import FusedBackend
-from moequant.runtime.warm_up import warm_up
+from moequant.runtime.warm_up import tokens_of, warm_up, warm_up_checkpoint
 
 
 class Compiles(FusedBackend):
@@ -60,6 +62,36 @@ def test_each_set_of_kernels_is_run_once_and_reported(layers, compiles):
     assert told.messages == [
         ("compiling", 2, "kernel sets"), (1, "1 tokens"), (1, "17 tokens"), "done",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "most", "tokens"),
+    [
+        ("full", 5, [1, 2, 3, 4, 5]),
+        ("relax", 5, [1, 2, 4, 5]),
+        ("relax", 64, [1, 2, 4, 8, 16, 32, 64]),
+        ("relax", 1, [1]),
+        ("skip", 5, []),
+    ],
+)
+def test_a_mode_chooses_among_the_tokens(mode, most, tokens):
+    assert tokens_of(mode, most) == tokens
+
+
+def test_a_mode_that_is_none_is_refused():
+    with pytest.raises(UnsupportedError, match="'sparse', but it is one of: full, relax, skip"):
+        tokens_of("sparse", 5)
+
+
+def test_a_warm_up_of_a_checkpoint_runs_the_tokens_of_its_mode(
+    make_checkpoint, tmp_path, compiles, monkeypatch
+):
+    path = convert(make_checkpoint(), tmp_path / "out", format="nvfp4").output
+    monkeypatch.setattr(compiles, "kernels_for", lambda packed, tokens, topk: tokens // 10)
+    how = {"max_tokens": 35, "device": "cpu", "backend": "compiles"}
+    for mode, tokens in (("full", [1, 10, 20, 30]), ("relax", [1, 16, 32]), ("skip", [])):
+        found = warm_up_checkpoint(path, mode=mode, **how)
+        assert [kind.tokens for kind in found] == ([tokens] if tokens else [])
 
 
 def test_calls_in_parts_need_the_kernels_of_a_part(layers, compiles):
