@@ -70,13 +70,12 @@ def _check_no_parent(path: Path) -> None:
 
 
 def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -> dict[str, Any]:
-    from moequant.checkpoint.converted import ConvertedCheckpoint, described_architectures
+    from moequant.checkpoint.converted import described_architectures
+    from moequant.checkpoint.source_model import seen_as_source
     from moequant.models import ROUTED_EXPERTS, find_architecture
 
-    converted = None
-    if "quantization_config" in checkpoint.config:
-        converted = ConvertedCheckpoint.open(checkpoint.path, architecture=file)
     own = described_architectures(checkpoint.path, file)
+    converted = seen_as_source(checkpoint, own)
     architecture = find_architecture(checkpoint.config, own)
     moe = architecture.read_config(checkpoint.config)
     rows = list(_rows(checkpoint.tensors.values(), architecture, converted))

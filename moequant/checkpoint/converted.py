@@ -11,6 +11,7 @@ from moequant.checkpoint.parts import read_places
 from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.source import Checkpoint
 from moequant.dialects import find_dialect
+from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import (
     ROUTED_EXPERTS,
@@ -120,6 +121,8 @@ class ConvertedCheckpoint:
         if format is None:
             return None
         parts = self.tensor_names(module, format)
+        if len(parts) > 1 and name.rpartition(".")[2] in ACTIVATION_SCALES:
+            parts.append(name)
         # Of embeddings and norms a config may say nothing; what has no scale was not converted.
         if name not in parts or len(parts) < 2:
             return None
@@ -234,7 +237,7 @@ def stored_places(
     architecture: Architecture, moe: MoeConfig, dialect: Dialect, module: str, format: str
 ) -> dict[str, Place]:
     """Where each tensor of a converted module lies, by the name its dialect has for it."""
-    names = {suffix: f"{module}.{suffix}" for suffix in dialect.suffixes[format]}
+    names = {suffix: f"{module}.{suffix}" for suffix in dialect.stored_suffixes(format)}
     role = architecture.classify(f"{module}.weight") if dialect.stacks else None
     if role is None or role.expert is None:
         return {name: Place(tensor=name) for name in names.values()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.checkpoint.converted import stored_places
+from moequant.checkpoint.converted import ConvertedCheckpoint, stored_places
 from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.encoded import EncodedInfo
 from moequant.checkpoint.files import HF_QUANT_CONFIG_FILE
@@ -21,6 +21,8 @@ from moequant.checkpoint.headers import DTYPE_BITS, DTYPES, TensorInfo, dtype_na
 from moequant.checkpoint.parts import unstacked
 from moequant.checkpoint.reader import FixedFile
 from moequant.dialects import SOURCES as DIALECTS
+from moequant.dialects import find_dialect
+from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture, read_model
 
@@ -43,9 +45,6 @@ _QUANTIZED_NAMES = (
     "weight_zero_point", "input_scale", "input_global_scale", "qweight", "qzeros", "_blocks",
     "_scales", ".scales",
 )  # fmt: skip
-
-ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale")
-"""Last names of calibrated scales of activations and of the KV cache, which no weight needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +120,30 @@ def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
         # Of weights that are quantized all the same, who reads them says that nothing describes it.
         return config
     return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
+
+
+def seen_as_source(
+    checkpoint: Checkpoint, own: Sequence[Architecture] = ()
+) -> ConvertedCheckpoint | None:
+    """What says of a tensor which quantized weight it is a part of; None of a plain checkpoint.
+
+    Raises:
+        UnsupportedError: an unknown architecture, or a quantization that we do not read.
+        CheckpointError: a field of config.json has the wrong type.
+    """
+    config = source_config(checkpoint)
+    quantization_config = _quantization_config(config)
+    if quantization_config is None:
+        return None
+    dialect = _find_dialect(quantization_config) or find_dialect(quantization_config)
+    architecture = find_architecture(config, own)
+    return ConvertedCheckpoint(
+        checkpoint=checkpoint,
+        dialect=dialect,
+        architecture=architecture,
+        moe=architecture.read_config(config),
+        format_of=dialect.source_reader(quantization_config),
+    )
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

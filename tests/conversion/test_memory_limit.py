@@ -24,7 +24,7 @@ import torch
 from moequant.conversion import convert
 
 small, source, output, workers = *sys.argv[1:4], int(sys.argv[4])
-settings = {"format": "mxfp4", "workers": workers}
+settings = {"format": sys.argv[6], "workers": workers}
 
 
 def status(key):
@@ -88,8 +88,8 @@ def write_stacked(path, *, experts, size, layers=1):
     return max(2 * math.prod(shape) for shape in shapes.values())
 
 
-def convert_within_the_plan(small, source, output, workers):
-    command = [sys.executable, "-c", LIMITED, small, source, output, workers, BESIDES_BYTES]
+def convert_within_the_plan(small, source, output, workers, format="mxfp4"):
+    command = [sys.executable, "-c", LIMITED, small, source, output, workers, BESIDES_BYTES, format]
     # An arena of malloc for each thread would take 64 MiB of addresses.
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
@@ -111,6 +111,24 @@ def test_a_checkpoint_converts_within_its_plan(make_checkpoint, tmp_path, small_
     )
     document = convert_within_the_plan(small_source, source, tmp_path / "out", workers)
     assert document["limit"] < 160e6
+
+
+@pytest.mark.parametrize(("stored", "format"), [("fp8_block", "nvfp4"), ("mxfp4", "bf16")])
+def test_a_quantized_source_converts_within_its_plan(
+    make_checkpoint, tmp_path, small_source, stored, format
+):
+    large = make_checkpoint(
+        layers=1,
+        experts=16,
+        hidden=2048,
+        intermediate=1024,
+        vocabulary=2048,
+        shard_bytes=80_000_000,
+    )
+    sources = {}
+    for name, plain in (("small", small_source), ("large", large)):
+        sources[name] = convert(plain, tmp_path / name, format=stored).output
+    convert_within_the_plan(sources["small"], sources["large"], tmp_path / "out", 2, format)
 
 
 def test_experts_stacked_in_one_tensor_convert_within_the_plan(tmp_path):

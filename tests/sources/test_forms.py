@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import AutoModelForCausalLM
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.cli import cli
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY, dequantize
@@ -236,3 +238,15 @@ def test_other_algorithms_of_modelopt_are_refused_by_name(make_form, config_of, 
     (source.path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match="quant_algo is 'MIXED_PRECISION'"):
         convert(source.path, tmp_path / "out", format="bf16")
+
+
+@every_form
+def test_inspect_tells_the_parts_of_experts(make_form, forms, name):
+    source, form = make_form(name), forms[name]
+    result = CliRunner().invoke(cli, ["inspect", str(source.path), "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["formats"] == [form.format]
+    (experts,) = (g for g in document["groups"] if g["role"] == "routed_experts")
+    suffixes = form.encode((256, 256), torch.Generator()).tensors
+    assert experts["tensors"] == len(source.numbers) * len(suffixes)
