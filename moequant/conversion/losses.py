@@ -75,19 +75,31 @@ class Loss:
 
 
 def measure(
-    stored: QuantizedWeight, written: QuantizedWeight | Tensor, *, role: str, format: str
+    before: QuantizedWeight | Tensor,
+    after: QuantizedWeight | Tensor,
+    *,
+    role: str,
+    source: str,
+    format: str,
 ) -> Loss:
-    """Compare a weight [N, K] as it was with what was written of it; a few MB at a time."""
+    """Compare a weight [N, K] as it was with what was written of it; a few MB at a time.
+
+    Args:
+        before: as it is stored, or already decoded.
+        after: what was written.
+        role: of the weight.
+        source: format it is stored in.
+        format: format it was written in, or "bf16".
+    """
     signal = noise = 0.0
-    for (_, before), after in zip(row_tiles(stored, ROWS), _tiles(written), strict=True):
-        numbers = dequantize(before)
+    for numbers, written in zip(_tiles(before), _tiles(after), strict=True):
         signal += squared_norm(numbers)
-        if not torch.equal(numbers, after):
+        if not torch.equal(numbers, written):
             # Differences whose squares vanish are differences all the same.
-            noise += max(squared_norm(numbers - after), math.ulp(0.0))
+            noise += max(squared_norm(numbers - written), math.ulp(0.0))
     return Loss(
         role=role,
-        source=stored.format,
+        source=source,
         format=format,
         weights=1,
         exact=int(noise == 0),
@@ -118,14 +130,14 @@ def _sum(one: Loss, other: Loss) -> Loss:
     )
 
 
-def _tiles(written: QuantizedWeight | Tensor) -> Iterator[Tensor]:
-    if isinstance(written, QuantizedWeight):
-        for _, tile in row_tiles(written, ROWS):
+def _tiles(w: QuantizedWeight | Tensor) -> Iterator[Tensor]:
+    if isinstance(w, QuantizedWeight):
+        for _, tile in row_tiles(w, ROWS):
             yield dequantize(tile)
     else:
-        step = tile_rows(written.shape[1], ROWS)
-        for start in range(0, len(written), step):
-            yield written[start : start + step].float()
+        step = tile_rows(w.shape[1], ROWS)
+        for start in range(0, len(w), step):
+            yield w[start : start + step].float()
 
 
 def squared_norm(x: Tensor) -> float:

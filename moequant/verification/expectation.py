@@ -92,7 +92,8 @@ class Expectation:
 
     def biases(self) -> set[str]:
         """Names of copies in which NaN and Inf are refused, for their experts are converted."""
-        names = [w.info.name for item in (*self.units, *self.restored) for w in item.weights]
+        items: tuple[Unit | Restored, ...] = (*self.units, *self.restored)
+        names = [weight.info.name for item in items for weight in item.weights]
         return biases_of(names, self.model.roles)
 
     def formats(self) -> dict[str, str]:

@@ -19,7 +19,6 @@ from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.parts import decoded, read_places, read_stored
 from moequant.conversion.losses import Loss, measure, squared_norm
 from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.recipe import BF16
 from moequant.conversion.units import (
     Restored,
     Unit,
@@ -167,7 +166,9 @@ def _check_unit(
             found[weight.info.name] = q
             _measure(weight.info.name, w, q, reference, result)
             if isinstance(before, QuantizedWeight):
-                result.losses.append(measure(before, q, role=weight.role, format=q.format))
+                result.losses.append(
+                    measure(w, q, role=weight.role, source=before.format, format=q.format)
+                )
     if expected.plan is None:
         _check_shared_scale(found, result)
     return result
@@ -177,10 +178,11 @@ def _check_restored(source: Checkpoint, stored: Checkpoint, item: Restored) -> _
     """Weights given back as BF16: what the source's codes and scales say, rounded to that."""
     result = _Result()
     before = read_stored(source, [weight.info for weight in item.weights])
-    wanted = [restored(w, weight.info.name) for w, weight in zip(before, item.weights, strict=True)]
-    for (name, shape), w in zip(item.outputs().items(), item.joined(wanted), strict=True):
+    wanted, losses = restored(before, item)
+    result.losses += losses
+    for (name, what), w in zip(item.outputs().items(), item.joined(wanted), strict=True):
         info = stored.tensors.get(name)
-        if info is None or (info.dtype, info.shape) != shape:
+        if info is None or (info.dtype, info.shape) != what:
             continue  # named before
         if item.stack is None:
             found = stored.read(name)
@@ -189,9 +191,6 @@ def _check_restored(source: Checkpoint, stored: Checkpoint, item: Restored) -> _
         if difference := compare_tensors(found, w):
             where = name if item.stack is None else item.stack.piece("")
             result.add(where, difference)
-    for weight, q, written in zip(item.weights, before, wanted, strict=True):
-        assert isinstance(q, QuantizedWeight), weight.info.name
-        result.losses.append(measure(q, written, role=weight.role, format=BF16))
     return result
 
 

@@ -20,6 +20,7 @@ from moequant.formats.elements import (
     INT4_MIN,
     ceil_exponent_of,
     decode_e2m1,
+    decode_e4m3,
     decode_e8m0,
     decode_int4,
     encode_e2m1,
@@ -213,3 +214,13 @@ def test_the_largest_float32_of_an_element_has_its_largest_significand(
 
 def test_float32_tiny_is_the_smallest_normal_number() -> None:
     assert torch.finfo(torch.float32).tiny == FLOAT32_TINY
+
+
+def test_decoding_e4m3_is_torch_s_cast_for_every_code():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    found, wanted = decode_e4m3(codes), codes.float()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    finite = ~wanted.isnan()
+    # Bits, for a zero keeps its sign.
+    assert torch.equal(found[finite].view(torch.int32), wanted[finite].view(torch.int32))
+    assert torch.equal(decode_e4m3(codes[finite]), wanted[finite])
