@@ -106,22 +106,54 @@ def sort_routing(
     experts: int,
     alignment: int,
     tile_rows: int,
+    extra_rows: int = 0,
     expert_map: Tensor | None = None,
 ) -> None:
     """Sort `topk_ids` [M, T] int32 or int64 contiguous into `out`.
 
     Ids outside 0 to E - 1 (after `expert_map`, [global experts] int32 or int64) have no row.
+    Where an expert would have a last tile of at most `extra_rows` rows behind others, the tile in
+    front of it has them too.
     """
     slots = topk_ids.numel()
     if slots == 0:
         return
+    arguments, constants = placing(
+        topk_ids, out, experts=experts, alignment=alignment, tile_rows=tile_rows,
+        extra_rows=extra_rows, expert_map=expert_map,
+    )  # fmt: skip
     overlap = overlaps_launches(topk_ids.device)
+    launch(
+        place_slots,
+        (chunks(slots),),
+        *arguments,
+        **constants,
+        OVERLAP=overlap,
+        num_warps=8,
+        overlap=overlap,
+    )
+
+
+def placing(
+    topk_ids: Tensor,
+    out: SortedRouting,
+    *,
+    experts: int,
+    alignment: int,
+    tile_rows: int,
+    extra_rows: int = 0,
+    expert_map: Tensor | None = None,
+) -> tuple[tuple[Tensor | int, ...], dict[str, int]]:
+    """Count where that is a launch of its own; give what `place_chunk` takes behind the chunk."""
+    slots = topk_ids.numel()
+    overlap = overlaps_launches(topk_ids.device)
+    ids_map = topk_ids if expert_map is None else expert_map
     if slots > ONE_LAUNCH_SLOTS:
         launch(
             count_experts,
             (chunks(slots),),
             topk_ids,
-            topk_ids if expert_map is None else expert_map,
+            ids_map,
             out.counts,
             slots,
             E=experts,
@@ -132,31 +164,21 @@ def sort_routing(
             num_warps=4,
             overlap=overlap,
         )
-    launch(
-        place_slots,
-        (chunks(slots),),
-        topk_ids,
-        topk_ids if expert_map is None else expert_map,
-        out.counts,
-        out.slot_of_row,
-        out.row_of_slot,
-        out.row_end,
-        out.tiles,
-        out.tile_count,
-        out.units_taken,
-        slots,
-        E=experts,
-        E_PAD=out.counts.shape[1],
-        CHUNK=chunk_of(slots),
-        SLOTS_PAD=triton.next_power_of_2(slots) if slots <= ONE_LAUNCH_SLOTS else 0,
-        ALIGNMENT=alignment,
-        TILE_ROWS=tile_rows,
-        FIELDS=TILE_FIELDS,
-        MAP_SIZE=map_size(expert_map),
-        OVERLAP=overlap,
-        num_warps=8,
-        overlap=overlap,
-    )
+    arguments = (
+        topk_ids, ids_map, out.counts, out.slot_of_row, out.row_of_slot, out.row_end, out.tiles,
+        out.tile_count, out.units_taken, slots,
+    )  # fmt: skip
+    return arguments, {
+        "E": experts,
+        "E_PAD": out.counts.shape[1],
+        "CHUNK": chunk_of(slots),
+        "SLOTS_PAD": triton.next_power_of_2(slots) if slots <= ONE_LAUNCH_SLOTS else 0,
+        "ALIGNMENT": alignment,
+        "TILE_ROWS": tile_rows,
+        "EXTRA_ROWS": extra_rows,
+        "FIELDS": TILE_FIELDS,
+        "MAP_SIZE": map_size(expert_map),
+    }
 
 
 @triton.jit
@@ -212,6 +234,7 @@ def place_slots(
     SLOTS_PAD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    EXTRA_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
     MAP_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -220,8 +243,8 @@ def place_slots(
     wait_for_inputs(OVERLAP)
     place_chunk(
         tl.program_id(0), topk_ids, expert_map, counts, slot_of_row, row_of_slot, row_end, tiles,
-        tile_count, units_taken, slots, E, E_PAD, CHUNK, SLOTS_PAD, ALIGNMENT, TILE_ROWS, FIELDS,
-        MAP_SIZE,
+        tile_count, units_taken, slots, E, E_PAD, CHUNK, SLOTS_PAD, ALIGNMENT, TILE_ROWS,
+        EXTRA_ROWS, FIELDS, MAP_SIZE,
     )  # fmt: skip
 
 
@@ -244,6 +267,7 @@ def place_chunk(
     SLOTS_PAD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    EXTRA_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
     MAP_SIZE: tl.constexpr,
 ):
@@ -259,9 +283,10 @@ def place_chunk(
         total = tl.zeros([E_PAD], tl.int32)
         before = tl.zeros([E_PAD], tl.int32)
         # 64 chunks at a time, as registers allow.
-        for first in range(0, tl.num_programs(0), 64):
+        chunks = (slots + CHUNK - 1) // CHUNK
+        for first in range(0, chunks, 64):
             row = first + tl.arange(0, 64)[:, None]
-            used = row < tl.num_programs(0)
+            used = row < chunks
             found = tl.load(counts + row * E_PAD + bins[None, :], mask=used, other=0)
             total += tl.sum(found, 0)
             before += tl.sum(tl.where(row < chunk, found, 0), 0)
@@ -269,7 +294,9 @@ def place_chunk(
     start = tl.cumsum(room, 0) - room
     if chunk == 0:
         tl.store(row_end + bins, start + total, mask=bins < E)
-        write_tiles(tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, FIELDS)
+        write_tiles(
+            tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, EXTRA_ROWS, FIELDS
+        )  # fmt: skip
     index = tl.arange(0, CHUNK)
     slot = chunk * CHUNK + index
     expert = local_expert(topk_ids, expert_map, slot, slot < slots, E, MAP_SIZE)
@@ -295,17 +322,22 @@ def write_tiles(
     total,
     bins,
     TILE_ROWS: tl.constexpr,
+    EXTRA_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Cut each expert's `total` rows from `start` on into tiles."""
-    needed = (total + TILE_ROWS - 1) // TILE_ROWS
+    """Cut each expert's `total` rows from `start` on into tiles: see `sort_routing`."""
+    whole = total // TILE_ROWS
+    rest = total - whole * TILE_ROWS
+    needed = whole + (rest > tl.where(whole > 0, EXTRA_ROWS, 0)).to(tl.int32)
     end = tl.cumsum(needed, 0)
     tl.store(tile_count, tl.sum(needed, 0))
     tl.store(units_taken + tl.arange(0, 2), tl.zeros([2], tl.int32))
     first = tiles + (end - needed) * FIELDS
     for i in range(tl.max(needed, 0)):
         live = i < needed
+        row = i * TILE_ROWS
+        rows = tl.where(i == needed - 1, total - row, TILE_ROWS)
         tl.store(first + i * FIELDS, bins, mask=live)
-        tl.store(first + i * FIELDS + 1, start + i * TILE_ROWS, mask=live)
-        tl.store(first + i * FIELDS + 2, tl.minimum(total - i * TILE_ROWS, TILE_ROWS), mask=live)
+        tl.store(first + i * FIELDS + 1, start + row, mask=live)
+        tl.store(first + i * FIELDS + 2, rows, mask=live)
         tl.store(first + i * FIELDS + 3, (end - needed) | (needed << 16), mask=live)

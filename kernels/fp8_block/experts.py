@@ -13,13 +13,22 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from typing import TypedDict
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from moequant.kernels.fp8_block.grouped_gemm import ROUTED_SLOTS, GemmConfig, GroupedGemm
-from moequant.kernels.fp8_block.quantize_permute import prepare, quantize_tokens
+from moequant.kernels.fp8_block.grouped_gemm import (
+    ROUTED_SLOTS,
+    GemmConfig,
+    GroupedGemm,
+)
+from moequant.kernels.fp8_block.quantize_permute import (
+    BESIDE_SLOTS,
+    prepare,
+    sort_and_quantize,
+)
 from moequant.kernels.fp8_block.tuning import Problem, Tiling, tiling_for
 from moequant.kernels.launch import stream_of
 from moequant.kernels.portable.arena import Arena
@@ -29,7 +38,6 @@ from moequant.kernels.routing import (
     SortedRouting,
     chunk_of,
     max_rows,
-    sort_routing,
 )
 from moequant.kernels.weighted_reduce import weighted_reduce
 
@@ -188,9 +196,10 @@ def kernels_for(weights: Fp8BlockWeights, tokens: int, topk: int) -> tuple[objec
     tokens = part_tokens(tokens, topk)
     slots = tokens * topk
     sort = (slots - 1).bit_length() if slots <= ONE_LAUNCH_SLOTS else chunk_of(slots)
+    beside = slots <= BESIDE_SLOTS
     tiling = weights.tiling(tokens, topk)
     multiples = tuple(number % 16 == 0 for number in (tokens, slots, _row_stride(slots)))
-    return tiling, _routed(tiling, slots), sort, multiples, tokens == 1, tokens <= 64, topk
+    return tiling, _routed(tiling, slots), sort, beside, multiples, tokens == 1, tokens <= 64, topk
 
 
 def _plan(weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor | None) -> Plan:
@@ -262,6 +271,15 @@ class Buffers:
         )
 
 
+class Cut(TypedDict):
+    """How rows are sorted and cut into tiles: arguments of `sort_routing`."""
+
+    experts: int
+    alignment: int
+    tile_rows: int
+    extra_rows: int
+
+
 class Plan:
     """Kernels and buffers for calls of exactly `tokens` tokens with `topk` slots each.
 
@@ -286,7 +304,12 @@ class Plan:
         self.tiling = weights.tiling(tokens, topk) if tiling is None else tiling
         self.buffers = Buffers.carve(weights, tokens, topk, self.tiling, Arena(workspace))
         self.workspace = ref(workspace)
-        self._experts = weights.experts
+        self.cut = Cut(
+            experts=weights.experts,
+            alignment=1,
+            tile_rows=self.tiling.rows,
+            extra_rows=self.tiling.extra,
+        )
         self._routed = _routed(self.tiling, slots)
         b = self.buffers
         H, I = weights.hidden, weights.intermediate
@@ -300,10 +323,12 @@ class Plan:
                 routed=self._routed,
                 gather=topk if self.tiling.gather else 0,
                 rows=self.tiling.rows,
+                extra=self.tiling.extra,
                 split=self.tiling.split13,
                 pair=self.tiling.pair,
                 K=H,
                 n_out=I,
+                n_real=weights.w2.shape[2],
                 w_rows=weights.w13.shape[1],
             ),
             weight=weights.w13,
@@ -326,6 +351,7 @@ class Plan:
                 gated=False,
                 bias=weights.bias2 is not None,
                 rows=self.tiling.rows,
+                extra=self.tiling.extra,
                 split=self.tiling.split2,
                 pair=self.tiling.pair,
                 K=weights.w2.shape[2],
@@ -348,19 +374,9 @@ class Plan:
         """First launches: sort, quantize, and permute where the first GEMM does not gather."""
         if self._routed:
             self.gate_up.route(topk_ids, expert_map)
-        sizes = {"experts": self._experts, "alignment": 1, "tile_rows": self.tiling.rows}
-        if self.tiling.gather:
-            sort_routing(topk_ids, self.buffers.routing, **sizes, expert_map=expert_map)
-            quantize_tokens(hidden, self.buffers.x, self.buffers.x_scale)
-            return
-        prepare(
-            hidden,
-            topk_ids,
-            self.buffers.routing,
-            self.buffers.x,
-            self.buffers.x_scale,
-            **sizes,
-            expert_map=expert_map,
+        b = self.buffers
+        (sort_and_quantize if self.tiling.gather else prepare)(
+            hidden, topk_ids, b.routing, b.x, b.x_scale, **self.cut, expert_map=expert_map
         )
 
     def __call__(

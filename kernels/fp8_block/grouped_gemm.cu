@@ -14,15 +14,17 @@
 //   N = 128   64 rows of the tile (the M of WGMMA) x 128 weight rows
 // and, GATED, block 0 is gate and block 1 the same columns of up, so that they need no exchange. N is the
 // smallest class of the tile's rows: what is left over of a large expert costs what it is, not ROWS.
+// A tile of 128 rows may have up to EXTRA more, as N beside it: they take no loads of weights.
 // SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
 // PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows; each loads half
 // of these for both, as L2 is what they would wait for.
 //
 // GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the tokens of a tile's rows.
 //
-// Compile-time: ROWS, QUANTIZED, GATED, ACT, LIMITED, BIAS, STAGES, SPLIT, PAIR, K, KBLOCKS (ceil(K / 128)),
-// UNITS_N (units along n), N_OUT (columns of out), W_ROWS (weight rows an expert), W_SCALE_ROWS, EARLY
-// (weights do not wait for the kernel in front), ROUTED (the tiles are made here, from the ids).
+// Compile-time: ROWS, EXTRA, QUANTIZED, GATED, ACT, LIMITED, BIAS, STAGES, SPLIT, PAIR, K, KBLOCKS (ceil(K / 128)),
+// UNITS_N (units along n), N_OUT (columns of out), N_REAL (those that are not padding), W_ROWS (weight rows an
+// expert), W_SCALE_ROWS, EARLY (weights do not wait for the kernel in front), ROUTED (the tiles are made here,
+// from the ids).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -33,14 +35,17 @@ struct alignas(64) TensorMap { u64 words[16]; };
 constexpr int THREADS = 384;
 constexpr int MATH_THREADS = 256;
 constexpr int GATHER_WARPS = GATHER > 0 ? 2 : 0;
+constexpr int MATH_REGISTERS = EXTRA > 0 ? 232 : 224, OTHER_REGISTERS = EXTRA > 0 ? 40 : 56;  // of a thread
 constexpr int X_SCALE_PITCH = (KBLOCKS + 3) / 4 * 4;  // GATHER: x_scale is [tokens, X_SCALE_PITCH]
 constexpr u32 W_BYTES = 256 * 128;
-constexpr u32 X_BYTES = ROWS * 128;
-constexpr u32 SCALE_PITCH = (ROWS * 4 + 127) / 128 * 128;
+constexpr int MOST_ROWS = ROWS + EXTRA;  // of a tile
+constexpr u32 X_BYTES = MOST_ROWS * 128;
+constexpr u32 SCALE_PITCH = (MOST_ROWS * 4 + 127) / 128 * 128;
 constexpr int SWAP_ROWS = ROWS < 64 ? ROWS : 64;  // most rows of a tile whose M is weights
 constexpr u32 OFF_X = STAGES * W_BYTES;
 constexpr int GROUPS = QUANTIZED && !GATED ? 2 : 1;  // of 128 columns of a unit's output
-constexpr u32 WARP_STAGING = 2 * 2048;  // two boxes of 16 rows x 128 bytes
+constexpr int BOXES = QUANTIZED && GATED ? 1 : 2;  // of 16 rows x 128 bytes
+constexpr u32 WARP_STAGING = BOXES * 2048;
 constexpr u32 STAGING_BYTES = ROWS == 128 ? 8 * WARP_STAGING : QUANTIZED ? GROUPS * SWAP_ROWS * 128 : 0;
 constexpr u32 OFF_STAGING = OFF_X + STAGES * X_BYTES;
 constexpr u32 OFF_SCALE = OFF_STAGING + STAGING_BYTES;
@@ -56,6 +61,7 @@ constexpr u32 OFF_PARTIAL = OFF_QUEUE + 128 + (QUANTIZED && ROWS < 128 ? 8 * SWA
 constexpr u32 OFF_TILES = OFF_PARTIAL + (SPLIT - 1) * ROWS * MATH_THREADS * 4;  // and their number
 constexpr int ROUTED_SLOTS = 32;
 static_assert(SPLIT == 1 || ROWS <= 32, "split sums do not fit");
+static_assert(EXTRA == 0 || ROWS == 128, "smaller tiles have no extra rows");
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -254,6 +260,16 @@ __device__ __forceinline__ int class_of(int rows) {
   if (ROWS > 64 && rows <= 64) return 64;
   return ROWS;
 }
+// Rows of block 0 or 1 of a unit's weights that are not padding; those that are loaded, 64 at a time.
+constexpr bool RAGGED = N_REAL % (GATED ? 128 : 256) != 0;
+__device__ __forceinline__ int real_rows(int n, int block) {
+  if (!RAGGED) return 128;
+  return GATED ? N_REAL - n * 128 : N_REAL - n * 256 - block * 128;
+}
+__device__ __forceinline__ int loaded_rows(int n, int block) {
+  const int rows = real_rows(n, block);
+  return rows > 64 ? 128 : rows > 0 ? 64 : 0;
+}
 struct XMaps { TensorMap of[4]; };  // boxes of 8 or 16, 32, 64 and 128 rows
 __device__ __forceinline__ int map_of(int rows) { return rows <= 16 ? 0 : rows == 32 ? 1 : rows == 64 ? 2 : 3; }
 
@@ -328,6 +344,113 @@ struct Output {
   ActParameters act;
   const TensorMap* map;  // of `to`, boxes of 16 rows x 128 bytes
 };
+
+// The part of the output of a unit of at most N rows, of sums with weights as M.
+template <int N>
+__device__ __forceinline__ void finish_few(float (&sum)[2][N / 2], u8* smem, const Unit& unit, const Output& out) {
+  constexpr int ACC = N / 2;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
+  const int group = warp / 4, quad = lane & 3;
+#if BIAS
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int in_block = (warp & 3) * 16 + lane / 4 + half * 8;
+      const int n = GATED ? b * N_OUT + unit.n * 128 + group * 64 + in_block : unit.n * 256 + group * 128 + b * 64 + in_block;
+      const float bias = n < W_ROWS ? __ldg(out.bias + (long long)unit.expert * W_ROWS + n) : 0.f;
+#pragma unroll
+      for (int i = 0; i < N / 8; ++i) {
+        sum[b][i * 4 + half * 2] += bias;
+        sum[b][i * 4 + half * 2 + 1] += bias;
+      }
+    }
+  }
+#endif
+#if QUANTIZED
+  float* amax_of = (float*)(smem + OFF_AMAX);
+  constexpr int WARPS = 8 / GROUPS;  // that share a group of columns
+  u8* staging = smem + OFF_STAGING + (GROUPS == 2 ? group * SWAP_ROWS * 128 : 0);
+#pragma unroll
+  for (int i = 0; i < ACC; ++i) {
+    sum[0][i] = activate(sum[0][i], sum[1][i], out.act);
+    if (!GATED) sum[1][i] = activate(sum[1][i], 0.f, out.act);
+  }
+  if (N_REAL % 128 != 0) {  // sums of weights that were not loaded
+#pragma unroll
+    for (int b = 0; b < GROUPS; ++b) {
+      const int n = (GATED ? unit.n * 128 + group * 64 : unit.n * 256 + group * 128 + b * 64) + (warp & 3) * 16 + lane / 4;
+#pragma unroll
+      for (int i = 0; i < ACC; ++i)
+        if (n + (i & 2) * 4 >= N_REAL) sum[b][i] = 0.f;
+    }
+  }
+  if (ROWS == 128) {  // the other class stores from `staging`
+    if (lane == 0) await_stores_read<0>();
+    math_sync();
+  }
+#pragma unroll
+  for (int i = 0; i < N / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float amax = fmaxf(fabsf(sum[0][i * 4 + j]), fabsf(sum[0][i * 4 + j + 2]));
+      if (!GATED) amax = fmaxf(amax, fmaxf(fabsf(sum[1][i * 4 + j]), fabsf(sum[1][i * 4 + j + 2])));
+#pragma unroll
+      for (int x = 4; x < 32; x *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, x));
+      if (lane < 4) amax_of[warp * N + i * 8 + quad * 2 + j] = amax;
+    }
+  }
+  math_sync();
+  const int first_warp = GROUPS == 2 ? group * 4 : 0, column_group = unit.n * GROUPS + (GROUPS == 2 ? group : 0);
+#pragma unroll
+  for (int i = 0; i < N / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int token = i * 8 + quad * 2 + j;
+      float amax = amax_of[first_warp * N + token];
+#pragma unroll
+      for (int w = 1; w < WARPS; ++w) amax = fmaxf(amax, amax_of[(first_warp + w) * N + token]);
+      const float scale = scale_of(amax), inverse = __fdividef(1.f, scale);
+#pragma unroll
+      for (int b = 0; b < GROUPS; ++b) {
+        const u16 codes = pack_e4m3(sum[b][i * 4 + j] * inverse, sum[b][i * 4 + j + 2] * inverse);
+        u8* to = staging + token * 128 + (GROUPS == 2 ? b * 64 + (warp & 3) * 16 : warp * 16) + lane / 4;
+        to[0] = (u8)codes;
+        to[8] = (u8)(codes >> 8);
+      }
+      if (warp == first_warp && lane < 4 && token < unit.rows && column_group * 128 < N_OUT)
+        out.scale[(long long)column_group * out.scale_stride + unit.row + token] = scale;
+    }
+  }
+  math_sync();
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    const int n = (unit.n * GROUPS + g) * 128;
+    if (n >= N_OUT) break;
+    for (int i = threadIdx.x; i < unit.rows * 8; i += MATH_THREADS)
+      *(uint4*)(out.to + (long long)(unit.row + i / 8) * N_OUT + n + (i & 7) * 16) =
+          *(uint4*)(smem + OFF_STAGING + g * SWAP_ROWS * 128 + i * 16);
+  }
+  if (ROWS == 128) math_sync();  // it uses `staging` by warps
+#else
+  u16* to_out = (u16*)out.to;
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const int n = unit.n * 256 + group * 128 + b * 64 + (warp & 3) * 16 + quad * 2;
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 word = pack_bf16(sum[b][i * 4 + half * 2], sum[b][i * 4 + half * 2 + 1]);
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+        const int token = i * 8 + lane / 4;
+        if (token < unit.rows && n + half * 8 < N_OUT)
+          *(u32*)(to_out + (long long)(unit.row + token) * N_OUT + n + half * 8) = word;
+      }
+    }
+  }
+#endif
+}
 
 // Sums of a unit of at most N rows, weights as M; then its part of the output.
 template <int N>
@@ -411,100 +534,12 @@ __device__ __forceinline__ void few_rows(u8* smem, u32 base, const Unit& unit, i
   split_parity ^= 1;
 #endif
 
-#if BIAS
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int in_block = (warp & 3) * 16 + lane / 4 + half * 8;
-      const int n = GATED ? b * N_OUT + unit.n * 128 + group * 64 + in_block : unit.n * 256 + group * 128 + b * 64 + in_block;
-      const float bias = n < W_ROWS ? __ldg(out.bias + (long long)unit.expert * W_ROWS + n) : 0.f;
-#pragma unroll
-      for (int i = 0; i < N / 8; ++i) {
-        sum[b][i * 4 + half * 2] += bias;
-        sum[b][i * 4 + half * 2 + 1] += bias;
-      }
-    }
-  }
-#endif
-#if QUANTIZED
-  float* amax_of = (float*)(smem + OFF_AMAX);
-  constexpr int WARPS = 8 / GROUPS;  // that share a group of columns
-  u8* staging = smem + OFF_STAGING + (GROUPS == 2 ? group * SWAP_ROWS * 128 : 0);
-#pragma unroll
-  for (int i = 0; i < ACC; ++i) {
-    sum[0][i] = activate(sum[0][i], sum[1][i], out.act);
-    if (!GATED) sum[1][i] = activate(sum[1][i], 0.f, out.act);
-  }
-  if (ROWS == 128) {  // the other class stores from `staging`
-    if (lane == 0) await_stores_read<0>();
-    math_sync();
-  }
-#pragma unroll
-  for (int i = 0; i < N / 8; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float amax = fmaxf(fabsf(sum[0][i * 4 + j]), fabsf(sum[0][i * 4 + j + 2]));
-      if (!GATED) amax = fmaxf(amax, fmaxf(fabsf(sum[1][i * 4 + j]), fabsf(sum[1][i * 4 + j + 2])));
-#pragma unroll
-      for (int x = 4; x < 32; x *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, x));
-      if (lane < 4) amax_of[warp * N + i * 8 + quad * 2 + j] = amax;
-    }
-  }
-  math_sync();
-  const int first_warp = GROUPS == 2 ? group * 4 : 0, column_group = unit.n * GROUPS + (GROUPS == 2 ? group : 0);
-#pragma unroll
-  for (int i = 0; i < N / 8; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int token = i * 8 + quad * 2 + j;
-      float amax = amax_of[first_warp * N + token];
-#pragma unroll
-      for (int w = 1; w < WARPS; ++w) amax = fmaxf(amax, amax_of[(first_warp + w) * N + token]);
-      const float scale = scale_of(amax), inverse = __fdividef(1.f, scale);
-#pragma unroll
-      for (int b = 0; b < GROUPS; ++b) {
-        const u16 codes = pack_e4m3(sum[b][i * 4 + j] * inverse, sum[b][i * 4 + j + 2] * inverse);
-        u8* to = staging + token * 128 + (GROUPS == 2 ? b * 64 + (warp & 3) * 16 : warp * 16) + lane / 4;
-        to[0] = (u8)codes;
-        to[8] = (u8)(codes >> 8);
-      }
-      if (warp == first_warp && lane < 4 && token < unit.rows && column_group * 128 < N_OUT)
-        out.scale[(long long)column_group * out.scale_stride + unit.row + token] = scale;
-    }
-  }
-  math_sync();
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    const int n = (unit.n * GROUPS + g) * 128;
-    if (n >= N_OUT) break;
-    for (int i = threadIdx.x; i < unit.rows * 8; i += MATH_THREADS)
-      *(uint4*)(out.to + (long long)(unit.row + i / 8) * N_OUT + n + (i & 7) * 16) =
-          *(uint4*)(smem + OFF_STAGING + g * SWAP_ROWS * 128 + i * 16);
-  }
-  if (ROWS == 128) math_sync();  // it uses `staging` by warps
-#else
-  u16* to_out = (u16*)out.to;
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    const int n = unit.n * 256 + group * 128 + b * 64 + (warp & 3) * 16 + quad * 2;
-#pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        u32 word = pack_bf16(sum[b][i * 4 + half * 2], sum[b][i * 4 + half * 2 + 1]);
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
-        const int token = i * 8 + lane / 4;
-        if (token < unit.rows && n + half * 8 < N_OUT)
-          *(u32*)(to_out + (long long)(unit.row + token) * N_OUT + n + half * 8) = word;
-      }
-    }
-  }
-#endif
+  finish_few<N>(sum, smem, unit, out);
 }
 
 #if ROWS == 128
-// The same for 65 to 128 rows, rows as M.
+// The same for 65 to 128 rows, rows as M. LONGER: and up to EXTRA more, weights as M.
+template <bool LONGER>
 __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, Ring& ring, const Output& out) {
   constexpr int ACC = 64;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
@@ -512,6 +547,10 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
   float sum[2][ACC];
 #pragma unroll
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
+  constexpr int MORE = LONGER ? EXTRA : 16;  // else not used
+  float more[2][MORE / 2];
+#pragma unroll
+  for (int i = 0; i < MORE / 2; ++i) more[0][i] = more[1][i] = 0.f;
 
   // The scales of a stage, once it is full.
   float x0, x1;
@@ -523,45 +562,71 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
     x0 = xs[0], x1 = xs[8];
     by = *(const float2*)(smem + OFF_W_SCALE + ring.stage * 8);
   };
-  float d[ACC];
-  const u32 x_at = base + OFF_X + group * 8192;
-  auto start = [&](u32 s, int block) {
-    pin(d);
-    wgmma_fence();
-    multiply(d, x_at + s * X_BYTES, base + s * W_BYTES + block * (W_BYTES / 2));
-    wgmma_commit();
-  };
-  auto promote = [&](float (&to)[ACC], float top, float bottom) {
+  auto promote = [&](float (&to)[ACC], float (&d)[ACC], float top, float bottom) {
     pin(d);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      to[i * 4] += top * d[i * 4];
-      to[i * 4 + 1] += top * d[i * 4 + 1];
-      to[i * 4 + 2] += bottom * d[i * 4 + 2];
-      to[i * 4 + 3] += bottom * d[i * 4 + 3];
+    for (int i = 0; i < ACC; i += 4) {
+      to[i] += top * d[i];
+      to[i + 1] += top * d[i + 1];
+      to[i + 2] += bottom * d[i + 2];
+      to[i + 3] += bottom * d[i + 3];
     }
   };
   await();
   for (int k = 0; k < KBLOCKS; ++k) {
-    const u32 s = ring.stage;
-    start(s, 0);
+    const u32 s = ring.stage, w_at = base + s * W_BYTES, x_at = base + OFF_X + s * X_BYTES;
+    float d[ACC];
+    auto start = [&](int block) {
+      pin(d);
+      wgmma_fence();
+      multiply(d, x_at + group * 8192, w_at + block * (W_BYTES / 2));
+      wgmma_commit();
+    };
+    start(0);
     const float top0 = x0 * by.x, bottom0 = x1 * by.x, top1 = x0 * by.y, bottom1 = x1 * by.y;
+    const float more_by0 = !GATED && group ? by.y : by.x, more_by1 = !GATED && !group ? by.x : by.y;
     wgmma_wait<0>();
-    promote(sum[0], top0, bottom0);
-    start(s, 1);
+    promote(sum[0], d, top0, bottom0);
+    start(1);
     ring.next();
-    if (k + 1 < KBLOCKS) await();  // hidden behind the multiplication
-    wgmma_wait<0>();
-    release(base + OFF_EMPTY + s * 8, lane);
-    promote(sum[1], top1, bottom1);
+    if constexpr (!LONGER) {
+      if (k + 1 < KBLOCKS) await();  // hidden behind the multiplication
+      wgmma_wait<0>();
+      release(base + OFF_EMPTY + s * 8, lane);
+      promote(sum[1], d, top1, bottom1);
+    } else {
+      wgmma_wait<0>();
+      promote(sum[1], d, top1, bottom1);
+      const u32 w = w_at + group * (GATED ? 8192 : W_BYTES / 2), x = x_at + ROWS * 128;
+      float e0[MORE / 2], e1[MORE / 2];
+      pin(e0), pin(e1);
+      wgmma_fence();
+      multiply(e0, w, x);
+      multiply(e1, w + (GATED ? W_BYTES / 2 : 8192), x);
+      wgmma_commit();
+      const float* xs = (const float*)(smem + OFF_SCALE + s * SCALE_PITCH) + ROWS + quad * 2;
+      float2 scale[MORE / 8];
+#pragma unroll
+      for (int i = 0; i < MORE / 8; ++i) scale[i] = *(const float2*)(xs + i * 8);
+      if (k + 1 < KBLOCKS) await();
+      wgmma_wait<0>();
+      pin(e0), pin(e1);
+      release(base + OFF_EMPTY + s * 8, lane);
+#pragma unroll
+      for (int i = 0; i < MORE / 2; ++i) {
+        const float by_row = i & 1 ? scale[i / 4].y : scale[i / 4].x;
+        more[0][i] += by_row * more_by0 * e0[i];
+        more[1][i] += by_row * more_by1 * e1[i];
+      }
+    }
   }
 
-  // 16 rows of 128 bytes, 16-byte chunks swizzled by row as TMA does; two, in turns.
+  // 16 rows of 128 bytes, 16-byte chunks swizzled by row as TMA does; BOXES of them, in turns.
   const int r = lane / 4, first = group * 64 + (warp & 3) * 16;
   const bool whole = first + 16 <= unit.rows;
-  auto staging_of = [&](int turn) { return OFF_STAGING + warp * WARP_STAGING + turn * 2048; };
+  auto staging_of = [&](int turn) { return OFF_STAGING + warp * WARP_STAGING + turn % BOXES * 2048; };
   auto await_staging = [&]() {
-    if (lane == 0) await_stores_read<1>();
+    if (lane == 0) await_stores_read<BOXES - 1>();
     __syncwarp();
   };
   auto flush = [&](int turn, int column_byte, int pitch) {
@@ -604,6 +669,7 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
 #pragma unroll
     for (int i = 0; i < ACC; ++i) {
       sum[b][i] = activate(sum[b][i], GATED ? sum[1][i] : 0.f, out.act);
+      if (N_REAL % 128 != 0 && n * 128 + i / 4 * 8 + quad * 2 + (i & 1) >= N_REAL) sum[b][i] = 0.f;
       if (i & 2) amax1 = fmaxf(amax1, fabsf(sum[b][i])); else amax0 = fmaxf(amax0, fabsf(sum[b][i]));
     }
 #pragma unroll
@@ -642,6 +708,7 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
     flush(part & 1, (unit.n * 256 + part * 64) * 2, N_OUT * 2);
   }
 #endif
+  if constexpr (LONGER) finish_few<MORE>(more, smem, {unit.expert, unit.row + ROWS, unit.rows - ROWS, unit.n}, out);
 }
 
 #endif
@@ -684,7 +751,7 @@ __device__ __forceinline__ void make_tiles(const Routing& routing, int4* tiles, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
-    const __grid_constant__ TensorMap w_map, const __grid_constant__ XMaps x_maps,
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_tail_map, const __grid_constant__ XMaps x_maps,
     const __grid_constant__ TensorMap out_map,
     const float* __restrict__ w_scale, const float* x_scale, const int4* tiles, const int* tile_count,
     u8* __restrict__ out, float* __restrict__ out_scale, int scale_stride, int* units_taken,
@@ -724,25 +791,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
   if (CLUSTER > 1) cluster_sync(); else __syncthreads();
 
   if (warp >= 8) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
     if (warp == 8 && lane == 0) {
       auto load_weights = [&](const Unit& unit, int k, u32 s) {
-        barrier_expect(full(s), W_BYTES + (GATHER ? 0 : class_of(unit.rows) * 128));
+        const int x_rows = GATHER ? 0 : class_of(unit.rows) + (unit.rows > ROWS ? EXTRA : 0);
+        barrier_expect(full(s), (loaded_rows(unit.n, 0) + loaded_rows(unit.n, 1) + x_rows) * 128);
         const int row = unit.expert * W_ROWS + unit.n * (GATED ? 128 : 256);
-        const u32 to = base + s * W_BYTES;
         const int second = row + (GATED ? N_OUT : 128);
+        const u32 to = base + s * W_BYTES;
+        // Of the last rows the half of a block or nothing, where the rest is padding.
+        auto map_of_block = [&](int block) { return loaded_rows(unit.n, block) == 64 ? &w_tail_map : &w_map; };
+        const bool no_second = loaded_rows(unit.n, 1) == 0;
 #if PAIR > 1
         if (unit.shared) {
-          load_2d_pair(to + rank * (W_BYTES / 2), &w_map, k * 128, rank ? second : row, full(s));
+          if (!no_second || rank == 0) load_2d_pair(to + rank * (W_BYTES / 2), map_of_block(rank), k * 128, rank ? second : row, full(s));
           return;
         }
 #endif
         if (unit.alone) {
-          load_2d_streaming(to, &w_map, k * 128, row, full(s));
-          load_2d_streaming(to + W_BYTES / 2, &w_map, k * 128, second, full(s));
+          load_2d_streaming(to, map_of_block(0), k * 128, row, full(s));
+          if (!no_second) load_2d_streaming(to + W_BYTES / 2, map_of_block(1), k * 128, second, full(s));
         } else {
-          load_2d(to, &w_map, k * 128, row, full(s));
-          load_2d(to + W_BYTES / 2, &w_map, k * 128, second, full(s));
+          load_2d(to, map_of_block(0), k * 128, row, full(s));
+          if (!no_second) load_2d(to + W_BYTES / 2, map_of_block(1), k * 128, second, full(s));
         }
       };
       int ahead = 0;
@@ -773,7 +844,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
             barrier_wait(empty(s), parity);
             load_weights(unit, k, s);
           }
-          if (!GATHER) load_2d(base + OFF_X + s * X_BYTES, x_map, k * 128, unit.row, full(s));
+          if (!GATHER) {
+            load_2d(base + OFF_X + s * X_BYTES, x_map, k * 128, unit.row, full(s));
+            if (EXTRA > 0 && unit.rows > ROWS) load_2d(base + OFF_X + s * X_BYTES + ROWS * 128, &x_maps.of[0], k * 128, unit.row + ROWS, full(s));
+          }
           if (++s == STAGES) s = 0, parity ^= 1;
           if (PAIR > 1 && rank == 0 && k == k_begin) choice.send(next);
         }
@@ -788,7 +862,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
         int row = GATED ? unit.n + (lane & 1) * (N_OUT / 128) : unit.n * 2 + (lane & 1);
         row = min(row, W_SCALE_ROWS - 1);
         const float* w_from = w_scale + ((long long)unit.expert * W_SCALE_ROWS + row) * KBLOCKS;
-        constexpr int LOADS = (ROWS + 31) / 32;
+        constexpr int LOADS = (MOST_ROWS + 31) / 32;
 #if GATHER
         const float* x_from[LOADS];
 #pragma unroll
@@ -822,7 +896,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
           barrier_wait(empty(s), parity);
 #pragma unroll
           for (int i = 0; i < LOADS; ++i)
-            if (i * 32 + lane < ROWS) to[i * 32] = x[i];
+            if (i * 32 + lane < MOST_ROWS) to[i * 32] = x[i];
           if (lane < 2) *(float*)(smem + OFF_W_SCALE + s * 8 + lane * 4) = w;
           __syncwarp();
           if (lane == 0) barrier_arrive(full(s));
@@ -840,10 +914,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
         u32 s = 0, parity = 1;
         Queue queue(base);
         for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
-          const int rows = class_of(unit.rows);
-          u32 token_at[ROWS / 8];
+          const int rows = class_of(unit.rows) + (unit.rows > ROWS ? EXTRA : 0);
+          u32 token_at[MOST_ROWS / 8];
 #pragma unroll
-          for (int i = 0; i < ROWS / 8; ++i) {
+          for (int i = 0; i < MOST_ROWS / 8; ++i) {
             const int row = i * 8 + odd * 4 + row_of_four;
             token_at[i] = 0;
             if (i * 8 < rows) token_at[i] = (u32)(__ldcg(slot_of_row + unit.row + min(row, max(unit.rows - 1, 0))) / GATHER) * (u32)K;
@@ -854,7 +928,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
             const u8* from = x + (within ? column : 0);
             barrier_wait(empty(s), parity);
 #pragma unroll
-            for (int i = 0; i < ROWS / 8; ++i)
+            for (int i = 0; i < MOST_ROWS / 8; ++i)
               if (i * 8 < rows) copy_16(to + s * X_BYTES + i * 1024, from + token_at[i], within ? 16 : 0);
             copies_arrive(full(s));
             if (++s == STAGES) s = 0, parity ^= 1;
@@ -864,7 +938,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
 #endif
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
     const Output output{out, out_scale, scale_stride, bias, act, &out_map};
     Ring ring;
@@ -885,7 +959,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
         FEW_ROWS(64);
 #endif
 #if ROWS >= 128
-        case 128: many_rows(smem, base, unit, ring, output); break;
+        case 128:
+          if (unit.rows <= ROWS) many_rows<false>(smem, base, unit, ring, output);
+          else if constexpr (EXTRA > 0) many_rows<true>(smem, base, unit, ring, output);
+          break;
 #endif
       }
     }

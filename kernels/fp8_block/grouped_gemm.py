@@ -33,13 +33,15 @@ class GemmConfig:
         act: one of ACT_FNS, where it is quantized.
         limited: whether what goes into the activation function is clamped.
         bias: whether there is one to add.
-        gather: T where x is of tokens, not of rows; 0 where not. For 128 rows only.
+        gather: T where x is of tokens, not of rows; 0 where not. For 64 and 128 rows.
         routed: tiles are made from ids, at most ROUTED_SLOTS, and weights are not waited for.
         rows: most rows a CTA has of a tile: 8, 16, 32, 64 or 128.
+        extra: rows that a tile of 128 may have beyond: 0 or 16.
         split: CTAs that share a unit along K: 1, 2 or 4; 1 from 64 rows up.
         pair: whether CTAs of a cluster have two tiles and share weights; for 128 rows only.
         K: columns of the weights.
-        n_out: columns of the output: I or H.
+        n_out: columns of the output: I, padded, or H.
+        n_real: those of them that are not padding; by default all.
         w_rows: weight rows of an expert.
     """
 
@@ -51,10 +53,12 @@ class GemmConfig:
     routed: bool = False
     gather: int = 0
     rows: int
+    extra: int = 0
     split: int
     pair: bool = False
     K: int
     n_out: int
+    n_real: int | None = None
     w_rows: int
 
     @property
@@ -78,13 +82,15 @@ class GemmConfig:
         return self.stages * self._stage_bytes() + self._fixed_bytes()
 
     def _stage_bytes(self) -> int:
-        scale = -(-self.rows * 4 // 128) * 128
-        return 256 * 128 + self.rows * 128 + scale + 3 * 8
+        most = self.rows + self.extra
+        scale = -(-most * 4 // 128) * 128
+        return 256 * 128 + most * 128 + scale + 3 * 8
 
     def _fixed_bytes(self) -> int:
         barriers = 16 + 128 + 128  # and units, with room to align them
         if self.rows == 128:
-            return barriers + 8 * 4096  # staging
+            boxes = 1 if self.quantized and self.gated else 2
+            return barriers + 8 * boxes * 2048  # staging
         groups = 1 if self.gated else 2
         few = groups * self.rows * 128 + self.rows * 32 if self.quantized else 0
         partial = (self.split - 1) * self.rows * 256 * 4
@@ -95,6 +101,7 @@ class GemmConfig:
         """Macros of the source."""
         return {
             "ROWS": self.rows,
+            "EXTRA": self.extra,
             "QUANTIZED": int(self.quantized),
             "GATED": int(self.gated),
             "ACT": ACT_FNS.index(self.act),
@@ -109,6 +116,7 @@ class GemmConfig:
             "KBLOCKS": -(-self.K // 128),
             "UNITS_N": self.units_n,
             "N_OUT": self.n_out,
+            "N_REAL": self.n_out if self.n_real is None else self.n_real,
             "W_ROWS": self.w_rows,
             "W_SCALE_ROWS": -(-self.w_rows // 128),
             "EARLY": int(self.routed or not self.quantized),
@@ -221,6 +229,7 @@ class GroupedGemm:
         bytes_of_x = x.view(torch.uint8)[:, : config.K]
         boxes = [min(rows, config.rows) for rows in (16, 32, 64, 128)]
         x_map = {rows: tensor_map(bytes_of_x, box=(rows, 128)) for rows in set(boxes)}
+        rows_of_weight = weight.view(torch.uint8).flatten(0, 1)
         self._routing = _Routing(map_size=-1, experts=weight.shape[0])
 
         def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -233,7 +242,8 @@ class GroupedGemm:
             _kernel(config, index),
             min(sms // cluster * cluster, most),
             [
-                tensor_map(weight.view(torch.uint8).flatten(0, 1), box=(128, 128)),
+                tensor_map(rows_of_weight, box=(128, 128)),
+                tensor_map(rows_of_weight, box=(64, 128)),
                 (TensorMap * 4)(*(x_map[rows] for rows in boxes)),
                 tensor_map(out.view(torch.uint8), box=(16, 128)),
                 pointer(weight_scale),

@@ -18,8 +18,11 @@ from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait
 from moequant.kernels.routing import (
     TILE_FIELDS,
     SortedRouting,
+    chunks,
     local_expert,
     map_size,
+    place_chunk,
+    placing,
     sort_routing,
     write_tiles,
 )
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FEW_SLOTS = 1024
-"""Up to here, one launch sorts and quantizes."""
+"""Up to here, one launch sorts, quantizes and permutes."""
+BESIDE_SLOTS = 16384
+"""Up to here, tokens are quantized beside the sort: above, its registers leave too few programs."""
 
 _GROUPS_A_PROGRAM = 16
 
@@ -43,6 +48,7 @@ def prepare(
     experts: int,
     alignment: int,
     tile_rows: int,
+    extra_rows: int = 0,
     expert_map: Tensor | None = None,
 ) -> None:
     """Sort the routing, quantize, permute: one launch for few slots and alignment 1, else up to 3.
@@ -56,6 +62,7 @@ def prepare(
         experts: E here.
         alignment: of each expert's first row.
         tile_rows: most rows of a tile.
+        extra_rows: see `sort_routing`.
         expert_map: [global experts], see `sort_routing`.
     """
     tokens, topk = topk_ids.shape
@@ -89,6 +96,7 @@ def prepare(
             GROUPS=_GROUPS_A_PROGRAM,
             SLOTS_PAD=triton.next_power_of_2(tokens * topk),
             TILE_ROWS=tile_rows,
+            EXTRA_ROWS=extra_rows,
             TOPK_PAD=triton.next_power_of_2(topk),
             FIELDS=TILE_FIELDS,
             MAP_SIZE=map_size(expert_map),
@@ -99,7 +107,7 @@ def prepare(
         return
     sort_routing(
         topk_ids, routing, experts=experts, alignment=alignment, tile_rows=tile_rows,
-        expert_map=expert_map,
+        extra_rows=extra_rows, expert_map=expert_map,
     )  # fmt: skip
     launch(
         quantize_permute,
@@ -116,29 +124,80 @@ def prepare(
     )
 
 
-def quantize_tokens(hidden: Tensor, qdata: Tensor, scale: Tensor) -> None:
-    """Quantize each token, in their order: one launch.
+def sort_and_quantize(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    routing: SortedRouting,
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    experts: int,
+    alignment: int,
+    tile_rows: int,
+    extra_rows: int = 0,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Sort the routing and quantize each token, in their order: one to three launches.
 
     Args:
         hidden: [M, H] contiguous, bfloat16, float16 or float32.
+        topk_ids: [M, T] contiguous int32 or int64.
+        routing: written.
         qdata: float8_e4m3fn [M, H] contiguous, written.
         scale: float32 [M, >= ceil(H / 128)] contiguous, written but for what is behind a token's.
+        experts: E here.
+        alignment: of each expert's first row.
+        tile_rows: most rows of a tile.
+        extra_rows: see `sort_routing`.
+        expert_map: [global experts], see `sort_routing`.
     """
     tokens, H = hidden.shape
+    if tokens == 0:
+        return
+    cut = {
+        "experts": experts,
+        "alignment": alignment,
+        "tile_rows": tile_rows,
+        "extra_rows": extra_rows,
+        "expert_map": expert_map,
+    }
+    odd = -(-H // (128 * 8)) % 2  # 16 groups a program would leave half of the last one idle
+    groups = 8 if odd else 16
+    parts = -(-H // (128 * groups))
     overlap = overlaps_launches(hidden.device)
-    groups = 8  # 16 would waste a quarter of the work for 2880 columns
+    shared = {
+        "PARTS": parts,
+        "GROUPS": groups,
+        "H": H,
+        "NATIVE": not INTERPRETED,
+        "OVERLAP": overlap,
+    }
+    if topk_ids.numel() > BESIDE_SLOTS:
+        sort_routing(topk_ids, routing, **cut)
+        launch(
+            quantize_in_place,
+            (tokens * parts,),
+            hidden,
+            qdata,
+            scale,
+            scale.stride(0),
+            **shared,
+            num_warps=4,
+            overlap=overlap,
+        )
+        return
+    arguments, constants = placing(topk_ids, routing, **cut)
     launch(
-        quantize_in_place,
-        (tokens, -(-H // (128 * groups))),
+        place_and_quantize,
+        (chunks(topk_ids.numel()) + tokens * parts,),
+        *arguments,
         hidden,
         qdata,
         scale,
         scale.stride(0),
-        GROUPS=groups,
-        H=H,
-        NATIVE=not INTERPRETED,
-        OVERLAP=overlap,
-        num_warps=4,
+        **constants,
+        **shared,
+        num_warps=8,
         overlap=overlap,
     )
 
@@ -149,6 +208,7 @@ def quantize_in_place(
     qdata,
     scale,
     scale_stride,
+    PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     H: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -156,12 +216,77 @@ def quantize_in_place(
 ):
     """One program: GROUPS groups of one token, to the token's own place."""
     wait_for_inputs(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    _quantize_part(
+        tl.program_id(0), hidden, qdata, scale, scale_stride, PARTS, GROUPS, H, NATIVE
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantize_part(
+    part,
+    hidden,
+    qdata,
+    scale,
+    scale_stride,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    H: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """GROUPS groups of token `part // PARTS`."""
+    token = (part // PARTS).to(tl.int64)
+    group = part % PARTS * GROUPS + tl.arange(0, GROUPS)
     codes, group_scale = _quantize(hidden, token, group, H, NATIVE)
     col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     tl.store(qdata + token * H + col, codes, mask=col < H)
     tl.store(scale + token * scale_stride + group, group_scale, mask=group * 128 < H)
+
+
+@triton.jit
+def place_and_quantize(
+    topk_ids,
+    expert_map,
+    counts,
+    slot_of_row,
+    row_of_slot,
+    row_end,
+    tiles,
+    tile_count,
+    units_taken,
+    slots,
+    hidden,
+    qdata,
+    scale,
+    scale_stride,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    EXTRA_ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    H: tl.constexpr,
+    NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The first programs place slots, the others quantize GROUPS groups of a token each."""
+    wait_for_inputs(OVERLAP)
+    program = tl.program_id(0)
+    chunks = (slots + CHUNK - 1) // CHUNK
+    if program < chunks:
+        place_chunk(
+            program, topk_ids, expert_map, counts, slot_of_row, row_of_slot, row_end, tiles,
+            tile_count, units_taken, slots, E, E_PAD, CHUNK, SLOTS_PAD, ALIGNMENT,
+            TILE_ROWS, EXTRA_ROWS, FIELDS, MAP_SIZE,
+        )  # fmt: skip
+    else:
+        _quantize_part(
+            program - chunks, hidden, qdata, scale, scale_stride, PARTS, GROUPS, H, NATIVE
+        )  # fmt: skip
 
 
 @triton.jit
@@ -225,6 +350,7 @@ def prepare_few(
     TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    EXTRA_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
     NATIVE: tl.constexpr,
     MAP_SIZE: tl.constexpr,
@@ -245,7 +371,9 @@ def prepare_few(
             total = tl.histogram(tl.minimum(of, E_PAD - 1), E_PAD, mask=of < E)
             start = tl.cumsum(total, 0) - total
             bins = tl.arange(0, E_PAD)
-            write_tiles(tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, FIELDS)
+            write_tiles(
+                tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, EXTRA_ROWS, FIELDS
+            )  # fmt: skip
     else:
         t = tl.arange(0, TOPK_PAD)
         slot = token * TOPK + t

@@ -31,11 +31,12 @@ from moequant.errors import MoequantError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-KERNEL = 2
+KERNEL = 3
 """Rises when the kernels change so that old measurements mislead."""
 NEAR = 1.5
 """A tiling holds for this many times fewer or more tokens than it was measured with."""
 FORMAT = "fp8_block"
+EXTRA_ROWS = 16
 
 _SIZES = ("experts", "hidden", "intermediate", "topk")
 _ROWS = (8, 16, 32, 64, 128)
@@ -53,7 +54,7 @@ class Tiling:
         split2: of the second.
         pair: whether two CTAs share the weights that two tiles of an expert need; for 128 rows.
         gather: whether the first GEMM copies the tokens of its rows out of all of them, instead of
-            reading a copy of each token for each of its experts; for 128 rows.
+            reading a copy of each token for each of its experts; for 64 and 128 rows.
     """
 
     rows: int
@@ -62,16 +63,25 @@ class Tiling:
     pair: bool = False
     gather: bool = False
 
+    @property
+    def extra(self) -> int:
+        """Rows that a tile may have beyond `rows`, rather than leave them to a tile of their own.
+
+        For 128 rows. Where CTAs share weights both would wait; what copies tokens wants registers.
+        """
+        return EXTRA_ROWS if self.rows == 128 and not self.pair and not self.gather else 0
+
     def __post_init__(self) -> None:
         splits = (1, 2, 4) if self.rows <= 32 else (1,)
         if (
             self.rows not in _ROWS
             or not {self.split13, self.split2} <= set(splits)
-            or ((self.pair or self.gather) and self.rows != 128)
+            or (self.pair and self.rows != 128)
+            or (self.gather and self.rows < 64)
         ):
             raise MoequantError(
                 f"{self} is no tiling: rows is one of {_ROWS}, a split 1, 2 or 4, and 1 from 64 "
-                "rows up, and pairs and gathering are for 128 rows; tune again"
+                "rows up, pairs are for 128 rows and gathering for 64 and 128; tune again"
             )
 
 
@@ -148,9 +158,10 @@ def candidates(problem: Problem) -> list[Tiling]:
     for rows in _ROWS[max(at - 1, 0) : at + 2]:
         splits = (1, 2) if rows <= 16 else (1,)
         found += [Tiling(rows=rows, split13=a, split2=b) for a in splits for b in splits]
+        if rows >= 64:
+            found.append(Tiling(rows=rows, gather=True))
         if rows == 128:
-            choice = (False, True)
-            found += [Tiling(rows=rows, pair=p, gather=g) for p in choice for g in choice]
+            found += [Tiling(rows=rows, pair=True, gather=gather) for gather in (False, True)]
     return list(dict.fromkeys(found))
 
 

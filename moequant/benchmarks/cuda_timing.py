@@ -19,6 +19,8 @@ Name = TypeVar("Name", bound=Hashable)
 REPLAYS = 20
 TURNS = 4
 """In which these are made."""
+WARM_S = 0.2
+"""Replays in front of the first turn: clocks of a GPU that had nothing to do rise within it."""
 REST_S = 0.3
 """In front of a turn, where one is asked for: at full load an H200 is at its power limit within
 tens of milliseconds, and clocks lower from then on."""
@@ -69,11 +71,16 @@ def time_interleaved(
 ) -> dict[Name, Time]:
     """Time of one call of each contender: a graph of all its calls, replayed REPLAYS times.
 
+    The GPU is warm, or, with `rests`, has rested.
+
     Args:
         contenders: calls by what the result calls them. They take TURNS turns.
         rests: whether the GPU rests for REST_S in front of a turn.
     """
     graphs = {name: capture(calls) for name, calls in contenders.items()}
+    if not rests:
+        for graph in graphs.values():
+            _warm(graph)
     times: dict[Name, list[float]] = {name: [] for name in contenders}
     for _ in range(TURNS):
         for name, graph in graphs.items():
@@ -131,6 +138,13 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end) * 1000)
+
+
+def _warm(graph: torch.cuda.CUDAGraph) -> None:
+    until = time.perf_counter() + WARM_S
+    while time.perf_counter() < until:
+        graph.replay()
+        torch.cuda.synchronize()
 
 
 def _time(values: Sequence[float]) -> Time:

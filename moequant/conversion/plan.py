@@ -268,7 +268,7 @@ def _warnings_of_source(
     warnings = []
     if config.get("quantization_config") and source.dialect is None:
         warnings.append(
-            "the source has a quantization_config, in config.json or hf_quant_config.json, although "
+            "the source has a quantization_config, in config.json or hf_quant_config.json, but "
             "its weights are plain; ours takes its place"
         )
     if back:

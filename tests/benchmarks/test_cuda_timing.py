@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from moequant.benchmarks import cuda_timing
-from moequant.benchmarks.cuda_timing import REPLAYS, REST_S, TURNS, host_time_us, time_interleaved
+from moequant.benchmarks.cuda_timing import (
+    REPLAYS,
+    REST_S,
+    TURNS,
+    WARM_S,
+    host_time_us,
+    time_interleaved,
+)
 
 SLOW_US, FAST_US = 30.0, 10.0
 
@@ -60,7 +67,8 @@ def clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(cuda_timing, "time", SimpleNamespace(sleep=now.events.append))
+    time = SimpleNamespace(sleep=now.events.append, perf_counter=lambda: now.us / 1e6)
+    monkeypatch.setattr(cuda_timing, "time", time)
     return now
 
 
@@ -79,7 +87,10 @@ def test_contenders_take_turns_and_the_time_is_of_one_call(clock):
     assert times["fast"].median_us == pytest.approx(FAST_US)
     assert times["fast"].p20_us == pytest.approx(times["fast"].p80_us)
     turns = [(name, len(list(replays))) for name, replays in groupby(clock.events[2:])]
-    assert turns == [("slow", REPLAYS // TURNS), ("fast", REPLAYS // TURNS)] * TURNS
+    warm = {name: replays for name, replays in turns[:2]}
+    assert warm["slow"] * (SLOW_US + FAST_US) == pytest.approx(WARM_S * 1e6, rel=1e-3)
+    assert warm["fast"] * FAST_US == pytest.approx(WARM_S * 1e6, rel=1e-3)
+    assert turns[2:] == [("slow", REPLAYS // TURNS), ("fast", REPLAYS // TURNS)] * TURNS
 
 
 def test_the_gpu_rests_in_front_of_every_turn(clock):

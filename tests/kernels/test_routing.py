@@ -24,7 +24,15 @@ def experts_here(ids, experts, expert_map):
     return torch.tensor([e if 0 <= e < experts else -1 for e in here], dtype=torch.int64)
 
 
-def check(ids, experts, alignment, tile_rows, expert_map=None):
+def cut(total, rows, extra):
+    """Rows of the tiles of an expert with `total` rows."""
+    tiles = [min(rows, total - i) for i in range(0, total, rows)]
+    if len(tiles) > 1 and tiles[-1] <= extra:
+        tiles[-2:] = [sum(tiles[-2:])]
+    return tiles
+
+
+def check(ids, experts, alignment, tile_rows, expert_map=None, *, extra_rows=0):
     out = SortedRouting.allocate(
         ids.numel(), experts, alignment=alignment, tile_rows=tile_rows, device=DEVICE
     )
@@ -36,6 +44,7 @@ def check(ids, experts, alignment, tile_rows, expert_map=None):
         experts=experts,
         alignment=alignment,
         tile_rows=tile_rows,
+        extra_rows=extra_rows,
         expert_map=None if expert_map is None else expert_map.to(DEVICE),
     )
     here = experts_here(ids, experts, expert_map)
@@ -45,9 +54,8 @@ def check(ids, experts, alignment, tile_rows, expert_map=None):
         slots = (here == e).nonzero().flatten()
         row_of_slot[slots] = start + torch.arange(len(slots))
         rows.update({start + i: int(s) for i, s in enumerate(slots)})
-        tiles += [
-            [e, start + i, min(tile_rows, len(slots) - i)] for i in range(0, len(slots), tile_rows)
-        ]
+        sizes = cut(len(slots), tile_rows, extra_rows)
+        tiles += [[e, start + sum(sizes[:i]), rows] for i, rows in enumerate(sizes)]
         ends.append(start + len(slots))
         start += -(-len(slots) // alignment) * alignment
     assert out.row_end.tolist() == ends
@@ -100,6 +108,12 @@ def test_a_map_says_which_experts_are_here(dtype):
 def test_two_launches_sort_as_one_does():
     tokens = ONE_LAUNCH_SLOTS // 8 + 3
     check(random_ids(tokens, 128, 8), 128, 1, 128)
+
+
+@pytest.mark.parametrize("total", [1, 15, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 48, 52])
+def test_a_few_rows_behind_others_are_no_tile_of_their_own(total):
+    ids = torch.cat([torch.zeros(total), torch.full((16 + total % 5,), 2)]).int()[:, None]
+    check(ids, 4, 1, 16, extra_rows=2)
 
 
 def test_all_slots_to_one_expert():

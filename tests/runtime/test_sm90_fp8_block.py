@@ -28,6 +28,7 @@ WORKLOAD = Workload(
 
 # E, H, I, T. The second has no size that is a multiple of 128, as gpt-oss (2880) has none.
 SMALL, ODD, QWEN3_30B = (16, 1024, 512, 4), (8, 720, 336, 2), (128, 2048, 768, 8)
+RAGGED = (8, 1088, 320, 2)  # half a block of columns is left in both GEMMs
 REAL = {
     "qwen3-30b": QWEN3_30B,
     "qwen3-235b": (128, 4096, 1536, 8),
@@ -308,7 +309,8 @@ ACT_FNS = [
 @pytest.mark.parametrize("act_fn", ACT_FNS, ids=str)
 def test_it_computes_every_activation_function(weights, inputs, act_fn, bias):
     # 640 columns without a gate are two units and a half; tiles of 8, 32 and 128 rows.
-    for shape, M in [((16, 1024, 640, 4), 6), (ODD, 60), ((16, 1024, 640, 4), 700)]:
+    halves = (16, 1024, 640, 4)
+    for shape, M in [(halves, 6), (ODD, 60), (halves, 700), (RAGGED, 9), (RAGGED, 700)]:
         check(weights(shape, act_fn, bias), inputs(shape, M))
 
 
@@ -327,6 +329,7 @@ def test_biases_count_for_silu_too(weights, inputs, M):
         {"rows": 16},
         {"rows": 32},
         {"rows": 64},
+        {"rows": 64, "gather": True},
         {"rows": 128},
         {"rows": 128, "pair": True},
         {"rows": 128, "gather": True},
@@ -352,6 +355,34 @@ def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, 
         plan(hidden, ids, topk_weights, out)
         assert bool(out.isfinite().all())
         assert not want.any() or calc_diff(out, want) <= CALC_DIFF
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(16, 1024, 512, 1), (8, 1088, 320, 1)])
+@pytest.mark.parametrize(
+    "choice",
+    [{"rows": 128}, {"rows": 128, "pair": True}, {"rows": 64}, {"rows": 64, "gather": True}],
+    ids=lambda choice: "-".join(map(str, choice.values())),
+)
+def test_every_number_of_rows_behind_whole_tiles_counts(weights, inputs, shape, choice):
+    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+    from moequant.kernels.fp8_block.tuning import Tiling
+
+    packed = REGISTRY[NAME].pack(weights(shape), "fp8_group128")
+    tiling = Tiling(**choice)
+    for counts in ([127, 128, 129, 135, 136, 137, 143, 144], [145, 0, 256, 257, 264, 272, 273, 1]):
+        ids = torch.arange(8).repeat_interleave(torch.tensor(counts))
+        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+        hidden, _, topk_weights = inputs(shape, len(ids))
+        call = hidden, ids[:, None].int().cuda(), topk_weights
+        size_bytes = workspace_bytes(packed, len(ids), 1, tiling)
+        workspace = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+        out = torch.full_like(hidden, torch.nan)
+        Plan(packed, len(ids), 1, workspace=workspace, tiling=tiling)(*call, out)
+        want = FusedExperts(weights(shape), backend="torch_reference")(*call)
+        for expert in range(8):
+            rows = ids == expert
+            assert not counts[expert] or calc_diff(out[rows], want[rows]) <= CALC_DIFF, expert
 
 
 def experts_of(weights, ids):

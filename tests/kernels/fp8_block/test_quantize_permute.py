@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS, prepare
+from moequant.kernels.fp8_block import quantize_permute
+from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS, prepare, sort_and_quantize
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.routing import SortedRouting, max_rows, sort_routing
+from moequant.kernels.routing import ONE_LAUNCH_SLOTS, SortedRouting, max_rows, sort_routing
 from moequant.runtime.activations import quantize_activations
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -77,3 +78,32 @@ def test_one_launch_sorts_as_the_sort_alone(tokens):
         assert torch.equal(routing.tile_count, alone.tile_count)
         count = int(alone.tile_count)
         assert torch.equal(routing.tiles[:count], alone.tiles[:count])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden"),
+    [(1, 128), (40, 1200), pytest.param(ONE_LAUNCH_SLOTS // T + 9, 144, marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("beside", [False, True])
+def test_tokens_quantized_beside_the_sort_stay_in_their_order(tokens, hidden, beside, monkeypatch):
+    if not beside:
+        monkeypatch.setattr(quantize_permute, "BESIDE_SLOTS", 0)
+    x, ids = inputs(tokens, hidden)
+    sizes = {"experts": E, "alignment": 1, "tile_rows": 16, "extra_rows": 2}
+    routing, alone = (
+        SortedRouting.allocate(ids.numel(), E, alignment=1, tile_rows=16, device=DEVICE)
+        for _ in range(2)
+    )
+    for part in (routing.tiles, alone.tiles):
+        part.fill_(-1)
+    codes = torch.zeros(tokens, hidden, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scale = torch.full((tokens, -(-hidden // 512) * 4), torch.nan, device=DEVICE)
+    sort_and_quantize(x, ids, routing, codes, scale, **sizes)
+    sort_routing(ids, alone, **sizes)
+    for name in ("row_of_slot", "row_end", "tiles", "tile_count", "units_taken"):
+        assert torch.equal(getattr(routing, name), getattr(alone, name)), name
+    here = int((ids >= 0).sum())
+    assert torch.equal(routing.slot_of_row[:here], alone.slot_of_row[:here])
+    want = quantize_activations(x, "fp8_group128")
+    assert torch.equal(codes.view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(scale[:, : -(-hidden // 128)], want.scale)

@@ -90,7 +90,7 @@ def test_a_broken_table_is_named(change):
         {"rows": 64, "split13": 2},
         {"rows": 8, "split2": 3},
         {"rows": 64, "pair": True},
-        {"rows": 64, "gather": True},
+        {"rows": 32, "gather": True},
     ],
 )
 def test_a_tiling_that_no_kernel_has_is_refused(wrong):
