@@ -110,11 +110,17 @@ class Call:
 
     def _batched(self, backend: BatchedExpertsBackend, x: Activations, routing: Routing) -> Tensor:
         E = self.weights.experts
-        # `route` has waited for the device already, or nothing may.
-        tokens = x.qdata.shape[0]
-        capacity = tokens if capturing(x.qdata.device) else largest_batch(routing, E)
-        batches, places = lay_out(x, routing, experts=E, capacity=capacity)
+        batches, places = lay_out(x, routing, experts=E, capacity=self._capacity(x, routing))
         return finalize_batched(backend.run(batches, self.weights), routing, places)
+
+    def _capacity(self, x: Activations, routing: Routing) -> int:
+        tokens = x.qdata.shape[0]
+        if capturing(x.qdata.device):
+            return tokens
+        # `route` has waited for the device already. In 64s, the rows of the largest tile: so a call
+        # before a capture compiles the kernels that the captured one runs.
+        largest = largest_batch(routing, self.weights.experts)
+        return max(largest, min(tokens, -(-largest // 64) * 64))
 
 
 def run_fused(

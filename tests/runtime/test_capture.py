@@ -97,6 +97,37 @@ def test_ids_and_indices_out_of_range_contribute_nothing(layers, backend, captur
     assert torch.equal(module(*layer.call, expert_map=here), want)
 
 
+@pytest.mark.parametrize("M", [1, 13, 40, 100])
+def test_a_call_before_the_capture_runs_the_kernels_of_the_captured_one(
+    layers, monkeypatch, request, M
+):
+    # Portable kernels are compiled for tiles of 16, 32 or 64 rows, by the room of a batch.
+    from moequant.kernels.portable.experts import TILE_ROWS
+
+    rooms = []
+    run = REGISTRY["naive_batched"].run
+    monkeypatch.setattr(
+        REGISTRY["naive_batched"],
+        "run",
+        lambda t, w: (rooms.append(t.qdata.shape[1]), run(t, w))[1],
+    )
+    layer = layers.make(M=M)
+    module = FusedExperts(layer.weights, backend="naive_batched")
+    module(*layer.call)
+    request.getfixturevalue("captured")
+    module(*layer.call)
+    tiles = [next((rows for rows in TILE_ROWS if rows >= room), TILE_ROWS[-1]) for room in rooms]
+    assert tiles[0] == tiles[1]
+    assert rooms[1] == M
+
+
+def test_a_token_may_name_an_expert_twice_outside_of_a_capture(layers):
+    layer = layers.make(M=3)
+    layer.ids[:] = 2
+    want = FusedExperts(layer.weights, backend="torch_reference")(*layer.call)
+    assert torch.equal(FusedExperts(layer.weights, backend="naive_batched")(*layer.call), want)
+
+
 def test_tokens_that_reach_no_expert_do_not_spread_what_they_hold(layers, captured):
     layer = layers.make()
     layer.ids[4] = -1
