@@ -14,6 +14,7 @@ from moequant.cli import cli
 from moequant.conversion import Recipe, convert
 from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.formats import get_format
+from moequant.progress import SilentProgress
 from moequant.verification import verify
 
 MODELS = ["qwen3_moe", "deepseek_v3"]
@@ -336,3 +337,52 @@ def test_the_command_says_what_is_exact(make_fp8, tmp_path):
     checked = CliRunner().invoke(cli, ["verify", str(tmp_path / "out"), "--against", source])
     assert checked.exit_code == 0
     assert "given back as BF16" in checked.stdout
+
+
+def test_transformers_loads_kept_fp8_layers_as_it_loads_the_source(make_fp8, tmp_path):
+    source = make_fp8("qwen3_moe", power_of_two=False)
+    convert(source.path, tmp_path / "out", format="fp8_block")
+    states = []
+    for path in (source.path, tmp_path / "out"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, output_loading_info=True
+        )
+        assert not any(report.values()), report
+        states.append(model.state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def test_a_conversion_that_goes_on_knows_what_the_first_part_lost(make_fp8, tmp_path):
+    class Stop(SilentProgress):
+        def __init__(self, items):
+            self.left = items
+
+        def advance(self, done, current):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+    source = make_fp8("qwen3_moe", power_of_two=False)
+    settings = {"format": "nvfp4", "max_shard_size": "200KB", "workers": 1}
+    whole = convert(source.path, tmp_path / "whole", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source.path, tmp_path / "out", **settings, progress=Stop(20))
+    result = convert(source.path, tmp_path / "out", **settings)
+    assert result.resumed_shards > 0
+    assert result.losses == whole.losses
+    records = [(tmp_path / name / "moequant.json").read_text() for name in ("whole", "out")]
+    assert json.loads(records[0])["losses"] == json.loads(records[1])["losses"]
+
+
+def test_the_quantization_config_may_stand_in_the_text_config(
+    make_fp8, config_of, read_tensors, tmp_path
+):
+    source = make_fp8("qwen3_moe", path=tmp_path / "source")
+    config = config_of(source.path)
+    config["text_config"] = {"quantization_config": config.pop("quantization_config")}
+    (source.path / "config.json").write_text(json.dumps(config))
+    convert(source.path, tmp_path / "out", format="bf16")
+    assert config_of(tmp_path / "out")["text_config"] == {}
+    name = f"{EXPERT}.up_proj.weight"
+    assert torch.equal(read_tensors(tmp_path / "out")[name].double(), source.numbers[name])
