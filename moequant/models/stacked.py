@@ -108,5 +108,6 @@ class StackedExperts:
         return (K, N) if transposed else (N, K)
 
     def bias_shape(self, stack: str, moe: MoeConfig) -> tuple[int, int]:
-        """[E, N] of the biases of `gate_up` or `down`."""
-        return moe.experts, moe.hidden if stack == "down" else 2 * moe.intermediate
+        """[E, N] of the biases of one of `tensors`."""
+        N, _ = self._of_one(stack, moe, transposed=False)
+        return moe.experts, N

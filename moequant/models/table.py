@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from moequant.errors import ArchitectureError, UnsupportedError
-from moequant.models.architecture import Architecture
+from moequant.models.architecture import EXPERT_BIAS, OTHER, ROUTED_EXPERTS, Architecture
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FLAG = "--architecture FILE.toml (docs/architectures.md)"
 """How a user adds what the table has not."""
 
+_OWN_ROLES = (ROUTED_EXPERTS, EXPERT_BIAS, OTHER)
 _MOST_STARS = 2
 """In one pattern: each doubles the ways to match a name, and files may be hostile."""
 
@@ -59,6 +60,8 @@ def _stack_pattern(pattern: str) -> str:
 def _role_pattern(pattern: str) -> str:
     if not pattern or pattern.count("*") > _MOST_STARS:
         raise ValueError(f"{pattern!r} is empty, or has more than {_MOST_STARS} *")
+    if pattern.count("{layer}") > 1 or pattern.count("{expert}") > 1:
+        raise ValueError(f"{pattern!r}: {{layer}} and {{expert}} stand once")
     rest = re.sub(r"\{(layer|expert|[^{}|]+(\|[^{}|]+)+)\}", "", pattern)
     if "{" in rest or "}" in rest:
         raise ValueError(f"{pattern!r}: braces hold layer, expert, or names between |")
@@ -69,6 +72,14 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _role_name(name: str) -> str:
+    if name in _OWN_ROLES:
+        raise ValueError(f"role {name!r} is not given by a pattern: `experts` and `stacked` say it")
+    return name
+
+
+_Number = Annotated[float | int, Field(gt=0, lt=1_000_000)]
+_Role = Annotated[str, Field(min_length=1), AfterValidator(_role_name)]
 _Name = Annotated[str, Field(min_length=1)]
 _Names = Annotated[list[_Name], Field(min_length=1)]
 _StackPattern = Annotated[str, AfterValidator(_stack_pattern)]
@@ -89,8 +100,8 @@ class _Sparse(_Strict):
 class _ActFn(_Strict):
     name: _Name | None = None
     default: _Name | None = None
-    alpha: float | int | None = None
-    limit: float | int | None = None
+    alpha: _Number | None = None
+    limit: _Number | None = None
     limits: _Name | None = None
     limited: _Name | None = None
 
@@ -120,6 +131,9 @@ class _Stacked(_Strict):
                 "gate_up wants interleaved = true, where the rows of gate and up take turns, or "
                 "false, where gate's come first: no shape tells, the model's forward does"
             )
+        turned = self.transposed if isinstance(self.transposed, list) else []
+        if stray := [stack for stack in turned if getattr(self, stack) is None]:
+            raise ValueError(f"transposed names {stray[0]}, but no tensor is called so here")
         if self.flat and self.biased:
             raise ValueError("flat and biased together are nothing that is read")
         return self
@@ -151,7 +165,7 @@ class _Entry(_Strict):
     act_fns: dict[str, _Name] = {}
     stacked: _Stacked | None = None
     dialects: _Names | None = None
-    roles: dict[_Name, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
+    roles: dict[_Role, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
     fused: list[_Names] = []
     tested: _Tested = _Tested()
 
@@ -165,6 +179,9 @@ class _Entry(_Strict):
         if missing:
             raise ValueError(f"config has no {', '.join(sorted(missing))}")
         if self.stacked is not None:
+            # A dialect that stacks has to know how, before it sees a tensor.
+            if self.dialects is not None and self.stacked.transposed is None:
+                raise ValueError("with dialects, stacked wants transposed = true or false")
             stacks_gate = self.stacked.gate_up is not None or self.stacked.gate is not None
             if stacks_gate != ("gate" in self.projections):
                 raise ValueError("stacked and projections disagree on whether there is a gate")
@@ -175,7 +192,7 @@ class _File(_Strict):
     architecture: Annotated[list[_Entry], Field(min_length=1)]
     fused: list[_Names] = []
     act_fns: dict[str, _Name] = {}
-    common: dict[_Name, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
+    common: dict[_Role, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
 
 
 def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
@@ -258,7 +275,8 @@ def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Archite
     except ValidationError as error:
         raise ArchitectureError(f"{origin}: {_explain(error)}; see docs/architectures.md") from None
     entries = [
-        e.model_dump(mode="json", by_alias=True, exclude_unset=True) for e in file.architecture
+        e.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+        for e in file.architecture
     ]
     claimed = [model_type for entry in entries for model_type in entry["model_types"]]
     twice = {model_type for model_type in claimed if claimed.count(model_type) > 1}

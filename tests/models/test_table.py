@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import tomllib
 from importlib import resources
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moequant.errors import ArchitectureError, CheckpointError, UnsupportedError
+from moequant.errors import ArchitectureError, CheckpointError, MoequantError, UnsupportedError
 from moequant.models import (
     architectures,
     find_architecture,
@@ -317,19 +320,103 @@ def test_the_entry_that_is_changed_below_is_right():
         ("stacked/interleaved", None, "interleaved = true, where the rows"),
         ("stacked/gate_up", None, "name gate_up, or up"),
         ("stacked/up", "l.{layer}.u", "name gate_up, or up"),
+        ("dialects", ["gpt-oss"], "with dialects, stacked wants transposed"),
         ("stacked/down", "l.d", r"needs \{layer\}"),
         ("stacked/transposed", "yes", "architecture 1.stacked.transposed"),
         ("stacked/biased", 1, "architecture 1.stacked.biased"),
+        ("stacked/transposed", ["gate"], "transposed names gate, but no tensor"),
         ("sparse", {"offset": "1"}, "architecture 1.sparse.offset"),
         ("act_fn", {"limits": "x"}, "limits and limited go together"),
         ("roles", {"router": ["a.{b.weight"]}, "braces hold layer, expert, or names"),
         ("roles", {"router": ["a*b*c*"]}, r"more than 2 \*"),
         ("roles", {"router": "a"}, "architecture 1.roles.router"),
+        ("roles", {"router": ["{layer}.{layer}"]}, "stand once"),
+        ("roles", {"routed_experts": ["a"]}, "role 'routed_experts' is not given by a pattern"),
+        ("act_fn", {"limit": float("nan")}, "architecture 1.act_fn.limit"),
+        ("act_fn", {"alpha": -1}, "architecture 1.act_fn.alpha"),
     ],
 )
 def test_an_entry_that_is_none_is_refused_by_its_place(path, value, message):
     with pytest.raises(ArchitectureError, match=f"^RECORD: .*{message}"):
         recorded_architecture(changed(path, value), "RECORD")
+
+
+def test_biases_are_as_long_as_the_rows_of_their_tensor(own):
+    apart = {"gate_up": None, "gate": "g", "up": "u", "down": "d"}
+    lines = [f'{k} = "net.{{layer}}.{v}"' for k, v in apart.items() if v]
+    text = "\n[architecture.stacked]\n" + "\n".join([*lines, "biased = true"])
+    (architecture,) = own(FILE + text)
+    moe = architecture.read_config(CONFIG)
+    shapes = {s: architecture.stacked.bias_shape(s, moe) for s in architecture.stacked.tensors}
+    assert shapes == {"gate": (2, 6), "up": (2, 6), "down": (2, 8)}
+    (architecture,) = own(FILE + STACKED + "biased = true")
+    assert architecture.stacked.bias_shape("gate_up", moe) == (2, 12)
+
+
+_TEXTS = st.sampled_from(
+    [
+        "",
+        "*",
+        "{layer}",
+        "{expert}",
+        "{a|b}",
+        "{",
+        "a.{layer}.b",
+        "gate",
+        "w1",
+        "x.weight",
+        "(",
+        ".",
+    ]
+)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | _TEXTS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+_PATHS = [
+    "name",
+    "model_types",
+    "experts",
+    "section",
+    "per_layer",
+    "routing",
+    "dialects",
+    "fused",
+] + [
+    f"{table}/{key}"
+    for table, keys in {
+        "projections": ["gate", "up", "down"],
+        "config": ["experts", "layers", "hidden", "limit"],
+        "sparse": ["first", "kinds", "kind", "listed", "except", "offset"],
+        "act_fn": ["name", "alpha", "limit", "limits", "limited"],
+        "stacked": ["gate_up", "gate", "up", "down", "transposed", "flat", "biased"],
+        "roles": ["router", "mtp"],
+        "act_fns": ["silu"],
+    }.items()
+    for key in keys
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(_PATHS), _VALUES), max_size=3), st.lists(_TEXTS))
+def test_whatever_a_record_holds_ends_in_our_errors(changes, names):
+    """It came with a checkpoint, from anywhere."""
+    entry = copy.deepcopy(ENTRY) | {"sparse": {}, "act_fn": {}, "roles": {}, "act_fns": {}}
+    for path, value in changes:
+        *parents, last = path.split("/")
+        inner = entry
+        for key in parents:
+            inner = inner[key] if isinstance(inner, dict) else {}
+        if isinstance(inner, dict):
+            inner[last] = value
+    with contextlib.suppress(MoequantError):
+        architecture = recorded_architecture(entry, "RECORD")
+        config = {"model_type": "my_moe", "hidden_size": 8, "num_hidden_layers": 2} | {
+            "hidden_act": "silu", "e": 2, "k": 1, "i": 4
+        }  # fmt: skip
+        headers = {"l.0.gu": Header(2, 8, 8), "l.0.d": Header(2, 8, 4)}
+        read_model(config, headers | {name: Header(2, 2) for name in names}, [architecture])
 
 
 @pytest.mark.parametrize("definition", [7, [], "x", {}])
