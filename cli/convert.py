@@ -122,6 +122,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "output": str(result.output),
         "architecture": plan.model.architecture.name,
         "dialect": plan.dialect.name,
+        "engines": [asdict(verdict) for verdict in plan.engines],
         "expert_layers": list(plan.model.layers),
         "experts": plan.model.moe.experts,
         "groups": _groups(plan),
@@ -257,6 +258,19 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
         }
         | _device_memory(plan)
     )
+    if plan["engines"]:
+        out.line()
+        out.table(
+            ["engine", "loads it", "known from"],
+            [
+                (f"{e['engine']} {e['version']}", _LOADS[e["loads"]], _KNOWN[e["known"]])
+                for e in plan["engines"]
+            ],
+        )
+
+
+_LOADS = {True: "yes", False: "no, see the warning", None: "not known"}
+_KNOWN = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
 
 
 def _planned_quantizer(quantizer: Mapping[str, Any] | None) -> dict[str, str]:
@@ -291,6 +305,10 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
         out.line()
         show_losses(out, result["losses"])
         out.line()
+    if result["engines"]:
+        words = {True: "yes", False: "no", None: "not known"}
+        engines = [f"{e['engine']} {e['version']} {words[e['loads']]}" for e in result["engines"]]
+        out.line(f"Engines that load it: {', '.join(engines)}.")
     out.line(f"To check it: {result['next']}")
 
 

@@ -26,9 +26,11 @@ from moequant.conversion.stacks import restored_items, stack_of
 from moequant.conversion.units import Copy, Restored, Stack, Unit, quantizer_jobs
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import get_dialect
+from moequant.dialects.engines import Verdict, Written, judge, warnings_of
 from moequant.dialects.plain import Plain
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
+from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -88,6 +90,8 @@ class Plan:
         quantization_config: the new entry of config.json; empty for none.
         source: what is known of the source's weights.
         source_files: size and header digest of every weight file read.
+        engines: which of those known load the output, and what goes wrong; none where nothing of
+            it is quantized.
         warnings: what the user should know before going on; one sentence each.
         refusals: why this cannot be converted; with any, nothing is written.
         digest: SHA-256 over all that decides the output's bytes.
@@ -101,6 +105,7 @@ class Plan:
     quantization_config: Mapping[str, Any]
     source: SourceModel
     source_files: Mapping[str, Mapping[str, Any]]
+    engines: tuple[Verdict, ...]
     warnings: tuple[str, ...]
     refusals: tuple[str, ...]
     digest: str
@@ -206,10 +211,10 @@ def make_plan(
         shards = _shards(items, dialect, parse_size(recipe.output.max_shard_size))
         quantization_config = dialect.quantization_config(formats, kept)
     source_files = _describe_files(tensors, file_bytes)
-    shapes = {info.name.removesuffix(".weight"): info.shape for info in weights.values()}
     back = [info for name, info in left.items() if name not in stay]
     warnings += _warnings_of_source(source, back, config)
-    warnings += dialect.warnings(formats, shapes, kept)
+    engines = _engines(formats, source, dialect, config)
+    warnings += warnings_of(engines)
     return Plan(
         model=model,
         recipe=recipe,
@@ -219,10 +224,36 @@ def make_plan(
         quantization_config=quantization_config,
         source=source,
         source_files=source_files,
+        engines=engines,
         warnings=tuple(warnings),
         refusals=refusals,
         digest=_digest(units, dialect, shards, quantization_config, source, source_files),
     )
+
+
+def _engines(
+    formats: Mapping[str, str], source: SourceModel, dialect: Dialect, config: Mapping[str, Any]
+) -> tuple[Verdict, ...]:
+    """What engines do with the output: `formats` by module of all that is quantized in it."""
+    if isinstance(dialect, Plain):
+        return ()
+    roles, layers = source.model.roles, source.model.moe.sparse_layers
+    experts = {
+        name.removesuffix(".weight"): info
+        for name, info in source.weights.items()
+        if roles[name].role == ROUTED_EXPERTS and roles[name].layer in layers
+    }
+    model_type = str(config.get("model_type"))
+    written = Written(
+        dialect=dialect.name,
+        model_type=model_type,
+        not_loaded=source.model.architecture.tested.get("not_loaded", {}).get(model_type),
+        formats=frozenset(f for module, f in formats.items() if module not in experts),
+        experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
+        shapes=frozenset(tuple(info.shape) for m, info in experts.items() if m in formats),
+        some_kept=any(module not in formats for module in experts),
+    )
+    return tuple(judge(written))
 
 
 def _dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Dialect:

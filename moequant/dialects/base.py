@@ -141,18 +141,3 @@ class Dialect(ABC):
         What engines do with activations makes no difference then, and foreign formats are known.
         """
         return self.reader(quantization_config)
-
-    def warnings(
-        self,
-        formats: Mapping[str, str],
-        shapes: Mapping[str, Sequence[int]],
-        kept: Iterable[str],
-    ) -> list[str]:
-        """What known engines get wrong with such a checkpoint, a sentence each.
-
-        Args:
-            formats: format by converted module.
-            shapes: [N, K] by converted module.
-            kept: the modules that stay as they are.
-        """
-        return []

@@ -1,4 +1,4 @@
-"""What llm-compressor writes; vLLM loads it, SGLang and transformers as far as `warnings` says.
+"""What llm-compressor writes; vLLM loads it, SGLang and transformers as far as engines.toml says.
 
 Decision / failure it prevents:
 
@@ -42,7 +42,7 @@ from moequant.dialects.names import NamePatterns, block_pattern, kept_blocks, ta
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     _ReadGroup = Callable[[Mapping[str, Any], Mapping[str, Any], str], str | UnsupportedError]
 
@@ -58,7 +58,6 @@ class _Scheme:
     """What the library calls the encoding."""
     weights: Mapping[str, Any]
     input_activations: Mapping[str, Any] | None = None
-    warning: str = ""
 
 
 _SCHEMES = {
@@ -81,7 +80,6 @@ _SCHEMES = {
             "symmetric": True,
             "dynamic": True,
         },
-        warning="transformers 5.23 fails to load FP8 block experts in this dialect.",
     ),
     "nvfp4": _Scheme(
         encoding=Nvfp4Packed(),
@@ -95,10 +93,6 @@ _SCHEMES = {
             "dynamic": False,
             "scale_dtype": "torch.float8_e4m3fn",
         },
-        warning=(
-            "transformers 5.23 loads NVFP4 experts without their global scale, wrong by a factor "
-            "of 1 / global_scale and without an error (its issue 48371)."
-        ),
     ),
     "mxfp4": _Scheme(
         encoding=Mxfp4Packed(),
@@ -112,10 +106,6 @@ _SCHEMES = {
             "dynamic": False,
             "scale_dtype": "torch.uint8",
         },
-        warning=(
-            "SGLang 0.5.23 on CUDA loads MXFP4 experts in this dialect for kimi_k3 only; other "
-            "models stop or, as Qwen3-MoE does, run with experts that are all zero."
-        ),
     ),
     "w4a8": _Scheme(
         encoding=Int4Packed(),
@@ -219,36 +209,6 @@ class CompressedTensors(Dialect):
             return scheme
 
         return format_of
-
-    def warnings(
-        self,
-        formats: Mapping[str, str],
-        shapes: Mapping[str, Sequence[int]],
-        kept: Iterable[str],
-    ) -> list[str]:
-        """As Dialect. What engines get wrong concerns experts; linear layers all of them load."""
-        experts = {module: f for module, f in formats.items() if _is_expert(module)}
-        used = dict.fromkeys(experts.values())
-        sentences = [_SCHEMES[format].warning for format in used if _SCHEMES[format].warning]
-        if used and set(formats.values()) == {"fp8_block"}:
-            sentences.append("The dialect fp8 loads in transformers, vLLM and SGLang.")
-        if len(used) > 1:
-            sentences.append(
-                "transformers 5.23 cannot load routed experts in more than one format; vLLM and "
-                "SGLang can."
-            )
-        if used and any(_is_expert(module) for module in kept):
-            sentences.append(
-                "transformers 5.23 does not load this dialect where some layers' experts are kept: "
-                "it waits for quantized tensors in every layer."
-            )
-        w4a8 = (shapes[module] for module, format in experts.items() if format == "w4a8")
-        if any(extent % 256 for shape in w4a8 for extent in shape):
-            sentences.append(
-                "vLLM 0.33 runs W4A8 experts only where hidden and intermediate size, the latter "
-                "divided by the tensor-parallel ranks, are multiples of 256; it stops otherwise."
-            )
-        return sentences
 
 
 def _targets(formats: Mapping[str, str]) -> dict[str, list[str]]:
@@ -409,7 +369,3 @@ def _argument(found: Mapping[str, Any], field: str) -> object:
     if value is None:
         return _DEFAULTS.get(field)
     return value.lower() if isinstance(value, str) else value
-
-
-def _is_expert(module: str) -> bool:
-    return ".experts." in module

@@ -77,18 +77,3 @@ class GptOss(Dialect):
             f"{_WHERE}.modules_to_not_convert",
         )
         return lambda module: _FORMAT if is_expert(module) and module not in kept else None
-
-    def warnings(
-        self,
-        formats: Mapping[str, str],
-        shapes: Mapping[str, Sequence[int]],
-        kept: Iterable[str],
-    ) -> list[str]:
-        """As Dialect."""
-        if not any(map(is_expert, formats)) or not kept_blocks(kept)[0]:
-            return []
-        return [
-            "vLLM 0.33 and SGLang 0.5.23 take the experts of every gpt-oss layer for MXFP4, "
-            "whatever config.json says, so neither loads a checkpoint where some layers' experts "
-            "are kept; transformers 5.23 does."
-        ]

@@ -27,7 +27,7 @@ from moequant.dialects.names import (
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
 _WHERE = "quantization_config"
 _SCHEMA_VERSION = 1
@@ -95,16 +95,3 @@ class Moequant(Dialect):
             return format
 
         return format_of
-
-    def warnings(
-        self,
-        formats: Mapping[str, str],
-        shapes: Mapping[str, Sequence[int]],
-        kept: Iterable[str],
-    ) -> list[str]:
-        """As Dialect; of a checkpoint without converted experts too."""
-        return [
-            "Only moequant's own runtime loads this dialect; vLLM 0.33 and SGLang 0.5.23 refuse "
-            "it, and transformers 5.23 logs that it does not know it and goes on with random "
-            "experts, which it lists as missing."
-        ]

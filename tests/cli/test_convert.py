@@ -84,6 +84,20 @@ def test_the_document_says_what_quantized_and_a_slower_one_is_a_warning(
     assert again["quantizer"] is None
 
 
+def test_the_plan_and_the_result_say_which_engines_load_it(run, source, tmp_path):
+    arguments = ("convert", source, tmp_path / "out", "--format", "nvfp4")
+    planned = run(*arguments, "--dry-run").stdout
+    assert "transformers 5.23   no, see the warning   a test" in planned
+    assert "vLLM 0.33           yes                   its sources" in planned
+    done = run(*arguments).stdout.splitlines()
+    line = "Engines that load it: transformers 5.23 no, vLLM 0.33 yes, SGLang 0.5.23 yes."
+    assert line in done
+    document = run(*arguments, "--json", "--dry-run").document
+    (transformers, _, _) = document["engines"]
+    assert (transformers["loads"], transformers["known"]) == (False, "tested")
+    assert transformers["why"] == document["warnings"]
+
+
 def test_finished_output_is_left_as_it_is(run, source, tmp_path):
     arguments = ["convert", source, tmp_path / "out", "--format", "nvfp4", "--json"]
     assert run(*arguments).exit_code == 0

@@ -301,22 +301,3 @@ def test_an_unknown_scheme_beside_ours_does_not_matter():
     assert CT.reader(config)(EXPERT) == "w4a8"
     with pytest.raises(UnsupportedError, match=r"config_groups\.int8\.format"):
         CT.reader(config)("model.layers.0.self_attn.q_proj")
-
-
-@pytest.mark.parametrize(
-    ("formats", "kept", "said"),
-    [
-        (["nvfp4"], [], ["global scale"]),
-        (["mxfp4"], [], ["all zero"]),
-        (["fp8_block"], [], ["fails to load FP8", "dialect fp8 loads"]),
-        (["w4a8"], [], ["multiples of 256"]),
-        (["w4a8"], [EXPERT], ["experts are kept", "multiples of 256"]),
-        (["mxfp4", "w4a8"], [], ["all zero", "more than one format", "multiples of 256"]),
-        (["fp8_block", "w4a8"], [], ["fails to load FP8", "more than one", "multiples of 256"]),
-    ],
-)
-def test_what_engines_get_wrong_is_said_of_what_was_converted(formats, kept, said):
-    modules = {f"model.layers.{i}.mlp.experts.0.up_proj": f for i, f in enumerate(formats)}
-    sentences = CT.warnings(modules, dict.fromkeys(modules, (128, 384)), kept)
-    assert len(sentences) == len(said)
-    assert all(part in sentence for part, sentence in zip(said, sentences, strict=True))

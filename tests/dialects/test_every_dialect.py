@@ -198,17 +198,6 @@ def test_the_config_does_not_depend_on_the_order_of_modules(dialect, format):
     assert json.dumps(one) == json.dumps(two)
 
 
-@every_pair
-def test_warnings_are_sentences_about_experts(dialect, format):
-    dialect = get_dialect(dialect)
-    sentences = dialect.warnings({EXPERT: format}, {EXPERT: (128, 384)}, [])
-    assert all(sentence.endswith(".") for sentence in sentences)
-    if dialect.name == "moequant":  # of which all that engines get wrong is everything
-        return
-    attention = "model.layers.0.self_attn.q_proj"
-    assert dialect.warnings({attention: format}, {attention: (128, 384)}, [EXPERT]) == []
-
-
 @pytest.mark.parametrize("config", [[], "fp8", 3, {1: 2}])
 def test_a_quantization_config_that_is_no_object_is_refused(config):
     with pytest.raises(CheckpointError, match="quantization_config is"):

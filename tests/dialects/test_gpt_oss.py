@@ -60,14 +60,6 @@ def test_only_routed_experts_have_a_place():
         get_dialect("gpt-oss").check("model.layers.0.self_attn.q_proj", "mxfp4", (64, 64))
 
 
-def test_kept_blocks_of_experts_are_what_vllm_and_sglang_do_not_load():
-    kept = ["model.layers.0.mlp.experts.0.down_proj", "lm_head"]
-    dialect = get_dialect("gpt-oss")
-    (warning,) = dialect.warnings({MODULE: "mxfp4"}, {MODULE: (64, 64)}, kept)
-    assert "vLLM 0.33 and SGLang 0.5.23" in warning
-    assert dialect.warnings({MODULE: "mxfp4"}, {MODULE: (64, 64)}, ["lm_head"]) == []
-
-
 def test_blocks_of_another_size_are_named():
     tensors = get_dialect("gpt-oss").to_disk(MODULE, quantize(torch.ones(2, 64), "mxfp4"))
     tensors[f"{MODULE}.blocks"] = tensors[f"{MODULE}.blocks"].reshape(2, 4, 8)

@@ -44,12 +44,6 @@ def test_what_a_later_moequant_wrote_is_refused(change, message):
         DIALECT.reader(config)(EXPERT)
 
 
-@pytest.mark.parametrize("module", [EXPERT, "model.layers.0.self_attn.q_proj"])
-def test_that_engines_do_not_load_it_is_said(module):
-    (warning,) = DIALECT.warnings({module: "mxfp4"}, {module: (64, 64)}, [])
-    assert "Only moequant's own runtime" in warning
-
-
 @pytest.mark.parametrize("format", DIALECT.encodings)
 def test_no_part_is_taken_for_a_weight_by_those_who_do_not_know_the_dialect(format):
     assert "weight" not in DIALECT.encodings[format].suffixes

@@ -1,0 +1,107 @@
+"""The table of engines, and what is said by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from moequant.dialects import REGISTRY
+from moequant.dialects.engines import Written, judge, warnings_of
+from moequant.dialects.engines import _table as table
+from moequant.formats import REGISTRY as FORMATS
+from moequant.models import architectures
+
+PAIRS = [(d, f) for d, dialect in REGISTRY.items() for f in dialect.encodings]
+
+
+def written(dialect, *experts, formats=(), shape=(256, 512), **settings):
+    return Written(
+        dialect=dialect,
+        formats=frozenset(formats),
+        experts=experts,
+        shapes=frozenset({shape}),
+        **{"model_type": "qwen3_moe", "some_kept": False} | settings,
+    )
+
+
+def loading(checkpoint):
+    """Whether each engine loads it."""
+    return {verdict.engine: verdict.loads for verdict in judge(checkpoint)}
+
+
+def test_rules_name_what_is_there():
+    _, rules = table()
+    known = {model_type for a in architectures() for model_type in a.model_types}
+    for rule in rules:
+        assert {*rule.dialects} <= REGISTRY.keys()
+        assert {*rule.formats} <= FORMATS.keys()
+        assert {*rule.model_types} <= known
+        assert all(text.endswith((".", ").")) for text in (rule.why, rule.hint) if text)
+
+
+@pytest.mark.parametrize(("dialect", "format"), PAIRS)
+def test_every_engine_has_a_word_about_every_pair(dialect, format):
+    verdicts = judge(written(dialect, format))
+    assert [verdict.engine for verdict in verdicts] == ["transformers", "vLLM", "SGLang"]
+    for verdict in verdicts:
+        assert verdict.loads is not None
+        assert verdict.known is not None
+        assert verdict.loads == (not verdict.why)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "transformers", "vllm", "sglang"),
+    [
+        (written("fp8", "fp8_block"), True, True, True),
+        (written("compressed-tensors", "fp8_block"), False, True, True),
+        (written("compressed-tensors", "nvfp4"), False, True, True),
+        (written("compressed-tensors", "mxfp4"), True, True, False),
+        (written("compressed-tensors", "w4a8"), True, True, True),
+        (written("compressed-tensors", "w4a8", shape=(128, 384)), True, False, True),
+        (written("compressed-tensors", "w4a8", some_kept=True), False, True, True),
+        (written("compressed-tensors", "mxfp4", "w4a8"), False, True, False),
+        (written("gpt-oss", "mxfp4"), True, True, True),
+        (written("gpt-oss", "mxfp4", some_kept=True), True, False, False),
+        (written("moequant", "mxfp4"), False, False, False),
+        (written("moequant", formats=["mxfp4"]), False, False, False),
+        (written("fp8", "fp8_block", model_type="llama4"), False, True, True),
+        (written("fp8", "fp8_block", model_type="phimoe"), True, True, True),
+        (written("compressed-tensors", "mxfp4", not_loaded="why"), False, True, False),
+        (written("fp8", "fp8_block", not_loaded="why"), True, True, True),
+    ],
+)
+def test_what_loads_what(checkpoint, transformers, vllm, sglang):
+    assert loading(checkpoint) == {"transformers": transformers, "vLLM": vllm, "SGLang": sglang}
+
+
+@pytest.mark.parametrize("dialect", ["fp8", "compressed-tensors", "gpt-oss"])
+def test_without_experts_nothing_is_known_and_nothing_said(dialect):
+    checkpoint = written(dialect, formats=["fp8_block", "mxfp4"], some_kept=True)
+    assert set(loading(checkpoint).values()) == {None}
+    assert warnings_of(judge(checkpoint)) == []
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        (written("compressed-tensors", "nvfp4"), ["global scale"]),
+        (written("compressed-tensors", "mxfp4"), ["all zero"]),
+        (written("compressed-tensors", "fp8_block"), ["fails to load FP8", "dialect fp8 loads"]),
+        (
+            written("compressed-tensors", "fp8_block", formats=["nvfp4"]),
+            ["fails to load FP8"],
+        ),
+        (
+            written("compressed-tensors", "fp8_block", "w4a8", shape=(128, 384)),
+            ["fails to load FP8", "more than one", "multiples of 256"],
+        ),
+        (written("moequant", "mxfp4"), ["random experts", "vLLM 0.33 refuses", "SGLang"]),
+        (
+            written("compressed-tensors", "w4a8", not_loaded="knows experts stacked alone"),
+            ["this model in this dialect: knows experts stacked alone."],
+        ),
+    ],
+)
+def test_what_goes_wrong_is_said_once(checkpoint, said):
+    sentences = warnings_of(judge(checkpoint))
+    assert len(sentences) == len(said)
+    assert all(part in sentence for part, sentence in zip(said, sentences, strict=True))
