@@ -249,6 +249,7 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     files = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
+    wanted |= {"moequant/dialects/engines.toml"}
     wanted |= {"moequant/kernels/fp8_block/grouped_gemm.cu"}
     wanted |= {f"moequant/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.toml")}
     tunings = (ROOT / "kernels" / "fp8_block" / "tunings").glob("*.json")
