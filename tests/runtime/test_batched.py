@@ -115,14 +115,15 @@ def test_an_expert_that_overflows_is_named_on_a_cpu():
 
 @on_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_on_a_gpu_its_token_becomes_nan_and_nothing_waits():
+@pytest.mark.parametrize("scheme", DYNAMIC)
+def test_on_a_gpu_its_token_becomes_nan_and_nothing_waits(scheme):
     routing = routing_of(IDS, "cuda")
     x = torch.ones(5, 4, device="cuda")
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        tokens, places = prepare_batched(x, routing, experts=3, capacity=2, scheme="none")
-        got = finalize_batched(tokens.qdata, routing, places)
+        tokens, places = prepare_batched(x, routing, experts=3, capacity=2, scheme=scheme)
+        got = finalize_batched(tokens.qdata.float(), routing, places)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tokens.counts.tolist() == [2, 1, 2]
