@@ -59,6 +59,8 @@ class Fp8BlockWeights:
         gated: whether there is a gate.
         alpha: of swigluoai.
         limit: see `ActFn.limit`.
+        beta: of swigluoai and situ.
+        linear_beta: of situ, or None.
         source: what these were made of, as views into them, for who wants to keep no more; or None.
     """
 
@@ -72,6 +74,8 @@ class Fp8BlockWeights:
     gated: bool = True
     alpha: float = 1.0
     limit: float | None = None
+    beta: float = 1.0
+    linear_beta: float | None = None
     source: object = None
     _plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, init=False, repr=False)
     _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
@@ -344,6 +348,8 @@ class Plan:
             bias=weights.bias13,
             alpha=weights.alpha,
             limit=weights.limit or 0.0,
+            beta=weights.beta,
+            linear_beta=weights.linear_beta or 0.0,
         )
         self.down = GroupedGemm(
             GemmConfig(

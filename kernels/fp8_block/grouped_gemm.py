@@ -16,7 +16,7 @@ THREADS = 384
 ROUTED_SLOTS = 32
 """Up to here, the first GEMM finds its tiles by itself."""
 
-ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglustep", "situ")
 """Of a kernel's ACT."""
 
 _SHARED_LIMIT = 227 * 1024
@@ -158,7 +158,7 @@ def _kernel(config: GemmConfig, device: int) -> Kernel:
 
 
 class _Act(ctypes.Structure):
-    _fields_ = (("alpha", ctypes.c_float), ("limit", ctypes.c_float))
+    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit", "beta", "linear_beta"))
 
 
 class _Routing(ctypes.Structure):
@@ -195,6 +195,8 @@ class GroupedGemm:
         bias: float32 [E, w_rows] contiguous, if `config` has one; else None.
         alpha: of swigluoai.
         limit: where the activation function is limited.
+        beta: of swigluoai and situ.
+        linear_beta: of situ; 0 for none.
     """
 
     def __init__(
@@ -214,6 +216,8 @@ class GroupedGemm:
         bias: Tensor | None = None,
         alpha: float = 1.0,
         limit: float = 0.0,
+        beta: float = 1.0,
+        linear_beta: float = 0.0,
     ) -> None:
         assert weight.shape[1:] == (config.w_rows, config.K)
         assert all(t.is_contiguous() for t in (weight, weight_scale, out))
@@ -255,7 +259,7 @@ class GroupedGemm:
                 ctypes.c_int(strided.stride(0)),
                 pointer(units_taken),
                 pointer(bias),
-                _Act(alpha, limit),
+                _Act(alpha, limit, beta, linear_beta),
                 self._routing,
                 pointer(x),
                 pointer(slot_of_row),

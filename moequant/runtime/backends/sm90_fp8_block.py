@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from moequant.kernels.cuda_driver import why_no_compiler
-from moequant.kernels.fp8_block.grouped_gemm import ACT_FNS
 from moequant.runtime.backends.base import FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.stacked import first_bias, first_weight_once
@@ -27,10 +26,10 @@ _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 class Sm90Fp8Block(FusedBackend):
     """FP8 GEMMs with activations in FP8 groups of 128, quantized as `quantize_activations` does.
 
-    Every activation function but swiglustep, situ, and swigluoai with a beta that is not 1; with
-    biases or without. An expert's result is rounded to bfloat16, whatever the dtype of the hidden
-    states; the sum over a token's slots is float32. Runs of one call are bitwise equal. Nothing is
-    read on the host: an id that is out of range contributes nothing, like -1, and raises no error.
+    Every activation function, with biases or without. An expert's result is rounded to bfloat16,
+    whatever the dtype of the hidden states; the sum over a token's slots is float32. Runs of one
+    call are bitwise equal. Nothing is read on the host: an id that is out of range contributes
+    nothing, like -1, and raises no error.
     """
 
     name = "sm90_fp8_block"
@@ -42,8 +41,6 @@ class Sm90Fp8Block(FusedBackend):
             return "runs fp8_block alone"
         if workload.activations != "fp8_group128":
             return "multiplies by activations in fp8_group128 alone"
-        if workload.act_fn.name not in ACT_FNS or workload.act_fn.beta != 1:
-            return f"does not compute {workload.act_fn}"
         for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
             if size % _ROW_MULTIPLE:
                 return f"wants {name} a multiple of {_ROW_MULTIPLE}"
@@ -70,6 +67,8 @@ class Sm90Fp8Block(FusedBackend):
             gated=act.gated,
             alpha=act.alpha,
             limit=act.limit,
+            beta=act.beta,
+            linear_beta=act.linear_beta,
             source=adopted,
         )
 
