@@ -14,6 +14,7 @@ from moequant.runtime.backends import FusedBackend, Workload
 from moequant.runtime.call import Call, parts_of, run_in_parts
 from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_inputs
+from moequant.runtime.kept_memory import make_kept
 from moequant.runtime.select import check_takes_quantized, select
 
 if TYPE_CHECKING:
@@ -273,10 +274,9 @@ class FusedExperts(nn.Module):
                     "CUDA graph cannot capture; call the experts once before the capture"
                 )
             self._ready = None  # lets go of the layout of before
-            # Buffers of that mode could not be written to outside of it, nor be seen to change.
-            with torch.inference_mode(mode=False):
-                packed = backend.pack(self.weights, workload.activations)
-                self._adopt(backend.adopted(packed))
+            given = self.weights
+            packed = make_kept(lambda: backend.pack(given, workload.activations), workload.device)
+            self._adopt(backend.adopted(packed))
         weights = self.weights
         return _Ready(
             asked=(activations, self.backend),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moequant.runtime.capture import capturing
+from moequant.runtime.kept_memory import make_kept
 
 _BUFFERS: dict[tuple[torch.device, int, int], Tensor] = {}
 
@@ -31,7 +32,9 @@ def workspace(device: torch.device, size_bytes: int) -> Tensor:
     if buffer is None or buffer.numel() < size_bytes:
         _BUFFERS.pop(key, None)  # let go of the old one before the new one is taken
         buffer = None
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        buffer = make_kept(
+            lambda: torch.empty(size_bytes, dtype=torch.uint8, device=device), device
+        )
         _BUFFERS[key] = buffer
     return buffer
 
