@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import tomllib
 from importlib import resources
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +23,7 @@ from moequant.models import (
     read_model,
     recorded_architecture,
 )
-from moequant.models.table import _Entry, _File
+from moequant.models.table import _ActFn, _Entry, _File, _Sparse, _Stacked
 
 FILE = """
 fused = [["wq", "wk", "wv"]]
@@ -81,6 +83,38 @@ def singles(experts=(0, 1), **renamed):
         for expert in experts
         for leaf, shape in names.items()
     }
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+def test_the_file_that_the_docs_walk_through_describes_the_model_they_show(tmp_path):
+    text = DOCS.read_text()
+    names, stacked = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    config = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
+    shown = re.findall(r"^(net\.\S+) +BF16 (\[.*\])", text, re.MULTILINE)
+    headers = {
+        name.replace("net.0.", f"net.{layer}."): Header(*json.loads(shape))
+        for name, shape in shown
+        for layer in range(config["num_hidden_layers"])
+    }
+    (tmp_path / "mine.toml").write_text(names + stacked)
+    model = read_model(config, headers, read_architectures(tmp_path / "mine.toml"))
+    assert model.layers == tuple(range(24))
+    assert len(model.places) == 24 * 64 * 3
+    assert not any(place.transposed for place in model.places.values())
+    assert model.roles["net.3.ffn.pick.weight"].role == "router"
+
+
+def test_the_docs_know_every_key():
+    keys = {*_Entry.model_fields, "common"} | {
+        field.alias or name
+        for table in (_Stacked, _Sparse, _ActFn)
+        for name, field in table.model_fields.items()
+    }
+    text = DOCS.read_text()
+    told_elsewhere = {"tested", "limits", "limited"}
+    assert {key for key in keys if f"`{key}" not in text} <= told_elsewhere
 
 
 def test_the_table_is_in_the_schema_of_users_files():
