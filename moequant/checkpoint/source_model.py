@@ -22,6 +22,7 @@ from moequant.checkpoint.parts import unstacked
 from moequant.checkpoint.reader import FixedFile
 from moequant.dialects import SOURCES as DIALECTS
 from moequant.dialects import find_dialect
+from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture, read_model
@@ -84,7 +85,7 @@ def read_source(
             quantization that we cannot read; names the tensor or the field.
     """
     quantization_config = _quantization_config(config)
-    dialect = _find_dialect(quantization_config)
+    dialect = _find_dialect(quantization_config, tensors)
     if quantization_config is None or dialect is None:
         _check_plain(tensors, quantization_config)
         model = read_model(config, tensors, own)
@@ -107,13 +108,18 @@ def read_source(
 
 
 def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """config.json of a source; hf_quant_config.json speaks where that is silent.
+    """config.json of a source, its `quantization_config` with all that is said elsewhere.
+
+    That is `expert_dtype` at the top of config.json, and hf_quant_config.json.
 
     Raises:
         CheckpointError: that file is malformed.
     """
     config, path = checkpoint.config, checkpoint.path / HF_QUANT_CONFIG_FILE
-    if _quantization_config(config) is not None or not path.is_file():
+    found = _quantization_config(config)
+    if found is not None and EXPERT_DTYPE not in found and EXPERT_DTYPE in config:
+        return {**config, "quantization_config": {**found, EXPERT_DTYPE: config[EXPERT_DTYPE]}}
+    if found is not None or not path.is_file():
         return config
     quantization = read_document(FixedFile.at(path)).get("quantization")
     if not isinstance(quantization, dict):
@@ -135,7 +141,8 @@ def seen_as_source(
     quantization_config = _quantization_config(config)
     if quantization_config is None:
         return None
-    dialect = _find_dialect(quantization_config) or find_dialect(quantization_config)
+    dialect = _find_dialect(quantization_config, checkpoint.tensors)
+    dialect = dialect or find_dialect(quantization_config)
     architecture = find_architecture(config, own)
     return ConvertedCheckpoint(
         checkpoint=checkpoint,
@@ -154,10 +161,17 @@ def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((entry for entry in found if isinstance(entry, dict) and entry), None)
 
 
-def _find_dialect(quantization_config: Mapping[str, Any] | None) -> Dialect | None:
+def _find_dialect(
+    quantization_config: Mapping[str, Any] | None, names: Iterable[str]
+) -> Dialect | None:
+    """What claims the source; of several, the first that has a last name found among `names`."""
     if quantization_config is None:
         return None
-    return next((d for d in DIALECTS.values() if d.claims(quantization_config)), None)
+    claiming = [d for d in DIALECTS.values() if d.claims(quantization_config)]
+    if len(claiming) > 1:
+        leaves = {name.rpartition(".")[2] for name in names}
+        claiming = [d for d in claiming if leaves & _telling_suffixes(d)] + claiming
+    return claiming[0] if claiming else None
 
 
 def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None) -> None:
@@ -175,7 +189,7 @@ def _unread(quantization_config: Mapping[str, Any] | None) -> str:
     if quantization_config is None:
         return "no quantization_config in config.json says how"
     method = quantization_config.get("quant_method")
-    if _find_dialect(quantization_config) is None:
+    if _find_dialect(quantization_config, ()) is None:
         return f"moequant does not read quantization_config.quant_method = {method!r}"
     return f"no weight that config.json describes ({method}) has it for a part"
 

@@ -21,6 +21,7 @@ from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.conversion.losses import merged
 from moequant.conversion.target import read_record, recorded_sidecars
 from moequant.conversion.used import shares
+from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def converted_config(
     text_config = result.get("text_config")
     if isinstance(text_config, dict):
         result["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
-    result.pop("quantization_config", None)
+    # What DeepSeek-V4 says of its experts, and would not be true of ours.
+    for key in ("quantization_config", EXPERT_DTYPE):
+        result.pop(key, None)
     if quantization_config:
         result["quantization_config"] = dict(quantization_config)
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 from moequant.dialects.base import Dialect
 from moequant.dialects.compressed_tensors import CompressedTensors
 from moequant.dialects.config_fields import as_mapping, show
+from moequant.dialects.deepseek_v4 import DeepseekV4
 from moequant.dialects.fp8 import Fp8
 from moequant.dialects.gpt_oss import GptOss
 from moequant.dialects.modelopt import ModelOpt
@@ -20,8 +21,9 @@ REGISTRY: dict[str, Dialect] = {
 """By name; of two that carry a format, the one more engines load comes first, for most models."""
 
 
-SOURCES: dict[str, Dialect] = {**REGISTRY, **{d.name: d for d in (ModelOpt(),)}}
-"""By name, those that a source may be in; some are read and not written."""
+SOURCES: dict[str, Dialect] = {d.name: d for d in (*REGISTRY.values(), DeepseekV4(), ModelOpt())}
+"""By name, those that a source may be in; some are read and not written. Of two that claim one,
+that whose names its tensors have."""
 
 
 def get_dialect(name: str) -> Dialect:

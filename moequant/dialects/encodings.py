@@ -10,7 +10,7 @@
 
 Read only, from sources: Fp8Channels, E4M3 with a scale a row or one in all; Int4Groups, as
 Int4Packed with groups of any width; Nvfp4Multiplied, as Nvfp4Packed with a global scale that
-multiplies.
+multiplies; Mxfp4Bytes, I8 [N, K/2] with E8M0.
 
 Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks).
 """
@@ -370,6 +370,29 @@ class Int4Groups(StoredEncoding):
             format="int4",
             qdata=words.contiguous().view(torch.uint8) ^ _NIBBLE_SIGNS,
             scale=values.float(),
+            global_scale=None,
+            shape=torch.Size((N, K)),
+        )
+
+
+class Mxfp4Bytes(StoredEncoding):
+    """`mxfp4` as DeepSeek-V4 was released: codes I8 [N, K/2], scale E8M0 or its byte [N, K/32]."""
+
+    suffixes = ("weight", "scale")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As StoredEncoding."""
+        weight, scale = self._names(module)
+        codes = read_matrix(tensors, weight, torch.int8, torch.uint8)
+        N, K = codes.shape[0], 2 * codes.shape[1]
+        group = get_format("mxfp4").block[1]
+        check_columns(weight, K, group)
+        values = read_tensor(tensors, scale, torch.float8_e8m0fnu, torch.uint8)
+        check_shape(scale, values, (N, K // group))
+        return QuantizedWeight(
+            format="mxfp4",
+            qdata=codes.view(torch.uint8),
+            scale=values.view(torch.float8_e8m0fnu),
             global_scale=None,
             shape=torch.Size((N, K)),
         )

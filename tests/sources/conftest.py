@@ -11,6 +11,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -440,6 +441,12 @@ def make_fp8(make_checkpoint, tmp_path_factory):
         return source
 
     return make
+
+
+@pytest.fixture(scope="session")
+def by_hand():
+    """What encodes by hand: by_hand.mxfp4(shape, generator), and `fp8_block`."""
+    return SimpleNamespace(mxfp4=mxfp4, fp8_block=fp8_block)
 
 
 @pytest.fixture(scope="session")

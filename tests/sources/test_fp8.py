@@ -375,6 +375,12 @@ def test_a_conversion_that_goes_on_knows_what_the_first_part_lost(make_fp8, tmp_
     assert json.loads(records[0])["losses"] == json.loads(records[1])["losses"]
 
 
+def test_a_config_that_names_the_experts_dtype_is_not_taken_for_deepseek_v4(make_fp8, tmp_path):
+    source = make_fp8("qwen3_moe", config={"expert_dtype": "fp8"})
+    result = convert(source.path, tmp_path / "out", format="fp8_block")
+    assert result.plan.source.dialect.name == "fp8"
+
+
 def test_the_quantization_config_may_stand_in_the_text_config(
     make_fp8, config_of, read_tensors, tmp_path
 ):

@@ -1,0 +1,75 @@
+"""DeepSeek-V4 as it was released: FP8 blocks, routed experts in MXFP4; a source, never an output.
+
+Its `quantization_config` is that of FP8 blocks; `expert_dtype`, beside it or in it, says "fp4" of
+the experts, or "fp8". Every scale is E8M0 and called `scale`, which tells it from the dialect fp8;
+codes of MXFP4 are I8.
+
+Source: formats as vLLM 0.33, `quantization/mxfp4.py`, and transformers 5.23,
+`integrations/finegrained_fp8.py`, read them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import as_mapping, names_field, show
+from moequant.dialects.encodings import Fp8Blocks, Mxfp4Bytes
+from moequant.dialects.names import KeptModules, is_expert
+from moequant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+EXPERT_DTYPE = "expert_dtype"
+"""The field of config.json that says it, at its top or in `quantization_config`."""
+_WHERE = "quantization_config"
+_FORMATS = {"fp4": "mxfp4", "fp8": "fp8_block"}
+
+
+class DeepseekV4(Dialect):
+    """`quant_method: fp8` with an `expert_dtype`; the module's docstring has the names."""
+
+    name = "deepseek-v4"
+    summary = "DeepSeek-V4's FP8 and MXFP4; as a source alone"
+    encodings = {}  # noqa: RUF012
+    foreign = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes()}  # noqa: RUF012
+
+    def quantization_config(
+        self, formats: Mapping[str, str], kept: Iterable[str]
+    ) -> dict[str, Any]:
+        """As Dialect; it carries nothing.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"the dialect {self.name} is read and not written; choose another")
+
+    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
+        """As Dialect."""
+        method = quantization_config.get("quant_method")
+        return method == "fp8" and quantization_config.get(EXPERT_DTYPE) is not None
+
+    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect."""
+        config = as_mapping(quantization_config, _WHERE)
+        kept = KeptModules(
+            names_field(config, "modules_to_not_convert", _WHERE),
+            f"{_WHERE}.modules_to_not_convert",
+        )
+        experts = config.get(EXPERT_DTYPE)
+        problem = None
+        if not isinstance(experts, str) or experts not in _FORMATS:
+            problem = f"{EXPERT_DTYPE} is {show(experts)}, and moequant reads fp4 and fp8"
+        elif config.get("weight_block_size") != [128, 128]:
+            found = show(config.get("weight_block_size"))
+            problem = f"{_WHERE}.weight_block_size is {found}, and moequant reads [128, 128]"
+
+        def format_of(module: str) -> str | None:
+            if module in kept:
+                return None
+            if problem is not None:
+                raise UnsupportedError(f"{module}: {problem}")
+            return _FORMATS[str(experts)] if is_expert(module) else "fp8_block"
+
+        return format_of
