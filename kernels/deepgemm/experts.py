@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
-from moequant.kernels.deepgemm.copy_rows import copy_rows
+from moequant.kernels.fp8_block.copy_rows import copy_rows
 from moequant.kernels.fp8_block.quantize_permute import prepare
 from moequant.kernels.portable.arena import Arena
 from moequant.kernels.portable.experts import on, out_dtype, part_tokens

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from moequant.kernels.fp8_block.copy_rows import copy_rows
 from moequant.kernels.fp8_block.grouped_gemm import (
     ROUTED_SLOTS,
     GemmConfig,
@@ -32,12 +33,14 @@ from moequant.kernels.fp8_block.quantize_permute import (
 from moequant.kernels.fp8_block.tuning import Problem, Tiling, tiling_for
 from moequant.kernels.launch import stream_of
 from moequant.kernels.portable.arena import Arena
+from moequant.kernels.portable.experts import out_dtype
 from moequant.kernels.routing import (
     MAX_SLOTS,
     ONE_LAUNCH_SLOTS,
     SortedRouting,
     chunk_of,
     max_rows,
+    sort_routing,
 )
 from moequant.kernels.weighted_reduce import weighted_reduce
 
@@ -130,6 +133,7 @@ def fused_experts(
     *,
     expert_map: Tensor | None = None,
     workspace: Tensor | None = None,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     """Run the experts once. Nothing is read on the host.
 
@@ -144,30 +148,41 @@ def fused_experts(
         expert_map: [global experts] int32 or int64, index here or -1.
         workspace: uint8, at least `workspace_bytes`, with anything in it; by default memory from
             torch's allocator, which takes longer on the host.
+        hidden_scale: where `hidden` is quantized, float8_e4m3fn, its scales: float32
+            [M, ceil(H / 128)].
 
     Returns:
-        [M, H] in the dtype of `hidden`. Each expert's result is rounded to bfloat16; their sum is
-        float32.
+        [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. Each expert's result
+        is rounded to bfloat16; their sum is float32.
     """
     tokens, T = topk_ids.shape
     if topk_ids.numel() == 0:
-        return torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        return torch.zeros(hidden.shape, dtype=out_dtype(hidden), device=hidden.device)
     hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
     if expert_map is not None:
         expert_map = expert_map.contiguous()
-    out = torch.empty_like(hidden)
+    if hidden_scale is not None:
+        hidden_scale = hidden_scale.contiguous()
+    out = torch.empty_like(hidden, dtype=out_dtype(hidden))
     most = part_tokens(tokens, T)
     device = hidden.device
     here = device.index == torch.cuda.current_device()
     with nullcontext() if here else torch.cuda.device(device):
         if tokens <= most:
             plan = _plan(weights, tokens, T, workspace)
-            plan(hidden, topk_ids, topk_weights, out, expert_map)
+            plan(hidden, topk_ids, topk_weights, out, expert_map, hidden_scale)
             return out
         for first in range(0, tokens, most):
             part = slice(first, first + most)
             plan = _plan(weights, out[part].shape[0], T, workspace)
-            plan(hidden[part], topk_ids[part], topk_weights[part], out[part], expert_map)
+            plan(
+                hidden[part],
+                topk_ids[part],
+                topk_weights[part],
+                out[part],
+                expert_map,
+                None if hidden_scale is None else hidden_scale[part],
+            )
     return out
 
 
@@ -376,11 +391,25 @@ class Plan:
             bias=weights.bias2,
         )
 
-    def prepare(self, hidden: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None) -> None:
+    def prepare(
+        self,
+        hidden: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
+    ) -> None:
         """First launches: sort, quantize, and permute where the first GEMM does not gather."""
         if self._routed:
             self.gate_up.route(topk_ids, expert_map)
         b = self.buffers
+        if hidden_scale is not None:
+            sort_routing(topk_ids, b.routing, **self.cut, expert_map=expert_map)
+            if self.tiling.gather:
+                b.x.copy_(hidden)
+                b.x_scale[:, : hidden_scale.shape[1]].copy_(hidden_scale)
+            else:
+                copy_rows(hidden, hidden_scale, b.routing.row_of_slot, b.x, b.x_scale)
+            return
         (sort_and_quantize if self.tiling.gather else prepare)(
             hidden, topk_ids, b.routing, b.x, b.x_scale, **self.cut, expert_map=expert_map
         )
@@ -392,18 +421,21 @@ class Plan:
         topk_weights: Tensor,
         out: Tensor,
         expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
     ) -> None:
         """Run the experts on the current stream.
 
         Args:
-            hidden: [M, H] contiguous bfloat16, float16 or float32.
+            hidden: [M, H] contiguous bfloat16, float16 or float32; float8_e4m3fn with a
+                `hidden_scale`.
             topk_ids: [M, T] contiguous int32 or int64; any id that is no expert's is for none.
             topk_weights: [M, T] contiguous float32, bfloat16 or float16.
             out: [M, H] contiguous bfloat16, float16 or float32, written.
             expert_map: [global experts] contiguous int32 or int64, index here or -1.
+            hidden_scale: see `fused_experts`; contiguous.
         """
         stream = stream_of(hidden.device)
-        self.prepare(hidden, topk_ids, expert_map)
+        self.prepare(hidden, topk_ids, expert_map, hidden_scale)
         self.gate_up(stream)
         self.down(stream)
         weighted_reduce(self.buffers.y, self.buffers.routing.row_of_slot, topk_weights, out)

@@ -148,11 +148,22 @@ def test_a_fused_backend_that_takes_them_gets_them_as_activations(layers, monkey
     assert bool((ones == 1).all())
 
 
-def test_a_fused_backend_that_takes_none_says_which_do():
-    for name in ("triton", "deepgemm", "torch_reference", "triton_batched"):
-        check_takes_quantized(REGISTRY[name])
-    with pytest.raises(UnsupportedError, match=r"'sm90_fp8_block' quantizes .*: deepgemm, triton"):
-        check_takes_quantized(REGISTRY["sm90_fp8_block"])
+class TakesNone(Takes):
+    name = "takes_none"
+    takes_quantized = False
+
+
+def test_a_fused_backend_that_takes_none_says_which_do(layers, monkeypatch):
+    for backend in REGISTRY.values():
+        check_takes_quantized(backend)
+    backend = TakesNone()
+    monkeypatch.setitem(backends.backends(), "takes_none", backend)
+    layer = layers.make()
+    x = quantize_activations(layer.hidden, "fp8_group128")
+    module = FusedExperts(layer.weights, backend="takes_none")
+    wanted = r"'takes_none' quantizes .*: sm90_fp8_block, deepgemm, triton"
+    with pytest.raises(UnsupportedError, match=wanted):
+        module(x.qdata, *layer.call[1:], hidden_scale=x.scale)
 
 
 def test_static_scales_are_those_of_every_token():

@@ -13,7 +13,9 @@ from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, quantize
 from moequant.runtime import ExpertWeights, FusedExperts, select
 from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
+from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.workspace import workspace
 
 NAME = "sm90_fp8_block"
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -545,3 +547,41 @@ def test_a_module_moves_to_the_device_and_back(weights, inputs):
     on_cpu = back(*(t.cpu() for t in call))
     assert calc_diff(on_cpu.cuda(), want) <= CALC_DIFF
     assert torch.equal(back.cuda()(*call), want)
+
+
+@gpu
+@pytest.mark.parametrize("M", [1, 3, 8, 32, 128, 512, 3000])
+@pytest.mark.parametrize("shape", [SMALL, ODD, QWEN3_30B])
+def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
+    weights, inputs, shape, M
+):
+    hidden, ids, topk_weights = inputs(shape, M, "holes")
+    module = FusedExperts(weights(shape), backend=NAME)
+    x = quantize_activations(hidden, "fp8_group128")
+    want = module(hidden, ids, topk_weights)
+    workspace(hidden.device, 0).fill_(0x7F)
+    got = module(x.qdata, ids, topk_weights, hidden_scale=x.scale)
+    assert torch.equal(got, want)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "choice",
+    [{"rows": 8}, {"rows": 128}, {"rows": 64, "gather": True}, {"rows": 128, "gather": True}],
+    ids=lambda choice: "-".join(map(str, choice.values())),
+)
+def test_they_do_with_every_way_to_prepare(weights, inputs, choice):
+    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+    from moequant.kernels.fp8_block.tuning import Tiling
+
+    packed = REGISTRY[NAME].pack(weights(SMALL), "fp8_group128")
+    hidden, ids, topk_weights = inputs(SMALL, 6)
+    x, tiling = quantize_activations(hidden, "fp8_group128"), Tiling(**choice)
+    size = workspace_bytes(packed, 6, SMALL[3], tiling)
+    outs = []
+    for call in ((hidden, None), (x.qdata, x.scale)):
+        memory = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
+        plan = Plan(packed, 6, SMALL[3], workspace=memory, tiling=tiling)
+        outs.append(torch.empty_like(hidden))
+        plan(call[0], ids, topk_weights, outs[-1], None, call[1])
+    assert torch.equal(*outs)

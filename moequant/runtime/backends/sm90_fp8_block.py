@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.kernels.fp8_block.experts import Fp8BlockWeights
+    from moequant.runtime.activations import Activations
 
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 
@@ -34,6 +35,7 @@ class Sm90Fp8Block(FusedBackend):
 
     name = "sm90_fp8_block"
     default_on = ("cuda",)
+    takes_quantized = True
 
     def supports(self, workload: Workload) -> str | None:
         """Wants fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
@@ -110,6 +112,29 @@ class Sm90Fp8Block(FusedBackend):
             topk_weights,
             expert_map=expert_map,
             workspace=workspace,
+        )
+
+    def forward_quantized(
+        self,
+        packed: object,
+        hidden_states: Activations,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+    ) -> Tensor:
+        """See `FusedBackend.forward_quantized`."""
+        from moequant.kernels.fp8_block.experts import fused_experts
+
+        return fused_experts(
+            _packed(packed),
+            hidden_states.qdata,
+            topk_ids,
+            topk_weights,
+            expert_map=expert_map,
+            workspace=workspace,
+            hidden_scale=hidden_states.scale,
         )
 
 
