@@ -119,6 +119,13 @@ def mutate_bytes(rng, data):
     return bytes(data)
 
 
+def without_quantizers(files):
+    """Files with their bytes; of moequant.json all but what only the journal can tell."""
+    record = json.loads(files["moequant.json"])
+    del record["quantizers"]
+    return files | {"moequant.json": record}
+
+
 def write_json(rng, path, value):
     """Write a damaged form of a JSON value: of its meaning, or of its bytes."""
     if rng.random() < 0.75:
@@ -340,7 +347,9 @@ class Fuzzer:
         result = self.foreseen(lambda: convert(model.source, copy, **settings))
         if result is not None and (interrupted or overwrite):
             found = {name: (copy / name).read_bytes() for name in model.whole}
-            assert found == model.whole, "other bytes than of a conversion without interruption"
+            assert without_quantizers(found) == without_quantizers(model.whole), (
+                "other bytes than of a conversion without interruption"
+            )
 
     def hostile_copy(self, rng, folder, model):
         """The converted checkpoint with one or two files damaged."""
