@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from moequant.checkpoint.converted import described_architectures
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
@@ -103,7 +104,8 @@ def convert(
         recipe: or a recipe: a `Recipe`, the name of one that comes with moequant, or a TOML file.
         dialect: overrides the recipe's and the format's own.
         architecture: a TOML file that describes the source's architecture, in place of our table;
-            what it says goes into moequant.json, so that nobody needs it again.
+            what it says goes into moequant.json, so that nobody needs it again. Of a source that
+            was converted itself, by default what its moequant.json says.
         revision: branch, tag or commit of a hub repository.
         workers: units converted at the same time.
         max_shard_size: for example "5GB".
@@ -136,9 +138,11 @@ def convert(
     chosen = _choose_recipe(format, recipe).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
-    own = () if architecture is None else read_architectures(architecture)
+    if architecture is not None:
+        read_architectures(architecture)  # now, for a download may take long
     path = locate(source, revision)
     checkpoint = Checkpoint.open(path)
+    own = described_architectures(path, architecture)
     plan = _mention_left_out(plan_checkpoint(checkpoint, chosen, own), checkpoint)
     # Now, so that a file that cannot come along is found before anything is written.
     sidecars = [f for f in checkpoint.sidecars() if f.name not in OTHER_QUANTIZATION]

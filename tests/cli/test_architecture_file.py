@@ -141,6 +141,17 @@ def test_the_weights_are_those_of_the_source(unknown, converted):
             assert (q - w).norm() < 0.15 * w.norm()
 
 
+def test_what_was_converted_is_a_source_without_the_file_too(run, unknown, file, tmp_path):
+    first, second = tmp_path / "fp8", tmp_path / "nvfp4"
+    command = ["convert", unknown, first, "--format", "fp8_block", "--architecture", file]
+    assert run(*command).exit_code == 0
+    converted = run("convert", first, second, "--format", "nvfp4")
+    assert converted.exit_code == 0, converted.stderr
+    assert run("verify", second, "--against", first).exit_code == 0
+    records = [json.loads((path / "moequant.json").read_text()) for path in (first, second)]
+    assert records[0]["architecture_definition"] == records[1]["architecture_definition"]
+
+
 def test_a_file_given_to_verify_is_compared_with_what_is_recorded(
     run, unknown, converted, file, tmp_path
 ):
