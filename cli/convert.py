@@ -300,7 +300,9 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
             out.line(f"{line}; an earlier run had finished {result['resumed_shards']} of them")
         else:
             rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
-            out.line(f"{line}, {size(rate)}/s ({_means(result)})")
+            means = _means(result)
+            # Nothing was quantized where all weights were given back as BF16.
+            out.line(f"{line}, {size(rate)}/s{means and f' ({means})'}")
     if result["losses"]:
         out.line()
         show_losses(out, result["losses"])

@@ -96,7 +96,8 @@ DIRECTORY = click.Path(file_okay=False)
 format_option = _name_option(
     "--format",
     _targets_of_conversion,
-    help="Convert the routed experts, and nothing else, into this format; see `moequant formats`.",
+    help="Convert the routed experts, and nothing else, into this format; see `moequant formats`. "
+    "bf16 gives every weight that is quantized back.",
 )
 benched_format_option = _name_option(
     "--format",
