@@ -8,7 +8,7 @@ Each token is read and quantized once, and written to the rows of all its slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -154,7 +154,7 @@ def sort_and_quantize(
     tokens, H = hidden.shape
     if tokens == 0:
         return
-    cut = {
+    cut: dict[str, Any] = {
         "experts": experts,
         "alignment": alignment,
         "tile_rows": tile_rows,
