@@ -33,7 +33,7 @@ class DeepseekV4(Dialect):
     name = "deepseek-v4"
     summary = "DeepSeek-V4's FP8 and MXFP4; as a source alone"
     encodings = {}  # noqa: RUF012
-    foreign = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes()}  # noqa: RUF012
+    foreign = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes(scale="scale")}  # noqa: RUF012
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]

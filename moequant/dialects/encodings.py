@@ -378,7 +378,8 @@ class Int4Groups(StoredEncoding):
 class Mxfp4Bytes(StoredEncoding):
     """`mxfp4` as DeepSeek-V4 was released: codes I8 [N, K/2], scale E8M0 or its byte [N, K/32]."""
 
-    suffixes = ("weight", "scale")
+    def __init__(self, scale: str) -> None:
+        self.suffixes = ("weight", scale)
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """As StoredEncoding."""

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import as_mapping, names_field, show
-from moequant.dialects.encodings import Fp8Blocks
-from moequant.dialects.names import KeptModules, kept_blocks
+from moequant.dialects.encodings import Fp8Blocks, Mxfp4Bytes
+from moequant.dialects.names import KeptModules, is_expert, kept_blocks
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _WHERE = "quantization_config"
 _FORMAT = "fp8_block"
+_EXPERTS = "mxfp4"
 
 # Fields that decide what the tensors are, with the values we read; None where it may be missing.
 _WEIGHTS: dict[str, tuple[object, ...]] = {
@@ -41,6 +42,7 @@ _WEIGHTS: dict[str, tuple[object, ...]] = {
     "moe_quant_algo": (None,),
     "routed_experts_quant_method": (None,),
 }
+_SAY_MXFP4 = {"expert_dtype": "fp4", "routed_experts_quant_method": "mxfp4"}
 _READABLE = _WEIGHTS | {"activation_scheme": ("dynamic",)}
 
 
@@ -50,6 +52,7 @@ class Fp8(Dialect):
     name = "fp8"
     summary = "vLLM, SGLang and transformers; how DeepSeek-V3 and Qwen3 FP8 were released"
     encodings = {_FORMAT: Fp8Blocks(scale="weight_scale_inv")}  # noqa: RUF012
+    foreign = {_EXPERTS: Mxfp4Bytes(scale="weight_scale_inv")}  # noqa: RUF012
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
@@ -80,8 +83,19 @@ class Fp8(Dialect):
         return self._reader(quantization_config, _READABLE)
 
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect."""
-        return self._reader(quantization_config, _WEIGHTS)
+        """As Dialect; routed experts may be in MXFP4, if one of two fields says so."""
+        config = as_mapping(quantization_config, _WHERE)
+        said = [field for field, value in _SAY_MXFP4.items() if config.get(field) == value]
+        if not said:
+            return self._reader(config, _WEIGHTS)
+        others = {field: value for field, value in config.items() if field not in said}
+        kept_or_fp8 = self._reader(others, _WEIGHTS)
+
+        def format_of(module: str) -> str | None:
+            format = kept_or_fp8(module)
+            return _EXPERTS if format is not None and is_expert(module) else format
+
+        return format_of
 
     def _reader(
         self, quantization_config: Mapping[str, Any], readable: Mapping[str, tuple[object, ...]]

@@ -293,6 +293,24 @@ FORMS = {
         "int4",
         (),
     ),
+    "fp8, experts in FP4": Form(
+        lambda shape, generator: as_int8(mxfp4(shape, generator)),
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "scale_fmt": "ue8m0",
+            "expert_dtype": "fp4",
+            "modules_to_not_convert": [
+                "lm_head",
+                "model.layers.0.mlp.gate",
+                *(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"),
+            ],
+        },
+        "mxfp4",
+        ("bf16", "mxfp4", "nvfp4", "fp8_block"),
+    ),
     "modelopt": Form(
         partial(nvfp4, modelopt=True),
         {
@@ -311,6 +329,13 @@ FORMS = {
         {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
     ),
 }
+
+
+def as_int8(encoded):
+    """MXFP4 as DeepSeek-V4's experts are, by the names of FP8 blocks."""
+    codes = encoded.tensors["weight_packed"].view(torch.int8)
+    scale = encoded.tensors["weight_scale"].view(torch.float8_e8m0fnu)
+    return Encoded({"weight": codes, "weight_scale_inv": scale}, encoded.numbers)
 
 
 def renamed(encoded):

@@ -27,6 +27,7 @@ NAMES = [
     "pack-quantized, W4AFP8",
     "pack-quantized, W4A16",
     "pack-quantized, groups of 32",
+    "fp8, experts in FP4",
     "modelopt",
     "modelopt, hf_quant_config.json",
 ]
@@ -82,7 +83,7 @@ def test_every_form_becomes_every_format(make_form, forms, tmp_path, name, forma
     assert report.ok, report.problems
 
 
-LIBRARY = [name for name in NAMES if not name.startswith("modelopt")]
+LIBRARY = [name for name in NAMES if "quantized" in name]
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -105,7 +106,9 @@ def as_float32(scale):
     return scale.float() if scale.dtype in (torch.bfloat16, torch.float16) else scale
 
 
-@pytest.mark.parametrize("name", ["mxfp4-pack-quantized", "pack-quantized, W4AFP8"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4-pack-quantized", "pack-quantized, W4AFP8", "fp8, experts in FP4"]
+)
 def test_transformers_decodes_the_same(make_form, tmp_path, name):
     source = make_form(name)
     convert(source.path, tmp_path / "out", format="bf16")
