@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.cli import cli
-from moequant.conversion import convert
+from moequant.conversion import Recipe, convert
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY, dequantize
 from moequant.verification import verify
@@ -253,3 +253,41 @@ def test_inspect_tells_the_parts_of_experts(make_form, forms, name):
     (experts,) = (g for g in document["groups"] if g["role"] == "routed_experts")
     suffixes = form.encode((256, 256), torch.Generator()).tensors
     assert experts["tensors"] == len(source.numbers) * len(suffixes)
+
+
+def test_kept_layers_stay_in_compressed_tensors_and_config_says_in_what(
+    make_checkpoint, read_tensors, config_of, tmp_path
+):
+    rules = [
+        {"roles": ["attention"], "format": "fp8_block"},
+        {"roles": ["routed_experts"], "format": "nvfp4"},
+    ]
+    recipe = Recipe.model_validate({"rules": rules})
+    source = convert(
+        make_checkpoint(experts=2, layers=1), tmp_path / "source", recipe=recipe
+    ).output
+    out = convert(source, tmp_path / "out", format="mxfp4").output
+    before, after = read_tensors(source), read_tensors(out)
+    attention = [name for name in before if ".self_attn." in name]
+    assert any(name.endswith("o_proj.weight_scale") for name in attention)
+    for name in attention:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+    groups = config_of(out)["quantization_config"]["config_groups"].values()
+    stated = {group["format"]: group["targets"] for group in groups}
+    assert stated.keys() == {"float-quantized", "mxfp4-pack-quantized"}
+    assert all("self_attn" in target for target in stated["float-quantized"])
+    assert verify(out, against=source).ok
+    # Engines that quantize activations otherwise would be told something else by our groups.
+    config = config_of(source)
+    (group,) = (
+        g
+        for g in config["quantization_config"]["config_groups"].values()
+        if g["format"] == "float-quantized"
+    )
+    group["input_activations"] = None
+    (source / "config.json").write_text(json.dumps(config))
+    result = convert(source, tmp_path / "other", format="mxfp4")
+    assert any("they become BF16" in warning for warning in result.plan.warnings)
+    found = read_tensors(tmp_path / "other")
+    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert verify(tmp_path / "other", against=source).ok
