@@ -314,7 +314,7 @@ def _decode_headers(
         if dtype not in DTYPES:
             raise UnsupportedError(f"{module}.{suffix}: dtype {dtype}; torch has no such dtype")
         tensors[f"{module}.{suffix}"] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-    N, K = dialect.from_disk(module, format, tensors).shape
+    N, K = dialect.from_source(module, format, tensors).shape
     return N, K
 
 

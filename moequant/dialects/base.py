@@ -83,9 +83,20 @@ class Dialect(ABC):
             UnsupportedError: a format the dialect cannot carry, or a scale with values that the
                 format's scale dtype cannot hold.
         """
+        return self._encoding(module, format).decode(module, tensors)
+
+    def from_source(
+        self, module: str, format: str, tensors: Mapping[str, Tensor]
+    ) -> QuantizedWeight:
+        """As `from_disk`, of a format that is carried or foreign; headers on the meta device too.
+
+        Raises:
+            CheckpointError: as `from_disk`.
+            UnsupportedError: as `from_disk`.
+        """
         if format in self.foreign:
             return self.foreign[format].decode(module, tensors)
-        return self._encoding(module, format).decode(module, tensors)
+        return self.from_disk(module, format, tensors)
 
     def stored_suffixes(self, format: str) -> tuple[str, ...]:
         """Names after `module.` of a format that it carries or that is foreign, codes first."""
