@@ -130,6 +130,13 @@ def _store(path: Path, cubin: bytes) -> None:
         Path(partial.name).replace(path)
 
 
+def _cluster_attribute(blocks: int) -> _Attribute:
+    attribute = _Attribute(id=_LAUNCH_CLUSTER)
+    for axis, size in enumerate((blocks, 1, 1)):
+        attribute.value[axis] = size
+    return attribute
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A loaded function and how it is launched."""
@@ -138,6 +145,28 @@ class Kernel:
     threads: int
     shared_bytes: int
     cluster: int
+
+    def most_clusters(self) -> int:
+        """Clusters that the current device runs at once.
+
+        A cluster lies in one part of the GPU, so there may be fewer than SMs would make.
+        """
+        cluster = (_Attribute * 1)(_cluster_attribute(self.cluster))
+        config = _Config(
+            grid=(self.cluster, 1, 1),
+            block=(self.threads, 1, 1),
+            shared_bytes=self.shared_bytes,
+            attributes=cluster,
+            attribute_count=1,
+        )
+        count = ctypes.c_int()
+        _check(
+            _driver().cuOccupancyMaxActiveClusters(
+                ctypes.byref(count), self.function, ctypes.byref(config)
+            ),
+            "cuOccupancyMaxActiveClusters",
+        )
+        return count.value
 
     @staticmethod
     def load(cubin: bytes, name: str, *, threads: int, shared_bytes: int, cluster: int) -> Kernel:
@@ -172,9 +201,7 @@ class Launch:
         attributes = (_Attribute * 2)()
         attributes[0].id = _LAUNCH_PROGRAMMATIC
         attributes[0].value[0] = 1
-        attributes[1].id = _LAUNCH_CLUSTER
-        for axis, size in enumerate((kernel.cluster, 1, 1)):
-            attributes[1].value[axis] = size
+        attributes[1] = _cluster_attribute(kernel.cluster)
         self._kernel = kernel
         self._arguments = arguments
         self._pointers = (ctypes.c_void_p * len(arguments))(

@@ -157,6 +157,14 @@ def _kernel(config: GemmConfig, device: int) -> Kernel:
     )
 
 
+@cache
+def _clusters(config: GemmConfig, device: int) -> int:
+    """Clusters, or single CTAs, that run at once."""
+    if config.cluster == 1:
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _kernel(config, device).most_clusters()
+
+
 class _Act(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit", "beta", "linear_beta"))
 
@@ -239,12 +247,11 @@ class GroupedGemm:
         def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
             return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
-        sms = torch.cuda.get_device_properties(index).multi_processor_count
-        cluster = config.cluster
-        most = tiles.shape[0] * -(-config.units_n // (1 + config.pair)) * cluster
+        kernel = _kernel(config, index)
+        units = tiles.shape[0] * -(-config.units_n // (1 + config.pair))
         self._launch = Launch(
-            _kernel(config, index),
-            min(sms // cluster * cluster, most),
+            kernel,
+            min(_clusters(config, index), units) * config.cluster,
             [
                 tensor_map(rows_of_weight, box=(128, 128)),
                 tensor_map(rows_of_weight, box=(64, 128)),

@@ -109,19 +109,26 @@ def prepare(
         topk_ids, routing, experts=experts, alignment=alignment, tile_rows=tile_rows,
         extra_rows=extra_rows, expert_map=expert_map,
     )  # fmt: skip
+    groups = _groups_a_program(H)
     launch(
         quantize_permute,
-        (tokens, -(-H // (128 * _GROUPS_A_PROGRAM))),
+        (tokens, -(-H // (128 * groups))),
         hidden,
         routing.row_of_slot,
         rows,
         scale,
         scale.stride(0),
-        GROUPS=_GROUPS_A_PROGRAM,
+        GROUPS=groups,
+        TOPK_PAD=triton.next_power_of_2(topk),
         **shared,
         num_warps=4,
         overlap=overlap,
     )
+
+
+def _groups_a_program(H: int) -> int:
+    """16 groups of 128, or 8 where 16 would leave half of the last program idle."""
+    return 8 if -(-H // (128 * 8)) % 2 else 16
 
 
 def sort_and_quantize(
@@ -161,8 +168,7 @@ def sort_and_quantize(
         "extra_rows": extra_rows,
         "expert_map": expert_map,
     }
-    odd = -(-H // (128 * 8)) % 2  # 16 groups a program would leave half of the last one idle
-    groups = 8 if odd else 16
+    groups = _groups_a_program(H)
     parts = -(-H // (128 * groups))
     overlap = overlaps_launches(hidden.device)
     shared = {
@@ -214,11 +220,15 @@ def quantize_in_place(
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: GROUPS groups of one token, to the token's own place."""
-    wait_for_inputs(OVERLAP)
-    _quantize_part(
-        tl.program_id(0), hidden, qdata, scale, scale_stride, PARTS, GROUPS, H, NATIVE
-    )  # fmt: skip
+    """One program: GROUPS groups of one token, to the token's own place.
+
+    Beside the sort in front, of which nothing is read; all that is in front of that has ended when
+    it lets this start. The kernel behind waits for both: for the one program that waits here.
+    """
+    part = tl.program_id(0)
+    _quantize_part(part, hidden, qdata, scale, scale_stride, PARTS, GROUPS, H, NATIVE)
+    if part == tl.num_programs(0) - 1:
+        wait_for_inputs(OVERLAP)
 
 
 @triton.jit
@@ -316,6 +326,7 @@ def quantize_permute(
     GROUPS: tl.constexpr,
     H: tl.constexpr,
     TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -323,10 +334,13 @@ def quantize_permute(
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    t = tl.arange(0, TOPK_PAD)
+    # All at once: behind a store, a load would wait.
+    row = tl.load(row_of_slot + token * TOPK + t, mask=t < TOPK, other=-1)
     codes, group_scale = _quantize(hidden, token, group, H, NATIVE)
-    for t in tl.static_range(TOPK):
-        row = tl.load(row_of_slot + token * TOPK + t)
-        _scatter(codes, group_scale, row, row >= 0, rows, scale, scale_stride, group, H)
+    for i in tl.static_range(TOPK):
+        this = tl.sum(tl.where(t == i, row, 0), 0)
+        _scatter(codes, group_scale, this, this >= 0, rows, scale, scale_stride, group, H)
 
 
 @triton.jit

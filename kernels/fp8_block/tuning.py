@@ -156,7 +156,7 @@ def candidates(problem: Problem) -> list[Tiling]:
     at = _ROWS.index(default.rows)
     found = [default]
     for rows in _ROWS[max(at - 1, 0) : at + 2]:
-        splits = (1, 2) if rows <= 16 else (1,)
+        splits = {8: (1, 2, 4), 16: (1, 2)}.get(rows, (1,))
         found += [Tiling(rows=rows, split13=a, split2=b) for a in splits for b in splits]
         if rows >= 64:
             found.append(Tiling(rows=rows, gather=True))
