@@ -165,6 +165,7 @@ def _convert(
 ) -> tuple[dict[str, Any], int]:
     """One conversion in a fresh process: what it took, and the bytes of the weights it wrote."""
     output = place / "output"
+    _read(source)  # into the page cache, which others may have taken since
     command = [sys.executable, "-m", "moequant.benchmarks.one_conversion"]
     arguments = [tool, str(source), str(output), format, str(workers)]
     # Everything a user's conversion runs with, but for threads that no worker asked for.
@@ -183,12 +184,9 @@ def _convert(
 
 
 def _measure_floor(source: Path, target: Path, write_bytes: int) -> Floor:
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    buffer = _read(source)
     cpu, clock = time.process_time(), time.perf_counter()
-    for path in source.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    _read(source)
     with target.open("wb", buffering=0) as file:
         for chunk in _chunks(buffer, write_bytes):
             file.write(chunk)
@@ -204,6 +202,16 @@ def _measure_floor(source: Path, target: Path, write_bytes: int) -> Floor:
         seconds=seconds,
         sha256_cpu_seconds=time.process_time() - started,
     )
+
+
+def _read(source: Path) -> memoryview:
+    """Read all weights through one buffer, which is returned."""
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    for path in source.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return buffer
 
 
 def _chunks(buffer: memoryview, total: int) -> Iterator[memoryview]:
