@@ -19,8 +19,9 @@ Name = TypeVar("Name", bound=Hashable)
 REPLAYS = 20
 TURNS = 4
 """In which these are made."""
-WARM_S = 0.2
-"""Replays in front of the first turn: clocks of a GPU that had nothing to do rise within it."""
+WARM_S = 0.02
+"""Replays in front of the first turn: the first 4 ms after a GPU had nothing to do are up to 10 %
+slower, and tens of milliseconds at full load bring it to its power limit."""
 REST_S = 0.3
 """In front of a turn, where one is asked for: at full load an H200 is at its power limit within
 tens of milliseconds, and clocks lower from then on."""
