@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.kernels.calls import on, part_tokens, run_in_parts
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
 from moequant.kernels.fp8_block.copy_rows import copy_rows
 from moequant.kernels.fp8_block.quantize_permute import prepare
 from moequant.kernels.portable.arena import Arena
-from moequant.kernels.portable.experts import on, out_dtype, part_tokens
 from moequant.kernels.routing import max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
@@ -92,32 +92,16 @@ def fused_experts(
         [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. Results of both GEMMs
         are rounded to bfloat16; sums over a token's slots are float32.
     """
-    tokens, T = topk_ids.shape
-    if topk_ids.numel() == 0:
-        return torch.zeros(hidden.shape, dtype=out_dtype(hidden), device=hidden.device)
-    hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
-    if expert_map is not None:
-        expert_map = expert_map.contiguous()
-    if workspace is None:
-        size_bytes = workspace_bytes(weights, tokens, T)
-        workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-    if hidden_scale is not None:
-        hidden_scale = hidden_scale.contiguous()
-    out = torch.empty_like(hidden, dtype=out_dtype(hidden))
-    most = part_tokens(tokens, T)
-    with on(hidden.device):
-        for first in range(0, tokens, most):
-            part = slice(first, first + most)
-            plan = Plan(weights, out[part].shape[0], T, Arena(workspace))
-            plan(
-                hidden[part],
-                topk_ids[part],
-                topk_weights[part],
-                out[part],
-                expert_map,
-                None if hidden_scale is None else hidden_scale[part],
-            )
-    return out
+    T = topk_ids.shape[1]
+
+    def plan_for(tokens: int) -> Plan:
+        memory = workspace
+        if memory is None:
+            size_bytes = workspace_bytes(weights, tokens, T)
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
+        return Plan(weights, tokens, T, Arena(memory))
+
+    return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
 
 
 def workspace_bytes(weights: DeepGemmWeights, tokens: int, topk: int) -> int:

@@ -11,14 +11,14 @@ It reads nothing on the host, so a call can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TypedDict
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.fp8_block.copy_rows import copy_rows
 from moequant.kernels.fp8_block.grouped_gemm import (
     ROUTED_SLOTS,
@@ -33,9 +33,7 @@ from moequant.kernels.fp8_block.quantize_permute import (
 from moequant.kernels.fp8_block.tuning import Problem, Tiling, tiling_for
 from moequant.kernels.launch import stream_of
 from moequant.kernels.portable.arena import Arena
-from moequant.kernels.portable.experts import out_dtype
 from moequant.kernels.routing import (
-    MAX_SLOTS,
     ONE_LAUNCH_SLOTS,
     SortedRouting,
     chunk_of,
@@ -155,40 +153,12 @@ def fused_experts(
         [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. Each expert's result
         is rounded to bfloat16; their sum is float32.
     """
-    tokens, T = topk_ids.shape
-    if topk_ids.numel() == 0:
-        return torch.zeros(hidden.shape, dtype=out_dtype(hidden), device=hidden.device)
-    hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
-    if expert_map is not None:
-        expert_map = expert_map.contiguous()
-    if hidden_scale is not None:
-        hidden_scale = hidden_scale.contiguous()
-    out = torch.empty_like(hidden, dtype=out_dtype(hidden))
-    most = part_tokens(tokens, T)
-    device = hidden.device
-    here = device.index == torch.cuda.current_device()
-    with nullcontext() if here else torch.cuda.device(device):
-        if tokens <= most:
-            plan = _plan(weights, tokens, T, workspace)
-            plan(hidden, topk_ids, topk_weights, out, expert_map, hidden_scale)
-            return out
-        for first in range(0, tokens, most):
-            part = slice(first, first + most)
-            plan = _plan(weights, out[part].shape[0], T, workspace)
-            plan(
-                hidden[part],
-                topk_ids[part],
-                topk_weights[part],
-                out[part],
-                expert_map,
-                None if hidden_scale is None else hidden_scale[part],
-            )
-    return out
+    T = topk_ids.shape[1]
 
+    def plan_for(tokens: int) -> Plan:
+        return _plan(weights, tokens, T, workspace)
 
-def part_tokens(tokens: int, topk: int) -> int:
-    """Tokens of a part of a call: the sort takes MAX_SLOTS slots."""
-    return min(tokens, max(MAX_SLOTS // max(topk, 1), 1))
+    return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
 
 
 def workspace_bytes(
@@ -271,13 +241,9 @@ class Buffers:
         H, I = weights.hidden, weights.intermediate
         rows = max_rows(slots, weights.experts, 1)
         stride = _row_stride(rows)
-        shapes = SortedRouting.allocate(
-            slots, weights.experts, alignment=1, tile_rows=tiling.rows, device=torch.device("meta")
-        )
-        routing = {part.name: getattr(shapes, part.name) for part in fields(shapes)}
         return Buffers(
-            routing=SortedRouting(
-                **{name: arena.empty(*t.shape, dtype=t.dtype) for name, t in routing.items()}
+            routing=arena.sorted_routing(
+                slots, weights.experts, alignment=1, tile_rows=tiling.rows
             ),
             x=arena.empty(tokens if tiling.gather else rows, H, dtype=torch.float8_e4m3fn),
             x_scale=arena.empty(

@@ -10,25 +10,19 @@ weighted reduce  per token, float32, in the order of its slots
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.kernels.calls import out_dtype, part_tokens, run_in_parts
 from moequant.kernels.portable.arena import Arena
 from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
-from moequant.kernels.routing import (
-    MAX_SLOTS,
-    ONE_LAUNCH_SLOTS,
-    max_rows,
-    sort_routing,
-)
+from moequant.kernels.routing import ONE_LAUNCH_SLOTS, chunk_of, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -64,43 +58,19 @@ def fused_experts(
         what lies between the GEMMs and is not quantized is rounded to it, and so is each expert's
         result; else both are float32. Sums are float32.
     """
-    tokens, T = topk_ids.shape
-    if topk_ids.numel() == 0:
-        return torch.zeros(hidden.shape, dtype=out_dtype(hidden), device=hidden.device)
-    hidden, topk_ids, topk_weights = (t.contiguous() for t in (hidden, topk_ids, topk_weights))
-    if expert_map is not None:
-        expert_map = expert_map.contiguous()
-    if hidden_scale is not None:
-        hidden, hidden_scale = hidden.view(torch.uint8), hidden_scale.contiguous()
+    T = topk_ids.shape[1]
     dtype = out_dtype(hidden)
-    if workspace is None:
-        size_bytes = workspace_bytes(experts, tokens, T, dtype)
-        workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-    out = torch.empty_like(hidden, dtype=dtype)
-    most = part_tokens(tokens, T)
-    with on(hidden.device):
-        for first in range(0, tokens, most):
-            part = slice(first, first + most)
-            plan = Plan(experts, out[part].shape[0], T, dtype=dtype, arena=Arena(workspace))
-            plan(
-                hidden[part],
-                topk_ids[part],
-                topk_weights[part],
-                out[part],
-                expert_map,
-                None if hidden_scale is None else hidden_scale[part],
-            )
-    return out
+    if hidden_scale is not None:
+        hidden = hidden.view(torch.uint8)
 
+    def plan_for(tokens: int) -> Plan:
+        memory = workspace
+        if memory is None:
+            size_bytes = workspace_bytes(experts, tokens, T, dtype)
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
+        return Plan(experts, tokens, T, dtype=dtype, arena=Arena(memory))
 
-def out_dtype(hidden: Tensor) -> torch.dtype:
-    """Of the result for hidden states that are not quantized, or are, as FP8 or its bytes."""
-    return torch.bfloat16 if hidden.dtype.itemsize == 1 else hidden.dtype
-
-
-def part_tokens(tokens: int, topk: int) -> int:
-    """Tokens of a part of a call: the sort takes MAX_SLOTS slots."""
-    return min(tokens, max(MAX_SLOTS // max(topk, 1), 1))
+    return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
 
 
 def workspace_bytes(experts: Experts, tokens: int, topk: int, dtype: torch.dtype) -> int:
@@ -118,7 +88,7 @@ def kernels_for(experts: Experts, tokens: int, topk: int) -> Hashable:
     """
     tokens = part_tokens(tokens, topk)
     slots = tokens * topk
-    sort = (slots - 1).bit_length() if slots <= ONE_LAUNCH_SLOTS else 2 * slots > MAX_SLOTS
+    sort = (slots - 1).bit_length() if slots <= ONE_LAUNCH_SLOTS else chunk_of(slots)
     tile_rows = likely_rows(slots / max(experts.experts, 1))
     return tile_rows, sort, slots % 16 == 0, slots == 1, tokens <= 64, topk
 
@@ -262,8 +232,3 @@ def likely_rows(mean: float) -> int:
     """The tile that nearly all experts fit in, for `mean` rows an expert: mean + 2 sigma."""
     likely = mean + 2 * mean**0.5
     return next((rows for rows in TILE_ROWS if likely <= rows), TILE_ROWS[-1])
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to `device`; the interpreter's to none."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

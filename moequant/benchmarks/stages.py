@@ -67,7 +67,7 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
 
 def _part(experts: FusedExperts, tokens: int, topk: int) -> int:
     """Tokens of the first part of a call."""
-    from moequant.kernels.fp8_block.experts import part_tokens
+    from moequant.kernels.calls import part_tokens
 
     return part_tokens(-(-tokens // parts_of(tokens, experts.max_tokens)), topk)
 

@@ -172,7 +172,7 @@ class CudaLayer:
 
 
 def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> None:
-    from moequant.kernels.fp8_block.experts import part_tokens
+    from moequant.kernels.calls import part_tokens
 
     for M in tokens:
         for name, shape in shapes.items():
