@@ -86,7 +86,8 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
     """Block until the kernel in front has ended, then let the kernel behind start.
 
     Every kernel calls this, before it reads what the kernel in front wrote and before it writes
-    anything. So what comes from two kernels back may be read before the call.
+    anything, but for `quantize_in_place`, which says why. So what comes from two kernels back may
+    be read before the call.
     """
     if OVERLAP:
         tl_cuda.gdc_wait()

@@ -43,6 +43,24 @@ def max_rows(slots: int, experts: int, alignment: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """How rows lie in groups, one an expert, and are cut into tiles.
+
+    Attributes:
+        experts: E here.
+        tile_rows: most rows of a tile, but for `extra_rows`.
+        alignment: of each expert's first row.
+        extra_rows: where an expert would have a last tile of at most so many rows behind others,
+            the tile in front of it has them too.
+    """
+
+    experts: int
+    tile_rows: int
+    alignment: int = 1
+    extra_rows: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SortedRouting:
     """Where the slots of a routing lie, and the work list over them.
 
@@ -65,19 +83,18 @@ class SortedRouting:
     counts: Tensor
 
     @staticmethod
-    def allocate(
-        slots: int, experts: int, *, alignment: int, tile_rows: int, device: torch.device
-    ) -> SortedRouting:
+    def allocate(slots: int, grouping: Grouping, *, device: torch.device) -> SortedRouting:
         """Room for any routing of `slots` slots; not initialized."""
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
+        experts = grouping.experts
         return SortedRouting(
-            slot_of_row=empty(max_rows(slots, experts, alignment)),
+            slot_of_row=empty(max_rows(slots, experts, grouping.alignment)),
             row_of_slot=empty(slots),
             row_end=empty(experts),
-            tiles=empty(max_tiles(slots, experts, tile_rows), TILE_FIELDS),
+            tiles=empty(max_tiles(slots, experts, grouping.tile_rows), TILE_FIELDS),
             tile_count=empty(1),
             units_taken=empty(2),
             counts=empty(chunks(slots), triton.next_power_of_2(experts)),
@@ -100,28 +117,17 @@ def chunks(slots: int) -> int:
 
 
 def sort_routing(
-    topk_ids: Tensor,
-    out: SortedRouting,
-    *,
-    experts: int,
-    alignment: int,
-    tile_rows: int,
-    extra_rows: int = 0,
-    expert_map: Tensor | None = None,
+    topk_ids: Tensor, out: SortedRouting, grouping: Grouping, *, expert_map: Tensor | None = None
 ) -> None:
     """Sort `topk_ids` [M, T] int32 or int64 contiguous into `out`.
 
     Ids outside 0 to E - 1 (after `expert_map`, [global experts] int32 or int64) have no row.
-    Where an expert would have a last tile of at most `extra_rows` rows behind others, the tile in
-    front of it has them too.
     """
     slots = topk_ids.numel()
     if slots == 0:
         return
-    arguments, constants = placing(
-        topk_ids, out, experts=experts, alignment=alignment, tile_rows=tile_rows,
-        extra_rows=extra_rows, expert_map=expert_map,
-    )  # fmt: skip
+    count_chunks(topk_ids, out, grouping, expert_map)
+    arguments, constants = placing(topk_ids, out, grouping, expert_map)
     overlap = overlaps_launches(topk_ids.device)
     launch(
         place_slots,
@@ -134,48 +140,49 @@ def sort_routing(
     )
 
 
-def placing(
-    topk_ids: Tensor,
-    out: SortedRouting,
-    *,
-    experts: int,
-    alignment: int,
-    tile_rows: int,
-    extra_rows: int = 0,
-    expert_map: Tensor | None = None,
-) -> tuple[tuple[Tensor | int, ...], dict[str, int]]:
-    """Count where that is a launch of its own; give what `place_chunk` takes behind the chunk."""
+def count_chunks(
+    topk_ids: Tensor, out: SortedRouting, grouping: Grouping, expert_map: Tensor | None
+) -> None:
+    """The first of two launches, which counts per chunk; nothing where there is one alone."""
     slots = topk_ids.numel()
+    if slots <= ONE_LAUNCH_SLOTS:
+        return
     overlap = overlaps_launches(topk_ids.device)
+    launch(
+        count_experts,
+        (chunks(slots),),
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
+        out.counts,
+        slots,
+        E=grouping.experts,
+        E_PAD=out.counts.shape[1],
+        CHUNK=chunk_of(slots),
+        MAP_SIZE=map_size(expert_map),
+        OVERLAP=overlap,
+        num_warps=4,
+        overlap=overlap,
+    )
+
+
+def placing(
+    topk_ids: Tensor, out: SortedRouting, grouping: Grouping, expert_map: Tensor | None
+) -> tuple[tuple[Tensor | int, ...], dict[str, int]]:
+    """What `place_chunk` takes behind the chunk: arguments, and constexpr by name."""
+    slots = topk_ids.numel()
     ids_map = topk_ids if expert_map is None else expert_map
-    if slots > ONE_LAUNCH_SLOTS:
-        launch(
-            count_experts,
-            (chunks(slots),),
-            topk_ids,
-            ids_map,
-            out.counts,
-            slots,
-            E=experts,
-            E_PAD=out.counts.shape[1],
-            CHUNK=chunk_of(slots),
-            MAP_SIZE=map_size(expert_map),
-            OVERLAP=overlap,
-            num_warps=4,
-            overlap=overlap,
-        )
     arguments = (
         topk_ids, ids_map, out.counts, out.slot_of_row, out.row_of_slot, out.row_end, out.tiles,
         out.tile_count, out.units_taken, slots,
     )  # fmt: skip
     return arguments, {
-        "E": experts,
+        "E": grouping.experts,
         "E_PAD": out.counts.shape[1],
         "CHUNK": chunk_of(slots),
         "SLOTS_PAD": triton.next_power_of_2(slots) if slots <= ONE_LAUNCH_SLOTS else 0,
-        "ALIGNMENT": alignment,
-        "TILE_ROWS": tile_rows,
-        "EXTRA_ROWS": extra_rows,
+        "ALIGNMENT": grouping.alignment,
+        "TILE_ROWS": grouping.tile_rows,
+        "EXTRA_ROWS": grouping.extra_rows,
         "FIELDS": TILE_FIELDS,
         "MAP_SIZE": map_size(expert_map),
     }
@@ -325,7 +332,7 @@ def write_tiles(
     EXTRA_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Cut each expert's `total` rows from `start` on into tiles: see `sort_routing`."""
+    """Cut each expert's `total` rows from `start` on into tiles: see `Grouping`."""
     whole = total // TILE_ROWS
     rest = total - whole * TILE_ROWS
     needed = whole + (rest > tl.where(whole > 0, EXTRA_ROWS, 0)).to(tl.int32)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.kernels.arena import Arena
 from moequant.kernels.calls import on, part_tokens, run_in_parts
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
 from moequant.kernels.fp8_block.copy_rows import copy_rows
 from moequant.kernels.fp8_block.quantize_permute import prepare
-from moequant.kernels.portable.arena import Arena
-from moequant.kernels.routing import max_rows, sort_routing
+from moequant.kernels.routing import Grouping, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class Plan:
         slots = tokens * topk
         E, H, I = weights.w2.shape
         rows = max_rows(slots, E, ALIGNMENT)
-        self.routing = arena.sorted_routing(slots, E, alignment=ALIGNMENT, tile_rows=ALIGNMENT)
+        self.grouping = Grouping(experts=E, tile_rows=ALIGNMENT, alignment=ALIGNMENT)
+        self.routing = arena.sorted_routing(slots, self.grouping)
         self.x = arena.empty(rows, H, dtype=torch.float8_e4m3fn)
         self.x_scale = arena.empty(-(-H // 128), rows, dtype=torch.float32)
         self.gate_up = arena.empty(rows, weights.w13.shape[1], dtype=torch.bfloat16)
@@ -153,7 +154,6 @@ class Plan:
             hidden_scale: see `fused_experts`; contiguous.
         """
         w = self.weights
-        how = {"experts": w.experts, "alignment": ALIGNMENT, "tile_rows": ALIGNMENT}
         if hidden_scale is None:
             prepare(
                 hidden,
@@ -161,11 +161,11 @@ class Plan:
                 self.routing,
                 self.x,
                 self.x_scale,
-                **how,
+                self.grouping,
                 expert_map=expert_map,
             )
         else:
-            sort_routing(topk_ids, self.routing, **how, expert_map=expert_map)
+            sort_routing(topk_ids, self.routing, self.grouping, expert_map=expert_map)
             copy_rows(hidden, hidden_scale, self.routing.row_of_slot, self.x, self.x_scale)
         self._gemm(self.x, self.x_scale, w.w13, w.w13_scale, self.gate_up)
         routing = self.routing

@@ -12,12 +12,12 @@ It reads nothing on the host, so a call can be captured in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypedDict
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from moequant.kernels.arena import Arena
 from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.fp8_block.copy_rows import copy_rows
 from moequant.kernels.fp8_block.grouped_gemm import (
@@ -32,9 +32,9 @@ from moequant.kernels.fp8_block.quantize_permute import (
 )
 from moequant.kernels.fp8_block.tuning import Problem, Tiling, tiling_for
 from moequant.kernels.launch import stream_of
-from moequant.kernels.portable.arena import Arena
 from moequant.kernels.routing import (
     ONE_LAUNCH_SLOTS,
+    Grouping,
     SortedRouting,
     chunk_of,
     max_rows,
@@ -242,9 +242,7 @@ class Buffers:
         rows = max_rows(slots, weights.experts, 1)
         stride = _row_stride(rows)
         return Buffers(
-            routing=arena.sorted_routing(
-                slots, weights.experts, alignment=1, tile_rows=tiling.rows
-            ),
+            routing=arena.sorted_routing(slots, _grouping(weights, tiling)),
             x=arena.empty(tokens if tiling.gather else rows, H, dtype=torch.float8_e4m3fn),
             x_scale=arena.empty(
                 *((tokens, -(-H // 512) * 4) if tiling.gather else (-(-H // 128), stride)),
@@ -254,15 +252,6 @@ class Buffers:
             act_scale=arena.empty(I // 128, stride, dtype=torch.float32),
             y=arena.empty(rows, H, dtype=torch.bfloat16),
         )
-
-
-class Cut(TypedDict):
-    """How rows are sorted and cut into tiles: arguments of `sort_routing`."""
-
-    experts: int
-    alignment: int
-    tile_rows: int
-    extra_rows: int
 
 
 class Plan:
@@ -289,12 +278,7 @@ class Plan:
         self.tiling = weights.tiling(tokens, topk) if tiling is None else tiling
         self.buffers = Buffers.carve(weights, tokens, topk, self.tiling, Arena(workspace))
         self.workspace = ref(workspace)
-        self.cut = Cut(
-            experts=weights.experts,
-            alignment=1,
-            tile_rows=self.tiling.rows,
-            extra_rows=self.tiling.extra,
-        )
+        self.grouping = _grouping(weights, self.tiling)
         self._routed = _routed(self.tiling, slots)
         b = self.buffers
         H, I = weights.hidden, weights.intermediate
@@ -369,7 +353,7 @@ class Plan:
             self.gate_up.route(topk_ids, expert_map)
         b = self.buffers
         if hidden_scale is not None:
-            sort_routing(topk_ids, b.routing, **self.cut, expert_map=expert_map)
+            sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
             if self.tiling.gather:
                 b.x.copy_(hidden)
                 b.x_scale[:, : hidden_scale.shape[1]].copy_(hidden_scale)
@@ -377,7 +361,7 @@ class Plan:
                 copy_rows(hidden, hidden_scale, b.routing.row_of_slot, b.x, b.x_scale)
             return
         (sort_and_quantize if self.tiling.gather else prepare)(
-            hidden, topk_ids, b.routing, b.x, b.x_scale, **self.cut, expert_map=expert_map
+            hidden, topk_ids, b.routing, b.x, b.x_scale, self.grouping, expert_map=expert_map
         )
 
     def __call__(
@@ -405,6 +389,10 @@ class Plan:
         self.gate_up(stream)
         self.down(stream)
         weighted_reduce(self.buffers.y, self.buffers.routing.row_of_slot, topk_weights, out)
+
+
+def _grouping(weights: Fp8BlockWeights, tiling: Tiling) -> Grouping:
+    return Grouping(experts=weights.experts, tile_rows=tiling.rows, extra_rows=tiling.extra)
 
 
 def _row_stride(rows: int) -> int:

@@ -8,7 +8,7 @@ Each token is read and quantized once, and written to the rows of all its slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -17,8 +17,10 @@ from moequant.kernels.fp8_codes import quantize_groups
 from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
 from moequant.kernels.routing import (
     TILE_FIELDS,
+    Grouping,
     SortedRouting,
     chunks,
+    count_chunks,
     local_expert,
     map_size,
     place_chunk,
@@ -44,11 +46,8 @@ def prepare(
     routing: SortedRouting,
     rows: Tensor,
     scale: Tensor,
+    grouping: Grouping,
     *,
-    experts: int,
-    alignment: int,
-    tile_rows: int,
-    extra_rows: int = 0,
     expert_map: Tensor | None = None,
 ) -> None:
     """Sort the routing, quantize, permute: one launch for few slots and alignment 1, else up to 3.
@@ -59,10 +58,7 @@ def prepare(
         routing: written.
         rows: float8_e4m3fn [rows, H], written but for gaps.
         scale: float32 [ceil(H / 128), row stride], written but for gaps.
-        experts: E here.
-        alignment: of each expert's first row.
-        tile_rows: most rows of a tile.
-        extra_rows: see `sort_routing`.
+        grouping: how `routing` is sorted.
         expert_map: [global experts], see `sort_routing`.
     """
     tokens, topk = topk_ids.shape
@@ -76,7 +72,7 @@ def prepare(
         "NATIVE": not INTERPRETED,
         "OVERLAP": overlap,
     }
-    if tokens * topk <= FEW_SLOTS and alignment == 1:
+    if tokens * topk <= FEW_SLOTS and grouping.alignment == 1:
         launch(
             prepare_few,
             (tokens + 1, -(-H // (128 * _GROUPS_A_PROGRAM))),
@@ -91,12 +87,12 @@ def prepare(
             routing.units_taken,
             tokens,
             scale.stride(0),
-            E=experts,
+            E=grouping.experts,
             E_PAD=routing.counts.shape[1],
             GROUPS=_GROUPS_A_PROGRAM,
             SLOTS_PAD=triton.next_power_of_2(tokens * topk),
-            TILE_ROWS=tile_rows,
-            EXTRA_ROWS=extra_rows,
+            TILE_ROWS=grouping.tile_rows,
+            EXTRA_ROWS=grouping.extra_rows,
             TOPK_PAD=triton.next_power_of_2(topk),
             FIELDS=TILE_FIELDS,
             MAP_SIZE=map_size(expert_map),
@@ -105,10 +101,7 @@ def prepare(
             overlap=overlap,
         )
         return
-    sort_routing(
-        topk_ids, routing, experts=experts, alignment=alignment, tile_rows=tile_rows,
-        extra_rows=extra_rows, expert_map=expert_map,
-    )  # fmt: skip
+    sort_routing(topk_ids, routing, grouping, expert_map=expert_map)
     groups = _groups_a_program(H)
     launch(
         quantize_permute,
@@ -137,11 +130,8 @@ def sort_and_quantize(
     routing: SortedRouting,
     qdata: Tensor,
     scale: Tensor,
+    grouping: Grouping,
     *,
-    experts: int,
-    alignment: int,
-    tile_rows: int,
-    extra_rows: int = 0,
     expert_map: Tensor | None = None,
 ) -> None:
     """Sort the routing and quantize each token, in their order: one to three launches.
@@ -152,22 +142,12 @@ def sort_and_quantize(
         routing: written.
         qdata: float8_e4m3fn [M, H] contiguous, written.
         scale: float32 [M, >= ceil(H / 128)] contiguous, written but for what is behind a token's.
-        experts: E here.
-        alignment: of each expert's first row.
-        tile_rows: most rows of a tile.
-        extra_rows: see `sort_routing`.
+        grouping: how `routing` is sorted.
         expert_map: [global experts], see `sort_routing`.
     """
     tokens, H = hidden.shape
     if tokens == 0:
         return
-    cut: dict[str, Any] = {
-        "experts": experts,
-        "alignment": alignment,
-        "tile_rows": tile_rows,
-        "extra_rows": extra_rows,
-        "expert_map": expert_map,
-    }
     groups = _groups_a_program(H)
     parts = -(-H // (128 * groups))
     overlap = overlaps_launches(hidden.device)
@@ -179,7 +159,7 @@ def sort_and_quantize(
         "OVERLAP": overlap,
     }
     if topk_ids.numel() > BESIDE_SLOTS:
-        sort_routing(topk_ids, routing, **cut)
+        sort_routing(topk_ids, routing, grouping, expert_map=expert_map)
         launch(
             quantize_in_place,
             (tokens * parts,),
@@ -192,7 +172,8 @@ def sort_and_quantize(
             overlap=overlap,
         )
         return
-    arguments, constants = placing(topk_ids, routing, **cut)
+    count_chunks(topk_ids, routing, grouping, expert_map)
+    arguments, constants = placing(topk_ids, routing, grouping, expert_map)
     launch(
         place_and_quantize,
         (chunks(topk_ids.numel()) + tokens * parts,),

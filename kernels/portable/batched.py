@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.kernels.arena import Arena
 from moequant.kernels.calls import on
-from moequant.kernels.portable.arena import Arena
 from moequant.kernels.portable.experts import TILE_ROWS, Middle, between_dtype
 from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
 

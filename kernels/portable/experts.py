@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.kernels.arena import Arena
 from moequant.kernels.calls import out_dtype, part_tokens, run_in_parts
-from moequant.kernels.portable.arena import Arena
 from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
-from moequant.kernels.routing import ONE_LAUNCH_SLOTS, chunk_of, max_rows, sort_routing
+from moequant.kernels.routing import ONE_LAUNCH_SLOTS, Grouping, chunk_of, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ class Plan:
         self.slots = tokens * topk
         rows = max_rows(self.slots, E, 1)
         tile_rows = tile_rows or likely_rows(self.slots / max(E, 1))
-        self.routing = arena.sorted_routing(self.slots, E, alignment=1, tile_rows=tile_rows)
+        self.grouping = Grouping(experts=E, tile_rows=tile_rows)
+        self.routing = arena.sorted_routing(self.slots, self.grouping)
         self.work = Work(
             tile_rows=tile_rows,
             max_tiles=self.routing.tiles.shape[0],
@@ -154,14 +155,7 @@ class Plan:
             hidden_scale: see `fused_experts`; contiguous.
         """
         routing = self.routing
-        sort_routing(
-            topk_ids,
-            routing,
-            experts=self.experts.experts,
-            alignment=1,
-            tile_rows=self.work.tile_rows,
-            expert_map=expert_map,
-        )
+        sort_routing(topk_ids, routing, self.grouping, expert_map=expert_map)
         x = Rows(scheme="none", qdata=hidden, scale=None)
         if hidden_scale is not None:
             x = Rows(scheme=self.experts.activations, qdata=hidden, scale=hidden_scale)

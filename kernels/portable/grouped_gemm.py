@@ -35,7 +35,7 @@ from moequant.kernels.routing import TILE_FIELDS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.kernels.portable.arena import Arena
+    from moequant.kernels.arena import Arena
     from moequant.kernels.portable.weights import Act, Projection
 
 _SPLIT = {torch.float16: 2, torch.float32: 3}

@@ -60,7 +60,7 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
     workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
     plan = Plan(weights, part, topk, workspace=workspace)
     plan(hidden, ids, topk_weights, out)
-    stages = _stages(weights, plan, (hidden, ids, topk_weights, out))
+    stages = _stages(plan, (hidden, ids, topk_weights, out))
     times = time_interleaved({n: [stage] * _CALLS for n, stage in stages.items()}, rests=rests)
     return {name: time.median_us for name, time in times.items()}
 
@@ -72,9 +72,7 @@ def _part(experts: FusedExperts, tokens: int, topk: int) -> int:
     return part_tokens(-(-tokens // parts_of(tokens, experts.max_tokens)), topk)
 
 
-def _stages(
-    weights: Fp8BlockWeights, plan: Plan, call: tuple[torch.Tensor, ...]
-) -> dict[str, Callable[[], object]]:
+def _stages(plan: Plan, call: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """The launches of a plan that has been called, by name; `sort` is a part of `prepare`."""
     from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS
     from moequant.kernels.routing import sort_routing
@@ -88,8 +86,7 @@ def _stages(
         gemm(torch.cuda.current_stream().cuda_stream)
 
     def sort() -> None:
-        rows = plan.tiling.rows
-        sort_routing(ids, routing, experts=weights.experts, alignment=1, tile_rows=rows)
+        sort_routing(ids, routing, plan.grouping)
 
     stages: dict[str, Callable[[], object]] = {
         "prepare": lambda: plan.prepare(hidden, ids),

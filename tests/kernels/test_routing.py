@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.routing import (
     ONE_LAUNCH_SLOTS,
+    Grouping,
     SortedRouting,
     max_rows,
     max_tiles,
@@ -33,18 +34,16 @@ def cut(total, rows, extra):
 
 
 def check(ids, experts, alignment, tile_rows, expert_map=None, *, extra_rows=0):
-    out = SortedRouting.allocate(
-        ids.numel(), experts, alignment=alignment, tile_rows=tile_rows, device=DEVICE
+    grouping = Grouping(
+        experts=experts, alignment=alignment, tile_rows=tile_rows, extra_rows=extra_rows
     )
+    out = SortedRouting.allocate(ids.numel(), grouping, device=DEVICE)
     for t in (out.slot_of_row, out.row_of_slot, out.row_end, out.tiles, out.tile_count, out.counts):
         t.fill_(-77)
     sort_routing(
         ids.to(DEVICE),
         out,
-        experts=experts,
-        alignment=alignment,
-        tile_rows=tile_rows,
-        extra_rows=extra_rows,
+        grouping,
         expert_map=None if expert_map is None else expert_map.to(DEVICE),
     )
     here = experts_here(ids, experts, expert_map)

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 from moequant.benchmarks.experts import calc_diff
 from moequant.formats import quantize
+from moequant.kernels.arena import Arena
 from moequant.kernels.deepgemm import experts
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.portable.arena import Arena
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations

@@ -8,7 +8,13 @@ pytest.importorskip("triton")
 from moequant.kernels.fp8_block import quantize_permute
 from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS, prepare, sort_and_quantize
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.routing import ONE_LAUNCH_SLOTS, SortedRouting, max_rows, sort_routing
+from moequant.kernels.routing import (
+    ONE_LAUNCH_SLOTS,
+    Grouping,
+    SortedRouting,
+    max_rows,
+    sort_routing,
+)
 from moequant.runtime.activations import quantize_activations
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -18,14 +24,12 @@ E, T = 8, 3
 def call(x, ids, alignment=1, expert_map=None):
     """Routing, rows and scales of a call."""
     slots, H = ids.numel(), x.shape[1]
-    routing = SortedRouting.allocate(slots, E, alignment=alignment, tile_rows=16, device=DEVICE)
+    grouping = Grouping(experts=E, alignment=alignment, tile_rows=16)
+    routing = SortedRouting.allocate(slots, grouping, device=DEVICE)
     count = max_rows(slots, E, alignment)
     rows = torch.zeros(count, H, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.full((-(-H // 128), -(-count // 4) * 4), torch.nan, device=DEVICE)
-    prepare(
-        x, ids, routing, rows, scale, experts=E, alignment=alignment, tile_rows=16,
-        expert_map=expert_map,
-    )  # fmt: skip
+    prepare(x, ids, routing, rows, scale, grouping, expert_map=expert_map)
     return routing, rows, scale
 
 
@@ -72,8 +76,9 @@ def test_one_launch_sorts_as_the_sort_alone(tokens):
     for known in (None, expert_map):
         routing, _, _ = call(x, ids, expert_map=known)
         assert ids.numel() <= FEW_SLOTS
-        alone = SortedRouting.allocate(ids.numel(), E, alignment=1, tile_rows=16, device=DEVICE)
-        sort_routing(ids, alone, experts=E, alignment=1, tile_rows=16, expert_map=known)
+        grouping = Grouping(experts=E, tile_rows=16)
+        alone = SortedRouting.allocate(ids.numel(), grouping, device=DEVICE)
+        sort_routing(ids, alone, grouping, expert_map=known)
         assert torch.equal(routing.row_of_slot, alone.row_of_slot)
         assert torch.equal(routing.tile_count, alone.tile_count)
         count = int(alone.tile_count)
@@ -89,17 +94,16 @@ def test_tokens_quantized_beside_the_sort_stay_in_their_order(tokens, hidden, be
     if not beside:
         monkeypatch.setattr(quantize_permute, "BESIDE_SLOTS", 0)
     x, ids = inputs(tokens, hidden)
-    sizes = {"experts": E, "alignment": 1, "tile_rows": 16, "extra_rows": 2}
+    grouping = Grouping(experts=E, tile_rows=16, extra_rows=2)
     routing, alone = (
-        SortedRouting.allocate(ids.numel(), E, alignment=1, tile_rows=16, device=DEVICE)
-        for _ in range(2)
+        SortedRouting.allocate(ids.numel(), grouping, device=DEVICE) for _ in range(2)
     )
     for part in (routing.tiles, alone.tiles):
         part.fill_(-1)
     codes = torch.zeros(tokens, hidden, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.full((tokens, -(-hidden // 512) * 4), torch.nan, device=DEVICE)
-    sort_and_quantize(x, ids, routing, codes, scale, **sizes)
-    sort_routing(ids, alone, **sizes)
+    sort_and_quantize(x, ids, routing, codes, scale, grouping)
+    sort_routing(ids, alone, grouping)
     for name in ("row_of_slot", "row_end", "tiles", "tile_count", "units_taken"):
         assert torch.equal(getattr(routing, name), getattr(alone, name)), name
     here = int((ids >= 0).sum())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moequant.formats import REGISTRY
+from moequant.kernels.arena import Arena
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.portable.arena import Arena
 from moequant.kernels.portable.batched import batched_experts
 from moequant.kernels.portable.experts import TILE_ROWS, Plan, fused_experts, workspace_bytes
 from moequant.kernels.portable.weights import KINDS

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moequant.kernels.arena import Arena
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.portable.arena import Arena
 from moequant.kernels.portable.grouped_gemm import Rows
 from moequant.kernels.portable.quantize import quantize_rows
 from moequant.runtime.activations import quantize_activations

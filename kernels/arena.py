@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.routing import SortedRouting
+from moequant.kernels.routing import Grouping, SortedRouting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,17 +37,9 @@ class Arena:
             return torch.empty(shape, dtype=dtype, device="meta")
         return self._buffer[start : self.size_bytes].view(dtype).view(shape)
 
-    def sorted_routing(
-        self, slots: int, experts: int, *, alignment: int, tile_rows: int
-    ) -> SortedRouting:
+    def sorted_routing(self, slots: int, grouping: Grouping) -> SortedRouting:
         """Room for any routing of `slots` slots, see `SortedRouting.allocate`."""
-        shapes = SortedRouting.allocate(
-            slots,
-            experts,
-            alignment=alignment,
-            tile_rows=tile_rows,
-            device=torch.device("meta"),
-        )
+        shapes = SortedRouting.allocate(slots, grouping, device=torch.device("meta"))
         parts = {field.name: getattr(shapes, field.name) for field in fields(shapes)}
         return SortedRouting(
             **{name: self.empty(*part.shape, dtype=part.dtype) for name, part in parts.items()}
