@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, PREPARED_FOLDER, RECORD_FILE
+from moequant.checkpoint.files import (
+    CONFIG_FILE,
+    HF_QUANT_CONFIG_FILE,
+    INDEX_FILE,
+    PREPARED_FOLDER,
+    RECORD_FILE,
+)
 from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.conversion.losses import merged
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 8 << 20
 
 # Left by an earlier quantization; engines would believe them over config.json.
-OTHER_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+OTHER_QUANTIZATION = (HF_QUANT_CONFIG_FILE, "quantize_config.json", "quant_config.json")
 
 
 def commit(

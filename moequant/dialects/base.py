@@ -152,3 +152,19 @@ class Dialect(ABC):
         What engines do with activations makes no difference then, and foreign formats are known.
         """
         return self.reader(quantization_config)
+
+
+class SourceDialect(Dialect):
+    """One that is read and never written: its formats are foreign, all of them."""
+
+    encodings = {}  # noqa: RUF012
+
+    def quantization_config(
+        self, formats: Mapping[str, str], kept: Iterable[str]
+    ) -> dict[str, Any]:
+        """As Dialect; it carries nothing.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"the dialect {self.name} is read and not written; choose another")

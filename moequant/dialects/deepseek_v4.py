@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moequant.dialects.base import Dialect
+from moequant.dialects.base import SourceDialect
 from moequant.dialects.config_fields import as_mapping, names_field, show
 from moequant.dialects.encodings import Fp8Blocks, Mxfp4Bytes
 from moequant.dialects.names import KeptModules, is_expert
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
 EXPERT_DTYPE = "expert_dtype"
 """The field of config.json that says it, at its top or in `quantization_config`."""
@@ -27,23 +27,12 @@ _WHERE = "quantization_config"
 _FORMATS = {"fp4": "mxfp4", "fp8": "fp8_block"}
 
 
-class DeepseekV4(Dialect):
+class DeepseekV4(SourceDialect):
     """`quant_method: fp8` with an `expert_dtype`; the module's docstring has the names."""
 
     name = "deepseek-v4"
     summary = "DeepSeek-V4's FP8 and MXFP4; as a source alone"
-    encodings = {}  # noqa: RUF012
     foreign = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes(scale="scale")}  # noqa: RUF012
-
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
-    ) -> dict[str, Any]:
-        """As Dialect; it carries nothing.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"the dialect {self.name} is read and not written; choose another")
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """As Dialect."""

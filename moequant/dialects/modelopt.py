@@ -14,36 +14,25 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from moequant.dialects.base import Dialect
+from moequant.dialects.base import SourceDialect
 from moequant.dialects.config_fields import as_mapping, names_field, show
 from moequant.dialects.encodings import Nvfp4Multiplied
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
 _WHERE = "quantization_config"
 _FORMAT = "nvfp4"
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
-class ModelOpt(Dialect):
+class ModelOpt(SourceDialect):
     """`quant_method: modelopt` with NVFP4 weights; the module's docstring has the names."""
 
     name = "modelopt"
     summary = "NVIDIA Model-Optimizer's NVFP4; as a source alone"
-    encodings = {}  # noqa: RUF012
     foreign = {_FORMAT: Nvfp4Multiplied()}  # noqa: RUF012
-
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
-    ) -> dict[str, Any]:
-        """As Dialect; it carries nothing.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"the dialect {self.name} is read and not written; choose another")
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """As Dialect."""
