@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.writer import replace_file
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -59,11 +59,9 @@ def write_run(document: Mapping[str, Any], path: Path) -> None:
     """Write what `ExpertsBenchmark.document` holds; a file that is there stays until it is whole.
 
     Raises:
-        OSError: `path` cannot be written.
+        MoequantError: `path` cannot be written.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    unfinished.replace(path)
+    replace_file(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def read_run(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -278,9 +279,8 @@ def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Archite
         e.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
         for e in file.architecture
     ]
-    claimed = [model_type for entry in entries for model_type in entry["model_types"]]
-    twice = {model_type for model_type in claimed if claimed.count(model_type) > 1}
-    if twice:
+    claimed = Counter(model_type for entry in entries for model_type in entry["model_types"])
+    if twice := [model_type for model_type, times in claimed.items() if times > 1]:
         raise ArchitectureError(f"{origin}: model_type {min(twice)!r} is described twice")
     table = _table()
     return tuple(

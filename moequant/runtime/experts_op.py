@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.call import output_dtype
 
 if TYPE_CHECKING:
     from moequant.runtime.experts import FusedExperts
@@ -68,5 +69,5 @@ def _(
             "torch.export of experts: a saved program would not hold them; export the rest of "
             "the model, or run it under torch.compile"
         )
-    dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
+    dtype = output_dtype(hidden_states, hidden_scale)
     return torch.empty_like(hidden_states, dtype=dtype, memory_format=torch.contiguous_format)
