@@ -303,7 +303,7 @@ class Architecture:
             keys = " or ".join(self._keys[quantity])
             raise CheckpointError(
                 f"config.json: {keys} is {value!r}, but architecture {self.name!r} needs a "
-                "positive number there"
+                f"positive number there; {self.mend(f'`config.{quantity}`')}"
             )
         return float(value)
 
@@ -356,7 +356,7 @@ class Architecture:
             keys = " or ".join(self._keys[quantity])
             raise CheckpointError(
                 f"config.json: {keys} is {value!r}, but architecture {self.name!r} needs an "
-                f"integer of {minimum} to {_LARGEST} there"
+                f"integer of {minimum} to {_LARGEST} there; {self.mend(f'`config.{quantity}`')}"
             )
         return value
 

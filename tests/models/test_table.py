@@ -201,6 +201,14 @@ def test_an_expert_more_than_config_json_says_is_told_where_the_count_is_read(ow
         read_model(CONFIG, singles(experts=(0, 1, 2)), own())
 
 
+def test_a_size_that_config_json_does_not_have_is_told_where_its_keys_are(own):
+    with pytest.raises(
+        CheckpointError,
+        match=r"moe.count is None, but .* needs an integer.*change `config.experts` in .*mine.toml",
+    ):
+        read_model({**CONFIG, "moe": {"active": 1, "width": 6}}, singles(), own())
+
+
 def test_an_expert_less_than_config_json_says_is_told_where_names_are_read(own):
     with pytest.raises(
         CheckpointError,
