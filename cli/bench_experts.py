@@ -106,6 +106,9 @@ def command(
     if (shape is None) == (saved is None):
         raise click.UsageError("give --shape to measure, or --from to show what was measured")
     if plot is not None:
+        for flag, other in (("--output", output), ("--from", saved)):
+            if other is not None and other.resolve() == plot.resolve():
+                raise click.UsageError(f"--plot and {flag} are both {plot}; give each its own file")
         from moequant.benchmarks.plot import check_plots
 
         check_plots()

@@ -13,6 +13,9 @@ from moequant.cli.output import Output, count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_MOST_DIGITS = 18
+"""Of an id: more fit in no int64, and beyond 4300 Python refuses to read them."""
+
 
 def _parse_ids(
     ctx: click.Context, param: click.Parameter, value: str | None
@@ -22,7 +25,7 @@ def _parse_ids(
         return None
     words = [word.strip() for word in value.split(",")]
     for word in words:
-        if not (word.isascii() and word.isdigit()):
+        if not (word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS):
             raise click.BadParameter(f"{word!r} is no id; write them as 1,2,3", ctx, param)
     return tuple(map(int, words))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _OURS = "moequant"
 _MOST_COLUMNS = 3
@@ -38,6 +40,18 @@ def plot_experts(document: Mapping[str, Any], path: Path) -> None:
         OSError: `path` cannot be written.
     """
     check_plots()
+    from matplotlib import rc_context
+
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with rc_context({"text.parse_math": False}):  # names may hold a $
+            _figure(document).savefig(unfinished, format="png", dpi=150)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _figure(document: Mapping[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     layers = document["layers"]
@@ -63,7 +77,7 @@ def plot_experts(document: Mapping[str, Any], path: Path) -> None:
         "\nfigures: microseconds of moequant",
         fontsize=10,
     )
-    figure.savefig(path, format="png", dpi=150)
+    return figure
 
 
 def _draw(panel: Axes, layer: Mapping[str, Any], colors: Mapping[str, str]) -> None:

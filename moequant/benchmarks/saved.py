@@ -96,7 +96,7 @@ def _faults(value: object, wanted: object, name: str) -> Iterator[str]:
         for index, element in enumerate(value):
             yield from _faults(element, wanted[0], f"{name}[{index}]")
     elif wanted is str:
-        if not isinstance(value, str):
+        if not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value):
             yield f"{name} is no text"
     elif wanted is bool:
         if not isinstance(value, bool):
@@ -115,6 +115,7 @@ def _faults_of_object(value: object, wanted: dict[str, Any], name: str) -> Itera
     for key in wanted.keys() - {_ANY} - value.keys():
         yield f"{name} has no {key}"
     for key, element in value.items():
+        yield from _faults(key, str, f"{name}: the name {key!r}")
         if key not in wanted and _ANY not in wanted:
             yield f"{name} has {key!r}, which is not known"
         else:

@@ -72,7 +72,7 @@ def parse_shape(text: str) -> LayerShape:
     """
     if text in SHAPES:
         return SHAPES[text]
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    match = re.fullmatch("x".join([r"([1-9]\d{0,11})"] * 4), text)
     if match is None:
         raise UnsupportedError(
             f"there is no shape {text!r}; use {', '.join(SHAPES)}, all, or sizes such as "

@@ -13,7 +13,7 @@ from moequant.runtime import experts_op
 from moequant.runtime.backends import FusedBackend, Workload
 from moequant.runtime.call import Call, parts_of, run_in_parts
 from moequant.runtime.capture import capturing
-from moequant.runtime.inputs import check_expert_map, check_inputs
+from moequant.runtime.inputs import check_expert_map, check_input_scales, check_inputs
 from moequant.runtime.kept_memory import make_kept
 from moequant.runtime.select import check_takes_quantized, select
 
@@ -64,6 +64,7 @@ class FusedExperts(nn.Module):
     Raises:
         UnsupportedError: no backend runs this; says every backend's reason. Or an `expert_map`,
             `activations` or `max_tokens` that is not as above.
+        CheckpointError: static scales of activations that are negative, not finite, or all 0.
     """
 
     def __init__(
@@ -76,6 +77,14 @@ class FusedExperts(nn.Module):
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         super().__init__()
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise UnsupportedError(
+                f"max_tokens is {max_tokens!r}, but wanted is a whole number, at least 1"
+            )
+        if expert_map is not None:
+            check_expert_map(
+                expert_map, experts=weights.experts, device=weights.device, values=True
+            )
         for name, tensor in weights.tensors().items():
             self.register_buffer(name, tensor)
         self._weights = weights
@@ -86,20 +95,15 @@ class FusedExperts(nn.Module):
         self.activations = activations
         self.expert_map: Tensor | None
         self.register_buffer("expert_map", expert_map, persistent=False)
-        if max_tokens < 1:
-            raise UnsupportedError(f"max_tokens is {max_tokens}, but a part has at least one token")
-        if expert_map is not None:
-            check_expert_map(
-                expert_map, experts=weights.experts, device=weights.device, values=True
-            )
         select(_workload(weights, activations), backend)
+        check_input_scales(weights.input_scales())
 
     @property
     def weights(self) -> ExpertWeights:
         """The experts, where they are now."""
         # Made and checked anew only where a buffer has been replaced: by a move, or by
         # load_state_dict(assign=True).
-        tensors = {name: self.get_buffer(name) for name in self._weights.tensors()}
+        tensors = {name: self._buffer(name) for name in self._weights.tensors()}
         if any(tensors[name] is not old for name, old in self._weights.tensors().items()):
             self._weights = self._weights.replace(tensors)
         return self._weights
@@ -253,6 +257,16 @@ class FusedExperts(nn.Module):
             f"backend={self.backend}, activations={self.activations}"
         )
 
+    def _buffer(self, name: str) -> Tensor:
+        # Not get_buffer: of an AttributeError in a property, nn.Module says that there is none.
+        tensor = self._buffers.get(name)
+        if tensor is None:
+            raise UnsupportedError(
+                f"{name} of these experts is no buffer any more; assign a tensor to it, or load "
+                "the experts again"
+            )
+        return tensor
+
     def _select(self, activations: str) -> tuple[Workload, Backend]:
         workload = _workload(self.weights, activations)
         return workload, select(workload, self.backend)
@@ -266,6 +280,8 @@ class FusedExperts(nn.Module):
 
     def _prepare(self, activations: str) -> _Ready:
         workload, backend = self._select(activations)
+        if not capturing(workload.device):
+            check_input_scales(self._weights.input_scales())
         packed = None
         if isinstance(backend, FusedBackend):
             if capturing(workload.device):
@@ -353,7 +369,7 @@ class _Ready:
     ) -> bool:
         """Whether nothing of it has changed: a write, as load_state_dict does, or a new buffer."""
         return self.asked == (activations, backend) and all(
-            buffers[name] is tensor and (version is None or tensor._version == version)
+            buffers.get(name) is tensor and (version is None or tensor._version == version)
             for name, tensor, version in self.parts
         )
 

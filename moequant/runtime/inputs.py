@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.activations import QUANTIZED_DTYPE, scale_columns
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,6 +45,7 @@ def check_inputs(
         UnsupportedError: a dtype, shape or device that no backend takes; or router weights that
             multiply the input, and more than one of them a token.
     """
+    _check_tensor("hidden_states", hidden_states)
     _check_quantized(hidden_states, hidden_scale, scheme)
     dtypes = HIDDEN_DTYPES if hidden_scale is None else (QUANTIZED_DTYPE,)
     _check("hidden_states", hidden_states, dtypes, f"[M, {hidden}]", 2, device)
@@ -111,6 +114,24 @@ def check_expert_map(
         )
 
 
+def check_input_scales(scales: Mapping[str, Tensor]) -> None:
+    """Check the values of static scales of activations, by name; waits for the device.
+
+    An expert that calibration never reached may have 0: the largest counts for all.
+
+    Raises:
+        CheckpointError: one is negative or not finite, or the largest is not positive.
+    """
+    for name, scale in scales.items():
+        wrong = ~((scale >= 0) & scale.isfinite() & (scale.amax() > 0))
+        if wrong.any():
+            index = int(wrong.nonzero()[0])
+            raise CheckpointError(
+                f"{name}[{index}] is {float(scale[index]):g}, but the largest must be positive, "
+                "and all finite and not negative; calibrate again, or leave both scales out"
+            )
+
+
 def _check(
     name: str,
     tensor: Tensor,
@@ -119,6 +140,7 @@ def _check(
     dimensions: int,
     device: torch.device,
 ) -> None:
+    _check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         wanted = ", ".join(str(dtype) for dtype in dtypes)
         raise UnsupportedError(f"{name} is {tensor.dtype}, but wanted is one of: {wanted}")
@@ -126,3 +148,10 @@ def _check(
         raise UnsupportedError(f"{name} is {list(tensor.shape)}, but wanted is {shape}")
     if tensor.device != device:
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError(f"{name} is {type(value).__name__}, but wanted is a tensor")
+    if value.layout != torch.strided:
+        raise UnsupportedError(f"{name} is {value.layout}, but wanted is a dense tensor")

@@ -14,6 +14,7 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.progress import SilentProgress
+from moequant.runtime.experts import MAX_TOKENS
 from moequant.runtime.load import load_experts, open_reader
 
 if TYPE_CHECKING:
@@ -39,14 +40,17 @@ def tokens_of(mode: str, max_tokens: int) -> list[int]:
         max_tokens: the largest M.
 
     Raises:
-        UnsupportedError: no mode is called that.
+        UnsupportedError: no mode is called that, or `max_tokens` is less than 1.
     """
     if mode not in MODES:
         raise UnsupportedError(f"mode is {mode!r}, but it is one of: {', '.join(MODES)}")
+    if max_tokens < 1:
+        raise UnsupportedError(f"max_tokens is {max_tokens}, but a call has at least one token")
     if mode == "skip":
         return []
     if mode == "full":
-        return list(range(1, max_tokens + 1))
+        # More tokens run in parts of no more than these.
+        return list(range(1, min(max_tokens, MAX_TOKENS) + 1))
     powers = [1 << i for i in range(max_tokens.bit_length())]
     return powers if powers[-1] == max_tokens else [*powers, max_tokens]
 

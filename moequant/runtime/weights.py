@@ -33,10 +33,10 @@ class ExpertWeights:
         up_bias: [E, I], likewise.
         down_bias: [E, H], likewise, before the router's weight.
         act_fn: the function between the GEMMs.
-        gate_up_input_scale: [1] or [E] float32, positive, for fp8_tensor: the static scale of the
-            activations that gate and up are fed. Of those of several experts the largest counts
-            for all, as in vLLM: tokens are quantized before they go to experts. None, and every
-            token has a scale of its own.
+        gate_up_input_scale: [1] or [E] float32, for fp8_tensor: the static scale of the activations
+            that gate and up are fed. Of those of several experts the largest counts for all, as in
+            vLLM, and must be positive: tokens are quantized before they go to experts. None, and
+            every token has a scale of its own.
         down_input_scale: likewise of what down is fed; both are given, or none.
 
     Raises:

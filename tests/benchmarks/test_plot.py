@@ -70,3 +70,26 @@ def test_one_layer_of_ours_alone_is_drawn(drawn):
     figure = drawn(document(1, peers=()))
     assert len(figure.axes) == 1
     assert set(figure.axes[0].get_xticks()) == {1, 8}
+
+
+@pytest.mark.parametrize("text", ["$\\foo$", "$$", "$"])
+def test_names_are_drawn_as_they_are(drawn, text):
+    run = document(1, peers=(text,))
+    run["machine"]["gpu"] = run["layers"][0]["shape"] = text
+    assert text in drawn(run).get_suptitle()
+
+
+def test_a_plot_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    def savefig(figure, path, **options):
+        path.write_bytes(b"half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    path = tmp_path / "times.png"
+    path.write_bytes(b"before")
+    with pytest.raises(OSError, match="no space"):
+        plot_experts(document(1), path)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]

@@ -194,3 +194,30 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(monk
     result = run("--shape", "qwen3-30b", "--plot", tmp_path / "x.png")
     assert result.exit_code == 4
     assert "pip install 'moequant[plot]'" in result.stderr
+
+
+def test_a_plot_takes_the_place_of_no_document(saved, tmp_path):
+    result = run("--from", saved, "--plot", saved)
+    assert result.exit_code == 2
+    assert "--plot and --from are both" in result.stderr
+    assert json.loads(saved.read_text()) == DOCUMENT
+    result = run("--from", saved, "--plot", tmp_path / "x", "--output", tmp_path / "x")
+    assert result.exit_code == 2
+    assert "--plot and --output are both" in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("where", ["value", "key"])
+def test_text_that_no_file_can_hold_is_refused(saved, where):
+    document = copy.deepcopy(DOCUMENT)
+    document["machine"]["gpu" if where == "value" else "\ud800"] = "\ud800"
+    saved.write_text(json.dumps(document))
+    result = run("--from", saved)
+    assert result.exit_code == 3
+    assert "is no text; measure again" in result.stderr
+
+
+def test_a_size_of_thousands_of_digits_is_no_shape():
+    result = run("--shape", "9" * 5000 + "x1x1x1")
+    assert result.exit_code == 4
+    assert "there is no shape" in result.stderr

@@ -454,3 +454,38 @@ def test_torchs_default_dtype_changes_nothing(layers, every_format, activations)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("position", range(3), ids=["hidden_states", "topk_ids", "topk_weights"])
+@pytest.mark.parametrize("make", [lambda t: None, lambda t: t.tolist(), torch.Tensor.to_sparse])
+def test_what_is_no_dense_tensor_is_refused_by_name(layers, position, make):
+    layer = layers.make()
+    call = list(layer.call)
+    call[position] = make(call[position])
+    name = ["hidden_states", "topk_ids", "topk_weights"][position]
+    with pytest.raises(UnsupportedError, match=rf"^{name} is .*, but wanted is a"):
+        plain(layer)(*call)
+
+
+def test_an_expert_map_or_scale_that_is_no_tensor_is_refused_by_name(layers):
+    layer = layers.make()
+    with pytest.raises(UnsupportedError, match="expert_map is list, but wanted is a"):
+        plain(layer, expert_map=[0, 1])
+    with pytest.raises(UnsupportedError, match="expert_map is list, but wanted is a"):
+        plain(layer)(*layer.call, expert_map=[0, 1])
+    codes = layer.hidden.to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="hidden_scale is float, but wanted is a"):
+        FusedExperts(layer.weights)(codes, *layer.call[1:], hidden_scale=1.0)
+
+
+@pytest.mark.parametrize("gone", [None, "deleted", "parameter"])
+def test_a_weight_that_is_no_buffer_any_more_is_named(layers, gone):
+    layer = layers.make()
+    experts = plain(layer)
+    experts(*layer.call)
+    up = experts.up_qdata
+    del experts.up_qdata
+    if gone != "deleted":
+        experts.up_qdata = None if gone is None else torch.nn.Parameter(up, requires_grad=False)
+    with pytest.raises(UnsupportedError, match="up_qdata of these experts is no buffer any more"):
+        experts(*layer.call)

@@ -272,3 +272,21 @@ def test_static_scales_that_do_not_fit_are_refused(layers, format, changes, erro
     scales = {"gate_up_input_scale": torch.ones(1), "down_input_scale": torch.ones(1)}
     with pytest.raises(error, match=message):
         dataclasses.replace(weights, **{**scales, **changes})
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.01, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["gate_up_input_scale", "down_input_scale"])
+def test_a_static_scale_that_is_not_positive_is_refused_by_name(layers, name, scale):
+    weights = static(weights_of(layers.make(), "fp8_tensor"))
+    wrong = dataclasses.replace(weights, **{name: torch.tensor([0.0] * 5 + [scale])})
+    with pytest.raises(CheckpointError, match=rf"{name}\[[05]\] is .*must be positive"):
+        FusedExperts(wrong)
+
+
+def test_a_static_scale_that_is_overwritten_is_looked_at_again(layers):
+    layer = layers.make()
+    experts = FusedExperts(static(weights_of(layer, "fp8_tensor")))
+    experts(*layer.call)
+    experts.load_state_dict({**experts.state_dict(), "down_input_scale": torch.tensor([0.0])})
+    with pytest.raises(CheckpointError, match=r"down_input_scale\[0\] is 0"):
+        experts(*layer.call)

@@ -7,6 +7,7 @@ from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
 from moequant.runtime.backends import FusedBackend
+from moequant.runtime.experts import MAX_TOKENS
 from moequant.runtime.warm_up import tokens_of, warm_up, warm_up_checkpoint
 
 
@@ -113,3 +114,14 @@ def test_ids_are_experts_that_are_there(layers, compiles, monkeypatch):
     )
     warm_up(FusedExperts(layers.make().weights, backend="compiles"), [20], 6)
     assert seen[0].unique().equal(torch.arange(6, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("mode", ["full", "relax", "skip"])
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_a_call_has_a_token(mode, max_tokens):
+    with pytest.raises(UnsupportedError, match=f"max_tokens is {max_tokens}, but a call has"):
+        tokens_of(mode, max_tokens)
+
+
+def test_tokens_that_run_in_parts_want_no_kernels_of_their_own():
+    assert tokens_of("full", 10**12) == list(range(1, MAX_TOKENS + 1))
