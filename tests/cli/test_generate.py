@@ -65,6 +65,7 @@ def test_wrong_usage_exits_2(run, converted):
         ("--prompt-ids", "1,x"),
         ("--prompt-ids", ""),
         ("--prompt-ids", "-1"),
+        ("--prompt-ids", "9" * 5000),
         ("--prompt-ids", "1", "--max-new-tokens", 0),
         ("--prompt-ids", "1", "--temperature", -1),
         ("--prompt-ids", "1", "--activations", "int8"),
