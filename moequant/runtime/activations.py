@@ -84,6 +84,11 @@ def quantize_activations(
     return Activations(scheme=scheme, qdata=qdata, scale=scale)
 
 
+def data_and_scale(x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
+    """Codes and their scale, or activations as they are and None."""
+    return (x.qdata, x.scale) if isinstance(x, Activations) else (x, None)
+
+
 def scale_columns(scheme: str, K: int) -> int | None:
     """Columns of `Activations.scale` for K columns of activations; None where it has no scale."""
     if scheme == "none":

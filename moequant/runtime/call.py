@@ -145,17 +145,14 @@ def run_fused(
     x, ids, weights, scale = inputs
     dtype = output_dtype(x, scale)
     memory = workspace(ids.device, backend.workspace_bytes(packed, *ids.shape))
-    if scale is None:
+    hidden: Tensor | Activations = x
+    if scale is not None:
         if weight_on_input:
-            x, weights = weight_input(x, weights)
-        y = backend.forward(packed, x, ids, weights, expert_map=expert_map, workspace=memory)
-        return y.to(dtype)
-    if weight_on_input:
-        scale, weights = weight_input(scale, weights)
-    quantized = Activations(scheme=scheme, qdata=x, scale=scale)
-    y = backend.forward_quantized(
-        packed, quantized, ids, weights, expert_map=expert_map, workspace=memory
-    )
+            scale, weights = weight_input(scale, weights)
+        hidden = Activations(scheme=scheme, qdata=x, scale=scale)
+    elif weight_on_input:
+        hidden, weights = weight_input(x, weights)
+    y = backend.forward(packed, hidden, ids, weights, expert_map=expert_map, workspace=memory)
     return y.to(dtype)
 
 

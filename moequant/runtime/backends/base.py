@@ -102,7 +102,7 @@ class FusedBackend(Backend):
     """The whole of a call: it sorts, quantizes, weights and adds up by itself."""
 
     takes_quantized: ClassVar[bool] = False
-    """Whether it has `forward_quantized`."""
+    """Whether `forward` takes hidden states that are quantized."""
 
     @abstractmethod
     def pack(self, weights: ExpertWeights, activations: str) -> object:
@@ -135,39 +135,24 @@ class FusedBackend(Backend):
     def forward(
         self,
         packed: object,
-        hidden_states: Tensor,
+        hidden_states: Tensor | Activations,
         topk_ids: Tensor,
         topk_weights: Tensor,
         *,
         expert_map: Tensor | None,
         workspace: Tensor,
     ) -> Tensor:
-        """Every token's output, [M, H] in the dtype of `hidden_states`.
+        """Every token's output, [M, H] in the dtype of `hidden_states`; bfloat16 if quantized.
 
         Shapes, dtypes and devices are as `FusedExperts.forward` wants them, and checked.
 
         Args:
             packed: what `pack` made.
-            hidden_states: [M, H].
+            hidden_states: [M, H]; as they are, or, only if `takes_quantized`, quantized by the
+                scheme given to `pack`.
             topk_ids: [M, T].
             topk_weights: [M, T].
             expert_map: [global experts], index here or -1.
             workspace: uint8, at least `workspace_bytes`, with anything in it; the next call of any
                 layer may have it.
         """
-
-    def forward_quantized(
-        self,
-        packed: object,
-        hidden_states: Activations,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-    ) -> Tensor:
-        """The same for hidden states that come quantized, by the scheme given to `pack`.
-
-        Called only if `takes_quantized`. The output is bfloat16.
-        """
-        raise NotImplementedError

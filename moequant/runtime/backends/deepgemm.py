@@ -8,6 +8,7 @@ import shutil
 from functools import cache
 from typing import TYPE_CHECKING
 
+from moequant.runtime.activations import data_and_scale
 from moequant.runtime.backends.base import BatchedExpertsBackend, FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.stacked import first_bias, first_weight, first_weight_once
@@ -75,7 +76,7 @@ class DeepGemm(FusedBackend):
     def forward(
         self,
         packed: object,
-        hidden_states: Tensor,
+        hidden_states: Tensor | Activations,
         topk_ids: Tensor,
         topk_weights: Tensor,
         *,
@@ -85,36 +86,15 @@ class DeepGemm(FusedBackend):
         """See `FusedBackend.forward`."""
         from moequant.kernels.deepgemm.experts import fused_experts
 
+        x, scale = data_and_scale(hidden_states)
         return fused_experts(
             _packed(packed),
-            hidden_states,
+            x,
             topk_ids,
             topk_weights,
             expert_map=expert_map,
             workspace=workspace,
-        )
-
-    def forward_quantized(
-        self,
-        packed: object,
-        hidden_states: Activations,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-    ) -> Tensor:
-        """See `FusedBackend.forward_quantized`."""
-        from moequant.kernels.deepgemm.experts import fused_experts
-
-        return fused_experts(
-            _packed(packed),
-            hidden_states.qdata,
-            topk_ids,
-            topk_weights,
-            expert_map=expert_map,
-            workspace=workspace,
-            hidden_scale=hidden_states.scale,
+            hidden_scale=scale,
         )
 
 

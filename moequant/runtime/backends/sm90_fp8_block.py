@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from moequant.kernels.cuda_driver import why_no_compiler
+from moequant.runtime.activations import data_and_scale
 from moequant.runtime.backends.base import FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.stacked import first_bias, first_weight_once
@@ -95,7 +96,7 @@ class Sm90Fp8Block(FusedBackend):
     def forward(
         self,
         packed: object,
-        hidden_states: Tensor,
+        hidden_states: Tensor | Activations,
         topk_ids: Tensor,
         topk_weights: Tensor,
         *,
@@ -105,36 +106,15 @@ class Sm90Fp8Block(FusedBackend):
         """See `FusedBackend.forward`."""
         from moequant.kernels.fp8_block.experts import fused_experts
 
+        x, scale = data_and_scale(hidden_states)
         return fused_experts(
             _packed(packed),
-            hidden_states,
+            x,
             topk_ids,
             topk_weights,
             expert_map=expert_map,
             workspace=workspace,
-        )
-
-    def forward_quantized(
-        self,
-        packed: object,
-        hidden_states: Activations,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-    ) -> Tensor:
-        """See `FusedBackend.forward_quantized`."""
-        from moequant.kernels.fp8_block.experts import fused_experts
-
-        return fused_experts(
-            _packed(packed),
-            hidden_states.qdata,
-            topk_ids,
-            topk_weights,
-            expert_map=expert_map,
-            workspace=workspace,
-            hidden_scale=hidden_states.scale,
+            hidden_scale=scale,
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.kernels.portable.weights import KINDS, Act, Experts, projection
-from moequant.runtime.activations import SCHEMES
+from moequant.runtime.activations import SCHEMES, data_and_scale
 from moequant.runtime.backends.base import FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_capable
 
@@ -67,7 +67,7 @@ class TritonPortable(FusedBackend):
     def forward(
         self,
         packed: object,
-        hidden_states: Tensor,
+        hidden_states: Tensor | Activations,
         topk_ids: Tensor,
         topk_weights: Tensor,
         *,
@@ -78,37 +78,15 @@ class TritonPortable(FusedBackend):
         from moequant.kernels.portable.experts import fused_experts
 
         assert isinstance(packed, Experts)
+        x, scale = data_and_scale(hidden_states)
         return fused_experts(
             packed,
-            hidden_states,
+            x,
             topk_ids,
             topk_weights,
             expert_map=expert_map,
             workspace=workspace,
-        )
-
-    def forward_quantized(
-        self,
-        packed: object,
-        hidden_states: Activations,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-    ) -> Tensor:
-        """See `FusedBackend.forward_quantized`."""
-        from moequant.kernels.portable.experts import fused_experts
-
-        assert isinstance(packed, Experts)
-        return fused_experts(
-            packed,
-            hidden_states.qdata,
-            topk_ids,
-            topk_weights,
-            expert_map=expert_map,
-            workspace=workspace,
-            hidden_scale=hidden_states.scale,
+            hidden_scale=scale,
         )
 
 

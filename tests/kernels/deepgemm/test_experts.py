@@ -204,7 +204,7 @@ def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here
     want = experts.fused_experts(packed, hidden, ids, topk_weights)
     for byte in (0x7F, 0xFF):
         memory = torch.full((size,), byte, dtype=torch.uint8)
-        got = REGISTRY["deepgemm"].forward_quantized(
+        got = REGISTRY["deepgemm"].forward(
             packed, x, ids, topk_weights, expert_map=None, workspace=memory
         )
         assert torch.equal(got, want)
