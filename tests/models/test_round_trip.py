@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.checkpoint.source import Checkpoint
@@ -234,6 +236,57 @@ def test_transformers_loads_fp8_or_the_plan_says_not(save, tmp_path, model_type)
     save_file(tensors, source / file.name, metadata={"format": "pt"})
     bf16 = replace(saved, checkpoint=Checkpoint.open(source))
     check_what_transformers_does(bf16, tmp_path, "fp8_block")
+
+
+def in_e4m3(x):
+    """Rounded to E4M3 with one scale for all of an expert's tokens. x: [E, M, K]."""
+    scale = x.abs().amax((1, 2), keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def llama4_experts_in_e4m3(self, hidden):
+    """`Llama4TextExperts.forward`, with what goes into each GEMM rounded to E4M3."""
+    hidden = in_e4m3(hidden.view(self.num_experts, -1, self.hidden_size))
+    gate, up = (hidden @ self.gate_up_proj).chunk(2, dim=-1)
+    return (in_e4m3(up * self.act_fn(gate)) @ self.down_proj).view(-1, self.hidden_size)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("model_type", ["llama4_text", "llama4"])
+def test_transformers_runs_llama4_in_w4a8_with_fp8_activations(
+    save, tmp_path, monkeypatch, model_type
+):
+    """Of this model alone, whose experts it makes linear layers, which compressed-tensors runs.
+
+    Its weights are ours exactly, and with these activations turned off its logits are those of the
+    decoded experts, but for the order of float32 sums. With them they are those of the same
+    rounding by hand: where the order of sums sends a number to the other side of a rounding is
+    2**-20 of the numbers or less. A scale for each token would be as far off as no rounding at all.
+    """
+    saved = save(model_type, SQUARE)
+    out = convert(saved.checkpoint.path, tmp_path / "out", format="w4a8").output
+    converted = ConvertedCheckpoint.open(out)
+    loaded, report = saved.case.model.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    found = logits(loaded.eval())
+    experts = [(e, p) for e in range(converted.moe.experts) for p in converted.moe.projections]
+    linear = []
+    for layer, (e, p) in product(converted.expert_layers(), experts):
+        linear.append(loaded.get_submodule(converted.expert_module(layer, e, p)))
+        assert torch.equal(linear[-1].weight, dequantize(converted.read_expert(layer, e, p)))
+
+    ours = rebuilt(saved, on_disk(saved, converted, decoded(converted)))
+    wanted = logits(ours)
+    for module in linear:
+        module.quantization_enabled = False
+    assert relative(logits(loaded), wanted) < 2**-13
+
+    monkeypatch.setattr(Llama4TextExperts, "forward", llama4_experts_in_e4m3)
+    rounded = logits(ours)
+    assert relative(rounded, wanted) > 2**-6
+    assert relative(found, rounded) < 2**-10
 
 
 OUR_EXPERTS_IN = [
