@@ -51,6 +51,7 @@ _SAME = {
     "hidden": "hidden size",
     "intermediate": "intermediate size",
     "act_fn": "activation function",
+    "limited": "layers whose activation function is another",
 }
 """Fields of MoeConfig that a model and a checkpoint share, as errors call them."""
 

@@ -7,7 +7,7 @@ one in a user's file; `moequant.models.table` reads both.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,8 @@ class ActivationConfig:
     Attributes:
         name: its name there; what config.json says, where there is no such function.
         alpha: factor within the sigmoid of swigluoai; 1 for the others.
-        limit: clamps gate to at most this and up to +-this; None does not.
+        limit: clamps gate, or what swiglustep makes of it, to at most this and up to +-this; None
+            does not.
         gated: whether it is of gate, and times up; else there is no gate, and it is of up.
     """
 
@@ -81,7 +82,9 @@ class MoeConfig:
         layers: layers without multi-token-prediction layers.
         sparse_layers: indices of the layers that hold experts.
         optional_layers: further layers that may hold experts and may be absent (MTP).
-        act_fn: the function between the GEMMs.
+        act_fn: the function between the GEMMs, of all layers but the next.
+        limited: layers with experts that clamp, each with its function, in order; most models have
+            none.
     """
 
     experts: int
@@ -92,11 +95,16 @@ class MoeConfig:
     sparse_layers: tuple[int, ...]
     optional_layers: tuple[int, ...]
     act_fn: ActivationConfig
+    limited: tuple[tuple[int, ActivationConfig], ...] = ()
 
     @property
     def activation(self) -> str:
-        """Name of the function between the GEMMs."""
+        """Name of the function between the GEMMs, of layers that do not clamp on their own."""
         return self.act_fn.name
+
+    def act_fn_of(self, layer: int) -> ActivationConfig:
+        """The function between the GEMMs of a layer."""
+        return next((act_fn for index, act_fn in self.limited if index == layer), self.act_fn)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -255,15 +263,19 @@ class Architecture:
             )
         layers = self._layer_count(config)
         mtp_layers = self._positive(config, "mtp_layers", default=0)
+        sparse = self._sparse_layers(config, range(layers))
+        optional = self._sparse_layers(config, range(layers, layers + mtp_layers))
+        act_fn = self._read_act_fn(config)
         return MoeConfig(
             experts=experts,
             top_k=top_k,
             hidden=self._positive(config, "hidden"),
             intermediate=self._positive(config, "intermediate"),
             layers=layers,
-            sparse_layers=self._sparse_layers(config, range(layers)),
-            optional_layers=self._sparse_layers(config, range(layers, layers + mtp_layers)),
-            act_fn=self._read_act_fn(config),
+            sparse_layers=sparse,
+            optional_layers=optional,
+            act_fn=act_fn,
+            limited=self._read_limited(config, act_fn, (*sparse, *optional)),
         )
 
     def _section_of(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -284,8 +296,6 @@ class Architecture:
             name = self._act_fn.get("default")
         if not isinstance(name, str):
             raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {name!r}")
-        if any(_list(config, self._act_fn.get("limits"))):
-            name = self._act_fn["limited"]
         return ActivationConfig(
             name=self._act_fns.get(name, name),
             alpha=self._number(config, "alpha", default=1.0),
@@ -293,17 +303,43 @@ class Architecture:
             gated=self.gated,
         )
 
+    def _read_limited(
+        self, config: Mapping[str, Any], act_fn: ActivationConfig, layers: Iterable[int]
+    ) -> tuple[tuple[int, ActivationConfig], ...]:
+        """The functions of those of `layers` for which config.json has a limit.
+
+        Raises:
+            CheckpointError: its list of limits ends before the last of them, or holds what is none.
+        """
+        key = self._act_fn.get("limits")
+        if not (limits := _list(config, key)):
+            return ()
+        limited = []
+        for layer in layers:
+            if layer >= len(limits):
+                raise CheckpointError(
+                    f"config.json: {key} has {len(limits)} entries, but layer {layer} holds "
+                    "experts; one entry a layer is wanted, null or 0 where there is no limit"
+                )
+            if limits[layer] in (None, 0) and limits[layer] is not False:
+                continue
+            limit = self._positive_number(limits[layer], f"{key}[{layer}]", "act_fn.limits")
+            limited.append((layer, replace(act_fn, name=self._act_fn["limited"], limit=limit)))
+        return tuple(limited)
+
     def _number(self, config: Mapping[str, Any], quantity: str, default: float | None) -> Any:
         """A number that config.json may leave out; the table's own default goes before ours."""
         value: Any = self._value(config, quantity)
         if value is None:
             return self._act_fn.get(quantity, default)
+        return self._positive_number(value, " or ".join(self._keys[quantity]), f"config.{quantity}")
+
+    def _positive_number(self, value: Any, where: str, key: str) -> float:
         # No infinity, which JSON cannot spell but Python reads, and no NaN.
         if type(value) not in (int, float) or not 0 < value < _LARGEST:
-            keys = " or ".join(self._keys[quantity])
             raise CheckpointError(
-                f"config.json: {keys} is {value!r}, but architecture {self.name!r} needs a "
-                f"positive number there; {self.mend(f'`config.{quantity}`')}"
+                f"config.json: {where} is {value!r}, but architecture {self.name!r} needs a "
+                f"positive number there; {self.mend(f'`{key}`')}"
             )
         return float(value)
 

@@ -82,7 +82,7 @@ class LayerReader:
             UnsupportedError: the layer was not converted, its weights are in several formats, or
                 the function between its GEMMs is not one we compute.
         """
-        act_fn = act_fn_of(self.converted)
+        act_fn = act_fn_of(self.converted, layer)
         source: LayerSource
         if self._prepared is None:
             source = PortableLayer(converted=self.converted, layer=layer)
@@ -179,13 +179,13 @@ class LayerReader:
         return torch.empty(where.info.shape, dtype=dtype, device=device)
 
 
-def act_fn_of(converted: ConvertedCheckpoint) -> ActFn:
-    """The function between the GEMMs of a checkpoint's experts.
+def act_fn_of(converted: ConvertedCheckpoint, layer: int) -> ActFn:
+    """The function between the GEMMs of a layer's experts.
 
     Raises:
         UnsupportedError: it is not one we compute.
     """
-    found = converted.moe.act_fn
+    found = converted.moe.act_fn_of(layer)
     try:
         return ActFn(
             name=cast("Any", found.name),

@@ -162,7 +162,7 @@ def _check(converted: ConvertedCheckpoint, layers: Sequence[int]) -> None:
                 f"{converted.checkpoint.path}: layer {layer} holds no experts; layers that do: "
                 f"{', '.join(map(str, with_experts))}"
             )
-    act_fn_of(converted)
+        act_fn_of(converted, layer)
 
 
 def _expert_map(

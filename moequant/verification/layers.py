@@ -180,7 +180,7 @@ def _read(converted: ConvertedCheckpoint, layer: int, experts: Sequence[int]) ->
         gate=weights.get("gate"),
         up=weights["up"],
         down=weights["down"],
-        act_fn=act_fn_of(converted),
+        act_fn=act_fn_of(converted, layer),
         **chosen,
     )
 
@@ -228,7 +228,7 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor]:
     """Output and bound with these weights, and biases that are the source's in both checkpoints."""
     biases = converted.read_biases(layer)
-    act_fn = converted.moe.act_fn
+    act_fn = converted.moe.act_fn_of(layer)
     return evaluate_layer(
         batch.hidden,
         batch.topk_ids,

@@ -101,9 +101,10 @@ def verify(
     own = given or _recorded(stored, findings)
     original = read_source(source.tensors, source_config(source), own)
     model = original.model
-    if layers != 0 and model.moe.act_fn.name not in FUNCTIONS:
+    functions = {model.moe.act_fn_of(layer).name for layer in model.layers}
+    if layers != 0 and (unknown := functions - {*FUNCTIONS}):
         raise UnsupportedError(
-            f"config.json: activation function {model.moe.act_fn.name!r}, but layers are evaluated "
+            f"config.json: activation function {min(unknown)!r}, but layers are evaluated "
             f"with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
         )
     check_sidecars(source, path, findings, by_moequant=stored.has_record)

@@ -145,7 +145,7 @@ def swiglu(gate: Bounded | None, up: Bounded) -> Bounded:
     return multiply(silu(gate), up)
 
 
-FUNCTIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+FUNCTIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu2")
 """Names that `activation` knows."""
 
 
@@ -155,17 +155,18 @@ def activation(
     """The function of gate and up between the GEMMs.
 
     Args:
-        name: one of FUNCTIONS; all but swigluoai are that function of gate, times up. swigluoai is
-            `gate * sigmoid(alpha * gate) * (up + 1)`.
+        name: one of FUNCTIONS; all but two are that function of gate, times up. swigluoai is
+            `gate * sigmoid(alpha * gate) * (up + 1)`, swiglustep `min(silu(gate), limit) * up`.
         gated: else it is the function of up alone, clamped from above alone.
         alpha: as above.
-        limit: clamps gate to at most this and up to +-this, before all else.
+        limit: clamps gate to at most this, before all else but in swiglustep, and up to +-this.
     """
     functions = {
         "silu": silu,
         "gelu": gelu,
         "gelu_tanh": lambda x: gelu(x, by_tanh=True),
         "swigluoai": lambda x: silu(x, alpha),
+        "swiglustep": lambda x: clamp(silu(x), None, float(limit or "inf")),
         "relu2": relu2,
     }
     function = functions[name]
@@ -176,7 +177,8 @@ def activation(
     def activate(gate: Bounded | None, up: Bounded) -> Bounded:
         assert gate is not None, "a gated function has a gate"
         if limit is not None:
-            gate, up = clamp(gate, None, limit), clamp(up, -limit, limit)
+            gate = gate if name == "swiglustep" else clamp(gate, None, limit)
+            up = clamp(up, -limit, limit)
         return multiply(function(gate), shift(up, 1.0) if name == "swigluoai" else up)
 
     return activate if gated else of_up

@@ -503,6 +503,7 @@ def build(H: int, I: int) -> dict[str, Case]:
             "head_dim": 16,
             "share_expert_dim": 48,
             "moe_layers_enum": "1,2",
+            "swiglu_limits": [0.0, 0.0, 1.0],
             "sliding_window": 16,
         },
         "vision_config": {**VISION, "image_size": 28, "patch_size": 14, "mlp_ratio": 2.0},

@@ -18,7 +18,6 @@ from moequant.models import (
     find_architecture,
     read_model,
 )
-from moequant.verification.reference import FUNCTIONS
 
 ACT_FNS = {
     "gpt_oss": ActivationConfig(name="swigluoai", alpha=1.702, limit=7.0),
@@ -353,7 +352,11 @@ KINDS = ["dense", "sparse", "dense", "sparse", "sparse", "sparse"]
         (JAMBA | {"expert_layer_period": 3, "expert_layer_offset": 2}, (2, 5), ()),
         (LLAMA4 | {"interleave_moe_layer_step": 2}, (1, 3, 5), ()),
         (LLAMA4 | {"interleave_moe_layer_step": 2, "moe_layers": [0, 4]}, (0, 4), ()),
-        (STEP | {"num_hidden_layers": 5, "moe_layers_enum": "3,4,5,x"}, (3, 4), ()),
+        (
+            STEP | {"num_hidden_layers": 5, "moe_layers_enum": "3,4,5,x", "swiglu_limits": None},
+            (3, 4),
+            (),
+        ),
     ],
 )
 def test_layers_with_experts_are_those_that_the_model_s_code_builds(config, sparse, optional):
@@ -408,9 +411,28 @@ def test_three_stacks_that_are_not_as_config_json_says_are_named(headers, messag
         read_model(STEP, headers)
 
 
-def test_a_clamp_that_only_some_layers_have_is_no_function_of_the_runtime():
-    config = STEP | {"swiglu_limits": [0.0, 0.0, 7.0]}
-    assert find_architecture(config).read_config(config).activation not in FUNCTIONS
+def test_a_clamp_that_only_some_layers_have_is_read_by_layer():
+    """The list goes on for multi-token prediction, which has no experts."""
+    config = STEP | {"swiglu_limits": [0.0, None, 7, 9.0]}
+    moe = find_architecture(config).read_config(config)
+    clamped = ActivationConfig(name="swiglustep", limit=7.0)
+    assert moe.limited == ((2, clamped),)
+    assert [moe.act_fn_of(layer) for layer in (1, 2)] == [ActivationConfig(name="silu"), clamped]
+    without = {k: v for k, v in config.items() if k != "swiglu_limits"}
+    assert find_architecture(without).read_config(without).limited == ()
+
+
+@pytest.mark.parametrize("value", [-1.0, True, False, "7", [7.0], float("inf"), float("nan"), 1e9])
+def test_a_limit_of_a_layer_that_is_none_is_refused(value):
+    config = STEP | {"swiglu_limits": [value, value, value]}
+    with pytest.raises(CheckpointError, match=r"swiglu_limits\[1\] is .*positive number there"):
+        find_architecture(config).read_config(config)
+
+
+def test_limits_that_end_before_the_last_layer_with_experts_are_refused():
+    config = STEP | {"swiglu_limits": [0.0, 0.0]}
+    with pytest.raises(CheckpointError, match=r"swiglu_limits has 2 entries, but layer 2 holds"):
+        find_architecture(config).read_config(config)
 
 
 HUNYUAN = LAYERS | {"model_type": "hunyuan_v1_moe", "num_experts": 8}

@@ -132,10 +132,12 @@ def test_swiglu_of_exact_input_is_known_to_a_few_roundings():
     assert (h.error <= 11 * 2.0**-24 * h.value.abs() + 2.0**-120).all()
 
 
-# Where alpha is not 1, and a limit that float32 has to round.
-ACT_FNS = [{"name": name} for name in FUNCTIONS] + [
+# Where alpha is not 1, and last limits that float32 has to round.
+ACT_FNS = [{"name": name} for name in FUNCTIONS if name != "swiglustep"] + [
+    {"name": "swiglustep", "limit": 0.875},
     {"name": "swigluoai", "alpha": 1.702, "limit": 7.0},
     {"name": "swigluoai", "alpha": 0.3},
+    {"name": "swiglustep", "limit": 0.9},
     {"name": "silu", "limit": 9.9},
 ]
 
@@ -156,13 +158,22 @@ def test_activations_of_anything_within_the_input_s_error_stay_within_the_bound(
     assert ((result - h.value).abs() <= h.error).all()
 
 
-@pytest.mark.parametrize("numbers", ACT_FNS[:-1], ids=str)
+@pytest.mark.parametrize("numbers", ACT_FNS[:-2], ids=str)
 def test_activations_of_exact_input_are_known_to_a_few_roundings(numbers):
     x = torch.linspace(-20, 20, 4001)
     activate = activation(numbers["name"], **{k: v for k, v in numbers.items() if k != "name"})
     h = activate(exact(x), exact(torch.ones_like(x)))
     # Beside the product: a factor in the exponential, up to alpha x, and cancellation in gelu.
     assert (h.error <= 2.0**-24 * (8 + 2 * 2 * 20) * (h.value.abs() + x.abs()) + 2.0**-120).all()
+
+
+def test_swiglustep_clamps_what_silu_gives():
+    activate = activation("swiglustep", limit=1.5)
+    gate, up = torch.tensor([1.6, 4.0, -4.0, 4.0]), torch.tensor([1.0, 1.0, 9.0, -9.0])
+    found = activate(exact(gate), exact(up)).value
+    # silu(1.6) is less than 1.5, though 1.6 is more.
+    wanted = [silu(1.6), 1.5, silu(-4.0) * 1.5, -1.5 * 1.5]
+    torch.testing.assert_close(found, torch.tensor(wanted).double(), rtol=1e-7, atol=0)
 
 
 def test_swigluoai_is_as_computed_by_hand():
