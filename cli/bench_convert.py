@@ -49,7 +49,7 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> flo
 @click.option(
     "--folder",
     metavar="DIR",
-    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    type=click.Path(file_okay=False, exists=True, writable=True, path_type=Path),
     help="Where to write, which is the disk that is timed.  [default: for temporary files]",
 )
 @options.json_option

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from moequant.cli import options
 from moequant.cli.output import Output, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+_SHOWING = ("saved", "output", "plot", "as_json")
+"""Parameters that hold for a run that was saved too."""
 
 TOKENS = "1,8,32,128,512,2048,8192"
 
@@ -39,13 +43,6 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
-def _check_folder(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A file whose folder is there: what comes to be written took minutes to measure."""
-    if value is not None and not value.parent.is_dir():
-        raise click.BadParameter(f"{value.parent} is no folder; make it first", ctx, param)
-    return value
-
-
 @click.command("experts", short_help="Time fused experts on a GPU.")
 @click.option(
     "--shape",
@@ -70,12 +67,12 @@ def _check_folder(ctx: click.Context, param: click.Parameter, value: Path | None
 )
 @click.option(
     "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
-    callback=_check_folder,
+    callback=options.check_written_file,
     help="Also write the document that --json prints, after every layer.",
 )  # fmt: skip
 @click.option(
     "--plot", metavar="FILE.png", type=click.Path(path_type=Path, dir_okay=False),
-    callback=_check_folder, help="Draw the times over the floor.",
+    callback=options.check_written_file, help="Draw the times over the floor.",
 )  # fmt: skip
 @click.option(
     "--from", "saved", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
@@ -105,6 +102,8 @@ def command(
     out = Output(as_json=as_json)
     if (shape is None) == (saved is None):
         raise click.UsageError("give --shape to measure, or --from to show what was measured")
+    if saved is not None:
+        _refuse_what_measures()
     if plot is not None:
         for flag, other in (("--output", output), ("--from", saved)):
             if other is not None and other.resolve() == plot.resolve():
@@ -127,6 +126,16 @@ def command(
 
         plot_experts(document, plot)
     out.result(document, _show)
+
+
+def _refuse_what_measures() -> None:
+    """Refuse options that say how to measure, where nothing is."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        assert parameter.name is not None
+        given = context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        if given and parameter.name not in _SHOWING:
+            raise click.UsageError(f"{parameter.opts[0]} goes with --shape, and not with --from")
 
 
 def _measure(

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE = "MOEQUANT_DEBUG"
 INTERRUPTED = 130
 
+_TAKES_LESS = {
+    "--workers": "choose fewer --workers",
+    "--tokens": "choose fewer --tokens",
+    "--max-tokens": "choose fewer --max-tokens",
+}
+"""Options by which a command takes less memory."""
+
 
 class InterruptedWork(Exception):  # noqa: N818 - not an error
     """Ctrl-C or SIGTERM ended work that the same command continues."""
@@ -53,10 +60,18 @@ class CommandGroup(click.Group):
         except (Exception, KeyboardInterrupt) as error:
             if not standalone_mode:
                 raise
-            code = _report(error, arguments)
+            code = _report(error, arguments, self._options(arguments))
         if standalone_mode:
             sys.exit(code)
         return code
+
+    def _options(self, arguments: Sequence[str]) -> set[str]:
+        """The options of the command that was run."""
+        command: click.Command = self
+        for word in arguments:
+            if isinstance(command, click.Group):
+                command = command.commands.get(word, command)
+        return {flag for parameter in command.params for flag in parameter.opts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +84,7 @@ class _Failure:
     foreseen: bool = True
 
 
-def _report(error: BaseException, arguments: list[str]) -> int:
+def _report(error: BaseException, arguments: list[str], options: set[str]) -> int:
     """Say what went wrong and return the exit code."""
     if isinstance(error, BrokenPipeError):
         return _close_stdout()
@@ -77,7 +92,7 @@ def _report(error: BaseException, arguments: list[str]) -> int:
     if isinstance(error, FailedResult):
         result = error.result
         error = error.error
-    failure = _describe(error, arguments)
+    failure = _describe(error, arguments, options)
     if not failure.foreseen or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, InterruptedWork):
@@ -98,7 +113,7 @@ def _report(error: BaseException, arguments: list[str]) -> int:
     return failure.exit_code
 
 
-def _describe(error: BaseException, arguments: list[str]) -> _Failure:
+def _describe(error: BaseException, arguments: list[str], options: set[str]) -> _Failure:
     kind = type(error).__name__
     match error:
         case InterruptedWork():
@@ -114,7 +129,8 @@ def _describe(error: BaseException, arguments: list[str]) -> _Failure:
         case OSError():
             return _Failure(kind=kind, message=_explain(error), exit_code=1)
         case MemoryError() | RuntimeError() if _is_out_of_memory(error):
-            message = f"out of memory: {error or kind}; choose fewer --workers, or free some"
+            what = f"out of memory: {error}" if str(error) else "out of memory"
+            message = f"{what}; {_advice_on_memory(options)}"
             return _Failure(kind=kind, message=message, exit_code=1)
     message = f"{kind}: {error}; a bug in moequant, please report it with its traceback"
     return _Failure(kind=kind, message=message, exit_code=1, foreseen=False)
@@ -124,6 +140,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Python has a type for it, threads and torch's allocator have words."""
     words = ("can't start new thread", "can't allocate memory", "CUDA out of memory")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def _advice_on_memory(options: set[str]) -> str:
+    """What a command with these options may be told to take less."""
+    less = [advice for flag, advice in _TAKES_LESS.items() if flag in options]
+    return ", ".join([*less, "or free some"] if less else ["free some, and run again"])
 
 
 def _explain(error: OSError) -> str:

@@ -34,9 +34,10 @@ def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: b
 
     Reads config.json and headers, no weights.
     """
+    from moequant.checkpoint.folder import is_prepared_folder
     from moequant.checkpoint.locate import locate
     from moequant.checkpoint.source import Checkpoint
-    from moequant.preparation import PreparedCheckpoint, is_prepared_folder
+    from moequant.preparation import PreparedCheckpoint
 
     out = Output(as_json=as_json)
     # As a Path: what is no directory here is not looked for on the hub.
@@ -45,28 +46,7 @@ def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: b
         prepared = PreparedCheckpoint.open(path, architecture=architecture)
         inspect_prepared.show(out, prepared, with_tensors=tensors)
         return
-    _check_no_parent(path)
     out.result(_describe(Checkpoint.open(path), architecture, with_tensors=tensors), _show)
-
-
-def _check_no_parent(path: Path) -> None:
-    """Refuse the folder in which the prepared ones lie.
-
-    Raises:
-        CheckpointError: names them.
-    """
-    from moequant.checkpoint.files import PREPARED_FOLDER
-    from moequant.checkpoint.folder import entries
-    from moequant.errors import CheckpointError
-    from moequant.preparation import is_prepared_folder
-
-    if path.resolve().name != PREPARED_FOLDER:
-        return
-    if targets := [entry.name for entry in entries(path) if is_prepared_folder(entry)]:
-        raise CheckpointError(
-            f"{path}: holds what was prepared for {' and '.join(targets)}; name one of these "
-            f"folders, such as {path / targets[0]}"
-        )
 
 
 def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -> dict[str, Any]:

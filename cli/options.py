@@ -9,6 +9,7 @@ from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
 
@@ -88,6 +89,24 @@ def _check_layers(
     if value.isascii() and value.isdigit():
         return int(value)
     raise click.BadParameter(f"{value!r} is not a number, nor all", ctx, param)
+
+
+def check_written_file(
+    ctx: click.Context, param: click.Parameter, value: Path | None
+) -> Path | None:
+    """A file that can be written, asked before minutes are spent on what goes there; a callback."""
+    if value is None:
+        return None
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"{value.parent} is no folder; make it first", ctx, param)
+    from moequant.checkpoint.writable import check_writable
+    from moequant.errors import MoequantError
+
+    try:
+        check_writable(value)
+    except MoequantError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+    return value
 
 
 DIRECTORY = click.Path(file_okay=False)

@@ -34,6 +34,7 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 )
 @click.option(
     "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
+    callback=options.check_written_file,
     help="Table to write into.  [default: this user's, which every later call looks into]",
 )  # fmt: skip
 @options.json_option

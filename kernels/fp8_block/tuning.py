@@ -180,7 +180,7 @@ def write_table(
     Returns:
         Where it is.
     """
-    path = path or _user_folder() / f"{FORMAT}_{_slug(gpu)}.json"
+    path = path or user_table(gpu)
     try:
         shapes = _rows(path, gpu) if path.exists() else {}
     except MoequantError:
@@ -207,6 +207,11 @@ def write_table(
     unfinished.replace(path)
     _tables.cache_clear()
     return path
+
+
+def user_table(gpu: str) -> Path:
+    """Where this user's table for a GPU of that name is, or would be."""
+    return _user_folder() / f"{FORMAT}_{_slug(gpu)}.json"
 
 
 def _user_folder() -> Path:

@@ -17,6 +17,7 @@ from moequant.benchmarks.experts import RESTS_FROM, check_output, checked_tokens
 from moequant.benchmarks.layers import random_experts
 from moequant.benchmarks.machine import cuda_device
 from moequant.benchmarks.stages import BACKEND
+from moequant.checkpoint.writable import check_writable
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
@@ -108,15 +109,18 @@ def tune(
         UnsupportedError: no such device, the backend does not run a layer there, more tokens than
             it runs at once, or a file at `path` that is no table of this GPU.
         NumericsError: a tiling computes something else than the experts.
-        OSError: the table cannot be written.
+        MoequantError: the table cannot be written, which is asked before anything is timed.
+        OSError: it could be then, and no more.
     """
     place = cuda_device(device)
-    from moequant.kernels.fp8_block.tuning import write_table
+    from moequant.kernels.fp8_block.tuning import user_table, write_table
 
     gpu = torch.cuda.get_device_name(place)
     _check_tokens(shapes, tokens)
     if path is not None:
         _check_table(path, gpu)
+    path = path or user_table(gpu)
+    _check_can_be_written(path)
     report = progress or SilentProgress()
     report.start("tuning", len(shapes) * len(tokens), unit="sizes")
     cells = []
@@ -197,6 +201,17 @@ def _check_table(path: Path, gpu: str) -> None:
     raise UnsupportedError(
         f"{path} is there, and is no table of tilings of {gpu}; name another file, or remove it"
     )
+
+
+def _check_can_be_written(path: Path) -> None:
+    """Ask, before anything is timed, whether a table can be written to `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MoequantError(
+            f"{path.parent}: cannot be made: {error.strerror}; name another file for the table"
+        ) from error
+    check_writable(path)
 
 
 def _problems(layer: Layer, tokens: Iterable[int]) -> list[tuple[Problem, Tiling]]:

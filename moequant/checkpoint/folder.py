@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moequant.checkpoint.files import (
     CONFIG_FILE,
     INDEX_FILE,
+    MANIFEST_FILE,
     PREPARED_FOLDER,
     RECORD_FILE,
     WORK_FOLDER,
@@ -31,26 +32,51 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 2048
 _WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
 
 
-def check_finished(root: Path) -> None:
-    """Refuse the output of a conversion that has not put its config.json, the last file, in place.
+def check_is_checkpoint(root: Path) -> None:
+    """Refuse a folder in which moequant wrote something else: half a checkpoint, prepared tensors.
 
     Where config.json is there beside a work folder, either the old checkpoint is still whole or the
     new one already is.
 
     Raises:
-        CheckpointError: says how to finish it.
+        CheckpointError: says how to finish it, or which folder is meant.
     """
     try:
-        begun = (root / WORK_FOLDER).is_dir() and not (root / CONFIG_FILE).exists()
+        if (root / CONFIG_FILE).exists():
+            return
+        begun = (root / WORK_FOLDER).is_dir()
+        instead = _meant_instead(root)
     except OSError:
         # A folder that may not be looked into; who opens its files says so.
         return
+    if instead:
+        raise CheckpointError(
+            f"{root}: no checkpoint, but what moequant prepare wrote; name {instead}"
+        )
     if begun:
         raise CheckpointError(
             f"{root}: an unfinished conversion, interrupted or still at work; once it is "
             "interrupted, the same moequant convert command again finishes it, and keeps what is "
             "done"
         )
+
+
+def is_prepared_folder(path: Path) -> bool:
+    """Whether `path` is a folder that `moequant prepare` wrote."""
+    return (path / MANIFEST_FILE).is_file() and not (path / CONFIG_FILE).exists()
+
+
+def _meant_instead(root: Path) -> str | None:
+    """What to name for a prepared folder, or for the folder of several; None for all others."""
+    place = root.resolve()
+    if place.name == PREPARED_FOLDER:
+        prepared = [entry for entry in sorted(root.iterdir()) if is_prepared_folder(entry)]
+        if prepared:
+            others = " or ".join(map(str, prepared))
+            return f"the checkpoint, {place.parent}, or, to inspect or run it, {others}"
+    elif place.parent.name == PREPARED_FOLDER and is_prepared_folder(root):
+        return f"the checkpoint, {place.parent.parent}"
+    return None
 
 
 def sidecar_files(root: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from moequant.checkpoint.folder import (
     PICKLES,
-    check_finished,
+    check_is_checkpoint,
     entries,
     sidecar_files,
     weight_files,
@@ -67,7 +67,7 @@ class Checkpoint:
                 directory is the output of an unfinished conversion.
             UnsupportedError: the weights are in pickle files.
         """
-        check_finished(path)
+        check_is_checkpoint(path)
         config_file = FixedFile.at(path / CONFIG_FILE)
         config = read_document(config_file)
         weight_map, files = _choose_files(path)

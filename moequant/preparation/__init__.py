@@ -1,6 +1,6 @@
 """Kernel-ready copies of a converted checkpoint, beside the portable files."""
 
 from moequant.preparation.pipeline import PreparationResult, prepare
-from moequant.preparation.read import PreparedCheckpoint, is_prepared_folder
+from moequant.preparation.read import PreparedCheckpoint
 
-__all__ = ["PreparationResult", "PreparedCheckpoint", "is_prepared_folder", "prepare"]
+__all__ = ["PreparationResult", "PreparedCheckpoint", "prepare"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.files import CONFIG_FILE, MANIFEST_FILE, PREPARED_FOLDER
+from moequant.checkpoint.files import PREPARED_FOLDER
 from moequant.errors import CheckpointError, MoequantError
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from moequant.formats import QuantizedWeight
     from moequant.layouts.targets import KernelLayout
     from moequant.preparation.manifest import PreparedLayer
-
-
-def is_prepared_folder(path: Path) -> bool:
-    """Whether `path` is a folder that `moequant prepare` wrote."""
-    return (path / MANIFEST_FILE).is_file() and not (path / CONFIG_FILE).exists()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moequant.checkpoint.folder import check_finished
+from moequant.checkpoint.folder import check_is_checkpoint
 from moequant.errors import CheckpointError
 
 # Notes and model cards may be added; no engine reads them.
@@ -16,13 +16,14 @@ def existing_directory(converted: str | Path) -> Path:
     """The directory of a converted checkpoint.
 
     Raises:
-        CheckpointError: there is none, or a conversion into it is unfinished.
+        CheckpointError: there is none, a conversion into it is unfinished, or it holds what was
+            prepared.
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     path = Path(os.path.expanduser(converted))  # noqa: PTH111
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
-    check_finished(path)
+    check_is_checkpoint(path)
     return path
 
 

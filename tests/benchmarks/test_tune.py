@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from moequant.benchmarks import tune as module
 from moequant.benchmarks.shapes import LayerShape
 from moequant.benchmarks.tune import tune
-from moequant.errors import NumericsError, UnsupportedError
+from moequant.errors import MoequantError, NumericsError, UnsupportedError
 from moequant.kernels.fp8_block import tuning
 from moequant.kernels.fp8_block.tuning import (
     Problem,
@@ -143,6 +143,18 @@ def test_a_file_that_is_no_table_of_this_gpu_is_left_alone(fake, tmp_path, text)
     ):
         tune({"small": SMALL}, [1], path=path)
     assert path.read_text() == text
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_timed(
+    fake, monkeypatch, tmp_path, named
+):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "tunings"  # beneath a file there is no folder, for root neither
+    monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(folder.parent))
+    with pytest.raises(MoequantError, match=r"tunings: cannot be made: Not a directory"):
+        tune({"small": SMALL}, [1], path=folder / "t.json" if named else None)
     assert fake.asked == []
 
 

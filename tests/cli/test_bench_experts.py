@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from functools import reduce
 from operator import getitem
 from types import SimpleNamespace
@@ -95,11 +96,48 @@ def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path)
     assert json.loads((tmp_path / "run.json").read_text()) == DOCUMENT
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("no/x", "is no folder; make it first"),
+        (".", "is a directory"),
+        ("x" * 251, "cannot be written: File name too long"),
+        ("pipe", "there already, and no file; choose another name"),
+    ],
+)
+@pytest.mark.parametrize("command", [("bench", "experts"), ("tune",)])
 @pytest.mark.parametrize("option", ["--output", "--plot"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, option):
-    result = run("--shape", "qwen3-30b", option, tmp_path / "no" / "x")
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path, command, option, given, why
+):
+    if command == ("tune",):
+        option = "--output"
+    os.mkfifo(tmp_path / "pipe")
+    result = CliRunner().invoke(
+        cli, [*command, "--shape", "qwen3-30b", option, str(tmp_path / given)]
+    )
     assert result.exit_code == 2
-    assert "is no folder; make it first" in result.stderr
+    assert why in " ".join(result.stderr.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_file_that_is_there_is_left_until_there_is_another(tmp_path):
+    (tmp_path / "run.json").write_text("before")
+    assert run("--shape", "qwen9", "--output", tmp_path / "run.json").exit_code == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert (tmp_path / "run.json").read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--tokens", "8"], ["--format", "nvfp4"], ["--backend", "triton"], ["--against", "triton"],
+     ["--stages"], ["--host"], ["--device", "cuda"]],
+    ids=lambda option: option[0],
+)  # fmt: skip
+def test_what_says_how_to_measure_does_not_go_with_a_saved_run(saved, option):
+    result = run("--from", saved, *option)
+    assert result.exit_code == 2
+    assert f"{option[0]} goes with --shape, and not with --from" in result.stderr
 
 
 def test_a_saved_run_is_drawn(saved, tmp_path):

@@ -65,9 +65,34 @@ def test_too_little_memory_is_no_bug_and_says_what_to_do(run, convert_raises, er
     convert_raises(error)
     result = run(*COMMANDS)
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: out of memory: ")
-    assert "choose fewer --workers" in result.stderr
+    assert result.stderr.startswith("Error: out of memory")
+    assert result.stderr.endswith("; choose fewer --workers, or free some\n")
     assert "bug" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taken_from", "advice"),
+    [
+        (["recipes"], "conversion.shipped_recipes", "free some, and run again"),
+        (["inspect", "convert"], "checkpoint.locate.locate", "free some, and run again"),
+        (["warm-up", "x"], "runtime.warm_up.warm_up_checkpoint", "choose fewer --max-tokens, or"),
+        (
+            ["bench", "experts", "--shape", "1x1x1x1"],
+            "benchmarks.shapes.parse_shapes",
+            "choose fewer --tokens, or free some",
+        ),
+    ],
+)
+def test_too_little_memory_names_only_options_that_there_are(
+    run, monkeypatch, arguments, taken_from, advice
+):
+    def too_little(*args, **settings):
+        raise MemoryError
+
+    monkeypatch.setattr(f"moequant.{taken_from}", too_little)
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: out of memory; {advice}")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])

@@ -156,10 +156,28 @@ def test_people_see_target_layout_and_staleness(run, prepared, tmp_path):
     assert "but its manifest says" in run("inspect", folder, "--json").document["stale"]
 
 
-def test_the_folder_of_prepared_ones_names_them(run, prepared):
-    result = run("inspect", prepared.parent)
+COMMANDS = {
+    "inspect": [],
+    "generate": ["--prompt-ids", "1"],
+    "warm-up": ["--device", "cpu"],
+    "prepare": ["--target", "sm90"],
+    "verify": ["--integrity"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_folder_of_prepared_ones_names_them_and_the_checkpoint(run, prepared, command):
+    result = run(command, prepared.parent, *COMMANDS[command])
     assert result.exit_code == 3
-    assert "holds what was prepared for sm100; name one of these folders" in result.stderr
+    meant = f"name the checkpoint, {prepared.parents[1].resolve()}, or, to inspect or run it, "
+    assert f"no checkpoint, but what moequant prepare wrote; {meant}{prepared}" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["prepare", "verify"])
+def test_a_prepared_folder_where_a_checkpoint_is_wanted_names_that(run, prepared, command):
+    result = run(command, prepared, *COMMANDS[command])
+    assert result.exit_code == 3
+    assert f"name the checkpoint, {prepared.parents[1].resolve()}\n" in result.stderr
 
 
 def test_a_prepared_folder_that_was_moved_says_where_it_belongs(run, prepared, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.checkpoint.folder import is_prepared_folder
 from moequant.checkpoint.headers import read_header
 from moequant.checkpoint.lock import exclusive
 from moequant.checkpoint.reader import FixedFile
@@ -22,7 +23,7 @@ from moequant.layouts.gate_up import padded_rows
 from moequant.layouts.swizzle_128x4 import swizzle
 from moequant.layouts.targets import TARGETS
 from moequant.models import PROJECTIONS
-from moequant.preparation import PreparedCheckpoint, is_prepared_folder, prepare
+from moequant.preparation import PreparedCheckpoint, prepare
 from moequant.runtime import load_experts
 
 PREPARABLE = [(f, t) for f in REGISTRY for t in TARGETS if (f, t) != ("w4a8", "sm100")]

@@ -184,7 +184,8 @@ from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.checkpoint.reader import FixedFile
 from moequant.runtime.layer_reader import LayerReader
 from moequant.runtime.staging import Staging
-from moequant.preparation import PreparedCheckpoint, is_prepared_folder
+from moequant.checkpoint.folder import is_prepared_folder
+from moequant.preparation import PreparedCheckpoint
 
 def resident(field):
     text = Path("/proc/self/status").read_text()
