@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeGuard, get_args
 
 import torch
 
@@ -34,6 +34,14 @@ Name = Literal["silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "
 NAMES: tuple[str, ...] = get_args(Name)
 GATED_ONLY = ("swigluoai", "swiglustep", "situ")
 """Those that are not defined without a gate."""
+
+
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Of the numbers below, which kernels compute with: normal ones of float32."""
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,8 @@ class ActFn:
 
     Raises:
         UnsupportedError: no function is called that, one that is always gated is not, a number is
-            given to a function that has none such, or a bound is not positive.
+            given to a function that has none such, one is no number or none that float32 holds,
+            or a bound is not positive.
     """
 
     name: Name
@@ -70,6 +79,8 @@ class ActFn:
             raise UnsupportedError(f"activation function {self.name} is gated, always")
         if self.name == "swiglustep" and self.limit is None:
             raise UnsupportedError("activation function swiglustep clamps, so it wants a limit")
+        if not isinstance(self.gated, bool):
+            raise UnsupportedError(f"gated is {self.gated!r}, but it must be True or False")
         self._check_number("alpha", self.alpha, 1.0, of=("swigluoai",))
         self._check_number("beta", self.beta, 1.0, of=("swigluoai", "situ"))
         self._check_number("linear_beta", self.linear_beta, None, of=("situ",))
@@ -77,19 +88,25 @@ class ActFn:
         if self.name == "situ":
             bounds["beta"] = self.beta
         for field, bound in bounds.items():
-            if bound is not None and not 0 < bound < math.inf:
-                wanted = "positive and finite" + ("" if field == "beta" else ", or None")
-                raise UnsupportedError(f"{field} is {bound}, but it must be {wanted}")
+            if bound is not None and not (_is_number(bound) and _LEAST <= bound <= _MOST):
+                wanted = "positive, and finite in float32" + (
+                    "" if field == "beta" else ", or None"
+                )
+                raise UnsupportedError(f"{field} is {bound!r}, but it must be {wanted}")
 
     def _check_number(
         self, field: str, value: float | None, absent: float | None, *, of: tuple[str, ...]
     ) -> None:
+        if value is None and absent is None:
+            return
+        if not (_is_number(value) and -_MOST <= value <= _MOST):
+            raise UnsupportedError(
+                f"{field} is {value!r}, but it must be a number, finite in float32"
+            )
         if self.name not in of and value != absent:
             raise UnsupportedError(
                 f"{field} {value}: activation function {self.name} has none; leave it at {absent}"
             )
-        if value is not None and not math.isfinite(value):
-            raise UnsupportedError(f"{field} is {value}, but it must be finite")
 
     def __call__(self, gate: Tensor | None, up: Tensor) -> Tensor:
         """The function of float32 `gate` and `up` of one shape; `gate` is None if not gated."""

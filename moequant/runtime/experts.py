@@ -16,12 +16,12 @@ from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_input_scales, check_inputs
 from moequant.runtime.kept_memory import make_kept
 from moequant.runtime.select import check_takes_quantized, select
+from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
     from moequant.runtime.backends import Backend
-    from moequant.runtime.weights import ExpertWeights
 
 MAX_TOKENS = 8192
 """Tokens of a part, unless told otherwise: what servers put in one step, and beyond which no kernel
@@ -77,13 +77,10 @@ class FusedExperts(nn.Module):
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         super().__init__()
-        if type(max_tokens) is not int or max_tokens < 1:
+        if not isinstance(weights, ExpertWeights):
             raise UnsupportedError(
-                f"max_tokens is {max_tokens!r}, but wanted is a whole number, at least 1"
-            )
-        if expert_map is not None:
-            check_expert_map(
-                expert_map, experts=weights.experts, device=weights.device, values=True
+                f"weights is {type(weights).__name__}, but wanted is ExpertWeights; load_experts "
+                "makes them of a checkpoint"
             )
         for name, tensor in weights.tensors().items():
             self.register_buffer(name, tensor)
@@ -94,9 +91,20 @@ class FusedExperts(nn.Module):
         self.max_tokens = max_tokens
         self.activations = activations
         self.expert_map: Tensor | None
-        self.register_buffer("expert_map", expert_map, persistent=False)
+        self.register_buffer("expert_map", None, persistent=False)
+        self.expert_map = expert_map
         select(_workload(weights, activations), backend)
         check_input_scales(weights.input_scales())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `max_tokens` and `expert_map` are checked as the constructor says."""
+        if name == "max_tokens" and (type(value) is not int or value < 1):
+            raise UnsupportedError(
+                f"max_tokens is {value!r}, but wanted is a whole number, at least 1"
+            )
+        if name == "expert_map" and value is not None:
+            self._check_map(value, values=not capturing(self.weights.device))
+        super().__setattr__(name, value)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -316,14 +324,13 @@ class FusedExperts(nn.Module):
     def _expert_map(self, ready: _Ready, expert_map: Tensor | None) -> Tensor | None:
         if expert_map is None:
             return self.expert_map
-        check_expert_map(
-            expert_map,
-            experts=ready.weights.experts,
-            device=ready.weights.device,
-            values=not isinstance(ready.backend, FusedBackend)
-            and not capturing(ready.weights.device),
-        )
+        reads = not isinstance(ready.backend, FusedBackend)
+        self._check_map(expert_map, values=reads and not capturing(ready.weights.device))
         return expert_map
+
+    def _check_map(self, expert_map: Tensor, *, values: bool) -> None:
+        weights = self.weights
+        check_expert_map(expert_map, experts=weights.experts, device=weights.device, values=values)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": None}

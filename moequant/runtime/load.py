@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -91,16 +92,16 @@ def load_experts(
     reader = open_reader(checkpoint, place, architecture)
     chosen = _choose(reader.converted, experts)
     one = isinstance(layer, int)
-    layers = [layer] if isinstance(layer, int) else list(layer)
+    layers = _indices("layer", [layer] if isinstance(layer, int) else layer)
     _check(reader.converted, layers)
     loaded = {
-        index: FusedExperts(
-            reader.read(index, chosen),
+        number: FusedExperts(
+            reader.read(number, chosen),
             backend=backend,
             activations=activations,
             expert_map=None if experts is None else _expert_map(reader.converted, chosen, place),
         )
-        for index in layers
+        for number in layers
     }
     return loaded[layers[0]] if one else loaded
 
@@ -133,7 +134,7 @@ def usable_device(device: torch.device | str) -> torch.device:
         # With its index, which `torch.device("cuda")` leaves open.
         return torch.empty(1, device=torch.device(device)).device
     # What torch raises depends on the kind of device: for CUDA it is an AssertionError.
-    except (AssertionError, ImportError, RuntimeError) as error:
+    except (AssertionError, ImportError, RuntimeError, TypeError) as error:
         # Its first sentence: the rest is about torch's dispatcher.
         reason = str(error).split("\n")[0].split(". ")[0]
         raise UnsupportedError(
@@ -142,9 +143,18 @@ def usable_device(device: torch.device | str) -> torch.device:
         ) from error
 
 
+def _indices(name: str, given: Iterable[int]) -> list[int]:
+    try:
+        return [index(one) for one in given]
+    except TypeError as error:
+        raise UnsupportedError(
+            f"{name} is {given!r}, but wanted is an index, or several"
+        ) from error
+
+
 def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> list[int]:
     everything = range(converted.moe.experts)
-    chosen = list(everything if experts is None else experts)
+    chosen = _indices("experts", everything if experts is None else experts)
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
         raise UnsupportedError(
             f"experts {chosen}: wanted is at least one, all different, from 0 to "
@@ -170,9 +180,9 @@ def _expert_map(
     converted: ConvertedCheckpoint, experts: Sequence[int], device: torch.device
 ) -> Tensor:
     """[global experts] int32: the index in `experts` of each, or -1."""
-    index = {expert: row for row, expert in enumerate(experts)}
+    row_of = {expert: row for row, expert in enumerate(experts)}
     return torch.tensor(
-        [index.get(expert, -1) for expert in range(converted.moe.experts)],
+        [row_of.get(expert, -1) for expert in range(converted.moe.experts)],
         dtype=torch.int32,
         device=device,
     )

@@ -43,7 +43,8 @@ class ExpertWeights:
         CheckpointError: shapes that contradict each other, or parts that are not what the format
             makes of a weight of that shape.
         UnsupportedError: the projections differ in format or device, no format is called that, or
-            there is a gate where `act_fn` has none, or none where it has one.
+            there is a gate where `act_fn` has none, or none where it has one; or something here is
+            not of its type.
     """
 
     gate: QuantizedWeight | None
@@ -57,6 +58,7 @@ class ExpertWeights:
     down_input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.act_fn.gated == (self.gate is None):
             found = "no gate" if self.gate is None else "a gate"
             raise UnsupportedError(
@@ -162,6 +164,18 @@ class ExpertWeights:
     def device(self) -> torch.device:
         """Where all parts are."""
         return self.up.qdata.device
+
+
+def _check_types(weights: ExpertWeights) -> None:
+    for name, value in vars(weights).items():
+        wanted: type = QuantizedWeight if name in ("gate", "up", "down") else torch.Tensor
+        if name == "act_fn":
+            wanted = ActFn
+        absent = value is None and name not in ("up", "down", "act_fn")
+        if not absent and not isinstance(value, wanted):
+            raise UnsupportedError(
+                f"{name} is {type(value).__name__}, but wanted is {wanted.__name__}"
+            )
 
 
 def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:

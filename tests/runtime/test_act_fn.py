@@ -126,16 +126,35 @@ def test_nan_and_infinity_are_not_hidden():
         ({"name": "swiglustep"}, "swiglustep clamps, so it wants a limit"),
         ({"name": "gelu", "beta": 0.0}, r"beta 0.0: activation function gelu has none; .* at 1.0"),
         ({"name": "swigluoai", "linear_beta": 2.0}, r"linear_beta 2.0: .* leave it at None"),
-        ({"name": "swigluoai", "beta": float("inf")}, "beta is inf, but it must be finite"),
-        ({"name": "situ", "beta": 0.0}, "beta is 0.0, but it must be positive and finite"),
-        ({"name": "situ", "linear_beta": -1.0}, "linear_beta is -1.0, .* positive and finite, or"),
+        ({"name": "swigluoai", "beta": float("inf")}, "beta is inf, but it must be a number, fin"),
+        ({"name": "situ", "beta": 0.0}, "beta is 0.0, but it must be positive, and finite"),
+        ({"name": "situ", "linear_beta": -1.0}, "linear_beta is -1.0, .* positive, .* or None"),
         ({"name": "silu", "limit": 0.0}, r"limit is 0.0, but it must be positive"),
         ({"name": "silu", "limit": float("nan")}, r"limit is nan"),
+        ({"name": ["silu"]}, r"activation function \['silu'\], but"),
+        ({"name": "silu", "gated": "no"}, "gated is 'no', but it must be True or False"),
+        ({"name": "silu", "alpha": "1"}, "alpha is '1', but it must be a number"),
+        ({"name": "silu", "beta": None}, "beta is None, but it must be a number"),
+        ({"name": "silu", "limit": torch.ones(2)}, r"limit is tensor\(\[1., 1.\]\), but it must"),
+        ({"name": "silu", "limit": True}, "limit is True, but it must be positive"),
+        # Infinite, or zero, in the float32 that experts compute in.
+        ({"name": "swigluoai", "beta": 1e300}, r"beta is 1e\+300, but .* finite in float32"),
+        ({"name": "swigluoai", "alpha": 10**40}, r"alpha is 10+, but .* finite in float32"),
+        ({"name": "situ", "linear_beta": 1e39}, r"linear_beta is 1e\+39, but .* in float32"),
+        ({"name": "situ", "beta": 1e-300}, "beta is 1e-300, but it must be positive, and"),
+        ({"name": "silu", "limit": 1e-46}, "limit is 1e-46, but it must be positive, and"),
     ],
 )
 def test_what_is_no_function_is_refused(arguments, message):
     with pytest.raises(UnsupportedError, match=message):
         ActFn(**arguments)
+
+
+def test_the_largest_numbers_of_float32_are_taken():
+    most = torch.finfo(torch.float32).max
+    act_fn = ActFn(name="swigluoai", alpha=-most, beta=-most, limit=most)
+    assert act_fn(torch.ones(1), torch.ones(1)).item() == 0
+    assert ActFn(name="situ", beta=2, linear_beta=1)(torch.ones(1), torch.ones(1)).isfinite()
 
 
 def test_it_says_what_it_is():

@@ -409,6 +409,42 @@ def test_a_bad_expert_map_is_refused(layers, expert_map, message):
         plain(layer, expert_map=expert_map)
     with pytest.raises(UnsupportedError, match=message):
         plain(layer)(*layer.call, expert_map=expert_map)
+    module = plain(layer)
+    before = module(*layer.call)
+    with pytest.raises(UnsupportedError, match=message):
+        module.expert_map = expert_map
+    assert torch.equal(module(*layer.call), before)
+
+
+def test_an_expert_map_that_is_assigned_holds_from_then_on(layers):
+    layer = layers.make()
+    module = plain(layer)
+    before = module(*layer.call)
+    reverse = torch.arange(5, -1, -1)
+    module.expert_map = reverse
+    assert torch.equal(module(*layer.call), plain(layer)(*layer.call, expert_map=reverse))
+    assert "expert_map" not in module.state_dict()
+    assert module.to("meta").expert_map.device.type == "meta"
+    module = plain(layer, expert_map=reverse)
+    module.expert_map = None
+    assert torch.equal(module(*layer.call), before)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "8", None])
+def test_max_tokens_is_checked_when_it_is_assigned_too(layers, wrong):
+    layer = layers.make()
+    module = plain(layer)
+    before = module(*layer.call)
+    with pytest.raises(UnsupportedError, match=r"max_tokens is .*, but wanted is a whole number"):
+        module.max_tokens = wrong
+    module.max_tokens = 5
+    assert torch.equal(module(*layer.call), before)
+
+
+@pytest.mark.parametrize("weights", [{}, None, torch.zeros(2, 2)])
+def test_weights_that_are_none_are_refused(weights):
+    with pytest.raises(UnsupportedError, match=r"weights is .*, but wanted is ExpertWeights"):
+        FusedExperts(weights)
 
 
 @pytest.mark.parametrize(
@@ -473,6 +509,8 @@ def test_an_expert_map_or_scale_that_is_no_tensor_is_refused_by_name(layers):
         plain(layer, expert_map=[0, 1])
     with pytest.raises(UnsupportedError, match="expert_map is list, but wanted is a"):
         plain(layer)(*layer.call, expert_map=[0, 1])
+    with pytest.raises(UnsupportedError, match="expert_map is list, but wanted is a"):
+        plain(layer).expert_map = [0, 1]
     codes = layer.hidden.to(torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match="hidden_scale is float, but wanted is a"):
         FusedExperts(layer.weights)(codes, *layer.call[1:], hidden_scale=1.0)

@@ -97,6 +97,27 @@ def test_several_layers_come_by_index_in_the_order_given(converted):
     assert list(load_experts(path, (0,))) == [0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer": "0"}, "layer is '0', but wanted is an index, or several"),
+        ({"layer": None}, "layer is None, but wanted is an index"),
+        ({"layer": 0.5}, "layer is 0.5, but wanted is an index"),
+        ({"layer": 0, "experts": 2.0}, "experts is 2.0, but wanted is an index"),
+        ({"layer": 0, "experts": ["0"]}, r"experts is \['0'\], but wanted is an index"),
+        ({"layer": 0, "experts": []}, r"experts \[\]: wanted is at least one"),
+        ({"layer": 0, "device": None}, "device 'None' cannot be used"),
+    ],
+)
+def test_what_is_no_layer_expert_or_device_is_refused_by_name(converted, arguments, message):
+    with pytest.raises(UnsupportedError, match=message):
+        load_experts(converted("mxfp4"), **arguments)
+
+
+def test_layers_may_be_integers_of_another_library(converted):
+    assert [*load_experts(converted("mxfp4"), torch.arange(2))] == [0, 1]
+
+
 def test_layers_are_checked_before_any_is_read(converted, monkeypatch):
     path = converted("mxfp4")
     monkeypatch.setattr(LayerReader, "read", lambda *_: pytest.fail("a layer was read"))
