@@ -10,12 +10,13 @@ from itertools import product
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import convert
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.formats import dequantize
 from moequant.integrations.transformers import load_model
@@ -182,6 +183,17 @@ def test_every_architecture_in_every_format(save, tmp_path, model_type, format):
     check_round_trip(save(model_type, SIZES.get(model_type, SQUARE)), tmp_path / "out", format)
 
 
+WITHOUT_A_CLASS = ("kimi_k2", "step3p5")
+"""Each is saved by another class. That of Step-3.7 finds no `text_config` in a Step-3.5, and
+builds a model of its default sizes, of hundreds of GB."""
+
+
+def loading_class(saved):
+    if saved.checkpoint.config["model_type"] in WITHOUT_A_CLASS:
+        return AutoModelForCausalLM
+    return saved.case.model
+
+
 def check_what_transformers_does(saved, folder, format):
     """What the plan says by the table of engines: it loads, or it does not, and does not hide it.
 
@@ -192,7 +204,7 @@ def check_what_transformers_does(saved, folder, format):
     (verdict,) = (v for v in result.plan.engines if v.engine == "transformers")
     if not verdict.loads:
         try:
-            loaded, report = saved.case.model.from_pretrained(
+            loaded, report = loading_class(saved).from_pretrained(
                 path, dtype=torch.bfloat16, output_loading_info=True
             )
         except (AttributeError, RuntimeError, ValueError):
@@ -210,8 +222,6 @@ def check_what_transformers_does(saved, folder, format):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_transformers_loads_the_converted_model_or_the_plan_says_not(saved, tmp_path):
-    if saved.checkpoint.config["model_type"] == "step3p5":
-        pytest.skip("transformers 5.23 has no class of this name; step3p7's takes other sizes")
     check_what_transformers_does(saved, tmp_path, "mxfp4")
 
 
@@ -219,7 +229,7 @@ IN_FP8 = {
     "minimax_m3_vl", "hy_v3", "laguna", "kimi_linear", "bailing_hybrid",
     "deepseek_v4", "gemma4", "gemma4_text", "granitemoe", "granitemoehybrid", "granitemoeshared",
     "kimi_k2", "kimi_k25", "llama4", "llama4_text", "longcat_flash", "nemotron_h", "phimoe",
-    "qwen3_vl_moe", "step3p7",
+    "qwen3_vl_moe", "step3p5", "step3p7",
 }  # fmt: skip
 """Of which the table speaks, or that do not load in MXFP4."""
 
@@ -343,6 +353,16 @@ def test_qwen3_5_is_read_as_transformers_saves_it_too(models, tmp_path):
 def test_experts_that_lie_deeper_than_the_runtime_looks_are_refused(save, tmp_path):
     out = convert(save("dbrx").checkpoint.path, tmp_path / "out", format="mxfp4").output
     with pytest.raises(UnsupportedError, match=r"Dbrx.*experts in layers none, but 0, 1, 2 are"):
+        load_model(out)
+
+
+@pytest.mark.parametrize("model_type", WITHOUT_A_CLASS)
+def test_a_model_that_transformers_has_no_class_for_is_refused(save, tmp_path, model_type):
+    """By transformers too, in a word, and before it has built anything."""
+    out = convert(save(model_type).checkpoint.path, tmp_path / "out", format="mxfp4").output
+    with pytest.raises(ValueError, match=r"does not recognize|Unrecognized configuration class"):
+        AutoModelForCausalLM.from_pretrained(out)
+    with pytest.raises((CheckpointError, UnsupportedError), match=model_type):
         load_model(out)
 
 
