@@ -54,6 +54,8 @@ _SAME = {
     "limited": "layers whose activation function is another",
 }
 """Fields of MoeConfig that a model and a checkpoint share, as errors call them."""
+_GIVEN_SEQUENCES = ("DbrxExperts",)
+"""Modules of transformers that hold experts and are called with [B, S, H], not [M, H]."""
 
 
 def load_model(
@@ -211,7 +213,28 @@ class _Holder:
         return next(iter(_tensors_of(self.experts))).device
 
     def put(self, experts: nn.Module) -> None:
+        replaced = self.experts
+        if isinstance(replaced, _OfSequences) or type(replaced).__name__ in _GIVEN_SEQUENCES:
+            experts = _OfSequences(experts)
         setattr(self.block, self.name, experts)
+
+
+class _OfSequences(nn.Module):
+    """Experts of a block that calls them with [B, S, H], and not with [M, H].
+
+    Args:
+        experts: who take [M, H].
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.of_rows = experts
+
+    def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[B, S, H] of hidden states [B, S, H], and ids and weights of [B * S, T]."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        output: Tensor = self.of_rows(rows, ids, weights)
+        return output.view(hidden_states.shape)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
@@ -222,7 +245,8 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 def _experts_by_layer(model: PreTrainedModel) -> dict[int, _Holder]:
     """The layers whose experts are one module called `experts`, by index."""
     holders = {}
-    for index, layer in enumerate(getattr(model.base_model, "layers", ())):
+    base = model.base_model
+    for index, layer in enumerate(getattr(base, "layers", getattr(base, "blocks", ()))):
         for block in layer.modules():
             if isinstance(getattr(block, "experts", None), nn.Module):
                 holders[index] = _Holder(block=block, name="experts")
@@ -268,6 +292,7 @@ def _read_config(transformers: ModuleType, converted: ConvertedCheckpoint) -> Pr
 
 
 def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:
+    _check_language_model(config)
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:
         raise UnsupportedError(
@@ -275,11 +300,6 @@ def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[Pre
             f"model_type {config.model_type!r}"
         )
     model_class: type[PreTrainedModel] = classes[type(config)]
-    if not isinstance(config, cast("type", model_class.config_class)):
-        raise UnsupportedError(
-            f"config.json: model_type {config.model_type!r} is more than a language model, which "
-            f"{model_class.__name__} alone would be; let transformers or an engine load it"
-        )
     return model_class
 
 
@@ -414,6 +434,7 @@ def _format_of(converted: ConvertedCheckpoint, module: str) -> str | None:
 def _check_same_model(model: PreTrainedModel, converted: ConvertedCheckpoint) -> None:
     """Refuse a model that is not of the architecture and the sizes of the checkpoint."""
     path, model_type = converted.checkpoint.path, model.config.model_type
+    _check_language_model(model.config)
     if converted.checkpoint.config["model_type"] != model_type:
         raise UnsupportedError(
             f"{path}: experts of a {converted.checkpoint.config['model_type']}, but the model is a "
@@ -453,14 +474,30 @@ def _check_holders(
         )
     for layer, holder in holders.items():
         experts = holder.experts
-        if not isinstance(experts, FusedExperts) and not isinstance(
-            getattr(experts, "down_proj", None), nn.Parameter
-        ):
+        if not isinstance(experts, FusedExperts | _OfSequences) and not _holds_all(experts):
             raise UnsupportedError(
                 f"{type(model).__name__}: the experts of layer {layer} are a "
                 f"{type(experts).__name__}, but one module that holds the weights of all of them, "
                 "called with hidden states, ids and weights, is wanted, as transformers 5 builds it"
             )
+
+
+def _holds_all(experts: nn.Module) -> bool:
+    """Whether one module has the weights of all experts, as a stack or one below the other."""
+    down = getattr(experts, "down_proj", None)
+    if down is None:
+        down = getattr(getattr(experts, "mlp", None), "w2", None)
+    return isinstance(down, nn.Parameter)
+
+
+def _check_language_model(config: PretrainedConfig) -> None:
+    """Refuse a model that has more inside than a language model."""
+    if config.get_text_config() is not config:
+        raise UnsupportedError(
+            f"config.json: model_type {config.model_type!r} is more than a language model, and "
+            "only in those are experts replaced; let an engine load it, or call `load_experts` "
+            "yourself"
+        )
 
 
 def _refuse_saving(model: PreTrainedModel, folder: Path) -> None:

@@ -19,7 +19,7 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.formats import dequantize
-from moequant.integrations.transformers import load_model
+from moequant.integrations.transformers import load_model, replace_experts
 from moequant.models import ROUTED_EXPERTS, architectures, read_model
 from moequant.verification import verify
 
@@ -301,6 +301,7 @@ def test_transformers_runs_llama4_in_w4a8_with_fp8_activations(
 
 OUR_EXPERTS_IN = [
     "bailing_hybrid",
+    "dbrx",
     "deepseek_v4",
     "gemma4_text",
     "hy_v3",
@@ -350,10 +351,21 @@ def test_qwen3_5_is_read_as_transformers_saves_it_too(models, tmp_path):
     assert model.layers == case.layers
 
 
-def test_experts_that_lie_deeper_than_the_runtime_looks_are_refused(save, tmp_path):
-    out = convert(save("dbrx").checkpoint.path, tmp_path / "out", format="mxfp4").output
-    with pytest.raises(UnsupportedError, match=r"Dbrx.*experts in layers none, but 0, 1, 2 are"):
-        load_model(out)
+def test_our_experts_in_a_built_dbrx_are_called_with_sequences_too(save, tmp_path):
+    """Of several texts; and experts that are ours already are replaced as transformers' are."""
+    saved = save("dbrx")
+    out = convert(saved.checkpoint.path, tmp_path / "out", format="mxfp4").output
+    model = saved.case.model.from_pretrained(saved.checkpoint.path).eval()
+    replace_experts(model, out, activations="none")
+    once = logits(model)
+    replace_experts(model, out, activations="none")
+    assert torch.equal(logits(model), once)
+    loaded = load_model(out, dtype=torch.float32, activations="none")
+    two = torch.cat([PROMPT, PROMPT.flip(1)])
+    with torch.no_grad():
+        both = loaded(input_ids=two, use_cache=False).logits.double()
+    assert relative(both[0], once) < 2**-16
+    assert both.shape == (2, *once.shape)
 
 
 @pytest.mark.parametrize("model_type", WITHOUT_A_CLASS)
@@ -378,10 +390,14 @@ def test_a_router_that_asks_for_more_is_refused_by_the_runtime(models, tmp_path,
         load_model(out)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "llama4"])
-def test_load_model_refuses_what_is_more_than_a_language_model(models, tmp_path, model_type):
-    case = models[model_type]
-    case.model(case.config).save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "out", format="mxfp4")
-    with pytest.raises(UnsupportedError, match="more than a language model"):
-        load_model(tmp_path / "out")
+@pytest.mark.parametrize(
+    "model_type", ["gemma4", "glm4v_moe", "kimi_k25", "llama4", "minimax_m3_vl", "qwen3_5_moe"]
+)
+def test_what_is_more_than_a_language_model_is_refused(save, tmp_path, model_type):
+    saved = save(model_type)
+    out = convert(saved.checkpoint.path, tmp_path / "out", format="mxfp4").output
+    message = f"model_type '{model_type}' is more than a language model"
+    with pytest.raises(UnsupportedError, match=message):
+        load_model(out)
+    with pytest.raises(UnsupportedError, match=message):
+        replace_experts(saved.model, out)
