@@ -15,6 +15,7 @@ from moequant.conversion import Recipe, convert
 from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.formats import get_format
 from moequant.progress import SilentProgress
+from moequant.runtime import load_experts
 from moequant.verification import verify
 
 MODELS = ["qwen3_moe", "deepseek_v3"]
@@ -392,3 +393,19 @@ def test_the_quantization_config_may_stand_in_the_text_config(
     assert config_of(tmp_path / "out")["text_config"] == {}
     name = f"{EXPERT}.up_proj.weight"
     assert torch.equal(read_tensors(tmp_path / "out")[name].double(), source.numbers[name])
+
+
+def test_experts_whose_activations_have_static_scales_are_not_loaded(
+    make_fp8, make_form, config_of, tmp_path
+):
+    """Run as if they had none, they would compute something else: no word of a scale is lost."""
+    fp8 = make_fp8("qwen3_moe", config={"activation_scheme": "static"})
+    with pytest.raises(UnsupportedError, match="activation_scheme is 'static', and moequant"):
+        load_experts(fp8.path, 0)
+    form = make_form("pack-quantized, W4AFP8", path=tmp_path / "form")
+    config = config_of(form.path)
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] |= {"strategy": "tensor", "dynamic": False}
+    (form.path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"input_activations.strategy is 'tensor', unlike"):
+        load_experts(form.path, 0)
