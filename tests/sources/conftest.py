@@ -11,7 +11,6 @@ import json
 import shutil
 from dataclasses import dataclass
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -345,6 +344,16 @@ def renamed(encoded):
     return Encoded(tensors, encoded.numbers)
 
 
+def write_form(name, path, plain, **settings):
+    """Copy a plain Qwen3-MoE with its experts in a form."""
+    form = FORMS[name]
+    encode = partial(form.encode, **settings) if settings else form.encode
+    source = write_source(path, plain, lambda module: ".experts." in module, form.config, encode)
+    if form.hf_quant_config is not None:
+        (source.path / "hf_quant_config.json").write_text(json.dumps(form.hf_quant_config))
+    return source
+
+
 @pytest.fixture(scope="session")
 def forms():
     """Every form of experts, by name."""
@@ -362,16 +371,12 @@ def make_form(make_checkpoint, tmp_path_factory):
     def make(name, *, path=None, **settings):
         if path is None and not settings and name in made:
             return made[name]
-        form = FORMS[name]
-        source = write_source(
+        source = write_form(
+            name,
             path or tmp_path_factory.mktemp("form") / "source",
             make_checkpoint(experts=2, layers=1),
-            lambda module: ".experts." in module,
-            form.config,
-            partial(form.encode, **settings) if settings else form.encode,
+            **settings,
         )
-        if form.hf_quant_config is not None:
-            (source.path / "hf_quant_config.json").write_text(json.dumps(form.hf_quant_config))
         if path is None and not settings:
             made[name] = source
         return source
@@ -379,52 +384,116 @@ def make_form(make_checkpoint, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session")
-def make_gpt_oss(make_checkpoint, tmp_path_factory):
-    """make_gpt_oss(**settings of mxfp4): gpt-oss as it was released, in MXFP4.
+def write_gpt_oss(path, plain, experts, **settings):
+    """Write a gpt-oss as it was released, in MXFP4, of a plain one.
 
     Numbers are of single experts' gate, up and down [N, K], by the names of their weights.
     """
+    generator = torch.Generator().manual_seed(5)
+    numbers, written = {}, {}
+    for name, tensor in tensors_of(plain).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            written[name] = tensor
+            continue
+        stack = [mxfp4((t.shape[1], t.shape[0]), generator, **settings) for t in tensor]
+        N, K = tensor.shape[2], tensor.shape[1]
+        blocks = torch.stack([one.tensors["weight_packed"] for one in stack])
+        written[f"{name}_blocks"] = blocks.reshape(experts, N, K // 32, 16)
+        written[f"{name}_scales"] = torch.stack([o.tensors["weight_scale"] for o in stack])
+        for e, one in enumerate(stack):
+            at = f"{name.rpartition('.')[0]}.{e}"
+            if name.endswith("down_proj"):
+                numbers[f"{at}.down_proj.weight"] = one.numbers
+            else:
+                numbers[f"{at}.gate_proj.weight"] = one.numbers[0::2]
+                numbers[f"{at}.up_proj.weight"] = one.numbers[1::2]
+    path.mkdir(parents=True)
+    save_file({n: t.contiguous() for n, t in written.items()}, path / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    plain = {n: t for n, t in written.items() if not n.endswith(("_blocks", "_scales"))}
+    return Source(path, numbers, plain)
+
+
+@pytest.fixture(scope="session")
+def make_gpt_oss(make_checkpoint, tmp_path_factory):
+    """make_gpt_oss(**settings of mxfp4): `write_gpt_oss`, made once."""
 
     def make(**settings):
-        E, size = 2, 256
-        plain = make_checkpoint(model_type="gpt_oss", experts=E, hidden=size, intermediate=size)
-        generator = torch.Generator().manual_seed(5)
-        numbers, written = {}, {}
-        for name, tensor in tensors_of(plain).items():
-            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                written[name] = tensor
-                continue
-            stack = [mxfp4((t.shape[1], t.shape[0]), generator, **settings) for t in tensor]
-            N, K = tensor.shape[2], tensor.shape[1]
-            blocks = torch.stack([one.tensors["weight_packed"] for one in stack])
-            written[f"{name}_blocks"] = blocks.reshape(E, N, K // 32, 16)
-            written[f"{name}_scales"] = torch.stack([o.tensors["weight_scale"] for o in stack])
-            for e, one in enumerate(stack):
-                at = f"{name.rpartition('.')[0]}.{e}"
-                if name.endswith("down_proj"):
-                    numbers[f"{at}.down_proj.weight"] = one.numbers
-                else:
-                    numbers[f"{at}.gate_proj.weight"] = one.numbers[0::2]
-                    numbers[f"{at}.up_proj.weight"] = one.numbers[1::2]
-        path = tmp_path_factory.mktemp("gpt_oss") / "source"
-        path.mkdir()
-        save_file({n: t.contiguous() for n, t in written.items()}, path / "model.safetensors")
-        config = json.loads((plain / "config.json").read_text())
-        config["quantization_config"] = {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-        }
-        (path / "config.json").write_text(json.dumps(config))
-        plain = {n: t for n, t in written.items() if not n.endswith(("_blocks", "_scales"))}
-        return Source(path, numbers, plain)
+        plain = make_checkpoint(model_type="gpt_oss", experts=2, hidden=256, intermediate=256)
+        return write_gpt_oss(tmp_path_factory.mktemp("gpt_oss") / "source", plain, 2, **settings)
 
     return cache(make)
+
+
+DEEPSEEK_V4 = {
+    "model_type": "deepseek_v4",
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 1,
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+
+
+def write_deepseek_v4(path):
+    """Write a DeepSeek-V4 as it was released: MXFP4 experts among FP8 layers, all scales E8M0."""
+    H, I = DEEPSEEK_V4["hidden_size"], DEEPSEEK_V4["moe_intermediate_size"]
+    generator = torch.Generator().manual_seed(3)
+    plain = {
+        "embed.weight": torch.randn(64, H, generator=generator).bfloat16(),
+        "head.weight": torch.randn(64, H, generator=generator).bfloat16(),
+        "norm.weight": torch.ones(H).bfloat16(),
+        "layers.0.ffn.gate.weight": torch.randn(2, H, generator=generator).bfloat16(),
+    }
+    tensors, numbers = dict(plain), {}
+
+    def add(module, encoded, renamed):
+        numbers[f"{module}.weight"] = encoded.numbers
+        for old, new in renamed.items():
+            tensors[f"{module}.{new}"] = encoded.tensors[old]
+
+    shapes = {"w1": (I, H), "w2": (H, I), "w3": (I, H)}
+    for leaf, shape in shapes.items():
+        for parent in ("layers.0.ffn.experts.0", "layers.0.ffn.experts.1", "mtp.0.ffn.experts.0"):
+            encoded = mxfp4(shape, generator)
+            byte = encoded.tensors["weight_scale"]
+            encoded.tensors["weight_scale"] = byte.view(torch.float8_e8m0fnu)
+            encoded.tensors["weight_packed"] = encoded.tensors["weight_packed"].view(torch.int8)
+            add(f"{parent}.{leaf}", encoded, {"weight_packed": "weight", "weight_scale": "scale"})
+        blocks = fp8_block(shape, generator, scale_dtype=torch.float8_e8m0fnu)
+        module = f"layers.0.ffn.shared_experts.{leaf}"
+        add(module, blocks, {"weight": "weight", "weight_scale_inv": "scale"})
+    blocks = fp8_block((H, H), generator, scale_dtype=torch.float8_e8m0fnu)
+    add("layers.0.attn.wo_a", blocks, {"weight": "weight", "weight_scale_inv": "scale"})
+    path.mkdir(parents=True)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(DEEPSEEK_V4))
+    return Source(path, numbers, plain)
+
+
+@pytest.fixture
+def deepseek_v4(tmp_path):
+    """`write_deepseek_v4`, of this test alone."""
+    return write_deepseek_v4(tmp_path / "source")
 
 
 FP8 = {
@@ -466,12 +535,6 @@ def make_fp8(make_checkpoint, tmp_path_factory):
         return source
 
     return make
-
-
-@pytest.fixture(scope="session")
-def by_hand():
-    """What encodes by hand: by_hand.mxfp4(shape, generator), and `fp8_block`."""
-    return SimpleNamespace(mxfp4=mxfp4, fp8_block=fp8_block)
 
 
 @pytest.fixture(scope="session")
