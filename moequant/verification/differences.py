@@ -16,8 +16,8 @@ _MOST_ITEMS = 3
 def differences(found: Any, wanted: Any, place: str) -> Iterator[tuple[str, str]]:
     """Every place, as `place.key`, at which `found` is not `wanted`, with a message.
 
-    Numbers are compared by value, so that 1.0 is 1, but true is not 1. A list is one place; the
-    message says what it lacks and what it holds besides.
+    Numbers are compared by value, so that 1.0 is 1, but true is not 1; NaN is NaN. A list is one
+    place; the message says what it lacks and what it holds besides.
     """
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in {**wanted, **found}:
@@ -31,8 +31,15 @@ def differences(found: Any, wanted: Any, place: str) -> Iterator[tuple[str, str]
     elif isinstance(found, list) and isinstance(wanted, list):
         if not _same_items(found, wanted):
             yield place, _explain(found, wanted)
-    elif isinstance(found, bool) != isinstance(wanted, bool) or found != wanted:
+    elif not _same_value(found, wanted):
         yield place, f"{_show(found)}, but {_show(wanted)} is wanted"
+
+
+def _same_value(found: Any, wanted: Any) -> bool:
+    if isinstance(found, bool) != isinstance(wanted, bool):
+        return False
+    both_nan = found != found and wanted != wanted
+    return bool(found == wanted) or both_nan
 
 
 def _same_items(found: list[Any], wanted: list[Any]) -> bool:

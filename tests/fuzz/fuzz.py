@@ -154,6 +154,39 @@ def write_shard(rng, path):
         path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+def change_tensor(rng, path):
+    """Make a tensor of a safetensors file another: gone, renamed, of another dtype or shape."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    name = rng.choice(sorted(set(header) - {"__metadata__"}))
+    entry = header[name]
+    match rng.randrange(5):
+        case 0:
+            del header[name]
+        case 1:
+            module, _, leaf = name.rpartition(".")
+            leaves = ["weight", "weight_scale", "weight_packed", "weight_scale_2", "input_scale"]
+            leaves += ["weight_scale_inv", "scale", "weight_shape", "qweight", leaf + "_blocks"]
+            header[f"{module}.{rng.choice(leaves)}"] = header.pop(name)
+        case 2:
+            bits = {"F32": 32, "I32": 32, "BF16": 16, "F16": 16, "U8": 8, "I8": 8, "F8_E4M3": 8}
+            bits |= {"F8_E8M0": 8, "F8_E5M2": 8, "I64": 64, "BOOL": 8, "F4": 4, "F64": 64}
+            same = [d for d, size in bits.items() if size == bits.get(entry["dtype"])]
+            entry["dtype"] = rng.choice(same or list(bits))
+        case 3:
+            size = entry["shape"]
+            entry["shape"] = rng.choice([size[::-1], [1, *size], [*size, 1], size[1:], [2, -1]])
+        case _:
+            start, stop = (end + at for at in entry["data_offsets"])
+            bad = rng.choice([b"\0", b"\xff", b"\x7f", b"\x80", rng.randbytes(1)])
+            data = data[:start] + bad * (stop - start) + data[stop:]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+FORMATS = ("fp8_block", "nvfp4", "mxfp4", "w4a8")
 RECIPE = """
 schema_version = 1
 summary = "Experts to NVFP4 with a search, but for layer 0."
@@ -183,6 +216,34 @@ TOKENS = [
 ]  # fmt: skip
 
 
+def module_at(*parts):
+    """A file of the tests as a module; pytest alone could import it by name."""
+    path = Path(__file__).parents[1].joinpath(*parts)
+    spec = util.spec_from_file_location("_".join(parts).removesuffix(".py"), path)
+    module = sys.modules[spec.name] = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_sources(root):
+    """A source in each form that models are quantized in; their folders."""
+    checkpoints, sources = module_at("conftest.py"), module_at("sources", "conftest.py")
+    sizes = {"layers": 1, "experts": 2, "hidden": 128, "intermediate": 128, "vocabulary": 16}
+    plain = checkpoints.write_checkpoint(root / "plain", **sizes)
+    gpt_oss = checkpoints.write_checkpoint(root / "plain_gpt_oss", model_type="gpt_oss", **sizes)
+    written = [
+        sources.write_form(form, root / f"form {i}", plain) for i, form in enumerate(sources.FORMS)
+    ]
+    written += [
+        sources.write_source(
+            root / "fp8", plain, sources.is_linear, sources.FP8, sources.fp8_block
+        ),
+        sources.write_gpt_oss(root / "gpt_oss", gpt_oss, 2),
+        sources.write_deepseek_v4(root / "deepseek_v4"),
+    ]
+    return [source.path for source in written]
+
+
 class Model:
     """A small checkpoint: as it came, converted and prepared, and in the midst of a conversion."""
 
@@ -192,11 +253,7 @@ class Model:
 
         self.settings = {"format": format, "max_shard_size": SHARDS}
         self.source, self.converted, self.begun = (root / n for n in ("source", "done", "begun"))
-        path = Path(__file__).parents[1] / "conftest.py"
-        spec = util.spec_from_file_location("checkpoints", path)
-        checkpoints = util.module_from_spec(spec)
-        spec.loader.exec_module(checkpoints)
-        checkpoints.write_checkpoint(
+        module_at("conftest.py").write_checkpoint(
             self.source, model_type=model_type, layers=2, experts=2, vocabulary=16,
             shard_bytes=60_000, **sizes,
         )  # fmt: skip
@@ -232,6 +289,7 @@ class Fuzzer:
             Model(root / "qwen3_moe", "qwen3_moe", "nvfp4", **sizes),
             Model(root / "gpt_oss", "gpt_oss", "mxfp4", **sizes),
         ]
+        self.sources = write_sources(root / "sources")
 
     def run(self, target, number, seed):
         """One case; raises what is wrong with it."""
@@ -316,6 +374,41 @@ class Fuzzer:
             prepared = copy / "moequant-prepared" / "sm100"
             self.foreseen(lambda: load_experts(rng.choice([copy, prepared]), layer=0))
 
+    def quantized(self, rng, folder, model):
+        """A source that is quantized and hostile; what is made of it is right, or nothing is."""
+        from moequant.conversion import convert
+        from moequant.verification import verify
+
+        copy = Path(shutil.copytree(rng.choice(self.sources), folder / "source"))
+        for _ in range(rng.choice([1, 1, 1, 2])):
+            self.damage_source(rng, copy)
+        self.command("inspect", copy, *rng.choice([[], ["--tensors"], ["--json"]]))
+        out, settings = folder / "out", {"format": rng.choice(["bf16", *FORMATS]), "workers": 1}
+        self.foreseen(lambda: convert(copy, out, dry_run=True, **settings))
+        result = self.foreseen(lambda: convert(copy, out, **settings))
+        if result is not None:
+            report = self.foreseen(lambda: verify(out, against=copy, layers=0))
+            assert report is not None, "what was converted cannot be verified"
+            assert report.ok, report.problems
+            if settings["format"] != "bf16":
+                self.foreseen(lambda: verify(out, against=copy, layers=1))
+
+    def damage_source(self, rng, source):
+        """One file of a source: what it says of quantization, above all."""
+        documents = [p for p in source.glob("*.json") if b"quant" in p.read_bytes()]
+        path = rng.choice(documents or sorted(source.glob("*.json")))
+        kind = rng.random()
+        with contextlib.suppress(ValueError, RecursionError):
+            if kind < 0.4:
+                document = json.loads(path.read_bytes())
+                key = next((k for k in document if "quant" in k), None)
+                entry = mutate_json(rng, document if key is None else document[key])
+                path.write_text(json.dumps(entry if key is None else {**document, key: entry}))
+            elif kind < 0.5:
+                write_json(rng, path, json.loads(path.read_bytes()))
+            elif (shard := rng.choice(sorted(source.glob("*.safetensors")))).stat().st_size > 8:
+                (change_tensor if kind < 0.8 else write_shard)(rng, shard)
+
     def resume(self, rng, folder, model):
         """A work folder, or a record, that is hostile: the same bytes, or a refusal."""
         from moequant.conversion import convert
@@ -399,7 +492,7 @@ class Fuzzer:
             check_text(stream.buffer.getvalue().decode())
 
 
-TARGETS = ("header", "index", "recipe", "config", "inspect", "check", "resume")
+TARGETS = ("header", "index", "recipe", "config", "inspect", "check", "resume", "quantized")
 
 
 def check_text(text):

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).with_name("fuzz.py")
 
 
 def test_no_case_ends_in_a_surprise():
-    command = [sys.executable, str(SCRIPT), "--cases", "210", "--minutes", "5", "--json"]
+    command = [sys.executable, str(SCRIPT), "--cases", "240", "--minutes", "5", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["faults"] == []

@@ -37,6 +37,9 @@ def test_long_lists_are_cut():
 
 def test_numbers_are_compared_by_value_and_booleans_are_no_numbers():
     assert diff({"a": 1.0, "b": [2]}, {"a": 1, "b": [2.0]}) == []
+    nan, other_nan = float("nan"), float("nan")
+    assert diff({"a": nan, "b": [nan]}, {"a": other_nan, "b": [other_nan]}) == []
+    assert diff(nan, 1.0) == [("c", "nan, but 1.0 is wanted")]
     assert diff(True, 1) == [("c", "True, but 1 is wanted")]
     assert diff([True], [1]) == [("c", "lacks 1 and holds true besides")]
 
