@@ -486,7 +486,7 @@ class Fuzzer:
             try:
                 cli.main(words, standalone_mode=False)
             except (MoequantError, failures.FailedResult, click.ClickException) as error:
-                failures._report(error, words)
+                failures._report(error, words, cli._options(words))
         for stream in (stdout, stderr):
             stream.flush()
             check_text(stream.buffer.getvalue().decode())
