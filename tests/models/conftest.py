@@ -638,6 +638,150 @@ def build(H: int, I: int) -> dict[str, Case]:
             (1, 2),
         ),
     }
+    WITHOUT_DENSE = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
+    PIXTRAL = {**VISION, "model_type": "pixtral", "patch_size": 14, "image_size": 28}
+    MISTRAL_LARGE4 = SIZES | ROUTED | ONE_GROUP | KINDS | INDEXER | MLA
+    MODELS |= {
+        "axk1": Case(t.AXK1ForCausalLM, t.AXK1Config(**SIZES | MLA | KINDS), (1, 2)),
+        "axk2": Case(t.AXK2ForCausalLM, t.AXK2Config(**SIZES | MLA | KINDS | INDEXER), (1, 2)),
+        "beam": Case(
+            t.BeamForCausalLM,
+            t.BeamConfig(**SIZES, **EXPERTS, **ONE_GROUP, **KINDS, head_dim=16),
+            (1, 2),
+        ),
+        "flint": Case(
+            t.FlintForCausalLM,
+            t.FlintConfig(**SIZES, **EXPERTS, **SHARED, head_dim=16, mlp_only_layers=[0]),
+            (1, 2),
+        ),
+        "granitemoe_swa": Case(
+            t.GraniteMoeSWAForCausalLM,
+            t.GraniteMoeSWAConfig(**ONE_SIZE, num_local_experts=E, shared_intermediate_size=48),
+            (0, 1, 2),
+            stack=halves,
+        ),
+        "hy_v4": Case(
+            t.HYV4ForCausalLM,
+            t.HYV4Config(**SIZES | MLA | KINDS | INDEXER),
+            (1, 2),
+            stack=halves,
+        ),
+        "kolibri1": Case(
+            t.Kolibri1ForCausalLM,
+            t.Kolibri1Config(**WITHOUT_DENSE, **EXPERTS, **SHARED, head_dim=16),
+            (0, 1, 2),
+        ),
+        "mellum": Case(
+            t.MellumForCausalLM, t.MellumConfig(**SIZES, **EXPERTS, **KINDS, head_dim=16), (1, 2)
+        ),
+        "mistral4": Case(
+            t.Mistral4ForCausalLM, t.Mistral4Config(**SIZES | MLA), (1, 2), stack=halves
+        ),
+        "mistral_large4": Case(
+            t.MistralLarge4ForConditionalGeneration,
+            t.MistralLarge4Config(
+                text_config={
+                    **{k: v for k, v in MISTRAL_LARGE4.items() if k != "q_lora_rank"},
+                    "model_type": "mistral_large4_text",
+                },
+                vision_config=PIXTRAL,
+            ),
+            (1, 2),
+        ),
+        "glm5_next": Case(
+            t.Glm5NextForConditionalGeneration,
+            t.Glm5NextConfig(
+                text_config={
+                    **SIZES,
+                    **MLA,
+                    **KINDS,
+                    **INDEXER,
+                    "qk_rope_head_dim": 0,
+                    "qk_nope_head_dim": 16,
+                    "v_head_dim": 16,
+                    "linear_num_heads": 2,
+                    "linear_head_dim": 16,
+                    "index_kpool": 4,
+                    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+                },
+                vision_config={
+                    "depth": 1,
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_heads": 2,
+                    "out_hidden_size": 32,
+                    "image_size": 28,
+                    "projection_intermediate_size": 64,
+                },
+            ),
+            (1, 2),
+        ),
+    }
+    QWEN4 = {
+        **WITHOUT_DENSE,
+        **EXPERTS,
+        **SHARED,
+        **LINEAR_ATTENTION,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "split_ngram_parts": 2,
+    }
+    SAM = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "output_channels": 8,
+        "image_size": 64,
+        "patch_size": 16,
+        "mlp_dim": 64,
+        "downsample_channels": [8, 16],
+        "global_attn_indexes": [0],
+    }
+    OCR = {
+        "text_config": {**SIZES, **ROUTED, **ONE_GROUP, **KINDS},
+        "vision_config": {
+            "sam_config": SAM,
+            "encoder_config": {
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+        },
+    }
+    MODELS |= {
+        "mistral3": Case(
+            t.Mistral3ForConditionalGeneration,
+            t.Mistral3Config(
+                text_config={**SIZES, **MLA, "model_type": "mistral4"}, vision_config=PIXTRAL
+            ),
+            (1, 2),
+            stack=halves,
+        ),
+        "qwen4_exp_text": Case(t.Qwen4ExpForCausalLM, t.Qwen4ExpTextConfig(**QWEN4), (0, 1, 2)),
+        "qwen4_exp": Case(
+            t.Qwen4ExpForConditionalGeneration,
+            t.Qwen4ExpConfig(text_config=QWEN4, vision_config=QWEN_VISION),
+            (0, 1, 2),
+        ),
+        "unlimited_ocr": Case(
+            t.UnlimitedOcrForConditionalGeneration, t.UnlimitedOcrConfig(**OCR), (1, 2)
+        ),
+    }
+    OCR["vision_config"]["encoder_config"]["num_key_value_heads"] = 2
+    MODELS["deepseek_ocr2"] = Case(
+        t.DeepseekOcr2ForConditionalGeneration, t.DeepseekOcr2Config(**OCR), (1, 2)
+    )
     return MODELS
 
 

@@ -26,6 +26,8 @@ ACT_FNS = {
     "gemma4": ActivationConfig(name="gelu_tanh"),
     "gemma4_text": ActivationConfig(name="gelu_tanh"),
     "deepseek_v4": ActivationConfig(name="silu", limit=10.0),
+    "glm5_next": ActivationConfig(name="silu", limit=10.0),
+    "hy_v4": ActivationConfig(name="silu", limit=10.0),
 }
 
 
@@ -49,7 +51,9 @@ def test_routers_and_biases_are_never_convertible(saved):
     for name in saved.checkpoint.tensors:
         role = architecture.classify(name).role
         routers += role == "router"
-        if name.endswith((*never, "router.layer.weight")) and ".self_attn." not in name:
+        # HY-V4's linear_gate is the gate projection of an MLP.
+        linear = ".self_attn." in name or name.endswith(".linear_gate.weight")
+        if name.endswith((*never, "router.layer.weight")) and not linear:
             assert role not in CONVERTIBLE_ROLES, name
     assert routers == len(saved.case.layers)
 

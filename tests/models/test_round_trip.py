@@ -229,7 +229,9 @@ IN_FP8 = {
     "minimax_m3_vl", "hy_v3", "laguna", "kimi_linear", "bailing_hybrid",
     "deepseek_v4", "gemma4", "gemma4_text", "granitemoe", "granitemoehybrid", "granitemoeshared",
     "kimi_k2", "kimi_k25", "llama4", "llama4_text", "longcat_flash", "nemotron_h", "phimoe",
-    "qwen3_vl_moe", "step3p5", "step3p7",
+    "qwen3_vl_moe", "step3p5", "step3p7", "axk2", "granitemoe_swa", "hy_v4", "mistral4",
+    "mistral3", "mistral_large4", "glm5_next", "qwen4_exp", "qwen4_exp_text", "deepseek_ocr2",
+    "unlimited_ocr",
 }  # fmt: skip
 """Of which the table speaks, or that do not load in MXFP4."""
 
@@ -300,22 +302,27 @@ def test_transformers_runs_llama4_in_w4a8_with_fp8_activations(
 
 
 OUR_EXPERTS_IN = [
+    "axk2",
     "bailing_hybrid",
     "dbrx",
     "deepseek_v4",
     "gemma4_text",
+    "granitemoe_swa",
     "hy_v3",
+    "hy_v4",
     "kimi_linear",
     "laguna",
     "nemotron_h",
+    "qwen4_exp_text",
 ]
 
 
 IN_FULL_TOO = [
-    "afmoe", "cohere2_moe", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
-    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoehybrid",
-    "granitemoeshared", "hunyuan_v1_moe", "jamba", "lfm2_moe", "mimo_v2_flash", "minimax",
-    "minimax_m2", "phimoe", "qwen3_5_moe_text", "qwen3_next", "solar_open",
+    "afmoe", "axk1", "beam", "cohere2_moe", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe",
+    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "kolibri1", "lfm2_moe",
+    "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "phimoe", "qwen3_5_moe_text",
+    "qwen3_next", "solar_open",
 ]  # fmt: skip
 """All other language models but those of tests/integrations and those refused below."""
 
