@@ -36,6 +36,7 @@ from moequant.formats.w4a8 import (
     SEARCH_FACTORS,
     TABLE_HEADROOM,
 )
+from moequant.quantizers import e2m1
 from moequant.quantizers.elements import (
     E2M1,
     E4M3,
@@ -144,6 +145,10 @@ def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
         byte = ((amax + up) >> 23).smax(2) - 2
         return f.constant(byte.type, 127).where(amax.equals(0), byte)
 
+    def power(byte: Value) -> Value:
+        # Byte 0 is 2**-127, which float32 has among its denormals.
+        return (byte << 23).umax(float_bits(2.0**-127)).bitcast("float")
+
     def reciprocal(byte: Value) -> Value:
         return ((f.constant(byte.type, 254) - byte) << 23).bitcast("float")
 
@@ -161,6 +166,7 @@ def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
         search=least_squares if rule == "mse" else None,
         factor=reciprocal,
         scaled=lambda w, factor: w * factor,
+        unit=power,
     )
 
 
@@ -183,14 +189,18 @@ def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
             best, least = near.where(better, best), error.where(better, least)
         return best
 
+    def unit(code: Value) -> Value:
+        return decode_e4m3(code) * g.splat(code.type.lanes)
+
     return _grouped(
         f,
         source,
         group=16,
         scale_of=scale_of,
         search=least_squares if options["search"] == "mse" else None,
-        factor=lambda code: decode_e4m3(code) * g.splat(code.type.lanes),
+        factor=unit,
         scaled=lambda w, factor: w / factor,
+        unit=unit if options["global_scale"] == "power_of_two" else None,
     )
 
 
@@ -218,6 +228,7 @@ def _grouped(
     search: Callable[[list[Value], Value], Value] | None,
     factor: Callable[[Value], Value],
     scaled: Callable[[Value, Value], Value],
+    unit: Callable[[Value], Value] | None,
 ) -> Function:
     """E2M1 codes of groups that depend on nothing but themselves, many groups at a time.
 
@@ -229,29 +240,41 @@ def _grouped(
         search: better bytes, from the groups' clamped magnitudes and the bytes; if any.
         factor: from bytes, what magnitudes are scaled by.
         scaled: what is encoded, from clamped magnitudes and the factor of each.
+        unit: from bytes, what magnitudes are divided by, if it has as few bits as `e2m1` needs.
     """
     w, qdata, scale = (f.parameter(name) for name in ("w", "qdata", "scale"))
+
+    def encode(first: Value, count: int) -> Value:
+        starts = [(first + i) * group for i in range(count)]
+        stored = [source.load(f, w, start, group) for start in starts]
+        maxima = _maxima([source.magnitude(one) for one in stored])
+        byte = scale_of(_clamped(source.float(maxima), E2M1_FLOAT32_MAX).bitcast("i32"))
+        if search is not None:
+            values = [source.float(one) for one in stored]
+            byte = search([_clamped(one, E2M1_FLOAT32_MAX) for one in values], byte)
+        f.store(byte.to("i8"), scale, first)
+        factors = factor(byte)
+        together = min(count, _STRIP // group)
+        for i in range(0, count, together):
+            own = [lane for lane in range(i, i + together) for _ in range(group)]
+            strip = source.float(source.load(f, w, starts[i], len(own)))
+            x = scaled(_clamped(strip, E2M1_FLOAT32_MAX), factors.pick(own))
+            codes = E2M1.encode(x) | sign_bit(strip, 3)
+            f.store(pack_nibbles(codes), qdata, starts[i] // 2)
+        return maxima.reduce("umax")
+
     largest = f.variable(f.constant(Type(source.element), 0))
     groups = f.parameter("rows") * f.parameter("columns") // group
-    for count, loop in f.strips(f.constant(I64, 0), groups, _GROUPS):
+    if source.dtype != "bfloat16" or search is not None:
+        unit = None
+    together = _GROUPS if unit is None else e2m1.WEIGHTS // group
+    for count, loop in f.strips(f.constant(I64, 0), groups, together):
         with loop as first:
-            starts = [(first + i) * group for i in range(count)]
-            stored = [source.load(f, w, start, group) for start in starts]
-            maxima = _maxima([source.magnitude(one) for one in stored])
-            largest.set(largest.get().umax(maxima.reduce("umax")))
-            byte = scale_of(_clamped(source.float(maxima), E2M1_FLOAT32_MAX).bitcast("i32"))
-            if search is not None:
-                values = [source.float(one) for one in stored]
-                byte = search([_clamped(one, E2M1_FLOAT32_MAX) for one in values], byte)
-            f.store(byte.to("i8"), scale, first)
-            factors = factor(byte)
-            together = min(count, _STRIP // group)
-            for i in range(0, count, together):
-                own = [lane for lane in range(i, i + together) for _ in range(group)]
-                strip = source.float(source.load(f, w, starts[i], len(own)))
-                x = scaled(_clamped(strip, E2M1_FLOAT32_MAX), factors.pick(own))
-                codes = E2M1.encode(x) | sign_bit(strip, 3)
-                f.store(pack_nibbles(codes), qdata, starts[i] // 2)
+            if unit is not None and count > 1:
+                found = e2m1.encode_bfloat16(f, first, group=group, scale_of=scale_of, unit=unit)
+            else:
+                found = encode(first, count)
+            largest.set(largest.get().umax(found))
     f.give(largest.get().to("i32"))
     return f
 
