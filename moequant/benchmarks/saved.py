@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.writer import replace_file
+from moequant.checkpoint.disk import replace_file
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:

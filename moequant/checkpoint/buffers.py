@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 """Of tensors in an arena: a line of the cache, and the widest vector."""
+_PAGE_BYTES = 4096
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -72,10 +73,22 @@ class Arena:
             return self._allocate(size_bytes).view(dtype).view(tuple(shape))
         return self._memory[start : start + size_bytes].view(dtype).view(tuple(shape))
 
+    @property
+    def size_bytes(self) -> int:
+        """What it will keep after `clear`."""
+        fits = self._used <= len(self._memory)
+        return len(self._memory) if fits else self._used + _PAGE_BYTES
+
     def clear(self) -> None:
         """Let go of all tensors, which must no longer be used, and keep their memory."""
-        if self._used > len(self._memory):
+        size_bytes = self.size_bytes
+        if size_bytes > len(self._memory):
             # The old goes before the new comes.
             self._memory = self._allocate(0)
-            self._memory = self._allocate(self._used)
+            self._memory = self._allocate(size_bytes)
         self._used = 0
+
+    def begin_like(self, position: int) -> None:
+        """Let the first tensor after `clear` lie in its page as `position` of a file does."""
+        assert self._used == 0, self._used
+        self._used = (position - self._memory.data_ptr()) % _PAGE_BYTES

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moequant.checkpoint.writer import TensorSlot
 
 LENGTH_BYTES = 8
+_PAGE_BYTES = 4096
 MAX_HEADER_BYTES = MAX_BYTES
 """What safetensors accepts; a larger header is refused unread."""
 
@@ -136,7 +137,10 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 
 
 def encode_header(slots: Iterable[TensorSlot]) -> bytes:
-    """Everything in front of the data: length and JSON, padded so that data starts at 8n.
+    """Everything in front of the data: length and JSON, with spaces up to a whole page.
+
+    So a tensor's place in the data is its place in a page: for loaders that map a file, and for
+    writes past the page cache.
 
     Raises:
         UnsupportedError: the header would exceed what safetensors reads.
@@ -149,7 +153,7 @@ def encode_header(slots: Iterable[TensorSlot]) -> bytes:
             "data_offsets": (slot.offset, slot.offset + slot.size_bytes),
         }
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + LENGTH_BYTES) % _PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
             f"{len(fields) - 1} tensors need a header of {len(text)} bytes, but safetensors reads "

@@ -14,7 +14,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.writer import explained
+from moequant.checkpoint.disk import explained
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:

@@ -6,42 +6,20 @@ start: nothing is gathered in memory, and slices of one tensor may come from sev
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from moequant.checkpoint.buffers import joined_bytes
-from moequant.checkpoint.digest import GrowingDigest
 from moequant.checkpoint.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
-from moequant.errors import MoequantError
+from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from concurrent.futures import Executor
     from pathlib import Path
 
     from torch import Tensor
     from typing_extensions import Buffer
-
-_NO_SPACE = "free space there or choose another output, then run again"
-_NO_RIGHT = "choose an output you may write to"
-_ADVICE = {
-    errno.ENOSPC: _NO_SPACE,
-    errno.EDQUOT: _NO_SPACE,
-    errno.EROFS: _NO_RIGHT,
-    errno.EACCES: _NO_RIGHT,
-    errno.EPERM: _NO_RIGHT,
-    errno.EFBIG: "files this large are refused there; choose a smaller --max-shard-size",
-    errno.EIO: "the disk or the way to it failed; see the system's log before you run again",
-}
-# What file systems answer that cannot reserve space (ZFS says EINVAL).
-_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-
-
-_KEPT_BYTES = 1 << 16
-"""Less than this is read back for the digest: it may come much later, and memory would wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +49,11 @@ def lay_out(
 ) -> tuple[bytes, dict[str, TensorSlot]]:
     """Give each tensor its place in a file.
 
-    The given order holds for tensors of a multiple of 8 bytes, nearly all of a checkpoint's; then
-    come the others, larger elements first. With data that starts at a multiple of 8, every tensor
-    is then aligned to its element size without holes. A file that is written in the given order
-    grows from its start, so that its digest can keep up. It will have `len(header)` plus the slots'
-    bytes.
+    The given order holds for tensors of a multiple of 64 bytes, nearly all of a checkpoint's; then
+    come those of a multiple of 8, then the others, larger elements first. With data that starts at
+    a page's start, every tensor is then aligned to its element size without holes, and the first
+    kind to a line of a processor's cache. A file that is written in the given order grows from its
+    start, so that its digest can keep up. It will have `len(header)` plus the slots' bytes.
 
     Args:
         tensors: name, safetensors dtype and shape of each; no name twice.
@@ -97,11 +75,12 @@ def lay_out(
 
 
 def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
-    """What sorts a tensor: 0 for those that leave every element behind them aligned."""
+    """What sorts a tensor, so that each leaves those behind it aligned."""
     _, dtype, shape = tensor
-    return (
-        0 if bit_count(dtype, shape) % 64 == 0 else 1 + max(DTYPE_BITS.values()) - DTYPE_BITS[dtype]
-    )
+    size_bits = bit_count(dtype, shape)
+    if size_bits % 64 == 0:
+        return 0 if size_bits % 512 == 0 else 1
+    return 2 + max(DTYPE_BITS.values()) - DTYPE_BITS[dtype]
 
 
 class _Piece(NamedTuple):
@@ -149,36 +128,40 @@ def _nothing() -> None:
 class ShardWriter:
     """One safetensors file in the making.
 
-    Several threads may write at once; `finish` and `abort` come when none of them does, for a
-    descriptor that is closed may be another file's the next moment.
-
-    Space is reserved at the start, where the file system can, so that a full disk shows before the
-    work is done. An existing file at `path` is overwritten. Every OSError becomes a MoequantError
-    that says what to do.
+    Several threads may write at once; `finish` and `abort` come when none of them does. Space is
+    reserved at the start. An existing file at `path` is overwritten. Every OSError becomes a
+    MoequantError that says what to do.
 
     Args:
         path: where to write; the name of an unfinished file, for the caller to rename.
         header: as `lay_out` returns it.
         slots: as `lay_out` returns them.
+        disk: threads that write what is lent past the page cache; see `OutputFile`.
     """
 
-    def __init__(self, path: Path, header: bytes, slots: Mapping[str, TensorSlot]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: bytes,
+        slots: Mapping[str, TensorSlot],
+        disk: Executor | None = None,
+    ) -> None:
         self.path = path
         self.size_bytes = len(header) + sum(slot.size_bytes for slot in slots.values())
         self._slots = slots
         self._data_start = len(header)
         # Ranges and not a sum: a slice written twice must not hide one that never came.
         self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in slots}
-        with explained(path, "created"):
-            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._digest = GrowingDigest(self._fd)
+        self._file = OutputFile(path, self.size_bytes, disk)
         try:
-            with explained(path, f"given its {self.size_bytes} bytes"):
-                _reserve(self._fd, self.size_bytes)
-            self._write_at(0, memoryview(header))
+            self._file.write(0, memoryview(header))
         except BaseException:
             self.abort()
             raise
+
+    def position(self, name: str, offset_bytes: int = 0) -> int:
+        """Where in the file a byte of a tensor goes."""
+        return self._data_start + self._slots[name].offset + offset_bytes
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a whole tensor; its dtype and shape must be the slot's."""
@@ -191,28 +174,33 @@ class ShardWriter:
 
         Args:
             tensors: by name.
-            release: called once the digest needs their memory no more, and until then it must hold
-                them; without it, what they hold is read back.
+            release: called once neither digest nor disk needs their memory any more, which must
+                stay as it is until then; without it, nothing is needed after the call.
         """
         pieces = sorted((self._piece(*item) for item in tensors.items()), key=_Piece.order)
         runs = [(run[0].position, joined_bytes([p.tensor for p in run])) for run in _runs(pieces)]
-        keep = {at for at, view in runs if view.nbytes >= _KEPT_BYTES} if release else set()
-        once = _countdown(len(keep), release or _nothing)
-        for position, view in runs:
-            self._write_at(position, view, once if position in keep else None)
+        self._write_runs(runs, release)
         for piece in pieces:
             if piece.tensor.nbytes:
                 self._written[piece.name].append((0, piece.tensor.nbytes))
-        once()
 
     def _piece(self, name: str, tensor: Tensor) -> _Piece:
         slot = self._slots[name]
         found, wanted = (dtype_name(tensor.dtype), tuple(tensor.shape)), (slot.dtype, slot.shape)
         _ensure(found == wanted, f"{name}: {found} to write, but the plan says {wanted}")
-        return _Piece(name, self._data_start + slot.offset, tensor.detach().cpu().contiguous())
+        return _Piece(name, self.position(name), tensor.detach().cpu().contiguous())
 
-    def write_bytes(self, name: str, offset_bytes: int, buffer: Buffer) -> None:
-        """Write `buffer` at `offset_bytes` of the tensor; each byte must be written once."""
+    def write_bytes(
+        self,
+        name: str,
+        offset_bytes: int,
+        buffer: Buffer,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """Write `buffer` at `offset_bytes` of the tensor; each byte must be written once.
+
+        `release` as in `write_all`.
+        """
         slot = self._slots[name]
         view = memoryview(buffer).cast("B")
         stop = offset_bytes + view.nbytes
@@ -220,9 +208,22 @@ class ShardWriter:
             offset_bytes >= 0 and stop <= slot.size_bytes,
             f"{name}: bytes {offset_bytes} to {stop} of {slot.size_bytes}",
         )
-        self._write_at(self._data_start + slot.offset + offset_bytes, view)
+        self._write_runs([(self.position(name, offset_bytes), view)], release)
         if view.nbytes:
             self._written[name].append((offset_bytes, stop))
+
+    def _write_runs(
+        self, runs: Sequence[tuple[int, memoryview]], release: Callable[[], None] | None
+    ) -> None:
+        lent = {at for at, view in runs if view.nbytes >= KEPT_BYTES} if release else set()
+        # Each run is needed for the digest and for the disk.
+        once = _countdown(2 * len(lent), release or _nothing)
+        for position, view in runs:
+            if position in lent:
+                self._file.lend(position, view, once)
+            else:
+                self._file.write(position, view)
+        once()
 
     def digest(self, at_most_bytes: int) -> bool:
         """Digest what the file has got since, from its start on, unless another thread is at it.
@@ -230,8 +231,7 @@ class ShardWriter:
         Returns:
             Whether it was as much as that.
         """
-        with explained(self.path, "read"):
-            return self._digest.catch_up(at_most_bytes)
+        return self._file.digest(at_most_bytes)
 
     def finish(self) -> tuple[int, str]:
         """Digest the rest of the file, bring it to disk and close it.
@@ -245,121 +245,14 @@ class ShardWriter:
                 _ensure(start == position, f"{name}: byte {min(start, position)} written not once")
                 position = stop
             _ensure(position == slot.size_bytes, f"{name}: {position} of {slot.size_bytes} bytes")
-        self.digest(self.size_bytes)
-        with explained(self.path, "finished"):
-            os.fsync(self._descriptor())
-            self._close()
-        return self.size_bytes, self._digest.of_first(self.size_bytes)
+        return self.size_bytes, self._file.finish()
 
     def abort(self) -> None:
         """Close the file, if it is open, and remove it, if it is there."""
-        with explained(self.path, "removed"):
-            try:
-                self._close()
-            finally:
-                self.path.unlink(missing_ok=True)
-
-    def _descriptor(self) -> int:
-        if self._fd is None:
-            raise AssertionError(f"{self.path}: already closed")
-        return self._fd
-
-    def _close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
-
-    def _write_at(
-        self, position: int, view: memoryview, release: Callable[[], None] | None = None
-    ) -> None:
-        with explained(self.path, "written"):
-            _write_all(self._descriptor(), position, view)
-        if release is None:
-            self._digest.wrote(position, position + view.nbytes)
-        else:
-            self._digest.wrote_from(position, view, release)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` so that a crash at any time leaves the old file or the new one.
-
-    Raises:
-        MoequantError: it cannot be written; says what to do.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with explained(path, "written"):
-        try:
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                _write_all(fd, 0, memoryview(data))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Bring names just created, renamed or removed in the directory `path` to disk.
-
-    Raises:
-        MoequantError: it cannot be done; says what to do.
-    """
-    with explained(path, "brought to disk"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            # Some network file systems have no such call for directories and keep names themselves.
-            if error.errno != errno.EINVAL:
-                raise
-        finally:
-            os.close(fd)
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256, in hex, of the file at `path`; read in pieces.
-
-    Raises:
-        MoequantError: it cannot be read; says what to do.
-    """
-    with explained(path, "read"), path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _reserve(fd: int, size_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):  # macOS has none
-        try:
-            os.posix_fallocate(fd, 0, size_bytes)
-        except OSError as error:
-            if error.errno not in _CANNOT_RESERVE:
-                raise
-    os.ftruncate(fd, size_bytes)
-
-
-def _write_all(fd: int, position: int, view: memoryview) -> None:
-    # Linux moves at most 2 GiB a call, and any call may move less than asked.
-    done = 0
-    while done < view.nbytes:
-        done += os.pwrite(fd, view[done:], position + done)
+        self._file.abort()
 
 
 def _ensure(condition: bool, fault: str) -> None:
     """Assert that also holds under `python -O`: what it guards is the user's weights."""
     if not condition:
         raise AssertionError(fault)
-
-
-@contextmanager
-def explained(path: Path, participle: str) -> Iterator[None]:
-    """Turn an OSError into a MoequantError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "mend the cause and run again")
-        raise MoequantError(
-            f"{path}: cannot be {participle}: {error.strerror}; {advice}"
-        ) from error

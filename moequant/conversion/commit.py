@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
+from moequant.checkpoint.disk import explained, fsync_directory, replace_file
 from moequant.checkpoint.files import (
     CONFIG_FILE,
     HF_QUANT_CONFIG_FILE,
@@ -23,7 +24,6 @@ from moequant.checkpoint.files import (
     RECORD_FILE,
 )
 from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.conversion.losses import merged
 from moequant.conversion.target import read_record, recorded_sidecars
 from moequant.conversion.used import shares

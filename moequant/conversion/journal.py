@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.disk import explained, fsync_directory, replace_file, sha256_of
 from moequant.checkpoint.files import WORK_FOLDER
 from moequant.checkpoint.lock import exclusive
-from moequant.checkpoint.writer import explained, fsync_directory, replace_file, sha256_of
 from moequant.conversion.losses import Loss
 from moequant.conversion.used import UsedQuantizer
 

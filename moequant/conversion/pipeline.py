@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.checkpoint.converted import described_architectures
+from moequant.checkpoint.disk import explained
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.locate import locate
 from moequant.checkpoint.source import Checkpoint
 from moequant.checkpoint.source_model import source_config
-from moequant.checkpoint.writer import explained
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
 from moequant.conversion.devices import CPU, choose_device
 from moequant.conversion.executors import LOCAL, choose_executor

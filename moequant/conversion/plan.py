@@ -154,7 +154,12 @@ class Plan:
             return 0
         works: tuple[Unit | Restored, ...] = (*self.units, *self.restored)
         unit = max((work.working_bytes for work in works), default=0)
-        return workers * max(unit, 2 * COPY_CHUNK_BYTES)
+        return workers * max(unit, COPY_CHUNK_BYTES) + self.buffer_bytes(workers)
+
+    def buffer_bytes(self, workers: int) -> int:
+        """Memory that may wait to be digested and written while workers are at what follows."""
+        result = max((unit.result_bytes for unit in self.units), default=0)
+        return workers * (result + WRITE_BUFFER_BYTES)
 
     def device_bytes(self, workers: int) -> int:
         """Memory `workers` may hold on GPUs at once, if these quantize; 0 if refused."""
@@ -163,6 +168,8 @@ class Plan:
         return workers * max((unit.device_bytes for unit in self.units), default=0)
 
 
+WRITE_BUFFER_BYTES = 8 << 20
+"""For each worker, beside one result: what a digest or a disk may be behind."""
 COPY_CHUNK_BYTES = 8 << 20
 """Copied tensors stream through buffers of this size."""
 

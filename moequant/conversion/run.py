@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moequant.checkpoint.buffers import Arena
+from moequant.checkpoint.buffers import Arena, tensor_bytes
 from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.losses import merged
@@ -44,6 +44,9 @@ _T = TypeVar("_T")
 
 _WORKERS_A_FINISHER = 4
 """To make a shard takes a core 1.5 to 2.6 times as long as to digest it."""
+_LEAST_WRITERS = 2
+_WORKERS_A_WRITER = 2
+"""They wait for the disk and do nothing else; two megabytes each keep a fast one busy."""
 
 
 def write_shards(
@@ -60,12 +63,17 @@ def write_shards(
 
     Every tensor has its place in the file, so the bytes do not depend on the number of workers.
     Filled shards are finished in threads of their own, one for each four workers. Each of them, and
-    the one that is being filled, takes a descriptor and 256 KiB.
+    the one that is being filled, takes two descriptors, 256 KiB and what `OutputFile` gathers.
     """
-    results = _Results(choice.quantizer.allocate, workers)
-    run = _Run(source, plan, journal, choice, progress, results)
     finishers = max(1, workers // _WORKERS_A_FINISHER)
-    with ThreadPoolExecutor(finishers, "moequant-finish") as finisher, worker_pool(workers) as pool:
+    writers = max(_LEAST_WRITERS, workers // _WORKERS_A_WRITER)
+    results = _Results(choice.quantizer.allocate, plan.buffer_bytes(workers))
+    with (
+        ThreadPoolExecutor(writers, "moequant-disk") as disk,
+        ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
+        worker_pool(workers) as pool,
+    ):
+        run = _Run(source, plan, journal, choice, progress, results, disk)
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
             writer, losses = run.fill(shard, pool, workers)
@@ -100,6 +108,7 @@ class _Run(threading.local):
         choice: Choice,
         progress: Progress,
         results: _Results,
+        disk: ThreadPoolExecutor,
     ) -> None:
         self._source = source
         self._plan = plan
@@ -109,12 +118,14 @@ class _Run(threading.local):
         self._progress = progress
         self._arena = Arena(choice.quantizer.allocate)
         self._results = results
+        self._disk = disk
 
     def fill(
         self, shard: PlannedShard, pool: ThreadPoolExecutor, workers: int
     ) -> tuple[ShardWriter, tuple[Loss, ...]]:
         """Write all that goes into a shard; what is lost of it comes in the order of the plan."""
-        writer = ShardWriter(self._journal.partial(shard.file), shard.header, shard.pieces)
+        partial_file = self._journal.partial(shard.file)
+        writer = ShardWriter(partial_file, shard.header, shard.pieces, self._disk)
         left = deque(enumerate(shard.items))
         lost: dict[int, list[Loss]] = {}
         try:
@@ -160,7 +171,7 @@ class _Run(threading.local):
             if isinstance(item, Copy):
                 if item.is_bias:
                     check_bias(self._source, item.info)
-                _copy(self._source, item, writer)
+                self._copy(item, writer)
             elif isinstance(item, Unit):
                 lost[number] = self._convert(item, writer)
             else:
@@ -172,16 +183,15 @@ class _Run(threading.local):
             self._progress.advance(item.source_bytes, item.name)
 
     def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
-        results, release = self._results.borrow()
+        memory = self._results.borrow(writer.position(unit.first_tensor(self._plan.dialect)))
         tensors, losses = convert_unit(
-            self._source, unit, self._plan.dialect, self._quantizer, self._arena, results
+            self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
         )
-        if unit.may_be_as_stored or release is None:
-            # Their memory is what the next unit is read into, or too much waits already.
-            writer.write_all(tensors)
-            self._results.give_back(results, release)
-        else:
-            writer.write_all(tensors, release)
+        # What is written as it was read lies in the memory that the next unit is read into.
+        release = None if unit.may_be_as_stored else self._results.lend(memory)
+        writer.write_all(tensors, release)
+        if release is None:
+            self._results.give_back(memory)
         tensors.clear()
         self._arena.clear()
         return losses
@@ -193,38 +203,60 @@ class _Run(threading.local):
         self._arena.clear()
         return losses
 
+    def _copy(self, copy: Copy, writer: ShardWriter) -> None:
+        name, size_bytes = copy.name, copy.info.size_bytes
+        for offset in range(0, size_bytes, COPY_CHUNK_BYTES):
+            memory = self._results.borrow(writer.position(name, offset))
+            count = min(COPY_CHUNK_BYTES, size_bytes - offset)
+            chunk = tensor_bytes(memory.empty((count,), dtype=torch.uint8))
+            self._source.read_into(name, offset, chunk)
+            release = self._results.lend(memory)
+            writer.write_bytes(name, offset, chunk, release)
+            if release is None:
+                self._results.give_back(memory)
+
 
 class _Results:
-    """Memory for results, which the digest may look at when their worker is at the next unit.
+    """Memory for what is written, which digest and disk may look at when its worker is further.
 
     Args:
         allocate: as Arena.
-        most_kept: how many results may wait for the digest.
+        size_bytes: how much may be lent to digest and disk, and kept for what comes next.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor], most_kept: int) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor], size_bytes: int) -> None:
         self._allocate = allocate
-        self._free: deque[Arena] = deque()
-        self._waiting = threading.Semaphore(most_kept)
+        self._kept: deque[Arena] = deque()
+        self._left_bytes = size_bytes
+        self._changing = threading.Lock()
 
-    def borrow(self) -> tuple[Arena, Callable[[], None] | None]:
-        """Memory, and what gives it back; None where too much waits for that already."""
-        memory = _take(self._free) or Arena(self._allocate)
-        if not self._waiting.acquire(blocking=False):
-            return memory, None
-        return memory, partial(self._release, memory)
+    def borrow(self, position: int) -> Arena:
+        """Memory for one worker; its first tensor goes to `position` of a file."""
+        with self._changing:
+            # The last that came back: a processor's cache may still have it.
+            memory = self._kept.pop() if self._kept else Arena(self._allocate)
+            self._left_bytes += memory.size_bytes
+        memory.begin_like(position)
+        return memory
 
-    def give_back(self, memory: Arena, release: Callable[[], None] | None) -> None:
-        """Give back at once what was borrowed."""
-        if release is not None:
-            release()
-        else:
-            memory.clear()
-            self._free.append(memory)
+    def lend(self, memory: Arena) -> Callable[[], None] | None:
+        """What takes `memory` back, once nobody looks at it; None if too much is lent already."""
+        with self._changing:
+            while memory.size_bytes > self._left_bytes and self._kept:
+                self._left_bytes += self._kept.popleft().size_bytes
+            if memory.size_bytes > self._left_bytes:
+                return None
+            self._left_bytes -= memory.size_bytes
+        return partial(self._take_back, memory)
 
-    def _release(self, memory: Arena) -> None:
-        self.give_back(memory, None)
-        self._waiting.release()
+    def give_back(self, memory: Arena) -> None:
+        """Take what was borrowed, and not lent."""
+        if self.lend(memory) is not None:
+            self._take_back(memory)
+
+    def _take_back(self, memory: Arena) -> None:
+        memory.clear()
+        self._kept.append(memory)
 
 
 def _take(items: deque[_T]) -> _T | None:
@@ -249,10 +281,3 @@ def _run_all(
     finally:
         left.clear()
         wait(futures)
-
-
-def _copy(source: Checkpoint, copy: Copy, writer: ShardWriter) -> None:
-    offset = 0
-    for chunk in source.chunks(copy.info.name, COPY_CHUNK_BYTES):
-        writer.write_bytes(copy.info.name, offset, chunk)
-        offset += len(chunk)

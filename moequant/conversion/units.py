@@ -147,6 +147,11 @@ class Unit:
         """Bytes read."""
         return sum(weight.info.size_bytes for weight in self.weights)
 
+    def first_tensor(self, dialect: Dialect) -> str:
+        """Name of the first tensor it makes, or of its part of one."""
+        suffix = dialect.suffixes[self.format][0]
+        return self.stack.piece(suffix) if self.stack else f"{self.weights[0].module}.{suffix}"
+
     @property
     def may_be_as_stored(self) -> bool:
         """Whether something of it may be written as the source holds it."""
@@ -157,7 +162,7 @@ class Unit:
         """Upper bound of the memory it takes on a GPU that quantizes it."""
         # Each tensor begins at a multiple of 64 bytes: weights, their parts and a check's result.
         weights = sum(weight.decoded_bytes or weight.info.size_bytes for weight in self.weights)
-        return weights + self._result_bytes + 64 * (1 + 4 * len(self.weights))
+        return weights + self.result_bytes + 64 * (1 + 4 * len(self.weights))
 
     @property
     def working_bytes(self) -> int:
@@ -165,10 +170,11 @@ class Unit:
         format = get_format(self.format)
         workspace = max(format.workspace_bytes(weight.info.shape) for weight in self.weights)
         # Results exist twice, while tiles are joined and while codes are put in disk form.
-        return _reading_bytes(self.weights) + 2 * self._result_bytes + workspace
+        return _reading_bytes(self.weights) + 2 * self.result_bytes + workspace
 
     @property
-    def _result_bytes(self) -> int:
+    def result_bytes(self) -> int:
+        """What its quantized weights take."""
         format = get_format(self.format)
         specs = (format.specs(weight.info.shape) for weight in self.weights)
         return sum(spec.size_bytes for of_one in specs for spec in of_one.values())
@@ -387,10 +393,13 @@ def _quantize(
 def encode_unit(
     quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect
 ) -> dict[str, Tensor]:
-    """Tensors of a unit by the dialect's names for a single weight, in the weights' order."""
+    """Tensors of a unit by the dialect's names for a single weight, in the weights' order.
+
+    They take the memory of `quantized`, which is of no use afterwards.
+    """
     tensors: dict[str, Tensor] = {}
     for weight, q in zip(unit.weights, quantized, strict=True):
-        tensors.update(dialect.to_disk(weight.module, q))
+        tensors.update(dialect.to_disk(weight.module, q, consume=True))
     return tensors
 
 

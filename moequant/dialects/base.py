@@ -62,16 +62,23 @@ class Dialect(ABC):
         self.check(module, format, shape)
         return self._encoding(module, format).specs(module, shape)
 
-    def to_disk(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
+    def to_disk(
+        self, module: str, q: QuantizedWeight, *, consume: bool = False
+    ) -> dict[str, Tensor]:
         """The tensors of one weight as they go to disk; equal to `specs` in names and shapes.
 
         Exact, unless the encoding says otherwise.
+
+        Args:
+            module: the weight's.
+            q: the weight.
+            consume: whether codes may be changed where they lie; `q` is of no use afterwards.
 
         Raises:
             UnsupportedError: as `check`.
         """
         self.check(module, q.format, q.shape)
-        return self._encoding(module, q.format).encode(module, q)
+        return self._encoding(module, q.format).encode(module, q, consume=consume)
 
     def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Inverse of `to_disk`; also reads what other writers leave, as the encoding says.

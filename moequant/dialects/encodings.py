@@ -88,9 +88,11 @@ class Encoding(StoredEncoding):
         parts = self._specs(self.format.specs(shape, module), shape)
         return dict(zip(self._names(module), parts, strict=True))
 
-    def encode(self, module: str, q: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors of one weight [N, K], by full name."""
-        return dict(zip(self._names(module), self._encode(q), strict=True))
+    def encode(
+        self, module: str, q: QuantizedWeight, *, consume: bool = False
+    ) -> dict[str, Tensor]:
+        """The tensors of one weight [N, K], by full name; `consume` as `Dialect.to_disk`."""
+        return dict(zip(self._names(module), self._encode(q, consume=consume), strict=True))
 
     @abstractmethod
     def _specs(
@@ -99,8 +101,8 @@ class Encoding(StoredEncoding):
         """In the order of `suffixes`, given the specs of QuantizedWeight's fields."""
 
     @abstractmethod
-    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
-        """In the order of `suffixes`."""
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
+        """In the order of `suffixes`; only with `consume` are the codes changed where they lie."""
 
     def _read_scale(
         self,
@@ -169,7 +171,7 @@ class Fp8Blocks(Encoding):
     ) -> tuple[TensorSpec, ...]:
         return parts["qdata"], parts["scale"]
 
-    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         return q.qdata, q.scale
 
 
@@ -213,7 +215,7 @@ class Nvfp4Packed(Encoding):
     ) -> tuple[TensorSpec, ...]:
         return parts["qdata"], parts["scale"], TensorSpec(dtype=torch.float32, shape=(1,))
 
-    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         assert q.global_scale is not None
         return q.qdata, q.scale, q.global_scale.reciprocal().reshape(1)
 
@@ -244,7 +246,7 @@ class Mxfp4Packed(Encoding):
     ) -> tuple[TensorSpec, ...]:
         return parts["qdata"], TensorSpec(dtype=torch.uint8, shape=parts["scale"].shape)
 
-    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         return q.qdata, q.scale.view(torch.uint8)
 
 
@@ -283,7 +285,7 @@ class Mxfp4Blocks(Encoding):
             TensorSpec(dtype=torch.uint8, shape=parts["scale"].shape),
         )
 
-    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         N, groups = q.scale.shape
         return q.qdata.reshape(N, groups, self.format.block[1] // 2), q.scale.view(torch.uint8)
 
@@ -323,8 +325,9 @@ class Int4Packed(Encoding):
         words = TensorSpec(dtype=torch.int32, shape=(N, K // 8))
         return words, parts["scale"], TensorSpec(dtype=torch.int64, shape=(2,))
 
-    def _encode(self, q: QuantizedWeight) -> tuple[Tensor, ...]:
-        words = (q.qdata ^ _NIBBLE_SIGNS).view(torch.int32)
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
+        codes = q.qdata.bitwise_xor_(_NIBBLE_SIGNS) if consume else q.qdata ^ _NIBBLE_SIGNS
+        words = codes.view(torch.int32)
         return words, q.scale, torch.tensor(q.shape, dtype=torch.int64)
 
 

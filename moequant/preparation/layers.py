@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.checkpoint.buffers import tensor_bytes
+from moequant.checkpoint.disk import sha256_of
 from moequant.checkpoint.headers import DTYPES, dtype_name, read_header
 from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.writer import ShardWriter, lay_out, sha256_of
+from moequant.checkpoint.writer import ShardWriter, lay_out
 from moequant.errors import CheckpointError
 from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 from moequant.preparation.manifest import OriginalsDigest, PreparedLayer

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from moequant._version import __version__
 from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.checkpoint.disk import explained, fsync_directory, replace_file
 from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.checkpoint.lock import exclusive
 from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.writer import explained, fsync_directory, replace_file
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import get_format
 from moequant.layouts import gate_up

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from moequant.checkpoint.disk import sha256_of
 from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.checkpoint.source import natural_key
-from moequant.checkpoint.writer import sha256_of
 from moequant.errors import MoequantError
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout

@@ -6,9 +6,9 @@ import filecmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moequant.checkpoint.disk import sha256_of
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.folder import sidecar_files, weight_files
-from moequant.checkpoint.writer import sha256_of
 from moequant.conversion.commit import OTHER_QUANTIZATION
 from moequant.errors import CheckpointError, MoequantError
 from moequant.verification.differences import differences

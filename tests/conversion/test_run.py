@@ -8,9 +8,12 @@ import threading
 import time
 
 import pytest
+import torch
 
+from moequant.checkpoint.buffers import Arena
+from moequant.checkpoint.output_file import OutputFile
 from moequant.checkpoint.writer import ShardWriter
-from moequant.conversion import convert
+from moequant.conversion import convert, plan
 from moequant.conversion.journal import Journal
 from moequant.conversion.run import _Results
 from moequant.errors import MoequantError
@@ -102,15 +105,15 @@ def test_workers_leave_to_the_end_what_they_do_not_keep_up_with(
     source, tmp_path, monkeypatch, contents
 ):
     asked = []
-    original = ShardWriter.digest
+    original = OutputFile.digest
 
-    def digest(writer, at_most_bytes):
-        asked.append(at_most_bytes == writer.size_bytes)
+    def digest(file, at_most_bytes):
+        asked.append(at_most_bytes == file.size_bytes)
         # As if another worker was at it: nothing is digested until the shard is finished.
         if asked[-1]:
-            original(writer, at_most_bytes)
+            original(file, at_most_bytes)
 
-    monkeypatch.setattr(ShardWriter, "digest", digest)
+    monkeypatch.setattr(OutputFile, "digest", digest)
     result = convert(source, tmp_path / "out", workers=8, **SETTINGS)
     assert asked.count(True) == len(result.plan.shards)
     record = json.loads((result.output / "moequant.json").read_text())
@@ -119,30 +122,49 @@ def test_workers_leave_to_the_end_what_they_do_not_keep_up_with(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_results_that_wait_for_the_digest_are_as_many_as_workers_at_most(
+def test_no_more_results_are_lent_than_the_plan_has_memory_for(
     source, tmp_path, monkeypatch, contents, workers
 ):
-    memories, lock, now, most = set(), threading.Lock(), [0], [0]
-    borrow, give_back = _Results.borrow, _Results.give_back
+    made, lent = [], []
+    initialize, lend = _Results.__init__, _Results.lend
 
-    def borrowed(self):
-        memory, release = borrow(self)
-        with lock:
-            memories.add(memory)
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        return memory, release
+    def noted(self, *arguments):
+        made.append(self)
+        initialize(self, *arguments)
 
-    def given_back(self, memory, release):
-        if release is None:
-            with lock:
-                now[0] -= 1
-        give_back(self, memory, release)
+    def counted(self, memory):
+        release = lend(self, memory)
+        assert self._left_bytes >= 0
+        lent.append(release is not None)
+        return release
 
-    monkeypatch.setattr(_Results, "borrow", borrowed)
-    monkeypatch.setattr(_Results, "give_back", given_back)
+    monkeypatch.setattr(_Results, "__init__", noted)
+    monkeypatch.setattr(_Results, "lend", counted)
+    monkeypatch.setattr(plan, "WRITE_BUFFER_BYTES", 0)
     result = convert(source, tmp_path / "out", workers=workers, **SETTINGS)
-    assert len(result.plan.units) > 4 * workers
-    assert most[0] <= 2 * workers
-    assert len(memories) <= 2 * workers
-    assert now[0] == 0
+    assert any(lent)
+    kept = sum(memory.size_bytes for memory in made[0]._kept)
+    assert kept + made[0]._left_bytes == result.plan.buffer_bytes(workers)
+
+
+def filled(results, size_bytes):
+    memory = results.borrow(0)
+    memory.empty((size_bytes,), dtype=torch.uint8)
+    return memory
+
+
+def test_memory_that_is_kept_gives_way_to_what_is_lent():
+    results = _Results(Arena()._allocate, 30_000)
+    first, second = filled(results, 10_000), filled(results, 1000)
+    results.give_back(first)
+    assert results.borrow(0) is first  # what came back goes out again
+    first.clear()
+    results.give_back(first)
+    third = filled(results, 10_000)
+    assert third is first
+    take_back = results.lend(third)
+    assert take_back is not None
+    assert results.lend(filled(results, 12_000)) is None  # 14096 of 30000 are lent
+    assert results.lend(second) is not None
+    take_back()
+    assert results.lend(filled(results, 10_000)) is not None

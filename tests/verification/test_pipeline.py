@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moequant.checkpoint.disk import sha256_of
 from moequant.checkpoint.headers import read_header
 from moequant.checkpoint.source import Checkpoint
-from moequant.checkpoint.writer import sha256_of
 from moequant.conversion import Recipe, convert
 from moequant.conversion.recipe import Rule
 from moequant.dialects import default_dialect, get_dialect

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from moequant.checkpoint.disk import sha256_of
 from moequant.checkpoint.files import PREPARED_FOLDER
 from moequant.checkpoint.headers import read_header
-from moequant.checkpoint.writer import sha256_of
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY

@@ -1,0 +1,97 @@
+"""What every writer of files needs: errors that say what to do, and names that are on disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_NO_SPACE = "free space there or choose another output, then run again"
+_NO_RIGHT = "choose an output you may write to"
+_ADVICE = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EROFS: _NO_RIGHT,
+    errno.EACCES: _NO_RIGHT,
+    errno.EPERM: _NO_RIGHT,
+    errno.EFBIG: "files this large are refused there; choose a smaller --max-shard-size",
+    errno.EIO: "the disk or the way to it failed; see the system's log before you run again",
+}
+
+
+@contextmanager
+def explained(path: Path, participle: str) -> Iterator[None]:
+    """Turn an OSError into a MoequantError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "mend the cause and run again")
+        raise MoequantError(
+            f"{path}: cannot be {participle}: {error.strerror}; {advice}"
+        ) from error
+
+
+def write_all(fd: int, position: int, view: memoryview) -> None:
+    """Write all of `view` at `position`; raises OSError."""
+    # Linux moves at most 2 GiB a call, and any call may move less than asked.
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done:], position + done)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` so that a crash at any time leaves the old file or the new one.
+
+    Raises:
+        MoequantError: it cannot be written; says what to do.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with explained(path, "written"):
+        try:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                write_all(fd, 0, memoryview(data))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Bring names just created, renamed or removed in the directory `path` to disk.
+
+    Raises:
+        MoequantError: it cannot be done; says what to do.
+    """
+    with explained(path, "brought to disk"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems have no such call for directories and keep names themselves.
+            if error.errno != errno.EINVAL:
+                raise
+        finally:
+            os.close(fd)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256, in hex, of the file at `path`; read in pieces.
+
+    Raises:
+        MoequantError: it cannot be read; says what to do.
+    """
+    with explained(path, "read"), path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,239 @@
+"""Writes go past the page cache where the disk can, and as if it could elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moequant.checkpoint import output_file
+from moequant.checkpoint.buffers import Arena, tensor_bytes
+from moequant.checkpoint.direct import LEAST_BYTES, PAGE_BYTES, direct_part, open_direct
+from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile
+from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LARGE = 3 * LEAST_BYTES
+
+
+@pytest.fixture
+def disk() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def with_or_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(path: Path, fd: int) -> int:
+        return open_direct(path, fd) or os.open(path, os.O_WRONLY)
+
+    monkeypatch.setattr(output_file, "open_direct", opened)
+
+
+class Written:
+    """How the bytes came into a file: position, count and descriptor of each call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+        self._pwrite = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self)
+
+    def __call__(self, fd: int, view: memoryview, at: int) -> int:
+        self.calls.append((at, view.nbytes, fd))
+        return self._pwrite(fd, view, at)
+
+    def ranges(self, fd: int | None) -> list[tuple[int, int]]:
+        return sorted((at, count) for at, count, used in self.calls if used == fd)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Written:
+    return Written(monkeypatch)
+
+
+def lent(position: int, size_bytes: int) -> memoryview:
+    """Random bytes that lie in a page as `position` does."""
+    memory = Arena()
+    memory.empty((size_bytes + PAGE_BYTES,), dtype=torch.uint8)
+    memory.clear()
+    memory.begin_like(position)
+    tensor = memory.empty((size_bytes,), dtype=torch.uint8)
+    return tensor_bytes(tensor.random_(0, 256))
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("position", "address", "size_bytes", "part"),
+    [
+        (0, 8 * PAGE_BYTES, LEAST_BYTES, (0, LEAST_BYTES)),
+        (0, 0, LEAST_BYTES - 1, (0, 0)),
+        (64, 64, LEAST_BYTES, (0, 0)),  # whole pages make up less
+        (64, PAGE_BYTES + 64, LARGE, (PAGE_BYTES - 64, LARGE - 64)),
+        (PAGE_BYTES - 1, PAGE_BYTES - 1, LARGE + 1, (1, LARGE + 1)),
+        (0, 64, LARGE, (0, 0)),  # not alike
+    ],
+)
+def test_whole_pages_that_lie_alike_go_past_the_cache(
+    position: int, address: int, size_bytes: int, part: tuple[int, int]
+) -> None:
+    assert direct_part(position, address, size_bytes) == part
+
+
+def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
+    tmp_path: Path, disk: ThreadPoolExecutor, written: Written
+) -> None:
+    position, size_bytes = 100, LARGE
+    view = lent(position, size_bytes)
+    file = OutputFile(tmp_path / "file", position + size_bytes, disk)
+    direct, cached = file._direct, file._fd
+    file.lend(position, view, nothing)
+    file.write(0, memoryview(bytes(position)))
+    digest = file.finish()
+    first, last = PAGE_BYTES, size_bytes // PAGE_BYTES * PAGE_BYTES
+    assert written.ranges(direct) == [(first, last - first)]
+    assert written.ranges(cached) == [
+        (0, position),
+        (position, first - position),
+        (last, position + size_bytes - last),
+    ]
+    content = (tmp_path / "file").read_bytes()
+    assert content == bytes(position) + bytes(view)
+    assert digest == hashlib.sha256(content).hexdigest()
+
+
+def test_memory_is_lent_until_digest_and_disk_have_it(
+    tmp_path: Path, disk: ThreadPoolExecutor
+) -> None:
+    released: list[int] = []
+    file = OutputFile(tmp_path / "file", 2 * LARGE, disk)
+    file.lend(LARGE, lent(LARGE, LARGE), lambda: released.append(2))
+    file.lend(0, lent(0, LARGE), lambda: released.append(1))
+    assert set(released) <= {1, 2}
+    while len(released) < 2:  # both are on disk, in whatever order
+        pass
+    file.digest(2 * LARGE)
+    assert sorted(released) == [1, 1, 2, 2]
+    file.finish()
+    assert sorted(released) == [1, 1, 2, 2]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_pieces_in_any_order_make_the_file(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "file"
+    sizes = data.draw(
+        st.lists(st.sampled_from([0, 4, 72, 5000, KEPT_BYTES, LARGE, LARGE + 8]), min_size=1)
+    )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    total = sum(sizes)
+    file, content = None, bytearray(total)
+    with ThreadPoolExecutor(2) as disk:
+        file = OutputFile(path, total, disk)
+        for i in data.draw(st.permutations(range(len(sizes)))):
+            start, size = starts[i], sizes[i]
+            view = lent(start + data.draw(st.sampled_from([0, 0, 64])), size)
+            content[start : start + size] = view
+            if size >= KEPT_BYTES and data.draw(st.booleans()):
+                file.lend(start, view, nothing)
+            else:
+                file.write(start, view)
+                view[:] = bytes(size)  # which the file must not see
+            file.digest(LARGE)
+        digest = file.finish()
+    assert path.read_bytes() == content
+    assert digest == hashlib.sha256(content).hexdigest()
+
+
+def test_small_pieces_do_not_gather_for_ever(
+    tmp_path: Path, disk: ThreadPoolExecutor, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_file, "_GATHERED_BYTES", 100)
+    file = OutputFile(tmp_path / "file", 300, disk)
+    for at in range(0, 240, 60):
+        file.write(at, memoryview(bytes(60)))
+    assert [call[0] for call in written.calls] == [0, 60, 120, 180]
+    file.write(240, memoryview(bytes(60)))
+    assert len(written.calls) == 4
+    file.finish()
+    assert len(written.calls) == 5
+
+
+def failing(code: int, direct: int | None) -> Callable[[int, memoryview, int], int]:
+    """`os.pwrite` that fails with `code` on the descriptor `direct`."""
+    whole = os.pwrite
+
+    def pwrite(fd: int, view: memoryview, at: int) -> int:
+        if fd == direct:
+            raise OSError(code, os.strerror(code))
+        return whole(fd, view, at)
+
+    return pwrite
+
+
+def test_a_disk_that_wants_more_than_pages_is_written_through_the_cache(
+    tmp_path: Path, disk: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = lent(0, LARGE)
+    file = OutputFile(tmp_path / "file", LARGE, disk)
+    monkeypatch.setattr(os, "pwrite", failing(errno.EINVAL, file._direct))
+    file.lend(0, view, nothing)
+    assert file.finish() == hashlib.sha256(view).hexdigest()
+    assert (tmp_path / "file").read_bytes() == view
+
+
+@pytest.mark.parametrize("noticed", ["by the next piece", "at the end"])
+def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
+    tmp_path: Path, disk: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, noticed: str
+) -> None:
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    file = OutputFile(tmp_path / "file", 2 * LARGE, disk)
+    monkeypatch.setattr(os, "pwrite", failing(errno.EIO, file._direct))
+    file.lend(0, lent(0, LARGE), nothing)
+    wait(file._under_way)
+    file.digest(LARGE)
+    next_step = {
+        "by the next piece": lambda: file.lend(LARGE, lent(LARGE, LARGE), nothing),
+        "at the end": lambda: file.finish(),
+    }
+    with pytest.raises(MoequantError, match="system's log"):
+        next_step[noticed]()
+    file.abort()
+    assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+def test_a_file_system_without_such_writes_has_no_second_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    fd = os.open(path, os.O_RDWR)
+    refuse: Any = failing_open(errno.EINVAL)
+    monkeypatch.setattr(os, "open", refuse)
+    assert open_direct(path, fd) is None
+    monkeypatch.undo()
+    monkeypatch.delattr(os, "O_DIRECT")
+    assert open_direct(path, fd) is None
+    os.close(fd)
+
+
+def failing_open(code: int) -> Callable[..., int]:
+    def refuse(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
