@@ -282,7 +282,7 @@ class Architecture:
         """The part of config.json that speaks of the language model."""
         if self._section is None:
             return config
-        section = config.get(self._section)
+        section = _at(config, self._section)
         if not isinstance(section, dict):
             raise CheckpointError(
                 f"config.json: {self._section} is {section!r}, but architecture {self.name!r} "

@@ -778,6 +778,45 @@ def build(H: int, I: int) -> dict[str, Case]:
             t.UnlimitedOcrForConditionalGeneration, t.UnlimitedOcrConfig(**OCR), (1, 2)
         ),
     }
+    TALKER = {**SIZES, **EXPERTS, **SHARED, "head_dim": 16, "num_hidden_layers": 1}
+    MODELS["qwen3_omni_moe"] = Case(
+        t.Qwen3OmniMoeForConditionalGeneration,
+        t.Qwen3OmniMoeConfig(
+            thinker_config={
+                "text_config": {**SIZES, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0]},
+                "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+                "audio_config": {
+                    "d_model": 32,
+                    "encoder_layers": 1,
+                    "encoder_attention_heads": 2,
+                    "encoder_ffn_dim": 32,
+                    "downsample_hidden_size": 16,
+                    "output_dim": H,
+                },
+            },
+            talker_config={
+                "text_config": TALKER,
+                "code_predictor_config": {**TALKER, "num_code_groups": 2},
+                "thinker_hidden_size": H,
+                "num_code_groups": 2,
+                "accept_hidden_layer": 1,
+                "spatial_merge_size": 2,
+            },
+            code2wav_config={
+                "codebook_size": 16,
+                "hidden_size": 16,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_quantizers": 2,
+                "decoder_dim": 32,
+                "upsample_rates": (2,),
+                "upsampling_ratios": (2,),
+            },
+        ),
+        (1, 2),
+    )
     OCR["vision_config"]["encoder_config"]["num_key_value_heads"] = 2
     MODELS["deepseek_ocr2"] = Case(
         t.DeepseekOcr2ForConditionalGeneration, t.DeepseekOcr2Config(**OCR), (1, 2)

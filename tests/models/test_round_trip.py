@@ -27,6 +27,7 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 26, 53, 58, 9, 7, 9]])
 
 
 def logits(model):
+    model = getattr(model, "thinker", model)  # Qwen3-Omni's, which is a language model
     with torch.no_grad():
         return model(input_ids=PROMPT, use_cache=False).logits[0].double()
 
@@ -231,7 +232,7 @@ IN_FP8 = {
     "kimi_k2", "kimi_k25", "llama4", "llama4_text", "longcat_flash", "nemotron_h", "phimoe",
     "qwen3_vl_moe", "step3p5", "step3p7", "axk2", "granitemoe_swa", "hy_v4", "mistral4",
     "mistral3", "mistral_large4", "glm5_next", "qwen4_exp", "qwen4_exp_text", "deepseek_ocr2",
-    "unlimited_ocr",
+    "unlimited_ocr", "qwen3_omni_moe",
 }  # fmt: skip
 """Of which the table speaks, or that do not load in MXFP4."""
 

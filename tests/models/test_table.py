@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,6 +115,28 @@ def test_the_docs_know_every_key():
     }
     text = DOCS.read_text()
     assert {key for key in keys if f"`{key}" not in text} == {"tested"}
+
+
+def model_types_with_experts():
+    """Of transformers: each folder of models whose code has a class of experts, with its types."""
+    root = Path(transformers.__file__).parent / "models"
+    for file in sorted(root.glob("*/modeling_*.py")):
+        if re.search(r"^class \w*(Experts?|MoE|Moe|MoeBlock)\(", file.read_text(), re.MULTILINE):
+            text = "".join(f.read_text() for f in file.parent.glob("configuration_*.py"))
+            yield file.parent.name, set(re.findall(r'model_type = "([^"]+)"', text))
+
+
+def test_every_model_of_transformers_with_experts_is_in_the_table_or_said_not_to_be():
+    ours = {model_type for a in architectures() for model_type in a.model_types}
+    section = DOCS.read_text().partition("## Models of transformers")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    left_out = {model_type for row in rows[1:] for model_type in re.findall("`([^`]+)`", row)}
+    assert not ours & left_out
+    found = dict(model_types_with_experts())
+    assert {"mixtral", "qwen3_moe", "gpt_oss", "dbrx"} <= found.keys()
+    unknown = {folder for folder, types in found.items() if not types & (ours | left_out)}
+    assert not unknown
+    assert left_out <= set().union(*found.values())
 
 
 def test_the_table_is_in_the_schema_of_users_files():
