@@ -7,7 +7,7 @@ exact if they are the same numbers, every one of them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +106,18 @@ def measure(
         signal=signal,
         noise=noise,
     )
+
+
+def with_ratio(loss: Loss, ratio: float) -> Loss:
+    """What `measure` found, with the numbers on disk `ratio` times farther apart.
+
+    That is of dialects of which one stores a reciprocal of the other's scale: 1 where it is exact,
+    and else within 2**-23 of that. Squares are added, as if the two errors were independent.
+    """
+    if ratio == 1 or not loss.signal:
+        return loss
+    noise = loss.noise + max(loss.signal * (ratio - 1) ** 2, math.ulp(0.0))
+    return replace(loss, exact=0, noise=noise)
 
 
 def merged(losses: Iterable[Loss]) -> list[Loss]:

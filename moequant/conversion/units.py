@@ -17,7 +17,7 @@ from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.encoded import EncodedInfo
 from moequant.checkpoint.headers import DTYPES, dtype_name
 from moequant.checkpoint.parts import PartInfo, decoded, read_stored
-from moequant.conversion.losses import ROWS, Loss, measure
+from moequant.conversion.losses import ROWS, Loss, measure, with_ratio
 from moequant.conversion.recipe import BF16
 from moequant.errors import NonFiniteError, UnsupportedError
 from moequant.formats import (
@@ -330,9 +330,9 @@ def convert_unit(
     if quantized is None:
         numbers = [decoded(w, arena) for w in weights]
         quantized = _quantize(numbers, unit, quantizer, results)
-        losses = _losses(unit.weights, unit.format, numbers, quantized)
+        losses = _losses(unit, weights, numbers, quantized, dialect)
     else:
-        losses = _losses(unit.weights, unit.format, weights, quantized)
+        losses = _losses(unit, weights, weights, quantized, dialect)
     tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:
         return tensors, losses
@@ -431,27 +431,37 @@ def restored(weights: Sequence[StoredWeight], item: Restored) -> tuple[list[Tens
         assert isinstance(w, QuantizedWeight), weight.info.name
         dequantize_into(w, out)
         check_values(out, weight.info.name)
-        losses.append(measure(w, out, role=weight.role, source=w.format, format=BF16))
+        loss = measure(w, out, role=weight.role, source=w.format, format=BF16)
+        losses.append(with_ratio(loss, 1 / source_ratio(weight, w)))
     return written, losses
 
 
+def source_ratio(weight: Weight, stored: QuantizedWeight) -> float:
+    """As `Dialect.stored_ratio`, of a weight as its source's dialect reads it."""
+    assert isinstance(weight.info, EncodedInfo), weight.info.name
+    return weight.info.dialect.stored_ratio(stored)
+
+
 def _losses(
-    weights: Sequence[Weight],
-    format: str,
+    unit: Unit,
+    stored: Sequence[StoredWeight],
     numbers: Sequence[StoredWeight],
     written: Sequence[QuantizedWeight],
+    dialect: Dialect,
 ) -> list[Loss]:
-    """What became of the weights that were stored in a quantized form.
+    """What became of the weights that were stored in a quantized form, once they are read again.
 
     Raises:
         NonFiniteError: one of them holds NaN or Inf.
     """
     losses = []
-    for weight, before, after in zip(weights, numbers, written, strict=True):
-        if weight.stored_format is None:
+    for weight, source, before, q in zip(unit.weights, stored, numbers, written, strict=True):
+        if not isinstance(source, QuantizedWeight):
             continue
-        loss = measure(before, after, role=weight.role, source=weight.stored_format, format=format)
+        after = dialect.as_read(q)
+        loss = measure(before, after, role=weight.role, source=source.format, format=unit.format)
         if not math.isfinite(loss.signal):
             check_values(decoded(before), weight.info.name)
-        losses.append(loss)
+        ratio = dialect.stored_ratio(after) / source_ratio(weight, source)
+        losses.append(with_ratio(loss, ratio))
     return losses

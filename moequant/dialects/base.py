@@ -105,10 +105,20 @@ class Dialect(ABC):
             return self.foreign[format].decode(module, tensors)
         return self.from_disk(module, format, tensors)
 
+    def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
+        """What `from_disk` makes of `q` once `to_disk` has written it."""
+        return self._stored_encoding(q.format).as_read(q)
+
+    def stored_ratio(self, q: QuantizedWeight) -> float:
+        """The numbers on disk over those of `q` as it is read: 1 where no reciprocal rounds."""
+        return self._stored_encoding(q.format).stored_ratio(q)
+
     def stored_suffixes(self, format: str) -> tuple[str, ...]:
         """Names after `module.` of a format that it carries or that is foreign, codes first."""
-        encoding = self.foreign.get(format) or self.encodings[format]
-        return encoding.suffixes
+        return self._stored_encoding(format).suffixes
+
+    def _stored_encoding(self, format: str) -> StoredEncoding:
+        return self.foreign.get(format) or self.encodings[format]
 
     def _encoding(self, module: str, format: str) -> Encoding:
         if format not in self.encodings:

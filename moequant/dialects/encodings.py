@@ -4,20 +4,23 @@
 |---|---|---|---|
 | Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
 | Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
+| Nvfp4Multiplied | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [], the global scale |
 | Mxfp4Packed | U8 [N, K/2] | U8 [N, K/32], the E8M0 byte | |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 
-Read only, from sources: Fp8Channels, E4M3 with a scale a row or one in all; Int4Groups, as
-Int4Packed with groups of any width; Nvfp4Multiplied, as Nvfp4Packed with a global scale that
-multiplies; Mxfp4Bytes, I8 [N, K/2] with E8M0.
+Read only, from sources: Fp8Channels, E4M3 with a scale a row or one in all; Fp8BlocksFlexible, as
+Fp8Blocks by either name of the scale, also in four dimensions; Int4Groups, as Int4Packed with
+groups of any width; Mxfp4Bytes, I8 [N, K/2] with E8M0.
 
-Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks).
+Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks);
+NVIDIA/Model-Optimizer 0.47, `torch/export/` (Nvfp4Multiplied).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -59,6 +62,14 @@ class StoredEncoding(ABC):
             CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
             UnsupportedError: a scale has values that the format's scale dtype cannot hold.
         """
+
+    def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
+        """What `decode` makes of `q` once it is on disk."""
+        return q
+
+    def stored_ratio(self, q: QuantizedWeight) -> float:
+        """The numbers on disk over those of `q` as it is read: 1 where no reciprocal rounds."""
+        return 1.0
 
     def _names(self, module: str) -> list[str]:
         return [f"{module}.{suffix}" for suffix in self.suffixes]
@@ -187,6 +198,16 @@ class Nvfp4Packed(Encoding):
     format = get_format("nvfp4")
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
 
+    def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
+        """As StoredEncoding: the reciprocal of the reciprocal, each rounded to float32."""
+        assert q.global_scale is not None
+        return replace(q, global_scale=q.global_scale.reciprocal().reciprocal())
+
+    def stored_ratio(self, q: QuantizedWeight) -> float:
+        """As StoredEncoding: 1 / (g * r), whose product float64 holds; r = 1 / g is on disk."""
+        assert q.global_scale is not None
+        return 1 / (q.global_scale.double() * q.global_scale.reciprocal().double()).item()
+
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """As Encoding; the divisor may be [1] or []."""
         packed, scale, divisor = self._names(module)
@@ -218,6 +239,44 @@ class Nvfp4Packed(Encoding):
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         assert q.global_scale is not None
         return q.qdata, q.scale, q.global_scale.reciprocal().reshape(1)
+
+
+class Nvfp4Multiplied(Encoding):
+    """`nvfp4` as Model-Optimizer writes it: the global scale multiplies, as in memory."""
+
+    format = get_format("nvfp4")
+    suffixes = ("weight", "weight_scale", "weight_scale_2")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding; the global scale may be [1], and 0 of a weight that is all zeros."""
+        weight, scale, global_scale = self._names(module)
+        qdata = read_matrix(tensors, weight, torch.uint8)
+        N, K = qdata.shape[0], 2 * qdata.shape[1]
+        check_columns(weight, K, self.format.block[1])
+        values = self._read_scale(tensors, scale, (N, K), torch.float8_e4m3fn)
+        multiplier = read_tensor(tensors, global_scale, torch.float32)
+        check_shape(global_scale, multiplier, (), (1,))
+        if has_values(multiplier) and not (torch.isfinite(multiplier) and multiplier >= 0):
+            raise CheckpointError(
+                f"{global_scale}: {multiplier.item()}, but a finite number that is not negative is "
+                "wanted; fetch or convert the checkpoint again"
+            )
+        return QuantizedWeight(
+            format=self.format.name,
+            qdata=qdata,
+            scale=values,
+            global_scale=multiplier.reshape(()),
+            shape=torch.Size((N, K)),
+        )
+
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        return parts["qdata"], parts["scale"], parts["global_scale"]
+
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
+        assert q.global_scale is not None
+        return q.qdata, q.scale, q.global_scale
 
 
 class Mxfp4Packed(Encoding):
@@ -332,7 +391,7 @@ class Int4Packed(Encoding):
 
 
 class Fp8Channels(StoredEncoding):
-    """`fp8_channel`: E4M3 codes, and a scale [N, 1] for the rows or [1] for all of them."""
+    """`fp8_channel`: E4M3 codes, a scale for each row, [N, 1] or [N], or one for all of them."""
 
     suffixes = ("weight", "weight_scale")
 
@@ -342,11 +401,42 @@ class Fp8Channels(StoredEncoding):
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
         N = qdata.shape[0]
         values = read_tensor(tensors, scale, torch.float32, torch.bfloat16, torch.float16)
-        check_shape(scale, values, (N, 1), (1,), ())
+        check_shape(scale, values, (N, 1), (N,), (1,), ())
         return QuantizedWeight(
             format="fp8_channel",
             qdata=qdata,
             scale=values.float().reshape(-1, 1).expand(N, 1),
+            global_scale=None,
+            shape=qdata.shape,
+        )
+
+
+class Fp8BlocksFlexible(StoredEncoding):
+    """`fp8_block` as Model-Optimizer leaves it, and what others made of that.
+
+    The scale is called `weight_scale`, [ceil(N/128), ceil(K/128)] or [.., 1, .., 1], or
+    `weight_scale_inv`; it multiplies by either name.
+    """
+
+    suffixes = ("weight", "weight_scale", "weight_scale_inv")
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As StoredEncoding; one of the two scales must be there, and not the other."""
+        weight, scale, inverse = self._names(module)
+        qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
+        if scale in tensors and inverse in tensors:
+            raise CheckpointError(
+                f"{scale} and {inverse} are both there, and nothing says which is right; fetch the "
+                "checkpoint again"
+            )
+        name = inverse if inverse in tensors else scale
+        values = read_tensor(tensors, name, torch.float32, torch.bfloat16, torch.float16)
+        rows, columns = get_format("fp8_block").specs(qdata.shape)["scale"].shape
+        check_shape(name, values, (rows, columns), (rows, 1, columns, 1))
+        return QuantizedWeight(
+            format="fp8_block",
+            qdata=qdata,
+            scale=values.float().reshape(rows, columns),
             global_scale=None,
             shape=qdata.shape,
         )
@@ -398,31 +488,6 @@ class Mxfp4Bytes(StoredEncoding):
             qdata=codes.view(torch.uint8),
             scale=values.view(torch.float8_e8m0fnu),
             global_scale=None,
-            shape=torch.Size((N, K)),
-        )
-
-
-class Nvfp4Multiplied(StoredEncoding):
-    """`nvfp4` as Model-Optimizer writes it: the global scale multiplies, FP32 [] or [1]."""
-
-    suffixes = ("weight", "weight_scale", "weight_scale_2")
-
-    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As StoredEncoding."""
-        weight, scale, global_scale = self._names(module)
-        qdata = read_matrix(tensors, weight, torch.uint8)
-        N, K = qdata.shape[0], 2 * qdata.shape[1]
-        group = get_format("nvfp4").block[1]
-        check_columns(weight, K, group)
-        values = read_tensor(tensors, scale, torch.float8_e4m3fn)
-        check_shape(scale, values, (N, K // group))
-        multiplier = read_tensor(tensors, global_scale, torch.float32)
-        check_shape(global_scale, multiplier, (), (1,))
-        return QuantizedWeight(
-            format="nvfp4",
-            qdata=qdata,
-            scale=values,
-            global_scale=multiplier.reshape(()),
             shape=torch.Size((N, K)),
         )
 

@@ -60,6 +60,8 @@ def _with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[Quantized
     if not scales:
         return list(weights)
     largest = torch.stack(scales).amax()
+    if not (largest > 0 and torch.isfinite(largest.reciprocal())):
+        return None  # all zeros, or a reciprocal that no dialect can store
     results = [_with_global_scale(q, largest) for q in weights]
     return None if None in results else [q for q in results if q is not None]
 

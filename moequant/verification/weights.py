@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.parts import decoded, read_places, read_stored
-from moequant.conversion.losses import Loss, measure, squared_norm
+from moequant.conversion.losses import Loss, measure, squared_norm, with_ratio
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.units import (
     Restored,
@@ -26,6 +26,7 @@ from moequant.conversion.units import (
     encode_unit,
     quantize_unit,
     restored,
+    source_ratio,
 )
 from moequant.errors import MoequantError
 from moequant.formats import (
@@ -166,9 +167,9 @@ def _check_unit(
             found[weight.info.name] = q
             _measure(weight.info.name, w, q, reference, result)
             if isinstance(before, QuantizedWeight):
-                result.losses.append(
-                    measure(w, q, role=weight.role, source=before.format, format=q.format)
-                )
+                loss = measure(w, q, role=weight.role, source=before.format, format=q.format)
+                ratio = expected.dialect.stored_ratio(q) / source_ratio(weight, before)
+                result.losses.append(with_ratio(loss, ratio))
     if expected.plan is None:
         _check_shared_scale(found, result)
     return result
