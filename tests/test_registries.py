@@ -22,6 +22,12 @@ NOT_CARRIED = {
     ("gpt-oss", "fp8_block"): "gpt-oss was released in MXFP4 alone",
     ("gpt-oss", "nvfp4"): "gpt-oss was released in MXFP4 alone",
     ("gpt-oss", "w4a8"): "gpt-oss was released in MXFP4 alone",
+    (
+        "modelopt",
+        "fp8_block",
+    ): "vLLM and SGLang want it by different names, and read the dialect fp8",
+    ("modelopt", "mxfp4"): "no engine reads it in this dialect",
+    ("modelopt", "w4a8"): "Model-Optimizer has it with smoothed weights alone",
 }
 NO_KERNEL = {("w4a8", "sm100"): "the CUTLASS kernel for INT4 x FP8 is written for SM90"}
 

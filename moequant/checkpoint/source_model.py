@@ -23,6 +23,7 @@ from moequant.checkpoint.reader import FixedFile
 from moequant.dialects import SOURCES as DIALECTS
 from moequant.dialects import find_dialect
 from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
+from moequant.dialects.modelopt import lacks_layers
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture, read_model
@@ -110,7 +111,8 @@ def read_source(
 def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """config.json of a source, its `quantization_config` with all that is said elsewhere.
 
-    That is `expert_dtype` at the top of config.json, and hf_quant_config.json.
+    That is `expert_dtype` at the top of config.json, and hf_quant_config.json: instead of the
+    entry, or the `quantized_layers` of one that has none.
 
     Raises:
         CheckpointError: that file is malformed.
@@ -119,13 +121,14 @@ def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     found = _quantization_config(config)
     if found is not None and EXPERT_DTYPE not in found and EXPERT_DTYPE in config:
         return {**config, "quantization_config": {**found, EXPERT_DTYPE: config[EXPERT_DTYPE]}}
-    if found is not None or not path.is_file():
+    if (found is not None and not lacks_layers(found)) or not path.is_file():
         return config
     quantization = read_document(FixedFile.at(path)).get("quantization")
     if not isinstance(quantization, dict):
         # Of weights that are quantized all the same, who reads them says that nothing describes it.
         return config
-    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
+    entry = {"quant_method": "modelopt", **quantization, **(found or {})}
+    return {**config, "quantization_config": entry}
 
 
 def seen_as_source(

@@ -16,12 +16,12 @@ from moequant.dialects.moequant import Moequant
 from moequant.errors import CheckpointError, UnsupportedError
 
 REGISTRY: dict[str, Dialect] = {
-    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), Moequant())
+    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant())
 }
 """By name; of two that carry a format, the one more engines load comes first, for most models."""
 
 
-SOURCES: dict[str, Dialect] = {d.name: d for d in (*REGISTRY.values(), DeepseekV4(), ModelOpt())}
+SOURCES: dict[str, Dialect] = {d.name: d for d in (*REGISTRY.values(), DeepseekV4())}
 """By name, those that a source may be in; some are read and not written. Of two that claim one,
 that whose names its tensors have."""
 

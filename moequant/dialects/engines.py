@@ -50,6 +50,7 @@ class Verdict:
         loads: None where nobody knows.
         known: how; None where nobody does.
         why: sentences that say what goes wrong; empty where it loads.
+        cautions: sentences about what it then computes with, besides the weights.
     """
 
     engine: str
@@ -57,6 +58,7 @@ class Verdict:
     loads: bool | None
     known: Known | None
     why: tuple[str, ...]
+    cautions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class _Rule:
     known: Known
     why: str = ""
     hint: str = ""
+    caution: str = ""
     formats: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
     when: str = ""
@@ -116,14 +119,16 @@ def judge(written: Written) -> list[Verdict]:
                 loads=None if decisive is None else decisive.loads,
                 known=None if decisive is None else decisive.known,
                 why=tuple(s for rule in against for s in rule.sentences(written)),
+                cautions=tuple(r.caution for r in holding if r.caution and not against),
             )
         )
     return verdicts
 
 
 def warnings_of(verdicts: Iterable[Verdict]) -> list[str]:
-    """All that goes wrong, each sentence once."""
-    return list(dict.fromkeys(sentence for verdict in verdicts for sentence in verdict.why))
+    """All that goes wrong, or is not as one may expect, each sentence once."""
+    said = (sentence for verdict in verdicts for sentence in (*verdict.why, *verdict.cautions))
+    return list(dict.fromkeys(said))
 
 
 @cache
@@ -142,4 +147,5 @@ def _read(entry: Mapping[str, Any]) -> _Rule:
     }
     rule = _Rule(**{**entry, **lists})
     assert bool(rule.why) != rule.loads, entry
+    assert rule.loads or not rule.caution, entry
     return rule

@@ -1,74 +1,318 @@
-"""NVFP4 as NVIDIA Model-Optimizer writes it; a source, never an output.
+"""What NVIDIA Model-Optimizer writes: NVFP4 for vLLM and SGLang, FP8 as a source alone.
 
-`weight` U8 [N, K/2], `weight_scale` E4M3 [N, K/16] and `weight_scale_2` FP32, which multiplies:
-compressed-tensors has its reciprocal. `input_scale` is of activations.
+| `quant_algo` | scales | read | written |
+|---|---|---|---|
+| W4A16_NVFP4 | `weight_scale` E4M3 [N, K/16], `weight_scale_2` FP32 [] | yes | yes |
+| NVFP4 | the same, and `input_scale` | the weights | no |
+| FP8 | `weight_scale` FP32 [], `input_scale` | the weights | no |
+| FP8_PER_CHANNEL_PER_TOKEN | `weight_scale` FP32 [N] | the weights | no |
+| FP8_PB_WO, FP8_PB_REAL, FP8_BLOCK_SCALES | as `Fp8BlocksFlexible` | the weights | no |
+| MIXED_PRECISION | those of each module, in `quantized_layers` | as each | no |
 
-config.json has a `quantization_config`; older releases have hf_quant_config.json alone, whose
-`quantization` says the same with `exclude_modules` for `ignore`.
+Codes are `weight`, U8 [N, K/2] of NVFP4 and E4M3 [N, K] of FP8.
+`weight_scale_2` multiplies; compressed-tensors has its reciprocal. Older releases have
+hf_quant_config.json alone, whose `quantization` says the same with `exclude_modules` for `ignore`.
 
-Source: NVIDIA/Model-Optimizer 0.47, `torch/export/convert_hf_config.py`.
+Decision / failure it prevents:
+
+* `W4A16_NVFP4`, for these weights come without scales of activations / vLLM 0.33 runs NVFP4 with
+  `input_scale` as it finds it in memory, which may be anything;
+* no hf_quant_config.json / it says nothing more, and vLLM and SGLang read it only where config.json
+  has no `quantization_config`;
+* `ignore` has the full name of every kept module, and none that is the beginning of a converted
+  one's / vLLM also takes a name for a part of a name, so that `mlp.gate` keeps `mlp.gate_proj`;
+* no kept part of an MLA projection beside converted ones / SGLang 0.5.23 goes by the last component
+  of `q_a_proj` and its kin, in all layers.
+
+FP8 blocks are not written: vLLM 0.33 wants those of experts as `weight_scale_inv` and of other
+layers as `weight_scale` [N/128, 1, K/128, 1], SGLang has `weight_scale_inv` for both. The dialect
+fp8 loads in all of them. MXFP4 and INT4 with FP8 activations neither loads from here.
+
+Sources: NVIDIA/Model-Optimizer 0.47, `torch/export/{quant_utils,convert_hf_config}.py`; vLLM 0.33
+`quantization/modelopt.py`; SGLang 0.5.23 `quantization/modelopt_quant.py`.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
+from dataclasses import dataclass
+from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
-from moequant.dialects.base import SourceDialect
-from moequant.dialects.config_fields import as_mapping, names_field, show
-from moequant.dialects.encodings import Nvfp4Multiplied
+from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import as_mapping, mapping_field, names_field, show
+from moequant.dialects.encodings import Fp8BlocksFlexible, Fp8Channels, Nvfp4Multiplied
+from moequant.dialects.names import expert_block, kept_blocks
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _WHERE = "quantization_config"
 _FORMAT = "nvfp4"
-_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+_WRITTEN = "W4A16_NVFP4"
+_MIXED = "MIXED_PRECISION"
+_METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
 
 
-class ModelOpt(SourceDialect):
-    """`quant_method: modelopt` with NVFP4 weights; the module's docstring has the names."""
+@dataclass(frozen=True, kw_only=True)
+class _Algorithm:
+    """What a `quant_algo` says of weights, and how many columns share a scale if it says so."""
+
+    format: str
+    group_size: int | None = None
+
+
+_BLOCKS = _Algorithm(format="fp8_block", group_size=128)
+_ALGORITHMS = {
+    "NVFP4": _Algorithm(format=_FORMAT, group_size=16),
+    _WRITTEN: _Algorithm(format=_FORMAT, group_size=16),
+    "FP8": _Algorithm(format="fp8_channel"),
+    "FP8_PER_CHANNEL_PER_TOKEN": _Algorithm(format="fp8_channel"),
+    "FP8_PB_WO": _BLOCKS,
+    "FP8_PB_REAL": _BLOCKS,
+    "FP8_BLOCK_SCALES": _BLOCKS,
+}
+_UNREAD = {
+    "MXFP8": "FP8 with a power-of-two scale for 32 columns",
+    "MXFP4": "MXFP4 that no engine loads so",
+    "W4A8_NVFP4_FP8": "NVFP4 whose kernels round weights to FP8 once more",
+    "W4A8_MXFP4_FP8": "MXFP4 for FP8 activations",
+    "W4A8_AWQ": "INT4 of weights that were multiplied by pre_quant_scale",
+    "W4A16_AWQ": "INT4 of weights that were multiplied by pre_quant_scale",
+    "NVFP4_AWQ": "NVFP4 of weights that were multiplied by pre_quant_scale",
+    "NVFP4_SVD": "NVFP4 beside a low-rank part of the weights",
+    "W8A16": "INT8",
+    "W8A8_SQ_PER_CHANNEL": "INT8",
+}
+
+# What SGLang finds anywhere in the last component of a module's name.
+_SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+# Engines merge these, and ask for the merged module.
+_MERGED = {
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+}
+
+
+class ModelOpt(Dialect):
+    """`quant_method: modelopt`; the module's docstring has the reasons."""
 
     name = "modelopt"
-    summary = "NVIDIA Model-Optimizer's NVFP4; as a source alone"
-    foreign = {_FORMAT: Nvfp4Multiplied()}  # noqa: RUF012
+    summary = "vLLM and SGLang; what NVIDIA Model-Optimizer writes"
+    encodings = {_FORMAT: Nvfp4Multiplied()}  # noqa: RUF012
+    foreign = {"fp8_channel": Fp8Channels(), "fp8_block": Fp8BlocksFlexible()}  # noqa: RUF012
+
+    def quantization_config(
+        self, formats: Mapping[str, str], kept: Iterable[str]
+    ) -> dict[str, Any]:
+        """As Dialect.
+
+        Raises:
+            UnsupportedError: as Dialect, or an engine would take a converted module for kept.
+        """
+        for module, format in formats.items():
+            self._encoding(module, format)
+        blocks, others = kept_blocks(kept)
+        _check_not_taken_for_kept(formats, [*blocks, *others])
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": _WRITTEN,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": sorted(blocks + others),
+        }
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """As Dialect."""
-        return quantization_config.get("quant_method") in ("modelopt", "modelopt_fp4")
+        return quantization_config.get("quant_method") in _METHODS
 
     def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; a module is kept by its name, that of one it lies in, or a pattern."""
+        """As Dialect.
+
+        A module is kept by some of the components of its name, one after the other, or a pattern
+        with `*` for all of it or for one component. NVFP4 is ours where every config group says
+        that activations are not quantized.
+        """
+        return self._reader(quantization_config, weights_alone=False)
+
+    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect; whatever becomes of activations, and FP8 besides."""
+        return self._reader(quantization_config, weights_alone=True)
+
+    def _reader(
+        self, quantization_config: Mapping[str, Any], *, weights_alone: bool
+    ) -> Callable[[str], str | None]:
         config = as_mapping(quantization_config, _WHERE)
-        kept = names_field(config, "ignore", _WHERE)
-        kept = kept + names_field(config, "exclude_modules", _WHERE)
-        exact = {name for name in kept if "*" not in name}
-        patterns = [name for name in kept if "*" in name]
-        problem = _unreadable(config)
+        names = names_field(config, "ignore", _WHERE)
+        kept = _Kept(names + names_field(config, "exclude_modules", _WHERE))
+        algorithm_of = _algorithms(config)
+        quantizes_activations = _quantizes_activations(config)
 
         def format_of(module: str) -> str | None:
-            parts = module.split(".")
-            within = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
-            if any(name in exact for name in within):
+            if module in kept:
                 return None
-            if any(fnmatchcase(module, pattern) for pattern in patterns):
+            found = algorithm_of(module)
+            if found is None:
                 return None
-            if problem is not None:
-                raise UnsupportedError(f"{module}: {problem}")
-            return _FORMAT
+            name, group_size, where = found
+            algorithm = _find_algorithm(module, name, group_size, where)
+            if weights_alone or name == _WRITTEN:
+                return algorithm.format
+            if name == "NVFP4" and not quantizes_activations:
+                return algorithm.format
+            raise UnsupportedError(
+                f"{module}: {where}.quant_algo is {name}, of which moequant reads the weights as a "
+                "source alone; convert them: moequant convert SOURCE OUTPUT --format NAME"
+            )
 
         return format_of
 
 
-def _unreadable(config: Mapping[str, Any]) -> str | None:
-    """Why `config` describes weights other than NVFP4, or None."""
-    algorithm = config.get("quant_algo")
-    if algorithm not in _ALGORITHMS:
-        return (
-            f"{_WHERE}.quant_algo is {show(algorithm)}, and of Model-Optimizer moequant reads "
-            f"{' and '.join(_ALGORITHMS)}"
+def lacks_layers(quantization_config: Mapping[str, Any]) -> bool:
+    """Whether an entry of config.json says that formats are mixed, and not which layer has which.
+
+    hf_quant_config.json then does.
+    """
+    stated = quantization_config.get("quant_algo")
+    return (
+        isinstance(stated, str)
+        and stated.upper() == _MIXED
+        and not quantization_config.get("quantized_layers")
+    )
+
+
+class _Kept:
+    """The names in `ignore`: modules, modules they lie in, and patterns."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = {name for name in names if "*" not in name}
+        patterns = [translate(name) for name in names if "*" in name]
+        self._pattern = re.compile("|".join(patterns)) if patterns else None
+
+    def __contains__(self, module: str) -> bool:
+        parts = module.split(".")
+        count = len(parts)
+        if any(
+            ".".join(parts[i:j]) in self._names
+            for i in range(count)
+            for j in range(i + 1, count + 1)
+        ):
+            return True
+        match = self._pattern.match if self._pattern is not None else None
+        return match is not None and any(map(match, (module, *parts)))
+
+
+def _algorithms(
+    config: Mapping[str, Any],
+) -> Callable[[str], tuple[str, object, str] | None]:
+    """From a module to its `quant_algo` and `group_size`, and where they stand; None for kept.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    stated = config.get("quant_algo")
+    overall = stated.upper() if isinstance(stated, str) else show(stated)
+    if overall != _MIXED:
+        return lambda module: (overall, config.get("group_size"), _WHERE)
+    where = f"{_WHERE}.quantized_layers"
+    layers = {
+        name: as_mapping(entry, f"{where}.{name}")
+        for name, entry in mapping_field(config, "quantized_layers", _WHERE).items()
+    }
+
+    def of_layer(module: str) -> tuple[str, object, str] | None:
+        if not layers:
+            raise UnsupportedError(
+                f"{module}: {where} is missing, here and in hf_quant_config.json, so nothing says "
+                "which layer is in which format; fetch the checkpoint again"
+            )
+        name = next((name for name in _enclosing(module) if name in layers), None)
+        if name is None:
+            return None
+        found = layers[name].get("quant_algo")
+        algorithm = found.upper() if isinstance(found, str) else show(found)
+        return algorithm, layers[name].get("group_size"), f"{where}.{name}"
+
+    return of_layer
+
+
+def _enclosing(module: str) -> Iterator[str]:
+    """A module and those it lies in, by both names vision models have for their language model."""
+    here, there = "model.language_model.", "language_model.model."
+    names = [module]
+    if module.startswith(here):
+        names.append(there + module.removeprefix(here))
+    elif module.startswith(there):
+        names.append(here + module.removeprefix(there))
+    for name in names:
+        while name:
+            yield name
+            name = name.rpartition(".")[0]
+
+
+def _find_algorithm(module: str, name: str, group_size: object, where: str) -> _Algorithm:
+    """What we know of an algorithm.
+
+    Raises:
+        UnsupportedError: nothing, or it has groups of another width.
+    """
+    algorithm = _ALGORITHMS.get(name)
+    if algorithm is None:
+        meaning = f" ({_UNREAD[name]})" if name in _UNREAD else ""
+        raise UnsupportedError(
+            f"{module}: {where}.quant_algo is {name}{meaning}, and of Model-Optimizer moequant "
+            f"reads {', '.join(_ALGORITHMS)} and {_MIXED} of these; take a release in one of them, "
+            "or the unquantized one"
         )
-    if config.get("group_size") not in (None, 16):
-        return f"{_WHERE}.group_size is {show(config['group_size'])}, and NVFP4 has 16"
-    return None
+    # 0 and None stand for none in files of Model-Optimizer.
+    if group_size and algorithm.group_size and group_size != algorithm.group_size:
+        raise UnsupportedError(
+            f"{module}: {where}.group_size is {show(group_size)}, and moequant reads {name} with "
+            f"{algorithm.group_size}; take a release with that, or the unquantized one"
+        )
+    return algorithm
+
+
+def _quantizes_activations(config: Mapping[str, Any]) -> bool:
+    """Whether NVFP4 in `config` means activations too; it does unless all groups say no.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    groups = mapping_field(config, "config_groups", _WHERE)
+    where = f"{_WHERE}.config_groups"
+    found = [as_mapping(group, f"{where}.{name}") for name, group in groups.items()]
+    return not found or any(group.get("input_activations") is not None for group in found)
+
+
+def _check_not_taken_for_kept(formats: Iterable[str], kept: Iterable[str]) -> None:
+    """Refuse a list of kept modules by which an engine would leave out converted ones.
+
+    Raises:
+        UnsupportedError: names both.
+    """
+    asked: dict[str, str] = {}
+    for module in formats:
+        parent, _, leaf = module.rpartition(".")
+        block = expert_block(module)
+        names = [block] if block else [module, f"{parent}.{_MERGED.get(leaf, leaf)}"]
+        for name in names:
+            asked.setdefault(name, module)
+    leaves = {name.rpartition(".")[2]: name for name in asked}
+    for name in kept:
+        tail = name.rpartition(".")[2]
+        taken = next((other for other in asked if _takes_for_kept(other, name)), None)
+        if taken is None and tail in _SGLANG_PARTS:
+            taken = next((other for leaf, other in leaves.items() if tail in leaf), None)
+        if taken is not None:
+            raise UnsupportedError(
+                f"{asked[taken]} is converted and {name} kept, and engines that read the dialect "
+                f"modelopt would take {taken} for kept by that name; give both one format, keep "
+                "both, or choose the dialect compressed-tensors"
+            )
+
+
+def _takes_for_kept(module: str, name: str) -> bool:
+    """Whether vLLM leaves out `module` for a listed `name`; of experts it is also part of it."""
+    return name in module or ("experts" in module and module in name)

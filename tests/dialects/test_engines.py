@@ -35,7 +35,9 @@ def test_rules_name_what_is_there():
         assert {*rule.dialects} <= REGISTRY.keys()
         assert {*rule.formats} <= FORMATS.keys()
         assert {*rule.model_types} <= known
-        assert all(text.endswith((".", ").")) for text in (rule.why, rule.hint) if text)
+        assert all(
+            text.endswith((".", ").")) for text in (rule.why, rule.hint, rule.caution) if text
+        )
 
 
 @pytest.mark.parametrize(("dialect", "format"), PAIRS)
@@ -61,6 +63,8 @@ def test_every_engine_has_a_word_about_every_pair(dialect, format):
         (written("compressed-tensors", "mxfp4", "w4a8"), False, True, False),
         (written("gpt-oss", "mxfp4"), True, True, True),
         (written("gpt-oss", "mxfp4", some_kept=True), True, False, False),
+        (written("modelopt", "nvfp4"), False, True, True),
+        (written("modelopt", formats=["nvfp4"]), False, None, None),
         (written("moequant", "mxfp4"), False, False, False),
         (written("moequant", formats=["mxfp4"]), False, False, False),
         (written("fp8", "fp8_block", model_type="llama4"), False, True, True),
@@ -94,6 +98,7 @@ def test_without_experts_nothing_is_known_and_nothing_said(dialect):
             written("compressed-tensors", "fp8_block", "w4a8", shape=(128, 384)),
             ["fails to load FP8", "more than one", "multiples of 256"],
         ),
+        (written("modelopt", "nvfp4"), ["stops at their size", "--moe-runner-backend marlin"]),
         (written("moequant", "mxfp4"), ["random experts", "vLLM 0.33 refuses", "SGLang"]),
         (
             written("compressed-tensors", "w4a8", not_loaded="knows experts stacked alone"),

@@ -242,3 +242,10 @@ def test_the_transformers_that_reads_nvfp4_right_will_be_noticed(converted, load
     global_scale = ConvertedCheckpoint.open(path).read_expert(0, 0, "down").global_scale
     assert torch.equal(down[0].float() * global_scale, ours)
     assert not torch.equal(down[0].float(), ours)
+
+
+def test_the_dialect_modelopt_stops_transformers(sources, tmp_path):
+    """`convert` warns of it; it takes the codes for weights."""
+    convert(sources["qwen3_moe"], tmp_path / "out", format="nvfp4", dialect="modelopt")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")

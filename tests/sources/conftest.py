@@ -103,14 +103,29 @@ def int4(shape, generator, *, group=128, scale_dtype=torch.bfloat16):
     )
 
 
-def fp8_channel(shape, generator, *, scale_dtype=torch.float32, per_tensor=False):
+def fp8_channel(shape, generator, *, scale_dtype=torch.float32, per_tensor=False, scale_shape=None):
     code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     code[(code & 0x7F) == 0x7F] = 0x7E
     scale = 1e-4 * (1 + torch.rand((1 if per_tensor else shape[0], 1), generator=generator))
     scale = scale.to(scale_dtype)
     numbers = e4m3(code) * scale.double()
     stored = scale.reshape(1) if per_tensor else scale
+    if scale_shape is not None:
+        stored = scale.reshape(scale_shape)
     return Encoded({"weight": code.view(torch.float8_e4m3fn), "weight_scale": stored}, numbers)
+
+
+def modelopt_blocks(shape, generator):
+    """FP8 blocks as Model-Optimizer exports them: the scale keeps the axes it was reduced over."""
+    tensors, numbers = (e := renamed(fp8_block(shape, generator))).tensors, e.numbers
+    scale = tensors["weight_scale"]
+    return Encoded(tensors | {"weight_scale": scale[:, None, :, None]}, numbers)
+
+
+def modelopt_tensor(shape, generator):
+    """FP8 with one scale, a scalar, beside that of activations."""
+    encoded = fp8_channel(shape, generator, per_tensor=True, scale_shape=())
+    return Encoded(encoded.tensors | {"input_scale": torch.tensor(0.02)}, encoded.numbers)
 
 
 class Source:
@@ -198,6 +213,7 @@ E4M3_SCALE, BYTE_SCALE = {"scale_dtype": "torch.float8_e4m3fn"}, {"scale_dtype":
 FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
 MODELOPT |= {"exclude_modules": ["lm_head", "model.layers.*.self_attn*", "model.layers.*.mlp.gate"]}
+KEPT_BY_MODELOPT = ["lm_head", "model.layers.0.self_attn*", "model.layers.0.mlp.gate"]
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 
 
@@ -326,6 +342,60 @@ FORMS = {
         "nvfp4",
         ("bf16", "nvfp4"),
         {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
+    ),
+    "modelopt, FP8": Form(
+        modelopt_tensor,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                    "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": KEPT_BY_MODELOPT,
+        },
+        "fp8_channel",
+        (),
+    ),
+    "modelopt, FP8 by row": Form(
+        partial(fp8_channel, scale_shape=-1),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
+            "ignore": KEPT_BY_MODELOPT,
+        },
+        "fp8_channel",
+        (),
+    ),
+    "modelopt, FP8 blocks": Form(
+        modelopt_blocks,
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": KEPT_BY_MODELOPT},
+        "fp8_block",
+        ("bf16", "fp8_block"),
+    ),
+    "modelopt, mixed": Form(
+        partial(nvfp4, modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []},
+        "nvfp4",
+        ("bf16", "nvfp4"),
+        {
+            "producer": {"name": "modelopt"},
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    f"model.layers.0.mlp.experts.{e}.{leaf}": {
+                        "quant_algo": "NVFP4",
+                        "group_size": 16,
+                    }
+                    for e in range(2)
+                    for leaf in ("gate_proj", "up_proj", "down_proj")
+                },
+            },
+        },
     ),
 }
 

@@ -30,6 +30,10 @@ NAMES = [
     "fp8, experts in FP4",
     "modelopt",
     "modelopt, hf_quant_config.json",
+    "modelopt, FP8",
+    "modelopt, FP8 by row",
+    "modelopt, FP8 blocks",
+    "modelopt, mixed",
 ]
 ROUNDING = 2.0**-8
 """Most that rounding to BF16, of eight significant bits, takes of a number."""
@@ -231,15 +235,6 @@ def test_other_schemes_are_refused_by_field(make_form, config_of, tmp_path, case
     config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
     (source.path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=message):
-        convert(source.path, tmp_path / "out", format="bf16")
-
-
-def test_other_algorithms_of_modelopt_are_refused_by_name(make_form, config_of, tmp_path):
-    source = make_form("modelopt", path=tmp_path / "source")
-    config = config_of(source.path)
-    config["quantization_config"]["quant_algo"] = "MIXED_PRECISION"
-    (source.path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="quant_algo is 'MIXED_PRECISION'"):
         convert(source.path, tmp_path / "out", format="bf16")
 
 

@@ -1,0 +1,340 @@
+"""NVFP4 as Model-Optimizer has it: names, config, lists of kept modules, and compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from click.testing import CliRunner
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file
+
+import moequant
+from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.cli import cli
+from moequant.conversion import Recipe, convert
+from moequant.dialects import get_dialect
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import dequantize, quantize
+from moequant.verification import verify
+
+MODELOPT = get_dialect("modelopt")
+EXPERT = "model.layers.0.mlp.experts.1"
+NVFP4 = {"format": "nvfp4"}
+EXACT = {"rules": [{"roles": ["routed_experts"], **NVFP4, "options": {"global_scale": "exact"}}]}
+DTYPES = {"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn}
+
+
+@pytest.fixture
+def plain(make_checkpoint):
+    return make_checkpoint(experts=2, layers=2)
+
+
+@pytest.fixture
+def written(plain, tmp_path):
+    """write(dialect, source, recipe): a conversion of experts to NVFP4."""
+
+    def write(dialect, source=plain, recipe=None):
+        what = {"recipe": Recipe.model_validate(recipe)} if recipe else NVFP4
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}-{dialect}"
+        return convert(source, out, dialect=dialect, **what)
+
+    return write
+
+
+def read_all(path):
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def raw(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same_bytes(one, other):
+    return one.keys() == other.keys() and all(
+        (t.dtype, t.shape) == (other[n].dtype, other[n].shape)
+        and torch.equal(raw(t), raw(other[n]))
+        for n, t in one.items()
+    )
+
+
+def test_tensors_and_config_are_model_optimizers(written, plain):
+    out = written("modelopt").output
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    # As Model-Optimizer 0.47, convert_hf_quant_config_format, has W4A16_NVFP4.
+    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    assert config == {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": sorted(
+            ["lm_head", "model.embed_tokens"]
+            + [f"model.layers.{i}.self_attn.{n}_proj" for i in range(2) for n in "qkvo"]
+            + [f"model.layers.{i}.mlp.gate" for i in range(2)]
+        ),
+    }
+    assert not (out / "hf_quant_config.json").exists()
+    found, source = read_all(out), read_all(plain)
+    for name, tensor in source.items():
+        if ".experts." not in name:
+            assert torch.equal(found[name], tensor), name
+            continue
+        module, (N, K) = name.removesuffix(".weight"), tensor.shape
+        assert {n: found[f"{module}.{n}"].dtype for n in DTYPES} == DTYPES
+        assert found[f"{module}.weight"].shape == (N, K // 2)
+        assert found[f"{module}.weight_scale"].shape == (N, K // 16)
+        assert found[f"{module}.weight_scale_2"].shape == ()
+        assert found[f"{module}.weight_scale_2"].dtype == torch.float32
+    assert not any(name.endswith("input_scale") for name in found)
+
+
+def test_the_librarys_converter_takes_it_and_decodes_the_same(written):
+    out = written("modelopt").output
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    converter = ModelOptNvfp4Converter(
+        ignore=config["ignore"], targets=["Linear", "re:.*experts.*"]
+    )
+    theirs = converter.validate(dict(read_all(out)))
+    library = QuantizationConfig.model_validate(
+        get_dialect("compressed-tensors").quantization_config({EXPERT: "nvfp4"}, [])
+    ).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(library.format)
+    ours = ConvertedCheckpoint.open(out)
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        module = f"{EXPERT}.{leaf}"
+        local = {n.removeprefix(f"{module}."): t for n, t in theirs.items() if module in n}
+        assert local.keys() == {"weight_packed", "weight_scale", "weight_global_scale"}
+        decoded = compressor.decompress(local, library)["weight"]
+        # A power-of-two global scale: six significant bits, which BF16 holds.
+        assert torch.equal(decoded, dequantize(ours.read(module)).bfloat16())
+
+
+def test_a_power_of_two_goes_there_and_back_byte_for_byte(written):
+    there = written("compressed-tensors")
+    across = written("modelopt", there.output)
+    back = written("compressed-tensors", across.output)
+    for result in (across, back):
+        (loss,) = result.losses
+        assert (loss.source, loss.format, loss.noise) == ("nvfp4", "nvfp4", 0)
+        assert loss.exact == loss.weights
+    one, other = read_all(there.output), read_all(across.output)
+    for name in one:
+        if name.endswith("weight_packed"):
+            module = name.removesuffix(".weight_packed")
+            assert torch.equal(one[name], other[f"{module}.weight"])
+            scales = (t[f"{module}.weight_scale"] for t in (one, other))
+            assert torch.equal(*map(raw, scales))
+            divisor = one[f"{module}.weight_global_scale"].double()
+            assert divisor.item() * other[f"{module}.weight_scale_2"].double().item() == 1
+    assert same_bytes(one, read_all(back.output))
+    # Straight from BF16 gives what comes by way of the other dialect.
+    assert same_bytes(other, read_all(written("modelopt").output))
+    assert verify(across.output, against=there.output).ok
+    assert verify(back.output, against=across.output).ok
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("compressed-tensors", "modelopt"), ("modelopt", "compressed-tensors")]
+)
+def test_a_reciprocal_that_rounds_is_an_error_in_the_report(written, first, second):
+    there = written(first, recipe=EXACT)
+    across = written(second, there.output)
+    one, other = read_all(there.output), read_all(across.output)
+    codes = {"compressed-tensors": "weight_packed", "modelopt": "weight"}
+    worst = signal = noise = 0.0
+    for name in one:
+        module, _, leaf = name.rpartition(".")
+        if leaf != codes[first] or ".experts." not in name:
+            continue
+        assert torch.equal(one[name], other[f"{module}.{codes[second]}"])
+        scales = [raw(t[f"{module}.weight_scale"]) for t in (one, other)]
+        assert torch.equal(*scales)
+        before, after = global_scale(one, module), global_scale(other, module)
+        off = abs(after / before - 1)
+        worst = max(worst, off)
+        numbers = dequantize(ConvertedCheckpoint.open(there.output).read(module)).double()
+        signal += numbers.square().sum().item()
+        noise += numbers.square().sum().item() * off**2
+    # One rounding to float32.
+    assert 0 < worst <= 2.0**-24
+    (loss,) = across.losses
+    assert loss.exact < loss.weights
+    true = (noise / signal) ** 0.5
+    if first == "compressed-tensors":
+        # The sums of both are of float64, over different groupings of the numbers.
+        assert loss.relative_error == pytest.approx(true, rel=1e-6)
+    else:
+        # Reading makes another reciprocal. The squares of two errors are added, of which that sum
+        # is at least half the square: at most one unit, 2**-23, for it, and half of one.
+        assert true / 2**0.5 <= loss.relative_error <= (2.0**-46 + 2.0**-48) ** 0.5
+    report = verify(across.output, against=there.output)
+    assert report.ok, report.problems
+    assert list(report.losses) == list(across.losses)
+
+
+def global_scale(tensors, module):
+    """What multiplies on disk, as an exact number to 53 bits."""
+    if f"{module}.weight_scale_2" in tensors:
+        return tensors[f"{module}.weight_scale_2"].double().item()
+    return 1 / tensors[f"{module}.weight_global_scale"].double().item()
+
+
+def test_the_command_says_exact_or_how_far_off(written, tmp_path):
+    args = ["--format", "nvfp4", "--dialect", "modelopt"]
+    for recipe, said in ((None, "exact"), (EXACT, "e-08")):
+        source = written("compressed-tensors", recipe=recipe).output
+        out = tmp_path / said
+        result = CliRunner().invoke(cli, ["convert", str(source), str(out), *args])
+        assert result.exit_code == 0, result.output
+        row = next(line for line in result.output.splitlines() if line.startswith("routed_experts"))
+        assert row.split()[-1].endswith(said), row
+
+
+def test_it_is_looked_at_loaded_prepared_and_given_back(written, plain, tmp_path):
+    out, twin = written("modelopt").output, written("compressed-tensors").output
+    shown = CliRunner().invoke(cli, ["inspect", str(out), "--json"])
+    assert json.loads(shown.stdout)["formats"] == ["nvfp4"]
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    topk = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5)
+    layers = [moequant.load_experts(path, layer=1, device="cpu") for path in (out, twin)]
+    one, other = (layer(x, *topk) for layer in layers)
+    assert torch.equal(one, other)
+    result = CliRunner().invoke(cli, ["prepare", str(out), "--target", "sm100"])
+    assert result.exit_code == 0, result.output
+    prepared = moequant.load_experts(out, layer=1, device="cpu")(x, *topk)
+    assert torch.equal(prepared, one)
+    back = convert(out, tmp_path / "back", format="bf16")
+    (loss,) = back.losses
+    assert loss.exact == loss.weights
+    found, decoded = read_all(back.output), ConvertedCheckpoint.open(out)
+    for name in read_all(plain):
+        if ".experts." in name:
+            q = decoded.read(name.removesuffix(".weight"))
+            assert torch.equal(found[name].float(), dequantize(q)), name
+
+
+def test_all_zeros_with_a_global_scale_of_zero_become_a_scale_that_has_a_reciprocal():
+    zero = quantize(torch.zeros(128, 128), "nvfp4")
+    tensors = MODELOPT.to_disk("m", zero) | {"m.weight_scale_2": torch.tensor(0.0)}
+    q = MODELOPT.from_disk("m", "nvfp4", tensors)
+    assert torch.equal(dequantize(q), torch.zeros(128, 128))
+    assert moequant.formats.recode([q, q], "nvfp4") is None
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_global_scale_that_is_no_scale_is_refused(value):
+    tensors = MODELOPT.to_disk("m", quantize(torch.ones(128, 128), "nvfp4"))
+    with pytest.raises(CheckpointError, match=r"m\.weight_scale_2: .*finite number"):
+        MODELOPT.from_disk("m", "nvfp4", tensors | {"m.weight_scale_2": torch.tensor(value)})
+
+
+# How engines match lists of kept modules, from their sources; `asked` is what they build.
+
+
+def vllm_keeps(module, names):
+    """vLLM 0.33: the name, that a name is a part of it, a wildcard; of experts the reverse too."""
+    return (
+        any(name in module for name in names)
+        or any(fnmatch(module, name) for name in names)
+        or ("experts" in module and any(module in name for name in names if "experts" in name))
+    )
+
+
+def sglang_keeps(module, names):
+    """SGLang 0.5.23: whole components, wildcards, and by the last component of MLA's."""
+    parts = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+    for name in names:
+        pattern = re.compile(name.replace(".", r"\.").replace("*", ".*"))
+        tail = name.rpartition(".")[2]
+        if (
+            f".{name}." in f".{module}."
+            or any(map(pattern.fullmatch, (module, *module.split("."))))
+            or (tail in parts and tail in module.rpartition(".")[2])
+        ):
+            return True
+    return False
+
+
+def test_engines_keep_what_is_kept_and_nothing_else():
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    shared = [f"model.layers.1.mlp.shared_expert.{leaf}" for leaf in leaves]
+    converted = [
+        f"model.layers.{i}.mlp.experts.{e}.{n}" for i in (1, 11) for e in (0, 1) for n in leaves
+    ]
+    kept = [
+        "model.embed_tokens",
+        "model.layers.1.mlp.gate",
+        "model.layers.1.mlp.shared_expert_gate",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.11.mlp.gate",
+        *(f"model.layers.2.mlp.experts.{e}.{n}" for e in (0, 1) for n in leaves),
+    ]
+    ignore = MODELOPT.quantization_config(dict.fromkeys(converted + shared, "nvfp4"), kept)[
+        "ignore"
+    ]
+    asked = ["model.layers.1.mlp.experts", "model.layers.11.mlp.experts", *shared]
+    asked.append("model.layers.1.mlp.shared_expert.gate_up_proj")
+    for keeps in (vllm_keeps, sglang_keeps):
+        assert not [module for module in asked if keeps(module, ignore)]
+        assert all(keeps(m, ignore) for m in ("model.layers.2.mlp.experts", "lm_head", *kept[:5]))
+
+
+@pytest.mark.parametrize(
+    ("converted", "kept", "asked", "keeps"),
+    [
+        ("0.mlp.gate_proj", "0.mlp.gate", "0.mlp.gate_up_proj", vllm_keeps),
+        ("0.mlp.up_proj", "0.mlp.gate", "0.mlp.gate_up_proj", vllm_keeps),
+        ("10.mlp.down_proj", "0.mlp.down", "10.mlp.down_proj", vllm_keeps),
+        ("3.mlp.experts.0.up_proj", "3.mlp.experts.router", "3.mlp.experts", vllm_keeps),
+        ("3.attn.kv_b_proj", "0.attn.kv_b_proj", "3.attn.kv_b_proj", sglang_keeps),
+    ],
+)
+def test_a_list_by_which_an_engine_would_leave_out_a_converted_module_is_refused(
+    converted, kept, asked, keeps
+):
+    assert keeps(asked, [kept])
+    message = rf"^{converted} is converted and {kept} kept, .* choose the dialect"
+    with pytest.raises(UnsupportedError, match=message):
+        MODELOPT.quantization_config({converted: "nvfp4"}, [kept])
+
+
+READ = {
+    "weights alone": ({"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
+    "in small letters": ({"quant_algo": "w4a16_nvfp4"}, "nvfp4"),
+    "no group quantizes activations": (
+        {"quant_algo": "NVFP4", "config_groups": {"group_0": {"input_activations": None}}},
+        "nvfp4",
+    ),
+    "kept": ({"quant_algo": "W4A16_NVFP4", "ignore": [EXPERT]}, None),
+    "kept by a wildcard": ({"quant_algo": "W4A16_NVFP4", "ignore": ["model.layers.0*"]}, None),
+    "kept by a component": (
+        {"quant_algo": "W4A16_NVFP4", "exclude_modules": ["mlp.experts"]},
+        None,
+    ),
+    "not kept by a part of a component": (
+        {"quant_algo": "W4A16_NVFP4", "ignore": ["mlp.expert"]},
+        "nvfp4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_config_says_of_a_module(case):
+    config, format = READ[case]
+    assert MODELOPT.reader({"quant_method": "modelopt"} | config)(EXPERT) == format
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "FP8_PB_WO"])
+def test_what_quantizes_activations_is_read_as_a_source_alone(algorithm):
+    config = {"quant_method": "modelopt", "quant_algo": algorithm}
+    with pytest.raises(UnsupportedError, match=f"{algorithm}, of which moequant reads the weights"):
+        MODELOPT.reader(config)(EXPERT)
+    assert MODELOPT.source_reader(config)(EXPERT)
