@@ -11,6 +11,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,9 +118,9 @@ def fp8_channel(shape, generator, *, scale_dtype=torch.float32, per_tensor=False
 
 def modelopt_blocks(shape, generator):
     """FP8 blocks as Model-Optimizer exports them: the scale keeps the axes it was reduced over."""
-    tensors, numbers = (e := renamed(fp8_block(shape, generator))).tensors, e.numbers
-    scale = tensors["weight_scale"]
-    return Encoded(tensors | {"weight_scale": scale[:, None, :, None]}, numbers)
+    encoded = renamed(fp8_block(shape, generator))
+    scale = encoded.tensors["weight_scale"][:, None, :, None]
+    return Encoded(encoded.tensors | {"weight_scale": scale}, encoded.numbers)
 
 
 def modelopt_tensor(shape, generator):
@@ -607,6 +608,20 @@ def make_fp8(make_checkpoint, tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="session", name="write_source")
+def write_source_fixture():
+    """`write_source` itself."""
+    return write_source
+
+
+@pytest.fixture(scope="session")
+def by_hand():
+    """What encodes by hand: by_hand.mxfp4(shape, generator), and others."""
+    return SimpleNamespace(
+        mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, modelopt_tensor=modelopt_tensor
+    )
+
+
 @pytest.fixture(scope="session")
 def read_tensors():
     """read_tensors(folder): every tensor, by safetensors alone."""
@@ -615,12 +630,17 @@ def read_tensors():
 
 @pytest.fixture
 def edit():
-    """edit(folder, {name: tensor}): change tensors of a checkpoint; None takes one away."""
+    """edit(folder, {name: tensor}): change tensors of a checkpoint; None takes one away.
 
-    def change(folder, tensors):
+    With `new=True` they are added.
+    """
+
+    def change(folder, tensors, *, new=False):
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         weight_map = index["weight_map"]
         for name, tensor in tensors.items():
+            if new:
+                weight_map[name] = next(iter(weight_map.values()))
             file = folder / weight_map[name]
             there = load_file(file)
             if tensor is None:
