@@ -414,8 +414,8 @@ class Fp8Channels(StoredEncoding):
 class Fp8BlocksFlexible(StoredEncoding):
     """`fp8_block` as Model-Optimizer leaves it, and what others made of that.
 
-    The scale is called `weight_scale`, [ceil(N/128), ceil(K/128)] or [.., 1, .., 1], or
-    `weight_scale_inv`; it multiplies by either name.
+    The scale is called `weight_scale`, [ceil(N/128), ceil(K/128)] or [.., 1, .., 1], of a single
+    block [], or `weight_scale_inv`; it multiplies by either name.
     """
 
     suffixes = ("weight", "weight_scale", "weight_scale_inv")
@@ -432,7 +432,8 @@ class Fp8BlocksFlexible(StoredEncoding):
         name = inverse if inverse in tensors else scale
         values = read_tensor(tensors, name, torch.float32, torch.bfloat16, torch.float16)
         rows, columns = get_format("fp8_block").specs(qdata.shape)["scale"].shape
-        check_shape(name, values, (rows, columns), (rows, 1, columns, 1))
+        scalar = [()] if rows == columns == 1 else []
+        check_shape(name, values, (rows, columns), (rows, 1, columns, 1), *scalar)
         return QuantizedWeight(
             format="fp8_block",
             qdata=qdata,

@@ -169,6 +169,18 @@ def test_layers_of_another_type_are_refused(layers):
         get_dialect("modelopt").source_reader(MIXED | {"quantized_layers": layers})
 
 
+def test_the_scale_of_a_single_block_may_be_a_scalar_and_no_other(by_hand):
+    dialect = get_dialect("modelopt")
+    for shape, fits in (((128, 128), True), ((128, 256), False)):
+        tensors = by_hand.fp8_block(shape, torch.Generator()).tensors
+        stored = {"m.weight": tensors["weight"], "m.weight_scale": torch.tensor(0.5)}
+        if fits:
+            assert dialect.from_source("m", "fp8_block", stored).scale.tolist() == [[0.5]]
+        else:
+            with pytest.raises(CheckpointError, match=r"m\.weight_scale: shape \[\], not \[1, 2\]"):
+                dialect.from_source("m", "fp8_block", stored)
+
+
 def test_two_scales_of_one_weight_are_refused(by_hand):
     tensors = by_hand.fp8_block((256, 128), torch.Generator()).tensors
     dialect = get_dialect("modelopt")
