@@ -217,7 +217,7 @@ def _algorithms(
         return lambda module: (overall, config.get("group_size"), _WHERE)
     where = f"{_WHERE}.quantized_layers"
     layers = {
-        name: as_mapping(entry, f"{where}.{name}")
+        name: as_mapping(entry, f"{where}[{name!r}]")
         for name, entry in mapping_field(config, "quantized_layers", _WHERE).items()
     }
 
@@ -232,7 +232,7 @@ def _algorithms(
             return None
         found = layers[name].get("quant_algo")
         algorithm = found.upper() if isinstance(found, str) else show(found)
-        return algorithm, layers[name].get("group_size"), f"{where}.{name}"
+        return algorithm, layers[name].get("group_size"), f"{where}[{name!r}]"
 
     return of_layer
 
