@@ -44,8 +44,8 @@ _NEXT = "the weights and config.json do not belong together; fetch the checkpoin
 _QUANTIZED_DTYPES = {name for name, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
 _QUANTIZED_NAMES = (
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
-    "weight_zero_point", "input_scale", "input_global_scale", "qweight", "qzeros", "_blocks",
-    "_scales", ".scales",
+    "weight_zero_point", "input_scale", "input_global_scale", "activation_scale", "qweight",
+    "qzeros", "_blocks", "_scales", ".scales",
 )  # fmt: skip
 
 

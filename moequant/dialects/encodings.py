@@ -393,11 +393,13 @@ class Int4Packed(Encoding):
 class Fp8Channels(StoredEncoding):
     """`fp8_channel`: E4M3 codes, a scale for each row, [N, 1] or [N], or one for all of them."""
 
-    suffixes = ("weight", "weight_scale")
+    def __init__(self, *scales: str) -> None:
+        self.suffixes = ("weight", *scales)
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As StoredEncoding."""
-        weight, scale = self._names(module)
+        """As StoredEncoding; of several names of the scale one must be there."""
+        weight, *names = self._names(module)
+        scale = _only_one(tensors, names)
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
         N = qdata.shape[0]
         values = read_tensor(tensors, scale, torch.float32, torch.bfloat16, torch.float16)
@@ -422,14 +424,9 @@ class Fp8BlocksFlexible(StoredEncoding):
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """As StoredEncoding; one of the two scales must be there, and not the other."""
-        weight, scale, inverse = self._names(module)
+        weight, *names = self._names(module)
+        name = _only_one(tensors, names)
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
-        if scale in tensors and inverse in tensors:
-            raise CheckpointError(
-                f"{scale} and {inverse} are both there, and nothing says which is right; fetch the "
-                "checkpoint again"
-            )
-        name = inverse if inverse in tensors else scale
         values = read_tensor(tensors, name, torch.float32, torch.bfloat16, torch.float16)
         rows, columns = get_format("fp8_block").specs(qdata.shape)["scale"].shape
         scalar = [()] if rows == columns == 1 else []
@@ -491,6 +488,21 @@ class Mxfp4Bytes(StoredEncoding):
             global_scale=None,
             shape=torch.Size((N, K)),
         )
+
+
+def _only_one(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
+    """Which of `names`, of which one is wanted, is there; the first if none is.
+
+    Raises:
+        CheckpointError: several are.
+    """
+    there = [name for name in names if name in tensors]
+    if len(there) > 1:
+        raise CheckpointError(
+            f"{' and '.join(there)} are both there, and nothing says which is right; fetch the "
+            "checkpoint again"
+        )
+    return there[0] if there else names[0]
 
 
 def _check_logical_shape(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> None:

@@ -1,6 +1,7 @@
 """FP8 blocks as DeepSeek-V3 and Qwen3 were released; loads in vLLM, SGLang and transformers.
 
-`weight` E4M3 and `weight_scale_inv` FP32, a multiplier in spite of its name.
+`weight` E4M3 and `weight_scale_inv` FP32, a multiplier in spite of its name. Without
+`weight_block_size` a weight has one scale, which is read from sources alone.
 
 Decision / failure it prevents:
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import as_mapping, names_field, show
-from moequant.dialects.encodings import Fp8Blocks, Mxfp4Bytes
+from moequant.dialects.encodings import Fp8Blocks, Fp8Channels, Mxfp4Bytes
 from moequant.dialects.names import KeptModules, is_expert, kept_blocks
 from moequant.errors import UnsupportedError
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _WHERE = "quantization_config"
 _FORMAT = "fp8_block"
 _EXPERTS = "mxfp4"
+_ONE_SCALE = "fp8_channel"
 
 # Fields that decide what the tensors are, with the values we read; None where it may be missing.
 _WEIGHTS: dict[str, tuple[object, ...]] = {
@@ -43,6 +45,7 @@ _WEIGHTS: dict[str, tuple[object, ...]] = {
     "routed_experts_quant_method": (None,),
 }
 _SAY_MXFP4 = {"expert_dtype": "fp4", "routed_experts_quant_method": "mxfp4"}
+_WEIGHTS_OF_ONE_SCALE = _WEIGHTS | {"weight_block_size": (None,)}
 _READABLE = _WEIGHTS | {"activation_scheme": ("dynamic",)}
 
 
@@ -52,7 +55,11 @@ class Fp8(Dialect):
     name = "fp8"
     summary = "vLLM, SGLang and transformers; how DeepSeek-V3 and Qwen3 FP8 were released"
     encodings = {_FORMAT: Fp8Blocks(scale="weight_scale_inv")}  # noqa: RUF012
-    foreign = {_EXPERTS: Mxfp4Bytes(scale="weight_scale_inv")}  # noqa: RUF012
+    foreign = {  # noqa: RUF012
+        _EXPERTS: Mxfp4Bytes(scale="weight_scale_inv"),
+        # By vLLM's name and transformers', both a multiplier.
+        _ONE_SCALE: Fp8Channels("weight_scale", "weight_scale_inv"),
+    }
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
@@ -83,9 +90,14 @@ class Fp8(Dialect):
         return self._reader(quantization_config, _READABLE)
 
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; routed experts may be in MXFP4, if one of two fields says so."""
+        """As Dialect; without blocks a weight has one scale.
+
+        Routed experts may be in MXFP4, if one of two fields says so.
+        """
         config = as_mapping(quantization_config, _WHERE)
         said = [field for field, value in _SAY_MXFP4.items() if config.get(field) == value]
+        if config.get("weight_block_size") is None and not said:
+            return self._reader(config, _WEIGHTS_OF_ONE_SCALE, _ONE_SCALE)
         if not said:
             return self._reader(config, _WEIGHTS)
         others = {field: value for field, value in config.items() if field not in said}
@@ -98,7 +110,10 @@ class Fp8(Dialect):
         return format_of
 
     def _reader(
-        self, quantization_config: Mapping[str, Any], readable: Mapping[str, tuple[object, ...]]
+        self,
+        quantization_config: Mapping[str, Any],
+        readable: Mapping[str, tuple[object, ...]],
+        format: str = _FORMAT,
     ) -> Callable[[str], str | None]:
         config = as_mapping(quantization_config, _WHERE)
         kept = KeptModules(
@@ -113,7 +128,7 @@ class Fp8(Dialect):
                 return None
             if problem is not None:
                 raise UnsupportedError(f"{module}: {problem}")
-            return _FORMAT
+            return format
 
         return format_of
 

@@ -101,7 +101,10 @@ class ModelOpt(Dialect):
     name = "modelopt"
     summary = "vLLM and SGLang; what NVIDIA Model-Optimizer writes"
     encodings = {_FORMAT: Nvfp4Multiplied()}  # noqa: RUF012
-    foreign = {"fp8_channel": Fp8Channels(), "fp8_block": Fp8BlocksFlexible()}  # noqa: RUF012
+    foreign = {  # noqa: RUF012
+        "fp8_channel": Fp8Channels("weight_scale"),
+        "fp8_block": Fp8BlocksFlexible(),
+    }
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]

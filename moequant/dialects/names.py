@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 _EXPERT = re.compile(r"(?P<block>.+\.experts)\.\d+\.")
 
-ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+ACTIVATION_SCALES = (
+    "input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale",
+)  # fmt: skip
 """Last names of calibrated scales of activations and of the KV cache, which no weight needs."""
 
 REGEX = "re:"

@@ -123,7 +123,7 @@ def modelopt_blocks(shape, generator):
     return Encoded(encoded.tensors | {"weight_scale": scale}, encoded.numbers)
 
 
-def modelopt_tensor(shape, generator):
+def fp8_tensor(shape, generator):
     """FP8 with one scale, a scalar, beside that of activations."""
     encoded = fp8_channel(shape, generator, per_tensor=True, scale_shape=())
     return Encoded(encoded.tensors | {"input_scale": torch.tensor(0.02)}, encoded.numbers)
@@ -214,6 +214,8 @@ E4M3_SCALE, BYTE_SCALE = {"scale_dtype": "torch.float8_e4m3fn"}, {"scale_dtype":
 FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
 MODELOPT |= {"exclude_modules": ["lm_head", "model.layers.*.self_attn*", "model.layers.*.mlp.gate"]}
+FP8_KEPT = ["lm_head", "model.layers.0.mlp.gate"]
+FP8_KEPT += [f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"]
 KEPT_BY_MODELOPT = ["lm_head", "model.layers.0.self_attn*", "model.layers.0.mlp.gate"]
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 
@@ -318,14 +320,31 @@ FORMS = {
             "weight_block_size": [128, 128],
             "scale_fmt": "ue8m0",
             "expert_dtype": "fp4",
-            "modules_to_not_convert": [
-                "lm_head",
-                "model.layers.0.mlp.gate",
-                *(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"),
-            ],
+            "modules_to_not_convert": FP8_KEPT,
         },
         "mxfp4",
         ("bf16", "mxfp4", "nvfp4", "fp8_block"),
+    ),
+    "fp8, one scale": Form(
+        fp8_tensor,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": FP8_KEPT,
+        },
+        "fp8_channel",
+        (),
+    ),
+    "fp8, one scale by transformers' name": Form(
+        lambda shape, generator: as_transformers(fp8_tensor(shape, generator)),
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": FP8_KEPT,
+        },
+        "fp8_channel",
+        (),
     ),
     "modelopt": Form(
         partial(nvfp4, modelopt=True),
@@ -345,7 +364,7 @@ FORMS = {
         {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
     ),
     "modelopt, FP8": Form(
-        modelopt_tensor,
+        fp8_tensor,
         {
             "quant_method": "modelopt",
             "quant_algo": "FP8",
@@ -406,6 +425,14 @@ def as_int8(encoded):
     codes = encoded.tensors["weight_packed"].view(torch.int8)
     scale = encoded.tensors["weight_scale"].view(torch.float8_e8m0fnu)
     return Encoded({"weight": codes, "weight_scale_inv": scale}, encoded.numbers)
+
+
+def as_transformers(encoded):
+    """One scale and that of activations as transformers calls them."""
+    tensors = dict(encoded.tensors)
+    tensors["weight_scale_inv"] = tensors.pop("weight_scale")
+    tensors["activation_scale"] = tensors.pop("input_scale")
+    return Encoded(tensors, encoded.numbers)
 
 
 def renamed(encoded):
@@ -617,9 +644,7 @@ def write_source_fixture():
 @pytest.fixture(scope="session")
 def by_hand():
     """What encodes by hand: by_hand.mxfp4(shape, generator), and others."""
-    return SimpleNamespace(
-        mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, modelopt_tensor=modelopt_tensor
-    )
+    return SimpleNamespace(mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, fp8_tensor=fp8_tensor)
 
 
 @pytest.fixture(scope="session")

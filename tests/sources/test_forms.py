@@ -28,6 +28,8 @@ NAMES = [
     "pack-quantized, W4A16",
     "pack-quantized, groups of 32",
     "fp8, experts in FP4",
+    "fp8, one scale",
+    "fp8, one scale by transformers' name",
     "modelopt",
     "modelopt, hf_quant_config.json",
     "modelopt, FP8",
@@ -111,7 +113,13 @@ def as_float32(scale):
 
 
 @pytest.mark.parametrize(
-    "name", ["mxfp4-pack-quantized", "pack-quantized, W4AFP8", "fp8, experts in FP4"]
+    "name",
+    [
+        "mxfp4-pack-quantized",
+        "pack-quantized, W4AFP8",
+        "fp8, experts in FP4",
+        "fp8, one scale by transformers' name",
+    ],
 )
 def test_transformers_decodes_the_same(make_form, tmp_path, name):
     source = make_form(name)

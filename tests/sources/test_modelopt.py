@@ -48,7 +48,7 @@ def mixed(make_checkpoint, write_source, by_hand, edit, tmp_path):
         first.path,
         lambda module: module in ATTENTION,
         MIXED,
-        by_hand.modelopt_tensor,
+        by_hand.fp8_tensor,
     )
     source.numbers |= first.numbers
     for name in ("k_proj.k_scale", "v_proj.v_scale"):
