@@ -75,17 +75,19 @@ def _claim(folder: Path) -> None:
     """Make the folder the demo's own.
 
     Raises:
-        MoequantError: it holds something that no demo wrote.
+        MoequantError: it holds something that no demo wrote, or cannot be written to.
     """
     from moequant.errors import MoequantError
 
-    folder.mkdir(parents=True, exist_ok=True)
+    other = "choose another directory with --output"
     marker = folder / RESULT_FILE
-    if not marker.exists() and any(folder.iterdir()):
-        raise MoequantError(
-            f"{folder}: not empty, and not an earlier demo; choose another directory with --output"
-        )
-    marker.write_text("{}\n", "utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not marker.exists() and any(folder.iterdir()):
+            raise MoequantError(f"{folder}: not empty, and not an earlier demo; {other}")
+        marker.write_text("{}\n", "utf-8")
+    except OSError as error:
+        raise MoequantError(f"{folder}: {error.strerror}; {other}") from error
 
 
 def _run(source: Path, converted: Path, format: str, progress: Progress) -> dict[str, Any]:

@@ -109,7 +109,19 @@ def check_written_file(
     return value
 
 
-DIRECTORY = click.Path(file_okay=False)
+class _Directory(click.Path):
+    """The path of a directory, or the id of a repository."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click.Path, but for what can be neither."""
+        if not value:  # which is the current directory for the system
+            self.fail("it is empty; write . for the current directory", param, ctx)
+        if isinstance(value, str) and any("\udc80" <= c <= "\udcff" for c in value):
+            self.fail(f"{value!r} is not UTF-8, and safetensors opens no such path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+DIRECTORY = _Directory(file_okay=False)
 """Completed as a directory. Whether one is there the library says: it may be a hub repository."""
 
 format_option = _name_option(
@@ -156,7 +168,7 @@ revision_option = click.option(
 )
 workers_option = click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1024),
     metavar="N",
     help="Units of work done at the same time.  [default: one a core, at most 8]",
 )

@@ -33,7 +33,8 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
         is_directory, is_file = path.is_dir(), path.is_file()
     # A name too long, a parent we may not look into, ~name of an unknown user.
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{source}: {error}; give a directory or a hub repo id") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{source}: {reason}; give a directory or a hub repo id") from error
     if is_directory and str(source):  # Path("") is the current directory
         if revision is not None:
             raise CheckpointError(

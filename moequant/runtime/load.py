@@ -124,8 +124,15 @@ def open_reader(
     return LayerReader(ConvertedCheckpoint.open(folder, architecture=architecture), device)
 
 
-def usable_device(device: torch.device | str) -> torch.device:
+_OTHER_DEVICE = 'choose one that this machine and this build of torch have, such as "cpu"'
+
+
+def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) -> torch.device:
     """The device, if it is one that this machine and this build of torch have.
+
+    Args:
+        device: which.
+        advice: what the error says to do where there is none such.
 
     Raises:
         UnsupportedError: it is not; says why.
@@ -138,8 +145,7 @@ def usable_device(device: torch.device | str) -> torch.device:
         # Its first sentence: the rest is about torch's dispatcher.
         reason = str(error).split("\n")[0].split(". ")[0]
         raise UnsupportedError(
-            f"device {str(device)!r} cannot be used: {reason}; choose one that this machine and "
-            'this build of torch have, such as "cpu"'
+            f"device {str(device)!r} cannot be used: {reason}; {advice}"
         ) from error
 
 

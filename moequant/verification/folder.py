@@ -21,7 +21,11 @@ def existing_directory(converted: str | Path) -> Path:
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     path = Path(os.path.expanduser(converted))  # noqa: PTH111
-    if not path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError as error:  # a name too long, a parent we may not look into
+        raise CheckpointError(f"{path}: {error.strerror}; name the converted checkpoint") from error
+    if not found:
         raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
     check_is_checkpoint(path)
     return path

@@ -457,6 +457,11 @@ def test_path_that_is_no_directory_is_not_asked_of_the_hub(
     assert hub == []
 
 
+def test_a_name_too_long_is_a_reason_and_no_number() -> None:
+    with pytest.raises(CheckpointError, match=r"xxx: File name too long; give a directory or a"):
+        locate(Path("x" * 300))
+
+
 def test_file_path_object_and_overlong_name_are_not_asked_of_the_hub(
     hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ def test_without_a_gpu_it_says_so():
     result = run("--shape", "qwen3-30b")
     assert result.exit_code == 4
     assert "device 'cuda' cannot be used" in result.stderr
+    assert "run this where there is a CUDA device" in result.stderr
 
 
 @pytest.mark.parametrize(

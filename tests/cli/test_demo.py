@@ -70,6 +70,13 @@ def test_folder_of_someone_else_is_left_alone(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_a_folder_that_cannot_be_made_names_the_option(run, tmp_path):
+    (tmp_path / "file").touch()
+    result = run("demo", "--output", tmp_path / "file" / "demo")
+    assert result.exit_code == 1
+    assert "demo: Not a directory; choose another directory with --output" in result.stderr
+
+
 def test_same_seed_writes_the_same_bytes(source, tmp_path):
     write_demo_checkpoint(tmp_path)
     files = {p.name: p.read_bytes() for p in source.iterdir()}

@@ -44,6 +44,7 @@ def test_recipes_complete_by_name_and_by_file():
         ["--format", "nvfp4", "--max-shard-size", "5 apples"],
         ["--format", "nvfp4", "--max-shard-size", "0"],
         ["--format", "nvfp4", "--workers", "0"],
+        ["--format", "nvfp4", "--workers", "99999999999999999999"],
         ["--format", "nvfp4", "--no-such-option"],
     ],
 )
@@ -52,3 +53,29 @@ def test_wrong_usage_exits_2_before_anything_is_read(run, tmp_path, arguments):
     assert result.exit_code == 2
     assert result.document["error"]["exit_code"] == 2
     assert result.stderr.startswith("Usage: ")
+
+
+PLACES = {
+    "convert": ["--format", "nvfp4"],
+    "inspect": [],
+    "verify": ["--integrity"],
+    "prepare": ["--target", "sm90"],
+    "generate": ["--prompt-ids", "1"],
+    "warm-up": [],
+    "demo": [],
+}
+
+
+@pytest.mark.parametrize("command", PLACES)
+@pytest.mark.parametrize(
+    ("place", "why"), [("", "it is empty; write ."), ("bad\udcff", "is not UTF-8, and safetensors")]
+)
+def test_a_place_that_is_empty_or_that_no_library_opens_is_refused(
+    run, tmp_path, monkeypatch, command, place, why
+):
+    monkeypatch.chdir(tmp_path)
+    places = {"convert": ["source", place], "demo": ["--output", place]}.get(command, [place])
+    result = run(command, *places, *PLACES[command])
+    assert result.exit_code == 2
+    assert why in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir())
