@@ -149,577 +149,643 @@ def language_model_alone(config):
     return config["text_config"]
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Fields of configs, as models name them, for hidden and intermediate size H and I."""
+
+    H: int
+    I: int
+
+    @property
+    def common(self):
+        return {
+            "vocab_size": 64,
+            "hidden_size": self.H,
+            "intermediate_size": 128,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts_per_tok": E,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+        }
+
+    @property
+    def one_size(self):
+        """Of models whose experts' size is called as that of a dense MLP."""
+        return self.common | {"intermediate_size": self.I}
+
+    @property
+    def experts(self):
+        return {"num_experts": E, "moe_intermediate_size": self.I}
+
+    @property
+    def routed(self):
+        return {"n_routed_experts": E, "moe_intermediate_size": self.I}
+
+    @property
+    def groups(self):
+        return self.routed | ONE_GROUP | {"first_k_dense_replace": 1}
+
+    @property
+    def mla(self):
+        """Of DeepSeek's attention and experts."""
+        return self.groups | {
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+        }
+
+
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+SHARED = {"shared_expert_intermediate_size": 48}
+KINDS = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+LINEAR_ATTENTION = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
+PATCHES = {"image_size": 28, "patch_size": 14}
+PIXTRAL = {**VISION, **PATCHES, "model_type": "pixtral"}
+
+
+def without(fields, *names):
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+_CONFIGS: dict[str, tuple[Callable[[Sizes], Any], dict[str, Any]]] = {}
+"""By model_type: what makes the config, and the other fields of its `Case`."""
+
+
+def case(model, layers, **others):
+    """Make the function below, which is called as a model_type and gives its config, a `Case`."""
+
+    def register(config):
+        _CONFIGS[config.__name__] = config, {"model": model, "layers": layers, **others}
+        return config
+
+    return register
+
+
 @cache
 def build(H: int, I: int) -> dict[str, Case]:
     """Every case with these sizes, by model_type."""
-    SIZES = {
-        "vocab_size": 64,
-        "hidden_size": H,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_experts_per_tok": E,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
+    sizes = Sizes(H, I)
+    return {
+        name: Case(config=config(sizes), **others) for name, (config, others) in _CONFIGS.items()
     }
-    ONE_SIZE = SIZES | {"intermediate_size": I}
-    EXPERTS = {"num_experts": E, "moe_intermediate_size": I}
-    ROUTED = {"n_routed_experts": E, "moe_intermediate_size": I}
-    GROUPS = ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    MLA = GROUPS | {
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
+
+
+@case(t.Qwen2MoeForCausalLM, (1, 2))
+def qwen2_moe(s):
+    return t.Qwen2MoeConfig(**s.common, **s.experts, **SHARED, mlp_only_layers=[0])
+
+
+@case(t.Qwen3MoeForCausalLM, (1,))
+def qwen3_moe(s):
+    return t.Qwen3MoeConfig(**s.common, **s.experts, decoder_sparse_step=2)
+
+
+@case(t.MixtralForCausalLM, (0, 1, 2))
+def mixtral(s):
+    return t.MixtralConfig(**s.one_size, num_local_experts=E)
+
+
+@case(t.OlmoeForCausalLM, (0, 1, 2))
+def olmoe(s):
+    return t.OlmoeConfig(**s.one_size, num_experts=E)
+
+
+@case(t.DeepseekV2ForCausalLM, (1, 2))
+def deepseek_v2(s):
+    return t.DeepseekV2Config(**s.common | s.mla)
+
+
+@case(t.DeepseekV3ForCausalLM, (1, 2))
+def deepseek_v3(s):
+    return t.DeepseekV3Config(**s.common | s.mla)
+
+
+@case(t.DeepseekV32ForCausalLM, (1, 2))
+def deepseek_v32(s):
+    return t.DeepseekV32Config(**s.common | s.mla | INDEXER)
+
+
+# A DeepSeek-V3 by another model_type; transformers has no class called so.
+@case(t.DeepseekV3ForCausalLM, (1, 2))
+def kimi_k2(s):
+    return deepseek_v3(s)
+
+
+@case(t.Kimi_K25ForConditionalGeneration, (1, 2), released=renamed_by_hand)
+def kimi_k25(s):
+    return t.Kimi_K25Config(
+        text_config={**s.common, **s.mla, "model_type": "deepseek_v3"},
+        vision_config={**VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+    )
+
+
+@case(t.Glm4MoeForCausalLM, (1, 2))
+def glm4_moe(s):
+    return t.Glm4MoeConfig(**s.common, **s.groups, head_dim=16)
+
+
+@case(t.Glm4MoeLiteForCausalLM, (1, 2))
+def glm4_moe_lite(s):
+    return t.Glm4MoeLiteConfig(**s.common | s.mla)
+
+
+@case(t.GlmMoeDsaForCausalLM, (1, 2))
+def glm_moe_dsa(s):
+    return t.GlmMoeDsaConfig(**s.common | s.mla | INDEXER)
+
+
+@case(t.Dots1ForCausalLM, (1, 2))
+def dots1(s):
+    return t.Dots1Config(**s.common, **s.groups, n_shared_experts=1)
+
+
+@case(t.MiniMaxM2ForCausalLM, (0, 1, 2))
+def minimax_m2(s):
+    return t.MiniMaxM2Config(**s.one_size, num_local_experts=E, head_dim=16)
+
+
+@case(t.PhimoeForCausalLM, (0, 1, 2))
+def phimoe(s):
+    return t.PhimoeConfig(**s.one_size, num_local_experts=E, lm_head_bias=True, attention_bias=True)
+
+
+@case(t.Qwen3NextForCausalLM, (0, 1, 2))
+def qwen3_next(s):
+    return t.Qwen3NextConfig(**s.common, **s.experts, **SHARED, **LINEAR_ATTENTION)
+
+
+@case(t.Ernie4_5_MoeForCausalLM, (1,))
+def ernie4_5_moe(s):
+    return t.Ernie4_5_MoeConfig(
+        **without(s.common, "num_experts_per_tok"),
+        moe_intermediate_size=s.I,
+        moe_num_experts=E,
+        moe_k=E,
+        moe_num_shared_experts=1,
+        moe_layer_end_index=1,
+    )
+
+
+@case(t.HunYuanMoEV1ForCausalLM, (0, 1, 2))
+def hunyuan_v1_moe(s):
+    return t.HunYuanMoEV1Config(
+        **without(s.one_size, "num_experts_per_tok"),
+        num_experts=E,
+        moe_topk=[E] * LAYERS,
+        moe_intermediate_size=[s.I] * LAYERS,
+        head_dim=16,
+    )
+
+
+@case(t.FlexOlmoForCausalLM, (0, 1, 2))
+def flex_olmo(s):
+    return t.FlexOlmoConfig(**s.one_size, num_experts=E)
+
+
+@case(t.JambaForCausalLM, (1,))
+def jamba(s):
+    return t.JambaConfig(
+        **s.one_size,
+        num_experts=E,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+    )
+
+
+@case(
+    t.LongcatFlashForCausalLM,
+    (0, 1, 2),
+    released=without_zero_experts,
+    loadable=with_zero_experts,
+)
+def longcat_flash(s):
+    named_otherwise = ("num_hidden_layers", "num_experts_per_tok", "moe_intermediate_size")
+    return t.LongcatFlashConfig(
+        **without(s.common | s.mla, *named_otherwise),
+        num_layers=LAYERS,
+        head_dim=8,
+        ffn_hidden_size=128,
+        expert_ffn_hidden_size=s.I,
+        moe_topk=E,
+        zero_expert_num=ZERO_EXPERTS,
+    )
+
+
+@case(t.Lfm2MoeForCausalLM, (1, 2))
+def lfm2_moe(s):
+    kinds = ["conv", "full_attention", "conv"]
+    return t.Lfm2MoeConfig(**s.common, **s.experts, num_dense_layers=1, layer_types=kinds)
+
+
+@case(t.GptOssForCausalLM, (0, 1, 2), stack=turned_turns)
+def gpt_oss(s):
+    rope = {"rope_type": "default", "rope_theta": 150000.0}
+    return t.GptOssConfig(**s.one_size, num_local_experts=E, head_dim=16, rope_parameters=rope)
+
+
+def qwen3_5(s):
+    return s.common | s.experts | SHARED | LINEAR_ATTENTION
+
+
+def qwen_vision(s):
+    return {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": s.H,
+        "num_position_embeddings": 16,
     }
-    INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
-    LINEAR_ATTENTION = {
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention", "full_attention"],
-        "linear_num_value_heads": 2,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    SHARED = {"shared_expert_intermediate_size": 48}
-    QWEN3_5 = SIZES | EXPERTS | SHARED | LINEAR_ATTENTION
-    LLAMA4 = ONE_SIZE | {
+
+
+@case(t.Qwen3_5MoeForCausalLM, (0, 1, 2), released=stacked_by_hand, stack=halves)
+def qwen3_5_moe_text(s):
+    return t.Qwen3_5MoeTextConfig(**qwen3_5(s))
+
+
+@case(t.Qwen3_5MoeForConditionalGeneration, (0, 1, 2), released=stacked_by_hand, stack=halves)
+def qwen3_5_moe(s):
+    return t.Qwen3_5MoeConfig(text_config=qwen3_5(s), vision_config=qwen_vision(s))
+
+
+@case(t.Qwen3VLMoeForConditionalGeneration, (0, 1, 2), released=turned_by_hand, stack=turned_halves)
+def qwen3_vl_moe(s):
+    return t.Qwen3VLMoeConfig(
+        text_config={**s.common, **s.experts, "head_dim": 16},
+        vision_config={**qwen_vision(s), "deepstack_visual_indexes": [0]},
+    )
+
+
+def llama4_language_model(s):
+    return s.one_size | {
         "num_local_experts": E,
         "intermediate_size_mlp": 128,
         "interleave_moe_layer_step": 2,
         "head_dim": 16,
     }
-    QWEN_VISION = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": H,
-        "num_position_embeddings": 16,
-    }
-    VISION = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
-    ROPE = {"rope_type": "default", "rope_theta": 150000.0}
-    MODELS = {
-        "qwen2_moe": Case(
-            t.Qwen2MoeForCausalLM,
-            t.Qwen2MoeConfig(**SIZES, **EXPERTS, **SHARED, mlp_only_layers=[0]),
-            (1, 2),
-        ),
-        "qwen3_moe": Case(
-            t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2), (1,)
-        ),
-        "mixtral": Case(
-            t.MixtralForCausalLM, t.MixtralConfig(**ONE_SIZE, num_local_experts=E), (0, 1, 2)
-        ),
-        "olmoe": Case(t.OlmoeForCausalLM, t.OlmoeConfig(**ONE_SIZE, num_experts=E), (0, 1, 2)),
-        "deepseek_v2": Case(t.DeepseekV2ForCausalLM, t.DeepseekV2Config(**SIZES | MLA), (1, 2)),
-        "deepseek_v3": Case(t.DeepseekV3ForCausalLM, t.DeepseekV3Config(**SIZES | MLA), (1, 2)),
-        "deepseek_v32": Case(
-            t.DeepseekV32ForCausalLM, t.DeepseekV32Config(**SIZES | MLA | INDEXER), (1, 2)
-        ),
-        # A DeepSeek-V3 by another model_type; transformers has no class called so.
-        "kimi_k2": Case(t.DeepseekV3ForCausalLM, t.DeepseekV3Config(**SIZES | MLA), (1, 2)),
-        "kimi_k25": Case(
-            t.Kimi_K25ForConditionalGeneration,
-            t.Kimi_K25Config(
-                text_config={**SIZES, **MLA, "model_type": "deepseek_v3"},
-                vision_config={**VISION, "pos_emb_height": 4, "pos_emb_width": 4},
-            ),
-            (1, 2),
-            released=renamed_by_hand,
-        ),
-        "glm4_moe": Case(
-            t.Glm4MoeForCausalLM, t.Glm4MoeConfig(**SIZES, **GROUPS, head_dim=16), (1, 2)
-        ),
-        "glm4_moe_lite": Case(t.Glm4MoeLiteForCausalLM, t.Glm4MoeLiteConfig(**SIZES | MLA), (1, 2)),
-        "glm_moe_dsa": Case(
-            t.GlmMoeDsaForCausalLM, t.GlmMoeDsaConfig(**SIZES | MLA | INDEXER), (1, 2)
-        ),
-        "dots1": Case(
-            t.Dots1ForCausalLM, t.Dots1Config(**SIZES, **GROUPS, n_shared_experts=1), (1, 2)
-        ),
-        "minimax_m2": Case(
-            t.MiniMaxM2ForCausalLM,
-            t.MiniMaxM2Config(**ONE_SIZE, num_local_experts=E, head_dim=16),
-            (0, 1, 2),
-        ),
-        "phimoe": Case(
-            t.PhimoeForCausalLM,
-            t.PhimoeConfig(**ONE_SIZE, num_local_experts=E, lm_head_bias=True, attention_bias=True),
-            (0, 1, 2),
-        ),
-        "qwen3_next": Case(
-            t.Qwen3NextForCausalLM,
-            t.Qwen3NextConfig(**SIZES, **EXPERTS, **SHARED, **LINEAR_ATTENTION),
-            (0, 1, 2),
-        ),
-        "ernie4_5_moe": Case(
-            t.Ernie4_5_MoeForCausalLM,
-            t.Ernie4_5_MoeConfig(
-                **{k: v for k, v in SIZES.items() if k != "num_experts_per_tok"},
-                moe_intermediate_size=I,
-                moe_num_experts=E,
-                moe_k=E,
-                moe_num_shared_experts=1,
-                moe_layer_end_index=1,
-            ),
-            (1,),
-        ),
-        "hunyuan_v1_moe": Case(
-            t.HunYuanMoEV1ForCausalLM,
-            t.HunYuanMoEV1Config(
-                **{k: v for k, v in ONE_SIZE.items() if k != "num_experts_per_tok"},
-                num_experts=E,
-                moe_topk=[E] * LAYERS,
-                moe_intermediate_size=[I] * LAYERS,
-                head_dim=16,
-            ),
-            (0, 1, 2),
-        ),
-        "flex_olmo": Case(
-            t.FlexOlmoForCausalLM, t.FlexOlmoConfig(**ONE_SIZE, num_experts=E), (0, 1, 2)
-        ),
-        "jamba": Case(
-            t.JambaForCausalLM,
-            t.JambaConfig(
-                **ONE_SIZE,
-                num_experts=E,
-                expert_layer_period=2,
-                expert_layer_offset=1,
-                attn_layer_period=2,
-                attn_layer_offset=1,
-                mamba_d_state=4,
-            ),
-            (1,),
-        ),
-        "longcat_flash": Case(
-            t.LongcatFlashForCausalLM,
-            t.LongcatFlashConfig(
-                **{
-                    k: v
-                    for k, v in (SIZES | MLA).items()
-                    if k
-                    not in ("num_hidden_layers", "num_experts_per_tok", "moe_intermediate_size")
-                },
-                num_layers=LAYERS,
-                head_dim=8,
-                ffn_hidden_size=128,
-                expert_ffn_hidden_size=I,
-                moe_topk=E,
-                zero_expert_num=ZERO_EXPERTS,
-            ),
-            (0, 1, 2),
-            released=without_zero_experts,
-            loadable=with_zero_experts,
-        ),
-        "lfm2_moe": Case(
-            t.Lfm2MoeForCausalLM,
-            t.Lfm2MoeConfig(
-                **SIZES,
-                **EXPERTS,
-                num_dense_layers=1,
-                layer_types=["conv", "full_attention", "conv"],
-            ),
-            (1, 2),
-        ),
-        "gpt_oss": Case(
-            t.GptOssForCausalLM,
-            t.GptOssConfig(**ONE_SIZE, num_local_experts=E, head_dim=16, rope_parameters=ROPE),
-            (0, 1, 2),
-            stack=turned_turns,
-        ),
-        "qwen3_5_moe_text": Case(
-            t.Qwen3_5MoeForCausalLM,
-            t.Qwen3_5MoeTextConfig(**QWEN3_5),
-            (0, 1, 2),
-            released=stacked_by_hand,
-            stack=halves,
-        ),
-        "qwen3_5_moe": Case(
-            t.Qwen3_5MoeForConditionalGeneration,
-            t.Qwen3_5MoeConfig(text_config=QWEN3_5, vision_config=QWEN_VISION),
-            (0, 1, 2),
-            released=stacked_by_hand,
-            stack=halves,
-        ),
-        "qwen3_vl_moe": Case(
-            t.Qwen3VLMoeForConditionalGeneration,
-            t.Qwen3VLMoeConfig(
-                text_config={**SIZES, **EXPERTS, "head_dim": 16},
-                vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0]},
-            ),
-            (0, 1, 2),
-            released=turned_by_hand,
-            stack=turned_halves,
-        ),
-        "llama4_text": Case(
-            t.Llama4ForCausalLM,
-            t.Llama4TextConfig(**LLAMA4 | {"moe_layers": [0, 1]}),
-            (0, 1),
-            stack=turned_halves,
-        ),
-        "llama4": Case(
-            t.Llama4ForConditionalGeneration,
-            t.Llama4Config(
-                text_config=LLAMA4,
-                vision_config={
-                    **VISION,
-                    "image_size": 28,
-                    "patch_size": 14,
-                    "vision_output_dim": 32,
-                    "projector_input_dim": 32,
-                    "projector_output_dim": 32,
-                },
-            ),
-            (1,),
-            stack=turned_halves,
-        ),
-        "granitemoe": Case(
-            t.GraniteMoeForCausalLM,
-            t.GraniteMoeConfig(**ONE_SIZE, num_local_experts=E),
-            (0, 1, 2),
-            stack=halves,
-        ),
-        "granitemoeshared": Case(
-            t.GraniteMoeSharedForCausalLM,
-            t.GraniteMoeSharedConfig(**ONE_SIZE, num_local_experts=E, shared_intermediate_size=48),
-            (0, 1, 2),
-            stack=halves,
-        ),
-        "granitemoehybrid": Case(
-            t.GraniteMoeHybridForCausalLM,
-            t.GraniteMoeHybridConfig(
-                **ONE_SIZE,
-                num_local_experts=E,
-                shared_intermediate_size=48,
-                layer_types=["mamba", "attention", "mamba"],
-                mamba_n_heads=4,
-                mamba_d_head=H // 2,
-                mamba_n_groups=1,
-                mamba_d_state=4,
-            ),
-            (0, 1, 2),
-            stack=halves,
-        ),
-    }
-    WITHOUT_LAYERS = {k: v for k, v in SIZES.items() if k != "num_hidden_layers"}
-    NEMOTRON = WITHOUT_LAYERS | {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
-        "n_routed_experts": E,
-        "moe_intermediate_size": I,
-        "moe_shared_expert_intermediate_size": 48,
-        "head_dim": 16,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 32,
-        "n_groups": 1,
-        "ssm_state_size": 4,
-        "chunk_size": 8,
-    }
-    GEMMA4 = {k: v for k, v in SIZES.items() if k != "num_experts_per_tok"} | {
+
+
+@case(t.Llama4ForCausalLM, (0, 1), stack=turned_halves)
+def llama4_text(s):
+    return t.Llama4TextConfig(**llama4_language_model(s), moe_layers=[0, 1])
+
+
+@case(t.Llama4ForConditionalGeneration, (1,), stack=turned_halves)
+def llama4(s):
+    projector = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
+    return t.Llama4Config(
+        text_config=llama4_language_model(s),
+        vision_config={**VISION, **PATCHES, **dict.fromkeys(projector, 32)},
+    )
+
+
+@case(t.GraniteMoeForCausalLM, (0, 1, 2), stack=halves)
+def granitemoe(s):
+    return t.GraniteMoeConfig(**s.one_size, num_local_experts=E)
+
+
+@case(t.GraniteMoeSharedForCausalLM, (0, 1, 2), stack=halves)
+def granitemoeshared(s):
+    return t.GraniteMoeSharedConfig(**s.one_size, num_local_experts=E, shared_intermediate_size=48)
+
+
+@case(t.GraniteMoeHybridForCausalLM, (0, 1, 2), stack=halves)
+def granitemoehybrid(s):
+    return t.GraniteMoeHybridConfig(
+        **s.one_size,
+        num_local_experts=E,
+        shared_intermediate_size=48,
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_n_heads=4,
+        mamba_d_head=s.H // 2,
+        mamba_n_groups=1,
+        mamba_d_state=4,
+    )
+
+
+@case(t.NemotronHForCausalLM, (1, 4))
+def nemotron_h(s):
+    return t.NemotronHConfig(
+        **without(s.common, "num_hidden_layers"),
+        **s.routed,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        moe_shared_expert_intermediate_size=48,
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=32,
+        n_groups=1,
+        ssm_state_size=4,
+        chunk_size=8,
+    )
+
+
+@case(t.DbrxForCausalLM, (0, 1, 2), stack=below_each_other)
+def dbrx(s):
+    experts = {"moe_num_experts": E, "moe_top_k": E}
+    return t.DbrxConfig(
+        d_model=s.H,
+        n_heads=4,
+        n_layers=LAYERS,
+        max_seq_len=64,
+        vocab_size=64,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        ffn_config={"hidden_size": s.H, "ffn_hidden_size": s.I, **experts},
+    )
+
+
+def gemma4_language_model(s):
+    return without(s.common, "num_experts_per_tok") | {
         "head_dim": 16,
         "global_head_dim": 16,
         "enable_moe_block": True,
         "num_experts": E,
         "top_k_experts": E,
-        "moe_intermediate_size": I,
+        "moe_intermediate_size": s.I,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 64,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     }
-    MODELS |= {
-        "nemotron_h": Case(t.NemotronHForCausalLM, t.NemotronHConfig(**NEMOTRON), (1, 4)),
-        "dbrx": Case(
-            t.DbrxForCausalLM,
-            t.DbrxConfig(
-                d_model=H,
-                n_heads=4,
-                n_layers=LAYERS,
-                max_seq_len=64,
-                vocab_size=64,
-                attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-                ffn_config={
-                    "hidden_size": H,
-                    "ffn_hidden_size": I,
-                    "moe_num_experts": E,
-                    "moe_top_k": E,
-                },
-            ),
-            (0, 1, 2),
-            stack=below_each_other,
-        ),
-        "gemma4_text": Case(
-            t.Gemma4ForCausalLM, t.Gemma4TextConfig(**GEMMA4), (0, 1, 2), stack=halves
-        ),
-        "gemma4": Case(
-            t.Gemma4ForConditionalGeneration,
-            t.Gemma4Config(
-                text_config=GEMMA4,
-                vision_config={**VISION, "num_key_value_heads": 2, "head_dim": 16},
-                audio_config=None,
-            ),
-            (0, 1, 2),
-            stack=halves,
-        ),
-        "deepseek_v4": Case(
-            t.DeepseekV4ForCausalLM,
-            t.DeepseekV4Config(
-                **{k: v for k, v in SIZES.items() if k not in ("intermediate_size",)}
-                | {"num_key_value_heads": 1},
-                n_routed_experts=E,
-                moe_intermediate_size=I,
-                head_dim=16,
-                q_lora_rank=16,
-                o_groups=2,
-                o_lora_rank=8,
-                index_n_heads=2,
-                index_head_dim=16,
-                index_topk=8,
-                layer_types=[
-                    "sliding_attention",
-                    "compressed_sparse_attention",
-                    "heavily_compressed_attention",
-                ],
-                mlp_layer_types=["hash_moe", "moe", "moe"],
-                partial_rotary_factor=0.5,
-                sliding_window=16,
-            ),
-            (0, 1, 2),
-            released=named_as_released,
-        ),
-    }
-    STEP = {
-        "text_config": {
-            **SIZES,
-            **ROUTED,
+
+
+@case(t.Gemma4ForCausalLM, (0, 1, 2), stack=halves)
+def gemma4_text(s):
+    return t.Gemma4TextConfig(**gemma4_language_model(s))
+
+
+@case(t.Gemma4ForConditionalGeneration, (0, 1, 2), stack=halves)
+def gemma4(s):
+    return t.Gemma4Config(
+        text_config=gemma4_language_model(s),
+        vision_config={**VISION, "num_key_value_heads": 2, "head_dim": 16},
+        audio_config=None,
+    )
+
+
+@case(t.DeepseekV4ForCausalLM, (0, 1, 2), released=named_as_released)
+def deepseek_v4(s):
+    attention = ("sliding", "compressed_sparse", "heavily_compressed")
+    return t.DeepseekV4Config(
+        **without(s.common, "intermediate_size", "num_key_value_heads"),
+        **s.routed,
+        num_key_value_heads=1,
+        head_dim=16,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=8,
+        layer_types=[f"{kind}_attention" for kind in attention],
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        partial_rotary_factor=0.5,
+        sliding_window=16,
+    )
+
+
+@case(t.Step3p7ForConditionalGeneration, (1, 2), stack=each)
+def step3p7(s):
+    return t.Step3p7Config(
+        text_config={
+            **s.common,
+            **s.routed,
             "head_dim": 16,
             "share_expert_dim": 48,
             "moe_layers_enum": "1,2",
             "swiglu_limits": [0.0, 0.0, 1.0],
             "sliding_window": 16,
         },
-        "vision_config": {**VISION, "image_size": 28, "patch_size": 14, "mlp_ratio": 2.0},
-    }
-    MODELS["step3p7"] = Case(
-        t.Step3p7ForConditionalGeneration, t.Step3p7Config(**STEP), (1, 2), stack=each
+        vision_config={**VISION, **PATCHES, "mlp_ratio": 2.0},
     )
-    MODELS["step3p5"] = Case(
-        t.Step3p7ForConditionalGeneration,
-        t.Step3p7Config(**STEP),
-        (1, 2),
-        released=without_vision,
-        loadable=with_vision,
-        stack=each,
-        written=language_model_alone,
+
+
+@case(
+    t.Step3p7ForConditionalGeneration,
+    (1, 2),
+    released=without_vision,
+    loadable=with_vision,
+    stack=each,
+    written=language_model_alone,
+)
+def step3p5(s):
+    return step3p7(s)
+
+
+@case(t.MiniMaxM3SparseForConditionalGeneration, (1, 2))
+def minimax_m3_vl(s):
+    return t.MiniMaxM3VLConfig(
+        text_config={
+            **s.one_size,
+            **KINDS,
+            "num_local_experts": E,
+            "head_dim": 16,
+            "dense_intermediate_size": 128,
+            "shared_intermediate_size": 48,
+            "layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "rotary_dim": 8,
+        },
+        vision_config=VISION,
+        projector_hidden_size=32,
     )
-    KINDS = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-    ONE_GROUP = {"n_group": 1, "topk_group": 1}
-    KIMI = SIZES | MLA | KINDS | {"num_local_experts": E, "moe_intermediate_size": I}
-    MODELS |= {
-        "minimax_m3_vl": Case(
-            t.MiniMaxM3SparseForConditionalGeneration,
-            t.MiniMaxM3VLConfig(
-                text_config={
-                    **ONE_SIZE,
-                    **KINDS,
-                    "num_local_experts": E,
-                    "head_dim": 16,
-                    "dense_intermediate_size": 128,
-                    "shared_intermediate_size": 48,
-                    "layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"],
-                    "index_n_heads": 2,
-                    "index_head_dim": 16,
-                    "rotary_dim": 8,
-                },
-                vision_config=VISION,
-                projector_hidden_size=32,
-            ),
-            (1, 2),
-        ),
-        "minimax": Case(
-            t.MiniMaxForCausalLM,
-            t.MiniMaxConfig(
-                **ONE_SIZE,
-                num_local_experts=E,
-                head_dim=16,
-                layer_types=["linear_attention", "full_attention", "linear_attention"],
-            ),
-            (0, 1, 2),
-        ),
-        "mimo_v2_flash": Case(
-            t.MiMoV2FlashForCausalLM,
-            t.MiMoV2FlashConfig(
-                **SIZES,
-                **ROUTED,
-                **KINDS,
-                **ONE_GROUP,
-                head_dim=16,
-                layer_types=["full_attention", "sliding_attention", "full_attention"],
-            ),
-            (1, 2),
-        ),
-        "hy_v3": Case(t.HYV3ForCausalLM, t.HYV3Config(**SIZES, **EXPERTS, head_dim=16), (1, 2)),
-        "exaone_moe": Case(
-            t.ExaoneMoeForCausalLM,
-            t.ExaoneMoeConfig(**SIZES, **EXPERTS, **ONE_GROUP, num_shared_experts=1, head_dim=16),
-            (1, 2),
-        ),
-        "solar_open": Case(
-            t.SolarOpenForCausalLM,
-            t.SolarOpenConfig(**SIZES, **ROUTED, **ONE_GROUP, head_dim=16),
-            (0, 1, 2),
-        ),
-        "afmoe": Case(
-            t.AfmoeForCausalLM,
-            t.AfmoeConfig(**SIZES, **EXPERTS, **ONE_GROUP, head_dim=16, num_dense_layers=1),
-            (1, 2),
-        ),
-        "laguna": Case(
-            t.LagunaForCausalLM,
-            t.LagunaConfig(**SIZES, **EXPERTS, **SHARED, head_dim=16),
-            (1, 2),
-        ),
-        "cohere2_moe": Case(
-            t.Cohere2MoeForCausalLM,
-            t.Cohere2MoeConfig(
-                **ONE_SIZE, num_experts=E, num_shared_experts=1, head_dim=16, logit_scale=1.0
-            ),
-            (0, 1, 2),
-        ),
-        "glm4v_moe": Case(
-            t.Glm4vMoeForConditionalGeneration,
-            t.Glm4vMoeConfig(
-                text_config={
-                    **SIZES,
-                    **GROUPS,
-                    "head_dim": 16,
-                    "rope_parameters": {
-                        "rope_type": "default",
-                        "rope_theta": 10000.0,
-                        "partial_rotary_factor": 1.0,
-                        "mrope_section": [2, 3, 3],
-                    },
-                },
-                vision_config={
-                    "depth": 1,
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_heads": 2,
-                    "out_hidden_size": H,
-                },
-            ),
-            (1, 2),
-        ),
-        "kimi_linear": Case(
-            t.KimiLinearForCausalLM,
-            t.KimiLinearConfig(
-                **KIMI,
-                layer_types=["linear_attention", "linear_attention", "full_attention"],
-                linear_num_heads=2,
-                linear_head_dim=16,
-            ),
-            (1, 2),
-        ),
-        "bailing_hybrid": Case(
-            t.BailingHybridForCausalLM,
-            t.BailingHybridConfig(
-                **KIMI,
-                head_dim=16,
-                layer_types=["linear_attention", "linear_attention", "full_attention"],
-            ),
-            (1, 2),
-        ),
+
+
+@case(t.MiniMaxForCausalLM, (0, 1, 2))
+def minimax(s):
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    return t.MiniMaxConfig(**s.one_size, num_local_experts=E, head_dim=16, layer_types=kinds)
+
+
+@case(t.MiMoV2FlashForCausalLM, (1, 2))
+def mimo_v2_flash(s):
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    return t.MiMoV2FlashConfig(
+        **s.common, **s.routed, **KINDS, **ONE_GROUP, head_dim=16, layer_types=kinds
+    )
+
+
+@case(t.HYV3ForCausalLM, (1, 2))
+def hy_v3(s):
+    return t.HYV3Config(**s.common, **s.experts, head_dim=16)
+
+
+@case(t.ExaoneMoeForCausalLM, (1, 2))
+def exaone_moe(s):
+    return t.ExaoneMoeConfig(
+        **s.common, **s.experts, **ONE_GROUP, num_shared_experts=1, head_dim=16
+    )
+
+
+@case(t.SolarOpenForCausalLM, (0, 1, 2))
+def solar_open(s):
+    return t.SolarOpenConfig(**s.common, **s.routed, **ONE_GROUP, head_dim=16)
+
+
+@case(t.AfmoeForCausalLM, (1, 2))
+def afmoe(s):
+    return t.AfmoeConfig(**s.common, **s.experts, **ONE_GROUP, head_dim=16, num_dense_layers=1)
+
+
+@case(t.LagunaForCausalLM, (1, 2))
+def laguna(s):
+    return t.LagunaConfig(**s.common, **s.experts, **SHARED, head_dim=16)
+
+
+@case(t.Cohere2MoeForCausalLM, (0, 1, 2))
+def cohere2_moe(s):
+    return t.Cohere2MoeConfig(
+        **s.one_size, num_experts=E, num_shared_experts=1, head_dim=16, logit_scale=1.0
+    )
+
+
+@case(t.Glm4vMoeForConditionalGeneration, (1, 2))
+def glm4v_moe(s):
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [2, 3, 3],
     }
-    WITHOUT_DENSE = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
-    PIXTRAL = {**VISION, "model_type": "pixtral", "patch_size": 14, "image_size": 28}
-    MISTRAL_LARGE4 = SIZES | ROUTED | ONE_GROUP | KINDS | INDEXER | MLA
-    MODELS |= {
-        "axk1": Case(t.AXK1ForCausalLM, t.AXK1Config(**SIZES | MLA | KINDS), (1, 2)),
-        "axk2": Case(t.AXK2ForCausalLM, t.AXK2Config(**SIZES | MLA | KINDS | INDEXER), (1, 2)),
-        "beam": Case(
-            t.BeamForCausalLM,
-            t.BeamConfig(**SIZES, **EXPERTS, **ONE_GROUP, **KINDS, head_dim=16),
-            (1, 2),
-        ),
-        "flint": Case(
-            t.FlintForCausalLM,
-            t.FlintConfig(**SIZES, **EXPERTS, **SHARED, head_dim=16, mlp_only_layers=[0]),
-            (1, 2),
-        ),
-        "granitemoe_swa": Case(
-            t.GraniteMoeSWAForCausalLM,
-            t.GraniteMoeSWAConfig(**ONE_SIZE, num_local_experts=E, shared_intermediate_size=48),
-            (0, 1, 2),
-            stack=halves,
-        ),
-        "hy_v4": Case(
-            t.HYV4ForCausalLM,
-            t.HYV4Config(**SIZES | MLA | KINDS | INDEXER),
-            (1, 2),
-            stack=halves,
-        ),
-        "kolibri1": Case(
-            t.Kolibri1ForCausalLM,
-            t.Kolibri1Config(**WITHOUT_DENSE, **EXPERTS, **SHARED, head_dim=16),
-            (0, 1, 2),
-        ),
-        "mellum": Case(
-            t.MellumForCausalLM, t.MellumConfig(**SIZES, **EXPERTS, **KINDS, head_dim=16), (1, 2)
-        ),
-        "mistral4": Case(
-            t.Mistral4ForCausalLM, t.Mistral4Config(**SIZES | MLA), (1, 2), stack=halves
-        ),
-        "mistral_large4": Case(
-            t.MistralLarge4ForConditionalGeneration,
-            t.MistralLarge4Config(
-                text_config={
-                    **{k: v for k, v in MISTRAL_LARGE4.items() if k != "q_lora_rank"},
-                    "model_type": "mistral_large4_text",
-                },
-                vision_config=PIXTRAL,
-            ),
-            (1, 2),
-        ),
-        "glm5_next": Case(
-            t.Glm5NextForConditionalGeneration,
-            t.Glm5NextConfig(
-                text_config={
-                    **SIZES,
-                    **MLA,
-                    **KINDS,
-                    **INDEXER,
-                    "qk_rope_head_dim": 0,
-                    "qk_nope_head_dim": 16,
-                    "v_head_dim": 16,
-                    "linear_num_heads": 2,
-                    "linear_head_dim": 16,
-                    "index_kpool": 4,
-                    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-                },
-                vision_config={
-                    "depth": 1,
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_heads": 2,
-                    "out_hidden_size": 32,
-                    "image_size": 28,
-                    "projection_intermediate_size": 64,
-                },
-            ),
-            (1, 2),
-        ),
-    }
-    QWEN4 = {
-        **WITHOUT_DENSE,
-        **EXPERTS,
+    return t.Glm4vMoeConfig(
+        text_config={**s.common, **s.groups, "head_dim": 16, "rope_parameters": rope},
+        vision_config=without(qwen_vision(s), "num_position_embeddings"),
+    )
+
+
+def linear_attention_twice(s):
+    """Kimi-Linear's and Ling's language model."""
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    experts = {"num_local_experts": E, "layer_types": kinds}
+    return s.common | s.mla | KINDS | experts
+
+
+@case(t.KimiLinearForCausalLM, (1, 2))
+def kimi_linear(s):
+    return t.KimiLinearConfig(**linear_attention_twice(s), linear_num_heads=2, linear_head_dim=16)
+
+
+@case(t.BailingHybridForCausalLM, (1, 2))
+def bailing_hybrid(s):
+    return t.BailingHybridConfig(**linear_attention_twice(s), head_dim=16)
+
+
+@case(t.AXK1ForCausalLM, (1, 2))
+def axk1(s):
+    return t.AXK1Config(**s.common | s.mla | KINDS)
+
+
+@case(t.AXK2ForCausalLM, (1, 2))
+def axk2(s):
+    return t.AXK2Config(**s.common | s.mla | KINDS | INDEXER)
+
+
+@case(t.BeamForCausalLM, (1, 2))
+def beam(s):
+    return t.BeamConfig(**s.common, **s.experts, **ONE_GROUP, **KINDS, head_dim=16)
+
+
+@case(t.FlintForCausalLM, (1, 2))
+def flint(s):
+    return t.FlintConfig(**s.common, **s.experts, **SHARED, head_dim=16, mlp_only_layers=[0])
+
+
+@case(t.GraniteMoeSWAForCausalLM, (0, 1, 2), stack=halves)
+def granitemoe_swa(s):
+    return t.GraniteMoeSWAConfig(**s.one_size, num_local_experts=E, shared_intermediate_size=48)
+
+
+@case(t.HYV4ForCausalLM, (1, 2), stack=halves)
+def hy_v4(s):
+    return t.HYV4Config(**s.common | s.mla | KINDS | INDEXER)
+
+
+@case(t.Kolibri1ForCausalLM, (0, 1, 2))
+def kolibri1(s):
+    sizes = without(s.common, "intermediate_size")
+    return t.Kolibri1Config(**sizes, **s.experts, **SHARED, head_dim=16)
+
+
+@case(t.MellumForCausalLM, (1, 2))
+def mellum(s):
+    return t.MellumConfig(**s.common, **s.experts, **KINDS, head_dim=16)
+
+
+@case(t.Mistral4ForCausalLM, (1, 2), stack=halves)
+def mistral4(s):
+    return t.Mistral4Config(**s.common | s.mla)
+
+
+@case(t.MistralLarge4ForConditionalGeneration, (1, 2))
+def mistral_large4(s):
+    language_model = without(s.common | s.mla, "q_lora_rank") | KINDS | INDEXER
+    return t.MistralLarge4Config(
+        text_config={**language_model, "model_type": "mistral_large4_text"},
+        vision_config=PIXTRAL,
+    )
+
+
+@case(t.Glm5NextForConditionalGeneration, (1, 2))
+def glm5_next(s):
+    return t.Glm5NextConfig(
+        text_config={
+            **s.common,
+            **s.mla,
+            **KINDS,
+            **INDEXER,
+            "qk_rope_head_dim": 0,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "index_kpool": 4,
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "image_size": 28,
+            "projection_intermediate_size": 64,
+        },
+    )
+
+
+@case(t.Mistral3ForConditionalGeneration, (1, 2), stack=halves)
+def mistral3(s):
+    return t.Mistral3Config(
+        text_config={**s.common, **s.mla, "model_type": "mistral4"}, vision_config=PIXTRAL
+    )
+
+
+def qwen4(s):
+    return {
+        **without(s.common, "intermediate_size"),
+        **s.experts,
         **SHARED,
         **LINEAR_ATTENTION,
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
@@ -736,7 +802,21 @@ def build(H: int, I: int) -> dict[str, Case]:
         "ngram_vocab_size_base": 50,
         "split_ngram_parts": 2,
     }
-    SAM = {
+
+
+@case(t.Qwen4ExpForCausalLM, (0, 1, 2))
+def qwen4_exp_text(s):
+    return t.Qwen4ExpTextConfig(**qwen4(s))
+
+
+@case(t.Qwen4ExpForConditionalGeneration, (0, 1, 2))
+def qwen4_exp(s):
+    return t.Qwen4ExpConfig(text_config=qwen4(s), vision_config=qwen_vision(s))
+
+
+def reading(s, **encoder):
+    """Of models that read pages, with fields of their second encoder."""
+    sam = {
         "hidden_size": 32,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
@@ -747,81 +827,70 @@ def build(H: int, I: int) -> dict[str, Case]:
         "downsample_channels": [8, 16],
         "global_attn_indexes": [0],
     }
-    OCR = {
-        "text_config": {**SIZES, **ROUTED, **ONE_GROUP, **KINDS},
-        "vision_config": {
-            "sam_config": SAM,
-            "encoder_config": {
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return {
+        "text_config": {**s.common, **s.routed, **ONE_GROUP, **KINDS},
+        "vision_config": {"sam_config": sam, "encoder_config": {**sizes, **encoder}},
+    }
+
+
+@case(t.UnlimitedOcrForConditionalGeneration, (1, 2))
+def unlimited_ocr(s):
+    return t.UnlimitedOcrConfig(**reading(s))
+
+
+def qwen3_omni_talker(s):
+    """What speaks, and holds experts that nothing converts."""
+    model = {**s.common, **s.experts, **SHARED, "head_dim": 16, "num_hidden_layers": 1}
+    return {
+        "text_config": model,
+        "code_predictor_config": {**model, "num_code_groups": 2},
+        "thinker_hidden_size": s.H,
+        "num_code_groups": 2,
+        "accept_hidden_layer": 1,
+        "spatial_merge_size": 2,
+    }
+
+
+@case(t.Qwen3OmniMoeForConditionalGeneration, (1, 2))
+def qwen3_omni_moe(s):
+    return t.Qwen3OmniMoeConfig(
+        thinker_config={
+            "text_config": {**s.common, **s.experts, "head_dim": 16, "mlp_only_layers": [0]},
+            "vision_config": {**qwen_vision(s), "deepstack_visual_indexes": [0]},
+            "audio_config": {
+                "d_model": 32,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 32,
+                "downsample_hidden_size": 16,
+                "output_dim": s.H,
             },
         },
-    }
-    MODELS |= {
-        "mistral3": Case(
-            t.Mistral3ForConditionalGeneration,
-            t.Mistral3Config(
-                text_config={**SIZES, **MLA, "model_type": "mistral4"}, vision_config=PIXTRAL
-            ),
-            (1, 2),
-            stack=halves,
-        ),
-        "qwen4_exp_text": Case(t.Qwen4ExpForCausalLM, t.Qwen4ExpTextConfig(**QWEN4), (0, 1, 2)),
-        "qwen4_exp": Case(
-            t.Qwen4ExpForConditionalGeneration,
-            t.Qwen4ExpConfig(text_config=QWEN4, vision_config=QWEN_VISION),
-            (0, 1, 2),
-        ),
-        "unlimited_ocr": Case(
-            t.UnlimitedOcrForConditionalGeneration, t.UnlimitedOcrConfig(**OCR), (1, 2)
-        ),
-    }
-    TALKER = {**SIZES, **EXPERTS, **SHARED, "head_dim": 16, "num_hidden_layers": 1}
-    MODELS["qwen3_omni_moe"] = Case(
-        t.Qwen3OmniMoeForConditionalGeneration,
-        t.Qwen3OmniMoeConfig(
-            thinker_config={
-                "text_config": {**SIZES, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0]},
-                "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
-                "audio_config": {
-                    "d_model": 32,
-                    "encoder_layers": 1,
-                    "encoder_attention_heads": 2,
-                    "encoder_ffn_dim": 32,
-                    "downsample_hidden_size": 16,
-                    "output_dim": H,
-                },
-            },
-            talker_config={
-                "text_config": TALKER,
-                "code_predictor_config": {**TALKER, "num_code_groups": 2},
-                "thinker_hidden_size": H,
-                "num_code_groups": 2,
-                "accept_hidden_layer": 1,
-                "spatial_merge_size": 2,
-            },
-            code2wav_config={
-                "codebook_size": 16,
-                "hidden_size": 16,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_quantizers": 2,
-                "decoder_dim": 32,
-                "upsample_rates": (2,),
-                "upsampling_ratios": (2,),
-            },
-        ),
-        (1, 2),
+        talker_config=qwen3_omni_talker(s),
+        code2wav_config={
+            "codebook_size": 16,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_quantizers": 2,
+            "decoder_dim": 32,
+            "upsample_rates": (2,),
+            "upsampling_ratios": (2,),
+        },
     )
-    OCR["vision_config"]["encoder_config"]["num_key_value_heads"] = 2
-    MODELS["deepseek_ocr2"] = Case(
-        t.DeepseekOcr2ForConditionalGeneration, t.DeepseekOcr2Config(**OCR), (1, 2)
-    )
-    return MODELS
+
+
+@case(t.DeepseekOcr2ForConditionalGeneration, (1, 2))
+def deepseek_ocr2(s):
+    return t.DeepseekOcr2Config(**reading(s, num_key_value_heads=2))
 
 
 @dataclass(frozen=True)
