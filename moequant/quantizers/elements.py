@@ -111,6 +111,11 @@ def pack_nibbles(code: Value) -> Value:
     return (pairs | (pairs >> 4)).to("i8")
 
 
+def join_nibbles(even: Value, odd: Value) -> Value:
+    """Codes 0..15, i32, of even and of odd columns to bytes, the even ones in the low nibbles."""
+    return (even | (odd << 4)).to("i8")
+
+
 def round_to_bfloat16(x: Value) -> Value:
     """Finite float32 to the nearest bfloat16, ties to even, as its bits: i16."""
     bits = x.bitcast("i32")
@@ -148,6 +153,12 @@ class Source:
         """The bits of `lanes` weights."""
         return function.load(Type(self.element, lanes), base, index)
 
+    def pairs(self, stored: Value) -> tuple[Value, Value]:
+        """The weights of even and those of odd index, as float32."""
+        bits = stored.type.bits
+        both = stored.bitcast(f"i{2 * bits}")
+        return self.float(both.to(self.element)), self.float((both >> bits).to(self.element))
+
     def number(self, bits: int) -> float:
         """The finite number that has these bits."""
         code, integer = ("e", "H") if self.dtype == "float16" else ("f", "I")
@@ -160,9 +171,10 @@ class Source:
 
     def extremes(self, stored: Value) -> tuple[Value, Value]:
         """Magnitude bits of the largest and of the smallest weight; 0 for one of the other sign."""
-        # As signed integers, positive floats have their own order, and lie above all negative ones.
-        high = stored.reduce("smax").smax(0)
-        return high, (stored ^ -self._sign).reduce("smax").smax(0)
+        # Floats in their own order: as signed integers the positive ones, which lie above all
+        # negative ones; as unsigned integers the negative ones, the lowest uppermost.
+        high, low = stored.reduce("smax"), stored.reduce("umax") ^ -self._sign
+        return high.smax(0), low.smax(0)
 
     def float(self, stored: Value) -> Value:
         """Finite weights as float32, exact."""

@@ -44,6 +44,7 @@ from moequant.quantizers.elements import (
     encode_int4,
     float_bits,
     group_sum,
+    join_nibbles,
     magnitude,
     pack_nibbles,
     round_int4,
@@ -65,6 +66,11 @@ _STRIP = 64
 """Weights that are encoded at a time: of 16, 32, 64 and 128 the fastest."""
 _GROUPS = 16
 """Groups whose scales are computed at a time: a vector of them."""
+_PAIRED = 32
+"""Weights that are encoded at a time as pairs of even and odd columns."""
+_ROWS = 16
+"""Rows of w4a8 whose scales are computed before their codes: few enough to stay in the cache, and
+enough for a processor not to wait for each row's scale."""
 
 
 def amax(source: Source) -> Function:
@@ -319,35 +325,49 @@ def _sums(groups: list[Value]) -> Value:
 
 
 def w4a8(source: Source, options: Mapping[str, str]) -> Function:
-    """`moequant.formats.w4a8`; `scratch` holds one float32 for each group of a row."""
+    """`moequant.formats.w4a8`; `scratch` holds the scales of some rows, as `scratch_count` says."""
     f = _function()
-    rows, columns = f.parameter("rows"), f.parameter("columns")
-    w, steps = f.parameter("w"), f.parameter("scratch")
+    rows, groups = f.parameter("rows"), f.parameter("columns") // GROUP
+    w, scales = f.parameter("w"), f.parameter("scratch")
     zero = f.constant(I64, 0)
     largest = f.variable(f.constant(Type(source.element), 0))
-    with f.loop(zero, rows, 1) as row:
-        start = row * columns
-        row_max = f.variable(f.constant(I32, 0))
-        with f.loop(zero, columns, GROUP) as column:
-            stored = source.load(f, w, start + column, GROUP)
-            high, low = source.extremes(stored)
-            largest.set(largest.get().umax(high).umax(low))
-            step = _step(source, high, low)
-            if options["search"] == "mse":
-                step = step * _best_factor(source.float(stored), step)
-            row_max.set(row_max.get().umax(step.bitcast("i32")))
-            f.store(step, steps, column // GROUP)
-        row_scale = _row_scale(row_max.get())
-        with f.loop(zero, columns, GROUP) as column:
-            step = f.load(F32, steps, column // GROUP)
-            in_row = (step / row_scale).clamp(E4M3_SMALLEST, GROUP_SCALE_MAX)
-            scale = round_to_bfloat16(decode_e4m3(E4M3.encode(in_row)) * row_scale)
-            f.store(scale, f.parameter("scale"), (start + column) // GROUP)
-            x = source.float(source.load(f, w, start + column, GROUP))
-            codes = encode_int4(x / widen_bfloat16(scale).splat(GROUP))
-            f.store(pack_nibbles(codes), f.parameter("qdata"), (start + column) // 2)
+    with f.loop(zero, rows, _ROWS) as top:
+        bottom = rows.umin(top + _ROWS)
+        first = top * groups
+        with f.loop(top, bottom, 1) as row:
+            row_max = f.variable(f.constant(I32, 0))
+            start = row * groups
+            with f.loop(start, start + groups, 1) as index:
+                stored = source.load(f, w, index * GROUP, GROUP)
+                high, low = source.extremes(stored)
+                largest.set(largest.get().umax(high).umax(low))
+                step = _step(source, high, low)
+                if options["search"] == "mse":
+                    step = step * _best_factor(source.float(stored), step)
+                row_max.set(row_max.get().umax(step.bitcast("i32")))
+                f.store(step, scales, index - first)
+            row_scale = _row_scale(row_max.get()).splat(_GROUPS)
+            # Goes beyond the row's end, where the next row puts its steps after that.
+            with f.loop(start, start + groups, _GROUPS) as index:
+                steps = f.load(Type("float", _GROUPS), scales, index - first)
+                in_row = (steps / row_scale).clamp(E4M3_SMALLEST, GROUP_SCALE_MAX)
+                scale = round_to_bfloat16(decode_e4m3(E4M3.encode(in_row)) * row_scale)
+                f.store(widen_bfloat16(scale), scales, index - first)
+        with f.loop(first, bottom * groups, 1) as index:
+            scale = f.load(F32, scales, index - first)
+            f.store(round_to_bfloat16(scale), f.parameter("scale"), index)
+            for i in range(0, GROUP, _PAIRED):
+                at = index * GROUP + i
+                weights = source.pairs(source.load(f, w, at, _PAIRED))
+                even, odd = (encode_int4(x / scale.splat(_PAIRED // 2)) for x in weights)
+                f.store(join_nibbles(even, odd), f.parameter("qdata"), at // 2)
     f.give(largest.get().to("i32"))
     return f
+
+
+def scratch_count(groups: int) -> int:
+    """Numbers of float32 a kernel has to be given as `scratch`, for so many groups in a row."""
+    return _ROWS * groups + _GROUPS - 1
 
 
 def _step(source: Source, high: Value, low: Value) -> Value:

@@ -14,7 +14,7 @@ from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.quantizers import jit
 from moequant.quantizers.base import Quantizer, UnavailableError
 from moequant.quantizers.elements import Source
-from moequant.quantizers.kernels import KERNELS, amax
+from moequant.quantizers.kernels import KERNELS, amax, scratch_count
 from moequant.quantizers.probes import check_bytes
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class _Kernels:
     ) -> QuantizedWeight:
         specs = format.specs(w.shape, name)
         qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
-        scratch = torch.empty(scale.shape[1], dtype=torch.float32)
+        scratch = torch.empty(scratch_count(scale.shape[1]), dtype=torch.float32)
         bits = self.quantize(
             w.data_ptr(),
             *w.shape,

@@ -24,11 +24,15 @@ from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
 LANES = 16
 
 
-def compiled(compute):
-    """float32 [n], n a multiple of 16, to int32 [n] by `compute` on vectors of 16."""
+def kernel_function():
     pointers = dict.fromkeys(("qdata", "scale", "scratch"), PTR)
     parameters = {"w": PTR, "rows": I64, "columns": I64, "global_scale": F32, **pointers}
-    f = Function("kernel", parameters, I32)
+    return Function("kernel", parameters, I32)
+
+
+def compiled(compute):
+    """float32 [n], n a multiple of 16, to int32 [n] by `compute` on vectors of 16."""
+    f = kernel_function()
     source = Source("float32")
     with f.loop(f.constant(I64, 0), f.parameter("rows"), LANES) as at:
         x = source.float(source.load(f, f.parameter("w"), at, LANES))
@@ -104,3 +108,18 @@ def test_every_positive_e4m3_code_decodes_to_its_value():
     wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
     found = compiled(lambda x: decode_e4m3(x.bitcast("i32")))(codes.view(torch.float32))
     assert torch.equal(found.view(torch.float32), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_pairs_are_the_weights_of_even_and_of_odd_index(dtype):
+    f = kernel_function()
+    source = Source(dtype)
+    with f.loop(f.constant(I64, 0), f.parameter("rows"), LANES) as at:
+        pairs = source.pairs(source.load(f, f.parameter("w"), at, LANES))
+        for place, numbers in zip(("qdata", "scale"), pairs, strict=True):
+            f.store(numbers, f.parameter(place), at // 2)
+    f.give(f.constant(I32, 0))
+    w = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    even, odd = torch.empty(32), torch.empty(32)
+    jit.compile_kernel(f.text())(w.data_ptr(), 64, 1, 0.0, even.data_ptr(), odd.data_ptr(), 0)
+    assert torch.equal(torch.stack([even, odd], 1).flatten(), w.float())
