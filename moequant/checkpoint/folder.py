@@ -46,8 +46,8 @@ def check_is_checkpoint(root: Path) -> None:
             return
         begun = (root / WORK_FOLDER).is_dir()
         instead = _meant_instead(root)
-    except OSError:
-        # A folder that may not be looked into; who opens its files says so.
+    except (OSError, RuntimeError):
+        # A folder that may not be looked into, a link to itself; who opens its files says so.
         return
     if instead:
         raise CheckpointError(

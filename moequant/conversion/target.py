@@ -43,8 +43,9 @@ def is_work_left(
         if journal.read_plan().get("plan_sha256") == plan_sha256:
             return True
         raise MoequantError(
-            f"{output}: holds an unfinished conversion with other settings or of another source; "
-            "repeat its command to finish it, or start this one over with --overwrite"
+            f"{output}: holds an unfinished conversion with other settings or of another source, "
+            "interrupted or still at work; repeat its command to finish it, or start this one over "
+            "with --overwrite"
         )
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True

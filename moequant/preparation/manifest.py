@@ -77,6 +77,9 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, or it is not one of ours; names the place.
     """
     path = folder / MANIFEST_FILE
+    # Opening a named pipe would wait for a writer for ever.
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file; run moequant prepare")
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except OSError as error:

@@ -14,7 +14,7 @@ from moequant.checkpoint.disk import explained, fsync_directory, replace_file
 from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.checkpoint.lock import exclusive
 from moequant.checkpoint.reader import FixedFile
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
@@ -76,6 +76,7 @@ def prepare(
     checkpoint = ConvertedCheckpoint.open(path, architecture=architecture)
     layouts = _expert_layouts(checkpoint, target)
     folder = checkpoint.checkpoint.path / PREPARED_FOLDER / target
+    _check_replaceable(folder)
     manifest = None if overwrite else _fitting_manifest(folder, checkpoint, target, layouts)
     if manifest is not None:
         return PreparationResult(folder=folder, manifest=manifest, state="already prepared")
@@ -156,6 +157,14 @@ def _write(
     replace_file(folder / MANIFEST_FILE, manifest.model_dump_json(indent=2).encode() + b"\n")
     report.finish()
     return manifest
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Ask, before weights are read, whether what is there is a folder, which alone is replaced."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise MoequantError(
+            f"{folder}: there already, and no folder; remove it, and run moequant prepare again"
+        )
 
 
 def _put_in_place(written: Path, folder: Path) -> None:

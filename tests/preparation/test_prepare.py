@@ -25,6 +25,7 @@ from moequant.layouts.targets import TARGETS
 from moequant.models import PROJECTIONS
 from moequant.preparation import PreparedCheckpoint, prepare
 from moequant.runtime import load_experts
+from moequant.verification import check_integrity
 
 PREPARABLE = [(f, t) for f in REGISTRY for t in TARGETS if (f, t) != ("w4a8", "sm100")]
 
@@ -221,6 +222,44 @@ def test_a_manifest_that_is_not_ours_is_refused(own, text):
         load_experts(folder, 0)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to itself"])
+def test_a_manifest_that_is_no_file_is_refused_and_prepared_anew(own, kind):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm90").folder
+    manifest = folder / "manifest.json"
+    manifest.unlink()
+    if kind == "pipe":
+        os.mkfifo(manifest)  # whoever opens it waits for ever
+    elif kind == "folder":
+        manifest.mkdir()
+    else:
+        manifest.symlink_to(manifest.name)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: .*; run moequant prepare"):
+        PreparedCheckpoint.open(folder)
+    assert any("manifest.json" in str(p) for p in check_integrity(path).problems)
+    assert prepare(path, target="sm90").state == "prepared"
+    assert load_experts(folder, 1).weights.experts == 4
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "link", "link to itself"])
+def test_what_is_no_folder_is_not_replaced_and_costs_no_time(own, tmp_path, monkeypatch, kind):
+    path = own("mxfp4")
+    folder = path / "moequant-prepared" / "sm90"
+    folder.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(folder)
+    elif kind == "file":
+        folder.write_text("mine")
+    else:
+        folder.symlink_to(tmp_path if kind == "link" else folder)
+    monkeypatch.setattr("moequant.preparation.pipeline._write", None)
+    with pytest.raises(MoequantError, match=r"sm90: there already, and no folder; remove it"):
+        prepare(path, target="sm90")
+    assert [entry.name for entry in folder.parent.iterdir()] == ["sm90"]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_experts(folder, 0)
+
+
 def test_a_failure_leaves_no_folder(own, monkeypatch):
     path = own("fp8_block")
 
@@ -334,12 +373,10 @@ def test_two_runs_on_one_target_do_not_share_a_folder(own):
     assert len(list(folder.iterdir())) == 3
 
 
-@pytest.mark.parametrize("obstacle", ["moequant-prepared", "moequant-prepared/sm90"])
-def test_a_folder_that_cannot_be_made_is_explained(own, obstacle):
+def test_a_folder_that_cannot_be_made_is_explained(own):
     path = own("mxfp4")
-    (path / obstacle).parent.mkdir(exist_ok=True)
-    (path / obstacle).touch()
-    with pytest.raises(MoequantError, match=rf"{obstacle}.*: cannot be .* again"):
+    (path / "moequant-prepared").touch()
+    with pytest.raises(MoequantError, match=r"moequant-prepared.*: cannot be .* again"):
         prepare(path, target="sm90")
 
 
