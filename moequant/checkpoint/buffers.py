@@ -56,11 +56,12 @@ class Arena:
 
     Args:
         allocate: gives so many bytes, uint8; CPU memory by default.
+        size_bytes: of tensors that are expected to lie in it at once.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor] = _allocate) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor] = _allocate, size_bytes: int = 0) -> None:
         self._allocate = allocate
-        self._memory = allocate(0)
+        self._memory = allocate(size_bytes + _PAGE_BYTES if size_bytes else 0)
         self._used = 0
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:

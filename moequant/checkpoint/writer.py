@@ -225,6 +225,10 @@ class ShardWriter:
                 self._file.write(position, view)
         once()
 
+    def wait_for_disk(self) -> bool:
+        """Wait until something of what is lent is on disk; whether there was any to wait for."""
+        return self._file.wait_for_disk()
+
     def digest(self, at_most_bytes: int) -> bool:
         """Digest what the file has got since, from its start on, unless another thread is at it.
 

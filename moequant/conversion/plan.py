@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
@@ -158,8 +159,14 @@ class Plan:
 
     def buffer_bytes(self, workers: int) -> int:
         """Memory that may wait to be digested and written while workers are at what follows."""
-        result = max((unit.result_bytes for unit in self.units), default=0)
-        return workers * (result + WRITE_BUFFER_BYTES)
+        return workers * (self.result_bytes + WRITE_BUFFER_BYTES)
+
+    @cached_property
+    def result_bytes(self) -> int:
+        """What the quantized weights of a unit take at most."""
+        # Nearly all units are alike.
+        kinds = {(u.format, *(w.info.shape for w in u.weights)): u for u in self.units}
+        return max((unit.result_bytes for unit in kinds.values()), default=0)
 
     def device_bytes(self, workers: int) -> int:
         """Memory `workers` may hold on GPUs at once, if these quantize; 0 if refused."""

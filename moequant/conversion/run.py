@@ -45,6 +45,7 @@ _T = TypeVar("_T")
 _WORKERS_A_FINISHER = 4
 """To make a shard takes a core 1.5 to 2.6 times as long as to digest it."""
 _LEAST_WRITERS = 2
+_PAUSE_SECONDS = 0.002
 _WORKERS_A_WRITER = 2
 """They wait for the disk and do nothing else; two megabytes each keep a fast one busy."""
 
@@ -67,13 +68,15 @@ def write_shards(
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     writers = max(_LEAST_WRITERS, workers // _WORKERS_A_WRITER)
-    results = _Results(choice.quantizer.allocate, plan.buffer_bytes(workers))
+    results = _Results(choice.quantizer.allocate, plan.result_bytes, plan.buffer_bytes(workers))
     with (
         ThreadPoolExecutor(writers, "moequant-disk") as disk,
         ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
         worker_pool(workers) as pool,
     ):
-        run = _Run(source, plan, journal, choice, progress, results, disk)
+        run = _Run(
+            source, plan, journal, choice, progress, results, disk, one_digest=finishers == 1
+        )
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
             writer, losses = run.fill(shard, pool, workers)
@@ -109,6 +112,8 @@ class _Run(threading.local):
         progress: Progress,
         results: _Results,
         disk: ThreadPoolExecutor,
+        *,
+        one_digest: bool,
     ) -> None:
         self._source = source
         self._plan = plan
@@ -119,6 +124,7 @@ class _Run(threading.local):
         self._arena = Arena(choice.quantizer.allocate)
         self._results = results
         self._disk = disk
+        self._one_digest = one_digest
 
     def fill(
         self, shard: PlannedShard, pool: ThreadPoolExecutor, workers: int
@@ -166,7 +172,11 @@ class _Run(threading.local):
         self, writer: ShardWriter, left: deque[tuple[int, Item]], lost: dict[int, list[Loss]]
     ) -> None:
         """Take one item after the other until none is left; what each loses goes to `lost`."""
-        while (taken := _take(left)) is not None:
+        while True:
+            self._keep_pace(writer)
+            taken = _take(left)
+            if taken is None:
+                return
             number, item = taken
             if isinstance(item, Copy):
                 if item.is_bias:
@@ -182,19 +192,37 @@ class _Run(threading.local):
                 pass
             self._progress.advance(item.source_bytes, item.name)
 
+    def _keep_pace(self, writer: ShardWriter) -> None:
+        """Wait while too much waits for digest and disk; this worker has nothing in hand.
+
+        Where one shard is digested at a time, to be ahead of it gains nothing, and what is ahead
+        goes through the page cache and is read back. More workers go on to the next shard.
+        """
+        while self._one_digest and not self._results.wait_until_less_is_lent(0):
+            # Nobody may be at it but workers that wait.
+            if not writer.digest(COPY_CHUNK_BYTES):
+                self._results.wait_until_less_is_lent(_PAUSE_SECONDS)
+
     def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
         memory = self._results.borrow(writer.position(unit.first_tensor(self._plan.dialect)))
         tensors, losses = convert_unit(
             self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
         )
         # What is written as it was read lies in the memory that the next unit is read into.
-        release = None if unit.may_be_as_stored else self._results.lend(memory)
+        release = None if unit.may_be_as_stored else self._lend(memory, writer)
         writer.write_all(tensors, release)
         if release is None:
             self._results.give_back(memory)
         tensors.clear()
         self._arena.clear()
         return losses
+
+    def _lend(self, memory: Arena, writer: ShardWriter) -> Callable[[], None] | None:
+        """As `_Results.lend`, once the disk has had the time it needs."""
+        release = self._results.lend(memory)
+        while release is None and writer.wait_for_disk():
+            release = self._results.lend(memory)
+        return release
 
     def _restore(self, item: Restored, writer: ShardWriter) -> list[Loss]:
         tensors, losses = restore(self._source, item, self._arena)
@@ -210,7 +238,7 @@ class _Run(threading.local):
             count = min(COPY_CHUNK_BYTES, size_bytes - offset)
             chunk = tensor_bytes(memory.empty((count,), dtype=torch.uint8))
             self._source.read_into(name, offset, chunk)
-            release = self._results.lend(memory)
+            release = self._lend(memory, writer)
             writer.write_bytes(name, offset, chunk, release)
             if release is None:
                 self._results.give_back(memory)
@@ -221,42 +249,60 @@ class _Results:
 
     Args:
         allocate: as Arena.
+        one_bytes: what a result takes at most.
         size_bytes: how much may be lent to digest and disk, and kept for what comes next.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor], size_bytes: int) -> None:
-        self._allocate = allocate
+    def __init__(self, allocate: Callable[[int], Tensor], one_bytes: int, size_bytes: int) -> None:
+        self._new = partial(Arena, allocate, one_bytes)
         self._kept: deque[Arena] = deque()
         self._left_bytes = size_bytes
-        self._changing = threading.Lock()
+        self._lent_bytes = 0
+        self._full_bytes = size_bytes
+        self._changed = threading.Condition()
 
     def borrow(self, position: int) -> Arena:
         """Memory for one worker; its first tensor goes to `position` of a file."""
-        with self._changing:
+        with self._changed:
             # The last that came back: a processor's cache may still have it.
-            memory = self._kept.pop() if self._kept else Arena(self._allocate)
-            self._left_bytes += memory.size_bytes
+            memory = self._kept.pop() if self._kept else None
+            self._left_bytes += memory.size_bytes if memory else 0
+        memory = memory or self._new()
         memory.begin_like(position)
         return memory
 
     def lend(self, memory: Arena) -> Callable[[], None] | None:
         """What takes `memory` back, once nobody looks at it; None if too much is lent already."""
-        with self._changing:
+        with self._changed:
             while memory.size_bytes > self._left_bytes and self._kept:
                 self._left_bytes += self._kept.popleft().size_bytes
             if memory.size_bytes > self._left_bytes:
                 return None
             self._left_bytes -= memory.size_bytes
+            self._lent_bytes += memory.size_bytes
         return partial(self._take_back, memory)
 
     def give_back(self, memory: Arena) -> None:
         """Take what was borrowed, and not lent."""
-        if self.lend(memory) is not None:
-            self._take_back(memory)
+        take_back = self.lend(memory)
+        if take_back is not None:
+            take_back()
+
+    def wait_until_less_is_lent(self, seconds: float) -> bool:
+        """Wait while less than a quarter is left to be lent; whether more is left now."""
+
+        def is_left() -> bool:
+            return 4 * self._lent_bytes <= 3 * self._full_bytes
+
+        with self._changed:
+            return self._changed.wait_for(is_left, seconds)
 
     def _take_back(self, memory: Arena) -> None:
         memory.clear()
-        self._kept.append(memory)
+        with self._changed:
+            self._lent_bytes -= memory.size_bytes
+            self._kept.append(memory)
+            self._changed.notify_all()
 
 
 def _take(items: deque[_T]) -> _T | None:

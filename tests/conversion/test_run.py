@@ -140,7 +140,7 @@ def test_no_more_results_are_lent_than_the_plan_has_memory_for(
 
     monkeypatch.setattr(_Results, "__init__", noted)
     monkeypatch.setattr(_Results, "lend", counted)
-    monkeypatch.setattr(plan, "WRITE_BUFFER_BYTES", 0)
+    monkeypatch.setattr(plan, "WRITE_BUFFER_BYTES", 1 << 16)
     result = convert(source, tmp_path / "out", workers=workers, **SETTINGS)
     assert any(lent)
     kept = sum(memory.size_bytes for memory in made[0]._kept)
@@ -154,7 +154,7 @@ def filled(results, size_bytes):
 
 
 def test_memory_that_is_kept_gives_way_to_what_is_lent():
-    results = _Results(Arena()._allocate, 30_000)
+    results = _Results(Arena()._allocate, 0, 30_000)
     first, second = filled(results, 10_000), filled(results, 1000)
     results.give_back(first)
     assert results.borrow(0) is first  # what came back goes out again
