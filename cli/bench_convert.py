@@ -1,4 +1,4 @@
-"""moequant bench convert [--format NAME] [--size GB] [--against llmcompressor]."""
+"""moequant bench convert [--format NAME] [--source-format NAME] [--size GB] [--against NAME]."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> flo
 
 @click.command("convert", short_help="Time conversion on a CPU.")
 @options.converted_format_option
+@options.source_format_option
 @click.option(
     "--size",
     "size_gb",
@@ -55,6 +56,7 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> flo
 @options.json_option
 def command(
     format: str | None,
+    source_format: str | None,
     size_gb: float,
     against: str | None,
     workers: int | None,
@@ -65,18 +67,22 @@ def command(
     """Time the conversion of a generated checkpoint, beside a plain read and write of the bytes.
 
     The checkpoint holds experts of Qwen3-30B-A3B. Each round converts it with one worker and with
-    several, in processes of their own, and then reads and writes as much.
+    several, in processes of their own, and then reads and writes as much. With --source-format it
+    is quantized to that first, and what is timed is the conversion of the result.
     """
     from moequant.benchmarks.conversion import bench_conversion
     from moequant.conversion import DEFAULT_WORKERS
+    from moequant.conversion.recipe import BF16
     from moequant.formats import REGISTRY
 
+    every = [*REGISTRY] if source_format is None else [*REGISTRY, BF16]
     document = bench_conversion(
-        list(REGISTRY) if format is None else [format],
+        every if format is None else [format],
         size_bytes=round(size_gb * 1e9),
         workers=workers or DEFAULT_WORKERS,
         rounds=rounds,
         against=[] if against is None else [against],
+        source_format=source_format,
         folder=folder,
     )
     Output(as_json=as_json).result(document, _show)
@@ -84,7 +90,10 @@ def command(
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
     out.line(", ".join(f"{name} {value}" for name, value in document["machine"].items()))
-    out.line(f"{size(document['input_bytes'])} of BF16 experts, best of {document['rounds']}")
+    out.line(
+        f"{size(document['input_bytes'])} of {document['source_format']} experts, "
+        f"best of {document['rounds']}"
+    )
     out.line()
     columns = ["format", "tool", ">workers", ">CPU s", ">beyond floor", ">GB/CPU s"]
     columns += [">s", ">x floor", ">GB/s", ">peak memory"]
@@ -94,7 +103,9 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     for row in document["formats"]:
         ours = row["conversions"][0]
         out.line(
-            f"{row['format']}: {ours['how']}; SHA-256 {row['floor']['sha256_cpu_seconds']:.2f}, "
+            f"{row['format']}: {ours['how']}, "
+            f"{ours['weights_per_cpu_second'] / 1e9:.2f} G weights a CPU s; "
+            f"SHA-256 {row['floor']['sha256_cpu_seconds']:.2f}, "
             f"imports {ours['import_cpu_seconds']:.2f}, "
             f"compilation {ours['prepare_cpu_seconds']:.2f} CPU s"
         )

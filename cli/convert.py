@@ -301,7 +301,7 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
         else:
             rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
             means = _means(result)
-            # Nothing was quantized where all weights were given back as BF16.
+            # Nothing was computed where everything was copied.
             out.line(f"{line}, {size(rate)}/s{means and f' ({means})'}")
     if result["losses"]:
         out.line()

@@ -138,7 +138,10 @@ benched_format_option = _name_option(
     help="Format of the weights; see `moequant formats`.",
 )
 converted_format_option = _name_option(
-    "--format", _formats, help="Format to convert into.  [default: every one]"
+    "--format", _targets_of_conversion, help="Format to convert into.  [default: every one]"
+)
+source_format_option = _name_option(
+    "--source-format", _formats, help="Format of what is converted.  [default: none, BF16]"
 )
 architecture_option = click.option(
     "--architecture",

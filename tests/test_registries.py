@@ -7,9 +7,10 @@ import torch
 
 from moequant import dialects
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY, quantize
+from moequant.formats import REGISTRY, STORED, quantize
 from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.models import architectures
+from moequant.quantizers.encoded import ENCODINGS
 from moequant.quantizers.kernels import KERNELS
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.verification.bounds import find_out_of_bound
@@ -72,6 +73,10 @@ def test_every_target_has_a_layout_for_every_format_or_says_why_not(format, targ
 
 def test_every_format_has_a_kernel_of_the_native_quantizer():
     assert KERNELS.keys() == REGISTRY.keys()
+
+
+def test_the_native_quantizer_decodes_every_format():
+    assert ENCODINGS.keys() == REGISTRY.keys() | STORED.keys()
 
 
 def test_exceptions_are_about_what_there_is():

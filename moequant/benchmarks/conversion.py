@@ -29,6 +29,9 @@ from moequant._version import __version__
 from moequant.benchmarks.moe_checkpoint import Extent, write_moe_checkpoint
 from moequant.benchmarks.one_conversion import TOOLS
 from moequant.benchmarks.room import check_room, need_of
+from moequant.checkpoint.source import Checkpoint
+from moequant.conversion import convert
+from moequant.conversion.recipe import BF16
 from moequant.errors import MoequantError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -62,47 +65,76 @@ def bench_conversion(
     workers: int,
     rounds: int,
     against: Sequence[str] = (),
+    source_format: str | None = None,
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the conversion of one generated checkpoint into each of `formats`.
 
     Args:
-        formats: names of formats.
-        size_bytes: about how large the checkpoint is.
+        formats: names of formats; "bf16" too where the source is quantized.
+        size_bytes: about how large the checkpoint is in BF16.
         workers: threads of the faster of the two runs a round; the other has one.
         rounds: how often moequant is measured; others are once.
         against: other tools of `TOOLS`.
+        source_format: name of the format that what is converted is in; None for BF16.
         folder: whose disk is written to; the system's folder for temporary files without one.
 
     Returns:
         A JSON document.
 
     Raises:
-        UnsupportedError: a tool that is not known or not installed.
+        UnsupportedError: a tool that is not known, not installed or does not convert what is
+            quantized; BF16 to BF16.
         MoequantError: disk or memory are too small for it, or a conversion failed.
     """
     for tool in against:
         _check_installed(tool)
+    _check_source(source_format, formats, against)
     extent = Extent.of(size_bytes)
-    need = need_of(extent, formats, workers=workers, others=bool(against))
+    stored = [] if source_format is None else [source_format]
+    # BF16 again takes no more than what was quantized, which is gone by then.
+    quantized = [format for format in (*formats, *stored) if format != BF16]
+    need = need_of(extent, quantized, workers=workers, others=bool(against))
     check_room(extent, need, folder)
     with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
         place = Path(name)
         source = place / "source"
         expert_bytes = write_moe_checkpoint(source, size_bytes)
+        weights = expert_bytes // torch.bfloat16.itemsize
+        if source_format is not None:
+            source, expert_bytes = _quantized(source, source_format)
         results = [
-            _bench_format(place, source, format, workers, rounds, against) for format in formats
+            _bench_format(place, source, format, workers, rounds, against, source_format, weights)
+            for format in formats
         ]
     return {
         "machine": _machine(against),
+        "source_format": source_format or BF16,
+        "weights": weights,
         "input_bytes": expert_bytes,
         "rounds": rounds,
         "formats": results,
     }
 
 
+def _quantized(plain: Path, format: str) -> tuple[Path, int]:
+    """A checkpoint in `format` in place of the plain one, and the bytes of its experts."""
+    result = convert(plain, plain.with_name("quantized"), format=format)
+    shutil.rmtree(plain)
+    kept = {copy.name for copy in result.plan.copies}
+    tensors = Checkpoint.open(result.output).tensors.items()
+    return result.output, sum(info.size_bytes for name, info in tensors if name not in kept)
+
+
 def _bench_format(
-    place: Path, source: Path, format: str, workers: int, rounds: int, against: Sequence[str]
+    place: Path,
+    source: Path,
+    format: str,
+    workers: int,
+    rounds: int,
+    against: Sequence[str],
+    source_format: str | None,
+    weights: int,
 ) -> dict[str, Any]:
     input_bytes = _weight_bytes(source)
     counts = list(dict.fromkeys((1, workers)))
@@ -111,13 +143,13 @@ def _bench_format(
     output_bytes = 0
     for _ in range(rounds):
         for count in counts:
-            run, output_bytes = _convert(_OURS, place, source, format, count)
+            run, output_bytes = _convert(_OURS, place, source, format, count, source_format)
             runs[_OURS, count].append(run)
         floors += [
             _measure_floor(source, place / "floor", output_bytes) for _ in range(_FLOORS_A_ROUND)
         ]
     for tool in against:
-        runs[tool, 1] = [_convert(tool, place, source, format, 1)[0]]
+        runs[tool, 1] = [_convert(tool, place, source, format, 1, None)[0]]
     floor = _least(floors)
     return {
         "format": format,
@@ -125,7 +157,7 @@ def _bench_format(
         "output_bytes": output_bytes,
         "floor": vars(floor) | {"rounds": [vars(one) for one in floors]},
         "conversions": [
-            _summary(tool, count, found, floor, input_bytes)
+            _summary(tool, count, found, floor, input_bytes, weights)
             for (tool, count), found in runs.items()
         ],
     }
@@ -140,7 +172,12 @@ def _least(floors: Sequence[Floor]) -> Floor:
 
 
 def _summary(
-    tool: str, workers: int, rounds: list[dict[str, Any]], floor: Floor, input_bytes: int
+    tool: str,
+    workers: int,
+    rounds: list[dict[str, Any]],
+    floor: Floor,
+    input_bytes: int,
+    weights: int,
 ) -> dict[str, Any]:
     best = {
         key: min(run[key] for run in rounds) for key, value in rounds[0].items() if key != "how"
@@ -153,6 +190,7 @@ def _summary(
         "workers": workers,
         **best,
         "cpu_seconds_beyond_floor": best["cpu_seconds"] - floor.cpu_seconds - digest,
+        "weights_per_cpu_second": weights / best["cpu_seconds"],
         "gb_per_cpu_second": input_bytes / 1e9 / best["cpu_seconds"],
         "gb_per_second": input_bytes / 1e9 / best["seconds"],
         "seconds_over_floor": best["seconds"] / floor.seconds,
@@ -161,13 +199,14 @@ def _summary(
 
 
 def _convert(
-    tool: str, place: Path, source: Path, format: str, workers: int
+    tool: str, place: Path, source: Path, format: str, workers: int, source_format: str | None
 ) -> tuple[dict[str, Any], int]:
     """One conversion in a fresh process: what it took, and the bytes of the weights it wrote."""
     output = place / "output"
     _read(source)  # into the page cache, which others may have taken since
     command = [sys.executable, "-m", "moequant.benchmarks.one_conversion"]
-    arguments = [tool, str(source), str(output), format, str(workers)]
+    stored = [] if source_format is None else [source_format]
+    arguments = [tool, str(source), str(output), format, str(workers), *stored]
     # Everything a user's conversion runs with, but for threads that no worker asked for.
     environment = {**os.environ, "OMP_NUM_THREADS": str(workers)}
     done = subprocess.run(  # noqa: S603 - ourselves
@@ -221,6 +260,20 @@ def _chunks(buffer: memoryview, total: int) -> Iterator[memoryview]:
 
 def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _check_source(
+    source_format: str | None, formats: Sequence[str], against: Sequence[str]
+) -> None:
+    if source_format is None and BF16 in formats:
+        raise UnsupportedError(
+            "bf16 gives back what is quantized, but the checkpoint is BF16; name its format with "
+            "--source-format"
+        )
+    if source_format is not None and against:
+        raise UnsupportedError(
+            f"{', '.join(against)} is timed on BF16 alone; leave out --source-format"
+        )
 
 
 def _check_installed(tool: str) -> None:

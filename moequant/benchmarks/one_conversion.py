@@ -1,6 +1,6 @@
 """One conversion in a process of its own, so that its memory and its imports are its own.
 
-    python -m moequant.benchmarks.one_conversion TOOL SOURCE OUTPUT FORMAT WORKERS
+    python -m moequant.benchmarks.one_conversion TOOL SOURCE OUTPUT FORMAT WORKERS [SOURCE_FORMAT]
 
 Prints a JSON document: what `OneConversion` holds. Only `moequant bench convert` runs it.
 """
@@ -50,18 +50,22 @@ class OneConversion:
     peak_rss_bytes: int
 
 
-def run_moequant(source: str, output: str, format: str, workers: int) -> OneConversion:
-    """Convert with moequant."""
+def run_moequant(
+    source: str, output: str, format: str, workers: int, source_format: str | None = None
+) -> OneConversion:
+    """Convert with moequant, from a source whose experts are in `source_format` or in BF16."""
     started = time.process_time()
     import torch
 
     from moequant.conversion import convert
+    from moequant.conversion.recipe import BF16
     from moequant.formats import get_format
     from moequant.quantizers import choose_quantizer
 
     imported = time.process_time()
-    chosen = get_format(format)
-    choice = choose_quantizer([(chosen, chosen.resolve_options(), torch.bfloat16)])
+    chosen = None if format == BF16 else get_format(format)
+    options = {} if chosen is None else chosen.resolve_options()
+    choice = choose_quantizer([(chosen, options, source_format or torch.bfloat16)])
     prepared = time.process_time()
     cpu_seconds, seconds = _timed(lambda: convert(source, output, format=format, workers=workers))
     return OneConversion(
@@ -103,7 +107,10 @@ def run_llmcompressor(source: str, output: str, format: str, workers: int) -> On
     )
 
 
-TOOLS = {"moequant": run_moequant, "llmcompressor": run_llmcompressor}
+TOOLS: dict[str, Callable[..., OneConversion]] = {
+    "moequant": run_moequant,
+    "llmcompressor": run_llmcompressor,
+}
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, float]:
@@ -122,6 +129,6 @@ def _peak_rss_bytes() -> int:
 
 
 if __name__ == "__main__":
-    tool, source, output, format, workers = sys.argv[1:]
-    result = TOOLS[tool](source, output, format, int(workers))
+    tool, source, output, format, workers, *source_format = sys.argv[1:]
+    result = TOOLS[tool](source, output, format, int(workers), *source_format)
     sys.stdout.write("\n" + json.dumps(asdict(result)))

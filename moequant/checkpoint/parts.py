@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.checkpoint.source import Checkpoint
+    from moequant.formats import StoredWeight
     from moequant.models import Model
 
 
@@ -51,9 +52,6 @@ class PartInfo:
 
 WeightInfo = TensorInfo | PartInfo | EncodedInfo
 """What is known of a weight that is read as a whole."""
-
-StoredWeight = torch.Tensor | QuantizedWeight
-"""A weight [N, K] as a source holds it: plain numbers, or codes and scales."""
 
 
 def unstacked(

@@ -20,7 +20,7 @@ import torch
 from moequant.checkpoint.buffers import Arena
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats.base import check_values
-from moequant.quantizers import Choice, Quantizer, choose_quantizer
+from moequant.quantizers import Choice, Quantizer, TorchQuantizer, choose_quantizer
 from moequant.quantizers.base import UnavailableError
 from moequant.quantizers.launch import INFINITY, check_columns, quantize_on_device
 from moequant.quantizers.probes import check_bytes
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.formats import Format, QuantizedWeight
+    from moequant.formats import Format, QuantizedWeight, StoredWeight
     from moequant.quantizers import Job
-    from moequant.quantizers.base import Allocator
+    from moequant.quantizers.base import Allocator, Stored
 
 CPU = "cpu"
 AUTO = "auto"
@@ -63,13 +63,18 @@ def choose_device(text: str, jobs: Iterable[Job] = ()) -> Choice:
             f"device {text}: Triton cannot be imported here ({error}); install triton, which "
             f"torch's CUDA builds bring, or convert with --device {CPU}"
         ) from error
-    quantizer = DeviceQuantizer(devices)
+    jobs = list(jobs)
+    # Of plain weights nothing is decoded, and nothing need be loaded for it.
+    is_decoding = any(isinstance(stored, str) for _, _, stored in jobs)
+    decoder = choose_quantizer() if is_decoding else Choice(quantizer=TorchQuantizer())
+    quantizer = DeviceQuantizer(devices, decoder.quantizer)
     try:
-        for format, options, dtype in jobs:
-            quantizer.prepare(format, options, dtype)
+        for format, options, stored in jobs:
+            quantizer.prepare(format, options, stored)
     except UnavailableError as error:
         raise UnsupportedError(f"device {text}: {error}; convert with --device {CPU}") from error
-    return Choice(quantizer=quantizer, devices=tuple(map(str, devices)))
+    reason = decoder.reason and f"sources are decoded by torch: {decoder.reason}"
+    return Choice(quantizer=quantizer, reason=reason, devices=tuple(map(str, devices)))
 
 
 def _indices(text: str) -> list[int]:
@@ -101,13 +106,19 @@ def _indices(text: str) -> list[int]:
 
 
 class DeviceQuantizer(Quantizer):
-    """The kernels of `moequant.kernels.quantize`; each worker is on one of the devices."""
+    """The kernels of `moequant.kernels.quantize`; each worker is on one of the devices.
+
+    Args:
+        devices: GPUs.
+        decoder: decodes and compares, on the CPU.
+    """
 
     name = CUDA
     summary = "Triton kernels, a stream for each worker"
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], decoder: Quantizer | None = None) -> None:
         self._devices = tuple(devices)
+        self._decoder = decoder or TorchQuantizer()
         self._turn = itertools.count()
         self._own = threading.local()
         # Triton's launcher is not made for several threads, and compiles what it has not seen.
@@ -118,8 +129,28 @@ class DeviceQuantizer(Quantizer):
         """As Quantizer; page-locked, so that copies run beside all else and at full speed."""
         return page_locked(size_bytes)
 
-    def prepare(self, format: Format, options: Mapping[str, str], dtype: torch.dtype) -> None:
+    def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
         """As Quantizer; on every device."""
+        if format is None:
+            self._decoder.prepare(format, options, stored)
+        elif isinstance(stored, str):
+            self.prepare_decoding(stored, torch.float32)
+            self.prepare_comparing(stored, format.name)
+            self._prepare_devices(format, options, torch.float32)
+        else:
+            self._prepare_devices(format, options, stored)
+
+    def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:
+        """As Quantizer."""
+        self._decoder.prepare_decoding(stored, dtype)
+
+    def prepare_comparing(self, before: Stored, after: Stored) -> None:
+        """As Quantizer."""
+        self._decoder.prepare_comparing(before, after)
+
+    def _prepare_devices(
+        self, format: Format, options: Mapping[str, str], dtype: torch.dtype
+    ) -> None:
         key = format.name, tuple(sorted(options.items())), dtype
         if key in self._ready:
             return
@@ -131,33 +162,48 @@ class DeviceQuantizer(Quantizer):
     def quantize_fused(
         self,
         format: Format,
-        weights: Sequence[Tensor],
+        weights: Sequence[StoredWeight],
         options: Mapping[str, str],
         *,
         names: Sequence[str],
         empty: Allocator = torch.empty,
+        scratch: Allocator = torch.empty,
     ) -> list[QuantizedWeight]:
         """As Quantizer; waits for the results."""
         for w, name in zip(weights, names, strict=True):
             format.check_shape(w.shape, name)
             check_columns(format.name, w.shape[-1], name)
+        numbers = self._numbers(weights, names, scratch)
+        for w in numbers:
             self.prepare(format, options, w.dtype)
         if not hasattr(self._own, "worker"):
             device = self._devices[next(self._turn) % len(self._devices)]
             self._own.worker = _Worker(device)
-        return self._run(self._own.worker, format, weights, options, names, empty)
+        return self._run(self._own.worker, format, numbers, options, names, empty)
+
+    def decode(
+        self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty
+    ) -> Tensor:
+        """As Quantizer; on the CPU."""
+        return self._decoder.decode(q, dtype, name=name, empty=empty)
+
+    def compare(self, before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
+        """As Quantizer; on the CPU."""
+        return self._decoder.compare(before, after)
 
     def _run(
         self,
         worker: _Worker,
         format: Format,
-        weights: Sequence[Tensor],
+        weights: Sequence[StoredWeight],
         options: Mapping[str, str],
         names: Sequence[str],
         empty: Allocator,
     ) -> list[QuantizedWeight]:
+        plain = [w for w in weights if isinstance(w, torch.Tensor)]
+        assert len(plain) == len(weights), "they were decoded"
         with worker.at_work():
-            there = [worker.bring(w.detach()) for w in weights]
+            there = [worker.bring(w.detach()) for w in plain]
             with self._launching:
                 results, largest = quantize_on_device(
                     format, there, options, empty=worker.memory.empty
@@ -165,7 +211,7 @@ class DeviceQuantizer(Quantizer):
             back = [q.map(partial(_send_back, empty)) for q in results]
             found = _send_back(empty, largest)
         if found.max() >= INFINITY:
-            for w, name in zip(weights, names, strict=True):
+            for w, name in zip(plain, names, strict=True):
                 check_values(w, name)
             raise AssertionError(f"{', '.join(names)}: not finite there, but finite here")
         return back

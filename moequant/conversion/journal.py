@@ -46,7 +46,7 @@ class FinishedShard:
         bytes: its size.
         sha256: its digest.
         losses: of its weights that were quantized before, kind by kind.
-        quantizer: what made it; None where nothing of it was quantized.
+        quantizer: what made it; None where all of it was copied.
     """
 
     file: str

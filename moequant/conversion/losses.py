@@ -10,17 +10,13 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from moequant.formats import QuantizedWeight, dequantize, row_tiles, tile_rows
+from moequant.formats import QuantizedWeight, dtype_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
-    from torch import Tensor
-
-ROWS = 128
-"""Tiles of both begin at multiples of this, the rows of the largest block."""
+    from moequant.formats import StoredWeight
+    from moequant.quantizers import Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,31 +71,21 @@ class Loss:
 
 
 def measure(
-    before: QuantizedWeight | Tensor,
-    after: QuantizedWeight | Tensor,
-    *,
-    role: str,
-    source: str,
-    format: str,
+    before: StoredWeight, after: StoredWeight, *, quantizer: Quantizer, role: str, format: str
 ) -> Loss:
-    """Compare a weight [N, K] as it was with what was written of it; a few MB at a time.
+    """Compare a weight [N, K] as it is stored with what was written of it.
 
     Args:
-        before: as it is stored, or already decoded.
+        before: as it is stored.
         after: what was written.
+        quantizer: decodes and compares; whichever it is, the sums are the same.
         role: of the weight.
-        source: format it is stored in.
         format: format it was written in, or "bf16".
     """
-    signal = noise = 0.0
-    for numbers, written in zip(_tiles(before), _tiles(after), strict=True):
-        signal += squared_norm(numbers)
-        if not torch.equal(numbers, written):
-            # Differences whose squares vanish are differences all the same.
-            noise += max(squared_norm(numbers - written), math.ulp(0.0))
+    signal, noise = quantizer.compare(before, after)
     return Loss(
         role=role,
-        source=source,
+        source=before.format if isinstance(before, QuantizedWeight) else dtype_text(before.dtype),
         format=format,
         weights=1,
         exact=int(noise == 0),
@@ -140,22 +126,3 @@ def _sum(one: Loss, other: Loss) -> Loss:
         signal=one.signal + other.signal,
         noise=one.noise + other.noise,
     )
-
-
-def _tiles(w: QuantizedWeight | Tensor) -> Iterator[Tensor]:
-    if isinstance(w, QuantizedWeight):
-        for _, tile in row_tiles(w, ROWS):
-            yield dequantize(tile)
-    else:
-        step = tile_rows(w.shape[1], ROWS)
-        for start in range(0, len(w), step):
-            yield w[start : start + step].float()
-
-
-def squared_norm(x: Tensor) -> float:
-    """Sum of squares in float64, for those of float32 overflow and underflow.
-
-    Of a tile that stays in a cache: there it takes a tenth of the time of torch's norm in float64.
-    """
-    flat = x.double().flatten()
-    return float(flat @ flat)

@@ -17,18 +17,18 @@ from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.encoded import EncodedInfo
 from moequant.checkpoint.headers import DTYPES, dtype_name
 from moequant.checkpoint.parts import PartInfo, decoded, read_stored
-from moequant.conversion.losses import ROWS, Loss, measure, with_ratio
+from moequant.conversion.losses import Loss, measure, with_ratio
 from moequant.conversion.recipe import BF16
 from moequant.errors import NonFiniteError, UnsupportedError
 from moequant.formats import (
     QuantizedWeight,
     TensorSpec,
-    dequantize_into,
     get_format,
     recode,
     tile_bytes,
 )
 from moequant.formats.base import SOURCE_DTYPES, check_values
+from moequant.formats.squares import ROWS
 from moequant.quantizers.tiles import TorchQuantizer
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.parts import StoredWeight, WeightInfo
+    from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.dialects.base import Dialect
+    from moequant.formats import StoredWeight
     from moequant.quantizers import Job, Quantizer
 
 
@@ -226,11 +227,20 @@ class Restored:
         return sum(weight.info.size_bytes for weight in self.weights)
 
     @property
+    def first_tensor(self) -> str:
+        """Name of the first tensor it makes, or of its part of one."""
+        return self.stack.piece("") if self.stack else self.name
+
+    @property
     def working_bytes(self) -> int:
         """Upper bound of the memory restoring it takes."""
-        result = sum(spec.size_bytes for spec in self.specs().values())
         # In a stack, weights are joined and turned; float32 of a tile lies in between.
-        return 3 * self.source_bytes + 3 * result + _decoding_bytes(self.weights)
+        return 3 * self.source_bytes + 3 * self.result_bytes + _decoding_bytes(self.weights)
+
+    @property
+    def result_bytes(self) -> int:
+        """What its weights take in BF16."""
+        return sum(spec.size_bytes for spec in self.specs().values())
 
     def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype, as a header has it, and shape of the tensors on disk, by name."""
@@ -296,16 +306,25 @@ def _stands_alone(info: WeightInfo) -> bool:
     return not isinstance(info, PartInfo)
 
 
-def quantizer_jobs(units: Iterable[Unit]) -> list[Job]:
-    """What a quantizer will be asked for, each once; of units that none refuses."""
+def quantizer_jobs(items: Iterable[Item]) -> list[Job]:
+    """What a quantizer will be asked for, each once; of items that none refuses."""
     kinds = {
-        (unit.format, tuple(sorted(unit.options.items())), weight.info.dtype)
-        for unit in units
-        for weight in unit.weights
+        (*_wanted(item), weight.stored_format, weight.info.dtype)
+        for item in items
+        if not isinstance(item, Copy)
+        for weight in item.weights
     }
     return [
-        (get_format(name), dict(options), DTYPES[dtype]) for name, options, dtype in sorted(kinds)
+        (None if name == BF16 else get_format(name), dict(options), stored or DTYPES[dtype])
+        for name, options, stored, dtype in sorted(kinds, key=str)
     ]
+
+
+def _wanted(item: Unit | Restored) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Name of a format, or BF16, and options."""
+    if isinstance(item, Restored):
+        return BF16, ()
+    return item.format, tuple(sorted(item.options.items()))
 
 
 def convert_unit(
@@ -326,13 +345,9 @@ def convert_unit(
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
-    quantized = recode_unit(weights, unit)
-    if quantized is None:
-        numbers = [decoded(w, arena) for w in weights]
-        quantized = _quantize(numbers, unit, quantizer, results)
-        losses = _losses(unit, weights, numbers, quantized, dialect)
-    else:
-        losses = _losses(unit, weights, weights, quantized, dialect)
+    recoded = recode_unit(weights, unit)
+    quantized = recoded or _quantize(weights, unit, quantizer, arena, results)
+    losses = _losses(unit, weights, quantized, dialect, quantizer)
     tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:
         return tensors, losses
@@ -374,19 +389,25 @@ def quantize_unit(
     recoded = recode_unit(weights, unit)
     if recoded is not None:
         return recoded
-    numbers = [decoded(w, arena) for w in weights]
-    return _quantize(numbers, unit, quantizer or TorchQuantizer(), results or Arena())
+    return _quantize(
+        weights, unit, quantizer or TorchQuantizer(), arena or Arena(), results or Arena()
+    )
 
 
 def _quantize(
-    numbers: Sequence[Tensor], unit: Unit, quantizer: Quantizer, results: Arena
+    weights: Sequence[StoredWeight],
+    unit: Unit,
+    quantizer: Quantizer,
+    arena: Arena,
+    results: Arena,
 ) -> list[QuantizedWeight]:
     return quantizer.quantize_fused(
         get_format(unit.format),
-        numbers,
+        weights,
         unit.options,
         names=[weight.info.name for weight in unit.weights],
         empty=results.empty,
+        scratch=arena.empty,
     )
 
 
@@ -413,26 +434,31 @@ def restore(
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in item.weights], arena)
-    numbers, losses = restored(weights, item)
+    numbers, losses = restored(weights, item, TorchQuantizer(), Arena())
     names = [weight.info.name for weight in item.weights]
     pieces = names if item.stack is None else [item.stack.piece("")]
-    return dict(zip(pieces, item.joined(numbers), strict=True)), losses
+    tensors = dict(zip(pieces, item.joined(numbers), strict=True))
+    return tensors, losses
 
 
-def restored(weights: Sequence[StoredWeight], item: Restored) -> tuple[list[Tensor], list[Loss]]:
+def restored(
+    weights: Sequence[StoredWeight], item: Restored, quantizer: Quantizer, results: Arena
+) -> tuple[list[Tensor], list[Loss]]:
     """Weights [N, K] in bfloat16, rounded to nearest even, and what was lost.
+
+    By `quantizer`, in the memory of `results`.
 
     Raises:
         NonFiniteError: one holds NaN or Inf, or a number that bfloat16 has no room for.
     """
-    written = [torch.empty(w.shape, dtype=torch.bfloat16) for w in weights]
-    losses = []
-    for weight, w, out in zip(item.weights, weights, written, strict=True):
-        assert isinstance(w, QuantizedWeight), weight.info.name
-        dequantize_into(w, out)
-        check_values(out, weight.info.name)
-        loss = measure(w, out, role=weight.role, source=w.format, format=BF16)
+    written, losses = [], []
+    for weight, w in zip(item.weights, weights, strict=True):
+        name = weight.info.name
+        assert isinstance(w, QuantizedWeight), name
+        numbers = quantizer.decode(w, torch.bfloat16, name=name, empty=results.empty)
+        loss = measure(w, numbers, quantizer=quantizer, role=weight.role, format=BF16)
         losses.append(with_ratio(loss, 1 / source_ratio(weight, w)))
+        written.append(numbers)
     return written, losses
 
 
@@ -445,9 +471,9 @@ def source_ratio(weight: Weight, stored: QuantizedWeight) -> float:
 def _losses(
     unit: Unit,
     stored: Sequence[StoredWeight],
-    numbers: Sequence[StoredWeight],
     written: Sequence[QuantizedWeight],
     dialect: Dialect,
+    quantizer: Quantizer,
 ) -> list[Loss]:
     """What became of the weights that were stored in a quantized form, once they are read again.
 
@@ -455,13 +481,13 @@ def _losses(
         NonFiniteError: one of them holds NaN or Inf.
     """
     losses = []
-    for weight, source, before, q in zip(unit.weights, stored, numbers, written, strict=True):
-        if not isinstance(source, QuantizedWeight):
+    for weight, before, q in zip(unit.weights, stored, written, strict=True):
+        if not isinstance(before, QuantizedWeight):
             continue
         after = dialect.as_read(q)
-        loss = measure(before, after, role=weight.role, source=source.format, format=unit.format)
+        loss = measure(before, after, quantizer=quantizer, role=weight.role, format=unit.format)
         if not math.isfinite(loss.signal):
             check_values(decoded(before), weight.info.name)
-        ratio = dialect.stored_ratio(after) / source_ratio(weight, source)
+        ratio = dialect.stored_ratio(after) / source_ratio(weight, before)
         losses.append(with_ratio(loss, ratio))
     return losses

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UsedQuantizer:
-    """What quantized the weights of a shard.
+    """What quantized the weights of a shard, or decoded those that are given back as BF16.
 
     Attributes:
         name: of the quantizer.
@@ -59,7 +59,7 @@ class Share:
 
 
 def shares(finished: Iterable[FinishedShard]) -> list[Share]:
-    """Who made which of the shards; those of which nothing was quantized are left out."""
+    """Who made which of the shards; those that are copied whole are left out."""
     files: dict[tuple[str, str | None], list[str]] = {}
     hosts: dict[tuple[str, str | None], set[str]] = {}
     for shard in finished:

@@ -8,6 +8,7 @@ tests/test_registries.py fails for each of these that is left out:
 * `layouts/targets.py`: a row for each target whose kernels take it;
 * `quantizers/kernels.py`: a kernel, which a test compares with the file here; without one the
   conversion runs torch operations and warns;
+* `quantizers/encoded.py`: what its codes and scales are, so that kernels read it;
 * `verification/bounds.py`: how far rounding and clipping by other tools may go;
 * `verification/decode.py`: its block and elements once more, written from the standards;
 * `runtime/activations.py`: a scheme, if its GEMM is fed as no other format's is.
@@ -24,6 +25,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats.base import (
     Format,
     QuantizedWeight,
+    StoredWeight,
     TensorSpec,
     check_tensors,
     dtype_text,
@@ -33,6 +35,8 @@ from moequant.formats.fp8_block import Fp8Block
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.recode import recode
+from moequant.formats.squares import ROWS as SQUARES_ROWS
+from moequant.formats.squares import sum_of_squares
 from moequant.formats.stored import Fp8Channel, Int4, StoredFormat
 from moequant.formats.tiles import Decoder, tile_bytes, tile_rows
 from moequant.formats.tiles import dequantize_into as _dequantize_into
@@ -46,8 +50,8 @@ if TYPE_CHECKING:
 
 REGISTRY: dict[str, Format] = {f.name: f for f in (Fp8Block(), Nvfp4(), Mxfp4(), W4A8())}
 
-
-_STORED: dict[str, StoredFormat] = {f.name: f for f in (Fp8Channel(), Int4())}
+STORED: dict[str, StoredFormat] = {f.name: f for f in (Fp8Channel(), Int4())}
+"""What is read from sources alone."""
 
 
 def get_format(name: str) -> Format:
@@ -72,7 +76,7 @@ def dequantize(q: QuantizedWeight) -> Tensor:
 
 
 def _decoder(name: str) -> Decoder:
-    return _STORED[name] if name in _STORED else get_format(name)
+    return STORED[name] if name in STORED else get_format(name)
 
 
 def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
@@ -97,6 +101,37 @@ def row_tiles(
     return _row_tiles(q, format, multiple or format.block[0])
 
 
+def scale_block(q: QuantizedWeight) -> tuple[int, int]:
+    """Rows and columns of a weight [N, K] that share a scale."""
+    if q.format in STORED:
+        return 1, q.shape[1] // q.scale.shape[1]
+    return get_format(q.format).block
+
+
+def signal_and_noise(before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
+    """Sums of squares of a weight [N, K], and of the differences of another of its shape.
+
+    Both as float32, and so are the differences. The second is 0 if and only if all numbers are the
+    same; NaN and Inf in `before` make the first what is not finite.
+
+    Takes a few MB besides, whatever the weight.
+    """
+    signal = noise = 0.0
+    for x, y in zip(_float_tiles(before), _float_tiles(after), strict=True):
+        signal, noise = sum_of_squares(x, signal), sum_of_squares(x - y, noise)
+    return signal, noise
+
+
+def _float_tiles(w: StoredWeight) -> Iterator[Tensor]:
+    if isinstance(w, QuantizedWeight):
+        for _, tile in row_tiles(w, SQUARES_ROWS):
+            yield dequantize(tile)
+    else:
+        step = tile_rows(w.shape[1], SQUARES_ROWS)
+        for start in range(0, len(w), step):
+            yield w[start : start + step].float()
+
+
 def check_parts(
     tensors: Mapping[str, Tensor], format: str, shape: Sequence[int], name: str
 ) -> None:
@@ -117,8 +152,10 @@ def check_parts(
 
 __all__ = [
     "REGISTRY",
+    "STORED",
     "Format",
     "QuantizedWeight",
+    "StoredWeight",
     "TensorSpec",
     "check_parts",
     "check_tensors",
@@ -130,7 +167,10 @@ __all__ = [
     "quantize",
     "recode",
     "row_tiles",
+    "scale_block",
+    "signal_and_noise",
     "stack",
+    "sum_of_squares",
     "tile_bytes",
     "tile_rows",
 ]

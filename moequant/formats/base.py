@@ -100,6 +100,10 @@ class QuantizedWeight:
         return self.map(lambda t: t[index], shape=self.shape[1:])
 
 
+StoredWeight = Tensor | QuantizedWeight
+"""A weight [N, K] as a source holds it: plain numbers, or codes and scales."""
+
+
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Stack weights of one format and shape into a batch [len(weights), ...]; copies."""
     first = weights[0]

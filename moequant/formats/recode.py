@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.formats.base import QuantizedWeight
-from moequant.formats.blocks import grouped
-from moequant.formats.elements import E8M0_BIAS, power_of_two, unpack_nibbles
+from moequant.formats.elements import E8M0_BIAS, power_of_two
 from moequant.formats.w4a8 import GROUP as W4A8_GROUP
 
 if TYPE_CHECKING:
@@ -32,6 +31,10 @@ _MXFP4_GROUP, _NVFP4_GROUP = 32, 16
 # Powers of two in E4M3, the smallest a subnormal.
 _E4M3_EXPONENTS = (-9, 8)
 _LEAST_GLOBAL_EXPONENT = -126
+_E8M0_NAN, _E4M3_ONE = 255, 0x38
+_WORD = torch.int64
+_MAGNITUDES = 0x7777777777777777
+"""The bits of 16 packed E2M1 codes without their signs."""
 
 
 def recode(weights: Sequence[QuantizedWeight], format: str) -> list[QuantizedWeight] | None:
@@ -71,10 +74,13 @@ def _with_global_scale(q: QuantizedWeight, global_scale: Tensor) -> QuantizedWei
     assert q.global_scale is not None
     if torch.equal(q.global_scale, global_scale):
         return q
-    wanted = q.scale.double() * q.global_scale.double()
-    scale = (wanted / global_scale.double()).float().to(q.scale.dtype)
-    if not torch.equal(scale.double() * global_scale.double(), wanted):
+    numbers = _every_e4m3().double()
+    wanted = numbers * q.global_scale.double()
+    moved = (wanted / global_scale.double()).float().to(torch.float8_e4m3fn)
+    lost = moved.double() * global_scale.double() != wanted
+    if _looked_up(lost, q.scale).any():
         return None
+    scale = _looked_up(moved.view(torch.uint8), q.scale).view(torch.float8_e4m3fn)
     return QuantizedWeight(
         format=q.format, qdata=q.qdata, scale=scale, global_scale=global_scale, shape=q.shape
     )
@@ -95,34 +101,55 @@ def _int4_as_w4a8(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] |
 
 
 def _mxfp4_as_nvfp4(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
-    exponents = [q.scale.view(torch.uint8).int() - E8M0_BIAS for q in weights]
+    if any((q.scale.view(torch.uint8) == _E8M0_NAN).any() for q in weights):
+        return None
     used = [_is_used(q) for q in weights]
-    if any((e > E8M0_BIAS).any() for e in exponents):
-        return None  # byte 255 is NaN
-    in_use = torch.cat([e[u] for e, u in zip(exponents, used, strict=True)])
+    bounds = [_extremes(q, u) for q, u in zip(weights, used, strict=True) if u.any()]
     lowest, highest = _E4M3_EXPONENTS
     shared = 0
-    if in_use.numel():
-        shared = max(int(in_use.max()) - highest, _LEAST_GLOBAL_EXPONENT)
-        if int(in_use.min()) - shared < lowest:
+    if bounds:
+        shared = max(max(high for _, high in bounds) - highest, _LEAST_GLOBAL_EXPONENT)
+        if min(low for low, _ in bounds) - shared < lowest:
             return None
-    return [
-        _as_nvfp4(q, torch.where(u, e - shared, 0), shared)
-        for q, e, u in zip(weights, exponents, used, strict=True)
-    ]
+    return [_as_nvfp4(q, u, shared) for q, u in zip(weights, used, strict=True)]
 
 
 def _is_used(q: QuantizedWeight) -> Tensor:
     """Which groups [N, K / 32] hold a number other than zero."""
-    return (grouped(unpack_nibbles(q.qdata), _MXFP4_GROUP) & 7).ne(0).any(-1)
+    codes = q.qdata.contiguous()
+    if codes.storage_offset() % _WORD.itemsize:
+        codes = codes.clone()
+    magnitudes = codes.view(_WORD) & _MAGNITUDES  # of 16 numbers, half a group
+    return (magnitudes[:, 0::2] | magnitudes[:, 1::2]) != 0
 
 
-def _as_nvfp4(q: QuantizedWeight, exponent: Tensor, shared: int) -> QuantizedWeight:
-    scale = power_of_two(exponent).to(torch.float8_e4m3fn)
+def _extremes(q: QuantizedWeight, used: Tensor) -> tuple[int, int]:
+    """The smallest and the largest exponent of the groups that are used, of which there is one."""
+    byte = q.scale.view(torch.uint8)
+    low, high = torch.where(used, byte, _E8M0_NAN).amin(), torch.where(used, byte, 0).amax()
+    return int(low) - E8M0_BIAS, int(high) - E8M0_BIAS
+
+
+def _as_nvfp4(q: QuantizedWeight, used: Tensor, shared: int) -> QuantizedWeight:
+    # Of exponents that E4M3 does not have no group in use is.
+    exponent = (torch.arange(256, dtype=torch.int32) - E8M0_BIAS - shared).clamp(*_E4M3_EXPONENTS)
+    table = power_of_two(exponent).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = torch.where(used, _looked_up(table, q.scale), _E4M3_ONE)
     return QuantizedWeight(
         format="nvfp4",
         qdata=q.qdata,
-        scale=scale.repeat_interleave(_MXFP4_GROUP // _NVFP4_GROUP, -1),
+        scale=scale.repeat_interleave(_MXFP4_GROUP // _NVFP4_GROUP, -1).view(torch.float8_e4m3fn),
         global_scale=torch.tensor(2.0**shared, dtype=torch.float32),
         shape=q.shape,
     )
+
+
+def _every_e4m3() -> Tensor:
+    """The number of each code."""
+    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _looked_up(table: Tensor, scale: Tensor) -> Tensor:
+    """For each byte of `scale` the entry of `table` [256]."""
+    byte = scale.contiguous().view(torch.uint8)
+    return table.index_select(0, byte.flatten().int()).reshape(byte.shape)

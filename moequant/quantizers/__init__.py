@@ -1,4 +1,4 @@
-"""How weights are quantized on a CPU: the same bytes as `moequant.formats`, by the fastest means.
+"""Weights quantized and decoded on a CPU: as `moequant.formats` does it, by the fastest means.
 
 | quantizer | what | runs |
 |---|---|---|
@@ -41,11 +41,12 @@ class Choice:
     devices: tuple[str, ...] = ("cpu",)
 
 
-def choose_quantizer(jobs: Iterable[Job] = ()) -> Choice:
+def choose_quantizer(jobs: Iterable[Job] = (), *, comparing: bool = False) -> Choice:
     """The fastest quantizer that runs here.
 
     Args:
         jobs: all there will be to do; it is made ready for them.
+        comparing: whether plain weights too will be compared with what is made of them.
 
     Raises:
         UnsupportedError: MOEQUANT_QUANTIZER names none.
@@ -59,8 +60,10 @@ def choose_quantizer(jobs: Iterable[Job] = ()) -> Choice:
         return Choice(quantizer=TorchQuantizer(), reason=f"{_VARIABLE}={wanted}")
     try:
         quantizer = _native()
-        for format, options, dtype in jobs:
-            quantizer.prepare(format, options, dtype)
+        for format, options, stored in jobs:
+            quantizer.prepare(format, options, stored)
+            if comparing and format is not None:
+                quantizer.prepare_comparing(stored, format.name)
     except UnavailableError as error:
         return Choice(quantizer=TorchQuantizer(), reason=str(error))
     return Choice(quantizer=quantizer)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from moequant.formats import Format
+from moequant.formats import Format, QuantizedWeight, dequantize_into, signal_and_noise
+from moequant.formats.base import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moequant.formats import QuantizedWeight
+    from moequant.formats import StoredWeight
 
 
 class UnavailableError(Exception):
@@ -24,12 +25,20 @@ class UnavailableError(Exception):
 Allocator = Callable[..., Tensor]
 """Where results go: called as `torch.empty(shape, dtype=dtype)`, for CPU memory of any values."""
 
-Job = tuple[Format, Mapping[str, str], torch.dtype]
-"""What a quantizer is made ready for: a format, all its options, and the dtype of the weights."""
+Stored = torch.dtype | str
+"""How weights are stored: the dtype of plain ones, the name of the format of quantized ones."""
+
+Job = tuple[Format | None, Mapping[str, str], Stored]
+"""What a quantizer is made ready for: a format, all its options, and how the weights are stored; no
+format where those in a quantized form are given back as bfloat16."""
 
 
 class Quantizer(ABC):
-    """Computes, from and to CPU memory, the bytes that `Format.quantize_fused` computes."""
+    """Computes, from and to CPU memory, the bytes that `Format.quantize_fused` computes.
+
+    It also decodes weights that are stored in a quantized form, and says what was lost of them: as
+    `dequantize` and `signal_and_noise` of `moequant.formats`, to the last bit.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -41,33 +50,86 @@ class Quantizer(ABC):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     @abstractmethod
-    def prepare(self, format: Format, options: Mapping[str, str], dtype: torch.dtype) -> None:
-        """Make ready for weights of `dtype`; after that, several threads may quantize.
+    def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
+        """Make ready for a `Job`; after that, several threads may do it.
 
         Raises:
-            UnavailableError: these cannot be quantized this way on this machine.
+            UnavailableError: it cannot be done this way on this machine.
+        """
+
+    @abstractmethod
+    def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:
+        """Make ready to `decode` weights of the format `stored` to `dtype`; `prepare` may need it.
+
+        Raises:
+            UnavailableError: as `prepare`.
+        """
+
+    @abstractmethod
+    def prepare_comparing(self, before: Stored, after: Stored) -> None:
+        """Make ready to `compare` weights that are stored so; `prepare` does it for its job.
+
+        Raises:
+            UnavailableError: as `prepare`.
         """
 
     @abstractmethod
     def quantize_fused(
         self,
         format: Format,
-        weights: Sequence[Tensor],
+        weights: Sequence[StoredWeight],
         options: Mapping[str, str],
         *,
         names: Sequence[str],
         empty: Allocator = torch.empty,
+        scratch: Allocator = torch.empty,
     ) -> list[QuantizedWeight]:
         """Quantize weights that engines fuse, such as gate and up of one expert.
 
         Args:
             format: what to make of them.
-            weights: [N, K] each, on the CPU.
+            weights: [N, K] each, on the CPU; quantized ones as the float32 they decode to.
             options: of the format, every one with its value.
             names: what errors call the weights.
             empty: may be asked for the memory of the results.
+            scratch: may be asked for memory that is of no use afterwards.
 
         Raises:
             UnsupportedError: a shape or dtype the format cannot take.
             NonFiniteError: a weight holds NaN or Inf; names it, index and value.
         """
+
+    def decode(
+        self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty
+    ) -> Tensor:
+        """The numbers of a weight [N, K], rounded to `dtype`, float32 or bfloat16.
+
+        Args:
+            q: the weight, on the CPU.
+            dtype: of the result.
+            name: what errors call the weight.
+            empty: is asked for the memory of the result.
+
+        Raises:
+            NonFiniteError: NaN, Inf or, of bfloat16, a number that it has no room for; names it,
+                index and value.
+        """
+        numbers = empty(q.shape, dtype=dtype)
+        dequantize_into(q, numbers)
+        check_values(numbers, name)
+        return numbers
+
+    def _numbers(
+        self, weights: Sequence[StoredWeight], names: Sequence[str], scratch: Allocator
+    ) -> list[Tensor]:
+        """The weights, those that are quantized decoded to float32."""
+        return [
+            self.decode(w, torch.float32, name=name, empty=scratch)
+            if isinstance(w, QuantizedWeight)
+            else w
+            for w, name in zip(weights, names, strict=True)
+        ]
+
+    def compare(self, before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
+        """`moequant.formats.signal_and_noise` of weights [N, K] on the CPU."""
+        return signal_and_noise(before, after)

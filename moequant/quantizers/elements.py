@@ -7,6 +7,7 @@ processor, to nearest and ties to even, as `round_` is, and holds the code in it
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,13 @@ class Minifloat:
         total = bits.bitcast("float") + self._rounder(power)
         return (total.bitcast("i32") + (power >> (23 - self._mantissa))) & (self._codes - 1)
 
+    def decode(self, code: Value) -> Value:
+        """Codes without a sign, i32, to float32; no code of this element is NaN or Inf."""
+        steps = code.to("float") * 2.0 ** (self._least - self._mantissa)
+        exponent = (self._least + 126) << 23
+        normal = ((code << (23 - self._mantissa)) + exponent).bitcast("float")
+        return steps.where(code < (1 << self._mantissa), normal)
+
     def round(self, magnitude: Value) -> Value:
         """The element's value nearest to each non-negative float32 value."""
         bits, power = self._bits_and_power(magnitude)
@@ -76,10 +84,34 @@ E2M1 = Minifloat(exponent=2, mantissa=1, least=0, largest=6.0)
 E4M3 = Minifloat(exponent=4, mantissa=3, least=-6, largest=448.0)
 
 
+def decode_e2m1(code: Value) -> Value:
+    """E2M1 codes 0..15, i32, to float32."""
+    return with_sign(E2M1.decode(code & 7), code >> 3)
+
+
 def decode_e4m3(code: Value) -> Value:
-    """Positive E4M3 codes 0..126, i32, to float32."""
-    normal = ((code << 20) + ((127 - 7) << 23)).bitcast("float")
-    return (code.to("float") * 2.0**-9).where(code < 8, normal)
+    """E4M3 codes 0..255, i32, to float32, NaN too."""
+    magnitude = code & 0x7F
+    number = E4M3.decode(magnitude).bitcast("i32")
+    nan = code.function.constant(code.type, float_bits(math.nan))
+    return with_sign(nan.where(magnitude.equals(0x7F), number).bitcast("float"), code >> 7)
+
+
+def decode_e8m0(code: Value) -> Value:
+    """E8M0 codes 0..255, i32, to float32, NaN too."""
+    constant = code.function.constant
+    power = constant(code.type, float_bits(2.0**-127)).where(code.equals(0), code << 23)
+    return constant(code.type, float_bits(math.nan)).where(code.equals(255), power).bitcast("float")
+
+
+def decode_int4(code: Value) -> Value:
+    """Two's complement nibbles, i32 0..15, to float32."""
+    return (code ^ 8).to("float") - 8.0
+
+
+def with_sign(magnitude: Value, sign: Value) -> Value:
+    """float32 magnitudes made negative where `sign`, i32, is 1 and not 0."""
+    return (magnitude.bitcast("i32") | (sign << 31)).bitcast("float")
 
 
 def round_int4(x: Value) -> Value:
@@ -116,6 +148,12 @@ def join_nibbles(even: Value, odd: Value) -> Value:
     return (even | (odd << 4)).to("i8")
 
 
+def unpack_nibbles(packed: Value) -> Value:
+    """Inverse of `pack_nibbles`: n bytes to codes, i8 of 2n lanes."""
+    wide = packed.to("i16")
+    return ((wide | (wide << 4)) & 0x0F0F).bitcast("i8")
+
+
 def round_to_bfloat16(x: Value) -> Value:
     """Finite float32 to the nearest bfloat16, ties to even, as its bits: i16."""
     bits = x.bitcast("i32")
@@ -148,9 +186,11 @@ class Source:
         self.infinity = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}[dtype]
         """The bits of Inf; those of finite magnitudes are less."""
         self._sign = 1 << (Type(self.element).bits - 1)
+        self.least_lanes = 1
+        """Fewest weights that `load` reads; a multiple of them lies in a row."""
 
     def load(self, function: Function, base: Value, index: Value, lanes: int) -> Value:
-        """The bits of `lanes` weights."""
+        """The bits of `lanes` weights at `base`, from the `index`-th on."""
         return function.load(Type(self.element, lanes), base, index)
 
     def pairs(self, stored: Value) -> tuple[Value, Value]:

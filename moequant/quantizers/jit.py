@@ -14,20 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from moequant.quantizers.base import UnavailableError
+from moequant.quantizers.operands import PARAMETERS
+from moequant.quantizers.vectors import F32, I64, PTR
 
 Kernel = Callable[..., int]
 
-# The parameters of every kernel; ctypes lets go of Python's global lock while it runs.
-_SIGNATURE = ctypes.CFUNCTYPE(
-    ctypes.c_uint32,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-)
+_C_TYPES = {PTR: ctypes.c_void_p, I64: ctypes.c_int64, F32: ctypes.c_float}
+# ctypes lets go of Python's global lock while a function runs.
+_SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_uint32, *map(_C_TYPES.__getitem__, PARAMETERS.values()))
 
 
 def processor() -> str:

@@ -40,7 +40,6 @@ from moequant.quantizers import e2m1
 from moequant.quantizers.elements import (
     E2M1,
     E4M3,
-    decode_e4m3,
     encode_int4,
     float_bits,
     group_sum,
@@ -52,13 +51,14 @@ from moequant.quantizers.elements import (
     sign_bit,
     widen_bfloat16,
 )
-from moequant.quantizers.vectors import F32, I32, I64, PTR, Function, Type
+from moequant.quantizers.operands import new_kernel
+from moequant.quantizers.vectors import F32, I32, I64, Type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from moequant.quantizers.elements import Source
-    from moequant.quantizers.vectors import Value
+    from moequant.quantizers.vectors import Function, Value
 
 _EXPONENT = 0xFF << 23
 _ONE_E4M3 = 0x38
@@ -75,42 +75,44 @@ enough for a processor not to wait for each row's scale."""
 
 def amax(source: Source) -> Function:
     """The largest magnitude alone."""
-    f = _function()
+    f = new_kernel()
     largest = f.variable(f.constant(Type(source.element, 2 * _STRIP), 0))
-    rest = f.variable(f.constant(Type(source.element), 0))
+    rest = f.variable(f.constant(Type(source.element, source.least_lanes), 0))
     w, count = f.parameter("w"), f.parameter("rows") * f.parameter("columns")
-    for lanes, loop in f.strips(f.constant(I64, 0), count, 2 * _STRIP):
+    for lanes, loop in f.strips(f.constant(I64, 0), count, 2 * _STRIP, source.least_lanes):
         with loop as at:
-            found = largest if lanes > 1 else rest
+            found = largest if lanes > source.least_lanes else rest
             found.set(found.get().umax(source.magnitude(source.load(f, w, at, lanes))))
-    f.give(largest.get().reduce("umax").umax(rest.get()).to("i32"))
+    f.give(largest.get().reduce("umax").umax(rest.get().reduce("umax")).to("i32"))
     return f
 
 
 def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
     """`moequant.formats.fp8_block`."""
-    f = _function()
+    f = new_kernel()
     rows, columns = f.parameter("rows"), f.parameter("columns")
     zero = f.constant(I64, 0)
     largest = f.variable(f.constant(Type(source.element), 0))
     block_index = f.variable(zero)
     with f.loop(zero, rows, 128) as top, f.loop(zero, columns, 128) as left:
         bottom, right = rows.umin(top + 128), columns.umin(left + 128)
-        found = {n: f.variable(f.constant(Type(source.element, n), 0)) for n in (_STRIP, 1)}
+        strips = (_STRIP, source.least_lanes)
+        found = {n: f.variable(f.constant(Type(source.element, n), 0)) for n in strips}
         with f.loop(top, bottom, 1) as row:
             start = row * columns
-            for lanes, loop in f.strips(left, right, _STRIP):
+            for lanes, loop in f.strips(left, right, *strips):
                 with loop as column:
                     stored = source.load(f, f.parameter("w"), start + column, lanes)
                     found[lanes].set(found[lanes].get().umax(source.magnitude(stored)))
-        block_max = found[_STRIP].get().reduce("umax").umax(found[1].get())
+        maxima = [one.get().reduce("umax") for one in found.values()]
+        block_max = maxima[0].umax(maxima[1])
         largest.set(largest.get().umax(block_max))
         scale = _fp8_scale(source.float(block_max).bitcast("i32"), options["scale"])
         f.store(scale, f.parameter("scale"), block_index.get())
         block_index.set(block_index.get() + 1)
         with f.loop(top, bottom, 1) as row:
             start = row * columns
-            for lanes, loop in f.strips(left, right, _STRIP):
+            for lanes, loop in f.strips(left, right, *strips):
                 with loop as column:
                     stored = source.load(f, f.parameter("w"), start + column, lanes)
                     values = source.float(stored)
@@ -144,7 +146,7 @@ def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
     """`moequant.formats.mxfp4`."""
     rule = options["scale_rule"]
     up = ROUND_UP_BITS["even" if rule == "mse" else rule]
-    f = _function()
+    f = new_kernel()
 
     def scale_of(amax: Value) -> Value:
         # Two less is E2M1's own exponent; the byte of 2**0 is 127, and of a float32's field too.
@@ -178,7 +180,7 @@ def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
 
 def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
     """`moequant.formats.nvfp4`, given the global scale."""
-    f = _function()
+    f = new_kernel()
     g = f.parameter("global_scale")
 
     def scale_of(amax: Value) -> Value:
@@ -187,16 +189,16 @@ def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
 
     def least_squares(groups: list[Value], code: Value) -> Value:
         x = [w / g.splat(16) for w in groups]
-        best, least = code, _squared_errors(x, decode_e4m3(code))
+        best, least = code, _squared_errors(x, E4M3.decode(code))
         for step in SEARCH_STEPS:
             near = (code + step).smax(1).umin(126)
-            error = _squared_errors(x, decode_e4m3(near))
+            error = _squared_errors(x, E4M3.decode(near))
             better = error < least
             best, least = near.where(better, best), error.where(better, least)
         return best
 
     def unit(code: Value) -> Value:
-        return decode_e4m3(code) * g.splat(code.type.lanes)
+        return E4M3.decode(code) * g.splat(code.type.lanes)
 
     return _grouped(
         f,
@@ -326,7 +328,7 @@ def _sums(groups: list[Value]) -> Value:
 
 def w4a8(source: Source, options: Mapping[str, str]) -> Function:
     """`moequant.formats.w4a8`; `scratch` holds the scales of some rows, as `scratch_count` says."""
-    f = _function()
+    f = new_kernel()
     rows, groups = f.parameter("rows"), f.parameter("columns") // GROUP
     w, scales = f.parameter("w"), f.parameter("scratch")
     zero = f.constant(I64, 0)
@@ -351,7 +353,7 @@ def w4a8(source: Source, options: Mapping[str, str]) -> Function:
             with f.loop(start, start + groups, _GROUPS) as index:
                 steps = f.load(Type("float", _GROUPS), scales, index - first)
                 in_row = (steps / row_scale).clamp(E4M3_SMALLEST, GROUP_SCALE_MAX)
-                scale = round_to_bfloat16(decode_e4m3(E4M3.encode(in_row)) * row_scale)
+                scale = round_to_bfloat16(E4M3.decode(E4M3.encode(in_row)) * row_scale)
                 f.store(widen_bfloat16(scale), scales, index - first)
         with f.loop(first, bottom * groups, 1) as index:
             scale = f.load(F32, scales, index - first)
@@ -394,19 +396,6 @@ def _row_scale(row_max_bits: Value) -> Value:
     channel = widen_bfloat16(round_to_bfloat16(step)) / E4M3_MAX
     floored = channel.bitcast("i32").umax(float_bits(CHANNEL_SCALE_MIN)).bitcast("float")
     return floored * TABLE_HEADROOM
-
-
-def _function() -> Function:
-    parameters = {
-        "w": PTR,
-        "rows": I64,
-        "columns": I64,
-        "global_scale": F32,
-        "qdata": PTR,
-        "scale": PTR,
-        "scratch": PTR,
-    }
-    return Function("kernel", parameters, I32)
 
 
 KERNELS = {"fp8_block": fp8_block, "nvfp4": nvfp4, "mxfp4": mxfp4, "w4a8": w4a8}

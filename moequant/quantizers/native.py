@@ -1,4 +1,4 @@
-"""Quantize with functions compiled for this processor."""
+"""Quantize, decode and compare with functions compiled for this processor."""
 
 from __future__ import annotations
 
@@ -9,27 +9,41 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.formats import QuantizedWeight, dtype_text
+from moequant.formats import QuantizedWeight, dequantize, dtype_text
 from moequant.formats.base import SOURCE_DTYPES, check_values
-from moequant.quantizers import jit
-from moequant.quantizers.base import Quantizer, UnavailableError
-from moequant.quantizers.elements import Source
+from moequant.quantizers import decoding, jit
+from moequant.quantizers.base import Quantizer, Stored, UnavailableError
+from moequant.quantizers.elements import Source, float_bits
+from moequant.quantizers.encoded import ENCODINGS, Encoded
 from moequant.quantizers.kernels import KERNELS, amax, scratch_count
-from moequant.quantizers.probes import check_bytes
+from moequant.quantizers.operands import LEAST_RUN, Operand, operand_of, run_of
+from moequant.quantizers.probes import check_bytes, check_decoding, check_sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.formats import Format
+    from moequant.formats import Format, StoredWeight
     from moequant.quantizers.base import Allocator
 
-_Key = tuple[str, tuple[tuple[str, str], ...], torch.dtype]
+_Key = tuple[str, tuple[tuple[str, str], ...], Stored]
+
+_NOTHING = (0, 0, 0, 0.0)
+"""The operand of a kernel that has one only."""
+_ROUNDS_TO_INF = {
+    torch.float32: float_bits(float("inf")),
+    torch.bfloat16: float_bits(torch.finfo(torch.bfloat16).max) + 0x8000,
+}
+"""Bits of the least float32 that is not finite once rounded."""
 
 
 class NativeQuantizer(Quantizer):
-    """The kernels of `moequant.quantizers.kernels`, compiled when `prepare` asks for them.
+    """The kernels of `kernels` and `decoding`, compiled when `prepare` asks for them.
+
+    Codes and scales are decoded where they are used, in registers. Weights whose scales change
+    within LEAST_RUN columns, which no format has but where K is no multiple of that, are decoded
+    by the reference functions first.
 
     Raises:
         UnavailableError: LLVM cannot be loaded, or not for this processor.
@@ -41,59 +55,117 @@ class NativeQuantizer(Quantizer):
     def __init__(self) -> None:
         self._processor = jit.processor()
         self._kernels: dict[_Key, _Kernels] = {}
+        self._decoders: dict[tuple[str, torch.dtype], jit.Kernel] = {}
+        self._comparers: dict[tuple[Stored, Stored], jit.Kernel] = {}
 
-    def prepare(self, format: Format, options: Mapping[str, str], dtype: torch.dtype) -> None:
+    def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
         """As Quantizer; kernels are compared with the reference before they are used."""
-        key = _key(format, options, dtype)
+        if format is not None:
+            self._prepare_quantizing(format, options, stored)
+            if isinstance(stored, str):
+                self.prepare_comparing(stored, format.name)
+        elif isinstance(stored, str):
+            self.prepare_decoding(stored, torch.bfloat16)
+            self.prepare_comparing(stored, torch.bfloat16)
+
+    def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:
+        """As Quantizer; as `prepare`."""
+        if (stored, dtype) in self._decoders:
+            return
+        text = decoding.decode(_source(stored, "w_"), dtype_text(dtype)).text()
+        kernel = jit.compile_kernel(text)
+        check_decoding(stored, dtype, partial(_decode, kernel), self._processor)
+        self._decoders[stored, dtype] = kernel
+
+    def prepare_comparing(self, before: Stored, after: Stored) -> None:
+        """As Quantizer; as `prepare`."""
+        if (before, after) in self._comparers:
+            return
+        function = decoding.compare(_source(before, "w_"), _source(after))
+        kernel = jit.compile_kernel(function.text())
+        check_sums(before, after, partial(_compare, kernel), self._processor)
+        self._comparers[before, after] = kernel
+
+    def _prepare_quantizing(
+        self, format: Format, options: Mapping[str, str], stored: Stored
+    ) -> None:
+        key = _key(format, options, stored)
         if key in self._kernels:
             return
         if format.name not in KERNELS:
             raise UnavailableError(f"it has no kernel for {format.name}")
-        source = Source(dtype_text(dtype))
+        source = _source(stored, "w_")
         made = _Kernels(
             source=source,
             amax=jit.compile_kernel(amax(source).text()),
             quantize=jit.compile_kernel(KERNELS[format.name](source, options).text()),
         )
-        check_bytes(format, options, dtype, partial(_run, [made]), self._processor)
+        check_bytes(format, options, stored, partial(_run, [made]), self._processor)
         self._kernels[key] = made
 
     def quantize_fused(
         self,
         format: Format,
-        weights: Sequence[Tensor],
+        weights: Sequence[StoredWeight],
         options: Mapping[str, str],
         *,
         names: Sequence[str],
         empty: Allocator = torch.empty,
+        scratch: Allocator = torch.empty,
     ) -> list[QuantizedWeight]:
         """As Quantizer."""
+        weights = [
+            w if _is_read(w) else self._numbers([w], [name], scratch)[0]
+            for w, name in zip(weights, names, strict=True)
+        ]
         for w, name in zip(weights, names, strict=True):
             _check_kind(w, format, name)
-            self.prepare(format, options, w.dtype)
-        kernels = [self._kernels[_key(format, options, w.dtype)] for w in weights]
-        weights = [w.detach().contiguous() for w in weights]
+            self._prepare_quantizing(format, options, _stored(w))
+        kernels = [self._kernels[_key(format, options, _stored(w))] for w in weights]
         return _run(kernels, format, weights, options, names, empty)
+
+    def decode(
+        self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty
+    ) -> Tensor:
+        """As Quantizer."""
+        if not _is_read(q):
+            return super().decode(q, dtype, name=name, empty=empty)
+        self.prepare_decoding(q.format, dtype)
+        numbers, is_finite = _decode(self._decoders[q.format, dtype], q, dtype, empty)
+        if not is_finite:
+            # For the error; its index and value are the reference's.
+            return super().decode(q, dtype, name=name, empty=empty)
+        return numbers
+
+    def compare(self, before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
+        """As Quantizer."""
+        pair = _stored(before), _stored(after)
+        # Of two plain weights nothing says that K fills vectors, and nobody asks.
+        if not (_is_read(before) and _is_read(after) and any(isinstance(s, str) for s in pair)):
+            return super().compare(before, after)
+        self.prepare_comparing(*pair)
+        return _compare(self._comparers[pair], before, after)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """Compiled for one format, its options and a source dtype."""
+    """Compiled for one format, its options and one way in which weights are stored."""
 
     source: Source
     amax: jit.Kernel
     quantize: jit.Kernel
 
-    def find_largest(self, w: Tensor, name: str) -> float:
+    def find_largest(self, w: StoredWeight, operand: Operand, name: str) -> float:
         """The largest magnitude of `w`."""
-        bits = self.amax(w.data_ptr(), *w.shape, 0.0, 0, 0, 0)
+        bits = self.amax(*operand.arguments(), *w.shape, *_NOTHING, 0)
         self._check_finite(bits, w, name)
         return self.source.number(bits)
 
     def run(
         self,
         format: Format,
-        w: Tensor,
+        w: StoredWeight,
+        operand: Operand,
         name: str,
         global_scale: Tensor | None,
         empty: Allocator,
@@ -101,41 +173,43 @@ class _Kernels:
         specs = format.specs(w.shape, name)
         qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
         scratch = torch.empty(scratch_count(scale.shape[1]), dtype=torch.float32)
+        result = Operand(
+            data=qdata,
+            scale=scale,
+            global_scale=0.0 if global_scale is None else global_scale.item(),
+        )
         bits = self.quantize(
-            w.data_ptr(),
-            *w.shape,
-            0.0 if global_scale is None else global_scale.item(),
-            qdata.data_ptr(),
-            scale.data_ptr(),
-            scratch.data_ptr(),
+            *operand.arguments(), *w.shape, *result.arguments(), scratch.data_ptr()
         )
         self._check_finite(bits, w, name)
         return QuantizedWeight(
             format=format.name, qdata=qdata, scale=scale, global_scale=global_scale, shape=w.shape
         )
 
-    def _check_finite(self, bits: int, w: Tensor, name: str) -> None:
+    def _check_finite(self, bits: int, w: StoredWeight, name: str) -> None:
         if bits >= self.source.infinity:
-            check_values(w, name)
-            raise AssertionError(f"{name}: magnitude {bits:#x}, but every weight is finite")
+            check_values(dequantize(w) if isinstance(w, QuantizedWeight) else w, name)
+            raise UnavailableError(f"{name}: magnitude {bits:#x}, but every weight is finite")
 
 
 def _run(
     kernels: Sequence[_Kernels],
     format: Format,
-    weights: Sequence[Tensor],
+    weights: Sequence[StoredWeight],
     options: Mapping[str, str],
     names: Sequence[str],
     empty: Allocator,
 ) -> list[QuantizedWeight]:
-    """Quantize a fused set, each weight with the kernels of its dtype."""
+    """Quantize a fused set, each weight with the kernels for how it is stored."""
     global_scale = None
-    work = list(zip(kernels, weights, names, strict=True))
+    work = list(zip(kernels, weights, map(operand_of, weights), names, strict=True))
     if format.has_global_scale:
-        largest = max(own.find_largest(w, name) for own, w, name in work)
+        largest = max(own.find_largest(w, operand, name) for own, w, operand, name in work)
         # A copy: what one caller does to it is nothing to the next.
         global_scale = _global_scale(format, tuple(options.items()), largest).clone()
-    return [own.run(format, w, name, global_scale, empty) for own, w, name in work]
+    return [
+        own.run(format, w, operand, name, global_scale, empty) for own, w, operand, name in work
+    ]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -149,15 +223,52 @@ def _global_scale(format: Format, options: tuple[tuple[str, str], ...], largest:
     return format.global_scale([w], dict(options))
 
 
-def _check_kind(w: Tensor, format: Format, name: str) -> None:
-    if w.ndim != 2 or w.device.type != "cpu":
+def _decode(
+    kernel: jit.Kernel, q: QuantizedWeight, dtype: torch.dtype, empty: Allocator
+) -> tuple[Tensor, bool]:
+    """The numbers of `q`, and whether every one is finite."""
+    numbers, operand = empty(q.shape, dtype=dtype), operand_of(q)
+    bits = kernel(*operand.arguments(), *q.shape, numbers.data_ptr(), *_NOTHING[1:], 0)
+    return numbers, bits < _ROUNDS_TO_INF[dtype]
+
+
+def _compare(kernel: jit.Kernel, before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
+    assert before.shape == after.shape, (before.shape, after.shape)
+    one, other = operand_of(before), operand_of(after)
+    sums = torch.empty(2, dtype=torch.float64)
+    kernel(*one.arguments(), *before.shape, *other.arguments(), sums.data_ptr())
+    signal, noise = sums.tolist()
+    return signal, noise
+
+
+def _source(stored: Stored, operand: str = "") -> Source:
+    """How kernels read weights that are stored so."""
+    if not isinstance(stored, str):
+        return Source(dtype_text(stored))
+    if stored not in ENCODINGS:
+        raise UnavailableError(f"it cannot decode {stored}")
+    return Encoded(stored, operand)
+
+
+def _stored(w: StoredWeight) -> Stored:
+    return w.format if isinstance(w, QuantizedWeight) else w.dtype
+
+
+def _is_read(w: StoredWeight) -> bool:
+    """Whether kernels read the weight as it is."""
+    return not isinstance(w, QuantizedWeight) or run_of(w) >= LEAST_RUN
+
+
+def _check_kind(w: StoredWeight, format: Format, name: str) -> None:
+    data = w.qdata if isinstance(w, QuantizedWeight) else w
+    if len(w.shape) != 2 or data.device.type != "cpu":
         raise UnsupportedError(
-            f"{name}: {list(w.shape)} on {w.device}, but a weight [N, K] on the CPU is wanted"
+            f"{name}: {list(w.shape)} on {data.device}, but a weight [N, K] on the CPU is wanted"
         )
     format.check_shape(w.shape, name)
-    if w.dtype not in SOURCE_DTYPES:
+    if not isinstance(w, QuantizedWeight) and w.dtype not in SOURCE_DTYPES:
         check_values(w, name)
 
 
-def _key(format: Format, options: Mapping[str, str], dtype: torch.dtype) -> _Key:
-    return format.name, tuple(sorted(options.items())), dtype
+def _key(format: Format, options: Mapping[str, str], stored: Stored) -> _Key:
+    return format.name, tuple(sorted(options.items())), stored

@@ -1,4 +1,4 @@
-"""Compare a quantizer with the reference functions before it is used.
+"""Compare what a quantizer does with the reference functions before it is used.
 
 A wrong byte in a checkpoint would be found by nobody, and there are more processors and compilers
 than anyone has tried.
@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from moequant.formats import (
+    REGISTRY,
+    QuantizedWeight,
+    dequantize,
+    get_format,
+    signal_and_noise,
+)
 from moequant.quantizers.base import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.formats import Format, QuantizedWeight
-    from moequant.quantizers.base import Allocator
+    from moequant.formats import Format, StoredWeight
+    from moequant.quantizers.base import Allocator, Stored
+
+_SHAPE = (64, 1024)
+_ODD = 40503
+"""A factor that gives every number of 16 bits once, and neighbours of unlike magnitude."""
 
 
 class Run(Protocol):
@@ -27,7 +38,7 @@ class Run(Protocol):
     def __call__(
         self,
         format: Format,
-        weights: Sequence[Tensor],
+        weights: Sequence[StoredWeight],
         options: Mapping[str, str],
         names: Sequence[str],
         empty: Allocator,
@@ -36,31 +47,125 @@ class Run(Protocol):
 
 
 def check_bytes(
-    format: Format, options: Mapping[str, str], dtype: torch.dtype, run: Run, where: str
+    format: Format, options: Mapping[str, str], stored: Stored, run: Run, where: str
 ) -> None:
     """Quantize every finite pattern of 16 bits, and common sizes, by `run` and by the reference.
+
+    Of weights in a quantized form: every code, under scales of all sizes.
 
     Raises:
         UnavailableError: a byte differs; says `where`.
     """
-    for w in _probes(dtype):
-        (wanted,) = format.quantize_fused([w], options, names=["probe"])
+    for w in _probes(stored):
+        numbers = dequantize(w) if isinstance(w, QuantizedWeight) else w
+        (wanted,) = format.quantize_fused([numbers], options, names=["probe"])
         (found,) = run(format, [w], options, ["probe"], torch.empty)
         if not all(_same_bytes(found.tensors()[k], t) for k, t in wanted.tensors().items()):
             raise UnavailableError(
-                f"{format.name}, compiled for {where}, gives other bytes than the reference"
+                f"{format.name}{_of(stored)}, compiled for {where}, gives other bytes than the "
+                "reference"
             )
 
 
-def _probes(dtype: torch.dtype) -> Iterator[Tensor]:
-    """Weights [64, 1024]: every finite pattern of 16 bits, in order and mixed, and common sizes."""
+def check_decoding(
+    stored: str,
+    dtype: torch.dtype,
+    run: Callable[[QuantizedWeight, torch.dtype, Allocator], tuple[Tensor, bool]],
+    where: str,
+) -> None:
+    """Decode every code, under scales of all sizes, by `run` and by the reference.
+
+    Raises:
+        UnavailableError: a byte differs; says `where`.
+    """
+    for q in _encoded(stored):
+        found, is_finite = run(q, dtype, torch.empty)
+        wanted = dequantize(q).to(dtype)
+        if not _same_bytes(found, wanted) or is_finite != bool(wanted.isfinite().all()):
+            raise UnavailableError(
+                f"decoding {stored}, compiled for {where}, gives other numbers than the reference"
+            )
+
+
+def check_sums(
+    stored: Stored,
+    written: Stored,
+    run: Callable[[StoredWeight, StoredWeight], tuple[float, float]],
+    where: str,
+) -> None:
+    """Compare weights by `run` and by the reference.
+
+    Raises:
+        UnavailableError: a sum differs in any bit; says `where`.
+    """
+    for before in _probes(stored):
+        for after in _probes(written):
+            if run(before, after) != signal_and_noise(before, after):
+                raise UnavailableError(
+                    f"the comparison{_of(stored)}, compiled for {where}, gives other sums than the "
+                    "reference"
+                )
+
+
+def _of(stored: Stored) -> str:
+    return f" of {stored}" if isinstance(stored, str) else ""
+
+
+def _probes(stored: Stored) -> Iterator[StoredWeight]:
+    """Weights of _SHAPE that are stored so."""
+    yield from _encoded(stored) if isinstance(stored, str) else _plain(stored)
+
+
+def _plain(dtype: torch.dtype) -> Iterator[Tensor]:
+    """Every finite pattern of 16 bits, in order and mixed, and common sizes."""
     patterns = torch.arange(1 << 16, dtype=torch.int32)
-    # An odd factor gives every number once, and neighbours of unlike magnitude.
-    for order in (patterns, patterns * 40503 % (1 << 16)):
+    for order in (patterns, patterns * _ODD % (1 << 16)):
         w = order.to(torch.int16).view(torch.float16 if dtype == torch.float16 else torch.bfloat16)
-        yield torch.where(w.isfinite(), w, 0).to(dtype).reshape(64, 1024)
-    fractions = (patterns * 40503 % (1 << 16) - (1 << 15)).to(torch.float32) / (1 << 15)
-    yield (fractions**5 * 0.1).to(dtype).reshape(64, 1024)
+        yield torch.where(w.isfinite(), w, 0).to(dtype).reshape(_SHAPE)
+    fractions = (patterns * _ODD % (1 << 16) - (1 << 15)).to(torch.float32) / (1 << 15)
+    yield (fractions**5 * 0.1).to(dtype).reshape(_SHAPE)
+
+
+def _encoded(format: str) -> Iterator[QuantizedWeight]:
+    """Every code but NaN, under scales of every exponent with which all numbers are finite."""
+    N, K = _SHAPE
+    if format in REGISTRY:
+        specs = get_format(format).specs(_SHAPE)
+        codes, scale = specs["qdata"], specs["scale"]
+        kinds = (codes.dtype, codes.shape, scale.dtype, scale.shape)
+    elif format == "int4":
+        kinds = (torch.uint8, (N, K // 2), torch.float32, (N, K // 32))
+    else:
+        kinds = (torch.float8_e4m3fn, (N, K), torch.float32, (N, 1))
+    qdata_dtype, qdata_shape, scale_dtype, scale_shape = kinds
+    for turn in (1, _ODD):
+        qdata = _pattern(qdata_dtype, qdata_shape, turn)
+        yield QuantizedWeight(
+            format=format,
+            qdata=qdata,
+            scale=_pattern(scale_dtype, scale_shape, turn),
+            # No power of two, so that a product is rounded.
+            global_scale=torch.tensor(0.003) if format == "nvfp4" else None,
+            shape=torch.Size(_SHAPE),
+        )
+
+
+def _pattern(dtype: torch.dtype, shape: Sequence[int], turn: int) -> Tensor:
+    """Finite codes or scales, all there are or a spread of them, in an order that `turn` makes."""
+    count = torch.Size(shape).numel()
+    order = torch.arange(count, dtype=torch.int64) * turn
+    if dtype == torch.uint8:
+        found = (order % 256).to(dtype)
+    elif dtype == torch.float8_e4m3fn:
+        code = order % 256
+        found = torch.where((code & 0x7F) == 0x7F, 0, code).to(torch.uint8).view(dtype)
+    elif dtype == torch.float8_e8m0fnu:
+        found = (order % 253).to(torch.uint8).view(dtype)  # 6 * 2**(252 - 127) is finite
+    else:
+        # 448 * 2**118 * (2 - 1/64) is finite.
+        exponent = order * 37 % 258 - 140
+        found = ((1 + order % 64 / 64) * torch.exp2(exponent.double())).to(dtype)
+    return found.reshape(tuple(shape))
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

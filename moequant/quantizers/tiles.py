@@ -11,10 +11,8 @@ from moequant.quantizers.base import Quantizer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
-
-    from moequant.formats import Format, QuantizedWeight
-    from moequant.quantizers.base import Allocator
+    from moequant.formats import Format, QuantizedWeight, StoredWeight
+    from moequant.quantizers.base import Allocator, Stored
 
 
 class TorchQuantizer(Quantizer):
@@ -23,18 +21,26 @@ class TorchQuantizer(Quantizer):
     name = "torch"
     summary = "the reference functions, one torch operation after the other"
 
-    def prepare(self, format: Format, options: Mapping[str, str], dtype: torch.dtype) -> None:
+    def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
+        """As Quantizer; nothing to do."""
+
+    def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:
+        """As Quantizer; nothing to do."""
+
+    def prepare_comparing(self, before: Stored, after: Stored) -> None:
         """As Quantizer; nothing to do."""
 
     def quantize_fused(
         self,
         format: Format,
-        weights: Sequence[Tensor],
+        weights: Sequence[StoredWeight],
         options: Mapping[str, str],
         *,
         names: Sequence[str],
         empty: Allocator = torch.empty,
+        scratch: Allocator = torch.empty,
     ) -> list[QuantizedWeight]:
         """As Quantizer; torch allocates the results."""
         del empty
-        return format.quantize_fused(weights, options, names=names)
+        numbers = self._numbers(weights, names, scratch)
+        return format.quantize_fused(numbers, options, names=names)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-_BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "float": 32, "ptr": 64}
+_BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "float": 32, "double": 64, "ptr": 64}
+_FLOATS = {"float": "f32", "double": "f64"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Type:
     @property
     def is_float(self) -> bool:
         """Whether arithmetic is that of floating-point numbers."""
-        return self.element == "float"
+        return self.element in _FLOATS
 
     @property
     def bits(self) -> int:
@@ -38,14 +39,14 @@ class Type:
     @property
     def suffix(self) -> str:
         """What the names of intrinsics end in."""
-        element = "f32" if self.is_float else self.element
+        element = _FLOATS.get(self.element, self.element)
         return element if self.lanes == 1 else f"v{self.lanes}{element}"
 
     def __str__(self) -> str:
         return self.element if self.lanes == 1 else f"<{self.lanes} x {self.element}>"
 
 
-I32, I64, F32, PTR = (Type(element) for element in ("i32", "i64", "float", "ptr"))
+I32, I64, F32, F64, PTR = (Type(element) for element in ("i32", "i64", "float", "double", "ptr"))
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Value:
     def __lshift__(self, other: int) -> Value:
         return self._binary("shl", other)
 
-    def __rshift__(self, other: int) -> Value:
+    def __rshift__(self, other: Value | int) -> Value:
         return self._binary("lshr", other)
 
     def __lt__(self, other: Value | float) -> Value:
@@ -150,6 +151,10 @@ class Value:
             f"shufflevector {self.typed}, {other}, <{len(lanes)} x i32> <{mask}>",
         )
 
+    def beside(self, other: Value) -> Value:
+        """These lanes, then as many of `other`."""
+        return self.pick(range(2 * self.type.lanes), other)
+
     def splat(self, lanes: int) -> Value:
         """A number in every one of `lanes` lanes."""
         if lanes == 1:
@@ -165,13 +170,17 @@ class Value:
         return self.function.emit(to, f"bitcast {self.typed} to {to}")
 
     def to(self, element: str) -> Value:
-        """Integers widened with zeros, cut, or made floats as if they had no sign."""
+        """Integers widened with zeros, cut, or made floats as if they had no sign.
+
+        Floats are widened.
+        """
         to = replace(self.type, element=element)
         if to == self.type:
             return self
-        assert not self.type.is_float
+        assert not self.type.is_float or element == "double"
         resize = "zext" if to.bits > self.type.bits else "trunc"
-        operation = "uitofp" if to.is_float else resize
+        to_float = "fpext" if self.type.is_float else "uitofp"
+        operation = to_float if to.is_float else resize
         return self.function.emit(to, f"{operation} {self.typed} to {to}")
 
     @property
@@ -229,8 +238,9 @@ class Function:
         """A number; in every lane, if `type` has several."""
         if type.is_float:
             # LLVM writes a float as the double of the same value.
-            single = struct.unpack("<f", struct.pack("<f", number))[0]
-            text = f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
+            code = "<f" if type.element == "float" else "<d"
+            held = struct.unpack(code, struct.pack(code, number))[0]
+            text = f"0x{struct.unpack('<Q', struct.pack('<d', held))[0]:016X}"
         else:
             text = str(number)
         if type.lanes == 1:
@@ -279,12 +289,12 @@ class Function:
         self._lines += [f"  br label %{test}", f"{end}:"]
 
     def strips(
-        self, start: Value, stop: Value, lanes: int
+        self, start: Value, stop: Value, lanes: int, rest: int = 1
     ) -> Iterator[tuple[int, AbstractContextManager[Value]]]:
-        """Loops that together cover start .. stop: by `lanes` while they last, then one by one."""
+        """Loops that together cover start .. stop: by `lanes` while they last, then by `rest`."""
         whole = start + (stop - start) // lanes * lanes
         yield lanes, self.loop(start, whole, lanes)
-        yield 1, self.loop(whole, stop, 1)
+        yield rest, self.loop(whole, stop, rest)
 
     def give(self, value: Value) -> None:
         """Return `value`."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.checkpoint.source_model import SourceModel
+    from moequant.conversion.units import Restored, Unit
     from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.quantizers import Choice
@@ -116,7 +117,8 @@ def verify(
     if expected is not None:
         _check_structure(source, stored, expected, findings)
         task = progress or SilentProgress()
-        choice = choose_quantizer(quantizer_jobs(expected.units))
+        items: tuple[Unit | Restored, ...] = (*expected.units, *expected.restored)
+        choice = choose_quantizer(quantizer_jobs(items), comparing=True)
         with worker_pool(workers) as pool:
             measured = _check_numbers(
                 source, stored, expected, layers, choice, pool, task, findings

@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from moequant.checkpoint.buffers import Arena
-from moequant.checkpoint.parts import decoded, read_places, read_stored
-from moequant.conversion.losses import Loss, measure, squared_norm, with_ratio
+from moequant.checkpoint.parts import read_places, read_stored
+from moequant.conversion.losses import Loss, measure, with_ratio
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.units import (
     Restored,
@@ -35,14 +34,16 @@ from moequant.formats import (
     effective_weight,
     get_format,
     row_tiles,
+    sum_of_squares,
 )
+from moequant.formats.squares import ROWS
 from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound, join_out_of_bound
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
 from moequant.verification.report import Problem, WeightCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Executor
 
     from torch import Tensor
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.units import Weight
+    from moequant.formats import StoredWeight
     from moequant.progress import Progress
     from moequant.quantizers import Quantizer
     from moequant.verification.bounds import OutOfBound
@@ -104,7 +106,7 @@ def check_weights(
             arena.clear()
             progress.advance(item.source_bytes, item.name)
         elif isinstance(item, Restored):
-            result = _check_restored(source, stored.checkpoint, item)
+            result = _check_restored(source, stored.checkpoint, item, quantizer)
             progress.advance(item.source_bytes, item.name)
         else:
             result = _check_copy(source, stored.checkpoint, item, is_bias=item.name in biases)
@@ -148,8 +150,7 @@ def _check_unit(
     """Convert a unit again, in the memory of `arena`, and compare."""
     result = _Result()
     names = [weight.info.name for weight in unit.weights]
-    stored_weights = read_stored(source, [weight.info for weight in unit.weights], arena)
-    weights = [decoded(w, arena) for w in stored_weights]
+    weights = read_stored(source, [weight.info for weight in unit.weights], arena)
     wanted: Mapping[str, Tensor] = {}
     references: Sequence[QuantizedWeight | None] = [None] * len(weights)
     if expected.plan is None:
@@ -157,17 +158,15 @@ def _check_unit(
             get_format(unit.format), weights, unit.options, names=names, empty=arena.empty
         )
     else:
-        quantized = quantize_unit(stored_weights, unit, quantizer, arena)
+        quantized = quantize_unit(weights, unit, quantizer, arena)
         wanted = encode_unit(quantized, unit, expected.dialect)
     found: dict[str, QuantizedWeight] = {}
-    numbers = zip(stored_weights, weights, references, strict=True)
-    for weight, (before, w, reference) in zip(unit.weights, numbers, strict=True):
+    for weight, before, reference in zip(unit.weights, weights, references, strict=True):
         q = _read_weight(stored, expected, unit.format, weight, wanted, result, arena)
         if q is not None:
             found[weight.info.name] = q
-            _measure(weight.info.name, w, q, reference, result)
+            loss = _measure(weight, before, q, reference, quantizer, result)
             if isinstance(before, QuantizedWeight):
-                loss = measure(w, q, role=weight.role, source=before.format, format=q.format)
                 ratio = expected.dialect.stored_ratio(q) / source_ratio(weight, before)
                 result.losses.append(with_ratio(loss, ratio))
     if expected.plan is None:
@@ -175,11 +174,13 @@ def _check_unit(
     return result
 
 
-def _check_restored(source: Checkpoint, stored: Checkpoint, item: Restored) -> _Result:
+def _check_restored(
+    source: Checkpoint, stored: Checkpoint, item: Restored, quantizer: Quantizer
+) -> _Result:
     """Weights given back as BF16: what the source's codes and scales say, rounded to that."""
     result = _Result()
     before = read_stored(source, [weight.info for weight in item.weights])
-    wanted, losses = restored(before, item)
+    wanted, losses = restored(before, item, quantizer, Arena())
     result.losses += losses
     for (name, what), w in zip(item.outputs().items(), item.joined(wanted), strict=True):
         info = stored.tensors.get(name)
@@ -250,35 +251,66 @@ def _is_as_expected(name: str, stored: Checkpoint, expected: Expectation) -> boo
 
 
 def _measure(
-    name: str, w: Tensor, q: QuantizedWeight, reference: QuantizedWeight | None, result: _Result
-) -> None:
+    weight: Weight,
+    before: StoredWeight,
+    q: QuantizedWeight,
+    reference: QuantizedWeight | None,
+    quantizer: Quantizer,
+    result: _Result,
+) -> Loss:
     """Note the error of a weight [N, K], and judge it where there is a reference."""
-    signal = noise = effective = least = 0.0
-    beyond: OutOfBound | None = None
-    references = repeat(None) if reference is None else (tile for _, tile in row_tiles(reference))
-    for (rows, tile), wanted in zip(row_tiles(q), references, strict=False):
-        x = w[rows].float()
-        signal += squared_norm(x)
-        noise += squared_norm(x - dequantize(tile))
-        if q.format == "w4a8":
-            effective += squared_norm(x - effective_weight(tile))
-        if wanted is not None:
-            least += squared_norm(x - dequantize(wanted))
-            found = find_out_of_bound(x, tile, wanted)
-            beyond = join_out_of_bound(beyond, found, rows.start)
+    name = weight.info.name
+    loss = measure(before, q, quantizer=quantizer, role=weight.role, format=q.format)
+    least = None if reference is None else quantizer.compare(before, reference)[1]
     check = WeightCheck(
         name=name,
         format=q.format,
-        signal=math.sqrt(signal),
-        noise=math.sqrt(noise),
-        effective_noise=math.sqrt(effective) if q.format == "w4a8" else None,
-        reference_noise=None if reference is None else math.sqrt(least),
+        signal=math.sqrt(loss.signal),
+        noise=math.sqrt(loss.noise),
+        effective_noise=math.sqrt(_effective_noise(before, q)) if q.format == "w4a8" else None,
+        reference_noise=None if least is None else math.sqrt(least),
     )
     result.checks.append(check)
-    if beyond is not None:
-        result.add(name, beyond)
     if reference is not None:
+        beyond = _find_out_of_bound(before, q, reference)
+        if beyond is not None:
+            result.add(name, beyond)
         _check_budget(check, result)
+    return loss
+
+
+def _effective_noise(before: StoredWeight, q: QuantizedWeight) -> float:
+    """Sum of squares of what vLLM's kernel multiplies by, less the source."""
+    noise = 0.0
+    for x, tile in zip(_numbers(before, q), _row_tiles(q), strict=True):
+        noise = sum_of_squares(x - effective_weight(tile), noise)
+    return noise
+
+
+def _find_out_of_bound(
+    before: StoredWeight, q: QuantizedWeight, reference: QuantizedWeight
+) -> OutOfBound | None:
+    beyond, start = None, 0
+    tiles = zip(_numbers(before, q), _row_tiles(q), _row_tiles(reference), strict=True)
+    for x, tile, wanted in tiles:
+        found = find_out_of_bound(x, tile, wanted)
+        beyond = join_out_of_bound(beyond, found, start)
+        start += len(x)
+    return beyond
+
+
+def _row_tiles(q: QuantizedWeight) -> Iterator[QuantizedWeight]:
+    """Parts of a weight that stay in a cache, and begin where those of every format may."""
+    return (tile for _, tile in row_tiles(q, ROWS))
+
+
+def _numbers(before: StoredWeight, q: QuantizedWeight) -> Iterator[Tensor]:
+    """The float32 of the rows that each of `_row_tiles(q)` has."""
+    if isinstance(before, QuantizedWeight):
+        yield from map(dequantize, _row_tiles(before))
+    else:
+        for rows, _ in row_tiles(q, ROWS):
+            yield before[rows].float()
 
 
 def _check_budget(check: WeightCheck, result: _Result) -> None:

@@ -38,6 +38,45 @@ def test_every_figure_is_there_and_positive(document):
             assert run[figure] > 0
 
 
+@pytest.fixture(scope="module")
+def from_fp8(tmp_path_factory):
+    """The same experts in FP8 blocks, one round to bf16 and to nvfp4."""
+    folder = tmp_path_factory.mktemp("bench")
+    found = bench_conversion(
+        ["bf16", "nvfp4"],
+        size_bytes=2 * EXPERT_BYTES,
+        workers=1,
+        rounds=1,
+        source_format="fp8_block",
+        folder=folder,
+    )
+    assert list(folder.iterdir()) == []
+    return found
+
+
+def test_a_quantized_source_is_converted_and_counted_in_weights(from_fp8):
+    weights = EXPERT_BYTES  # two experts, two bytes a weight
+    assert from_fp8["source_format"] == "fp8_block"
+    assert from_fp8["weights"] == weights
+    assert from_fp8["input_bytes"] == weights + 4 * weights // 128**2
+    restored, quantized = from_fp8["formats"]
+    assert restored["output_bytes"] > 2 * weights > weights > quantized["output_bytes"]
+    for row in (restored, quantized):
+        (run,) = row["conversions"]
+        assert run["how"] == "native quantizer"
+        assert run["weights_per_cpu_second"] == weights / run["cpu_seconds"]
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    settings = {"size_bytes": 1, "workers": 1, "rounds": 1, "folder": tmp_path}
+    with pytest.raises(UnsupportedError, match="bf16 gives back what is quantized"):
+        bench_conversion(["bf16"], **settings)
+    monkeypatch.setattr(conversion, "find_spec", lambda name: name)
+    with pytest.raises(UnsupportedError, match="llmcompressor is timed on BF16 alone"):
+        bench_conversion(["nvfp4"], against=["llmcompressor"], source_format="mxfp4", **settings)
+    assert not list(tmp_path.iterdir())
+
+
 def test_ratios_are_those_of_the_figures(document):
     (row,) = document["formats"]
     floor = row["floor"]

@@ -81,6 +81,25 @@ def test_a_device_writes_the_bytes_of_the_cpu(source, tmp_path, device, format):
     assert list(quantizers(tmp_path / "cpu")) == ["native"]
 
 
+@pytest.mark.parametrize("format", ["bf16", "w4a8"])
+def test_a_device_takes_what_is_quantized_already(source, tmp_path, device, format):
+    stored = convert(source, tmp_path / "stored", format="mxfp4", workers=1).output
+    cpu = convert(stored, tmp_path / "cpu", format=format, workers=1)
+    result = convert(stored, tmp_path / "device", format=format, workers=1, device=device)
+    assert read(tmp_path / "device") == read(tmp_path / "cpu")
+    assert result.losses == cpu.losses
+    assert result.quantizer.reason is None
+
+
+def test_a_device_beside_which_torch_decodes_says_so(source, tmp_path, device, monkeypatch):
+    stored = convert(source, tmp_path / "stored", format="mxfp4", workers=1).output
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    result = convert(stored, tmp_path / "out", format="w4a8", workers=1, device=device)
+    (share,) = result.shares
+    assert share.name == "cuda"
+    assert share.reason == "sources are decoded by torch: MOEQUANT_QUANTIZER=torch"
+
+
 @pytest.mark.parametrize("device_first", [True, False])
 def test_one_device_continues_what_another_began(source, tmp_path, device, device_first):
     settings = {"format": "nvfp4", "workers": 1, "max_shard_size": "100KB"}

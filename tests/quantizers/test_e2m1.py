@@ -8,7 +8,8 @@ import torch
 from moequant.formats.elements import E2M1_FLOAT32_MAX, encode_e2m1, pack_nibbles
 from moequant.quantizers import jit
 from moequant.quantizers.e2m1 import WEIGHTS, encode_bfloat16
-from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
+from moequant.quantizers.operands import Operand, new_kernel, operand_of
+from moequant.quantizers.vectors import I32, I64
 
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 UNITS = {
@@ -21,9 +22,7 @@ UNITS = {
 
 def compiled(group):
     """BF16 weights to codes, given the unit of all groups as the global scale."""
-    pointers = dict.fromkeys(("qdata", "scale", "scratch"), PTR)
-    sizes = {"rows": I64, "columns": I64, "global_scale": F32}
-    f = Function("kernel", {"w": PTR, **sizes, **pointers}, I32)
+    f = new_kernel()
     unit = f.parameter("global_scale").splat(16)
     with f.loop(f.constant(I64, 0), f.parameter("rows"), WEIGHTS // group) as first:
         encode_bfloat16(f, first, group=group, scale_of=lambda bits: bits, unit=lambda _: unit)
@@ -43,5 +42,6 @@ def test_every_bf16_pattern_under_every_unit_has_the_code_of_the_rounded_quotien
     qdata = torch.empty(len(w) // 2, dtype=torch.uint8)
     scale = torch.empty(len(w) // group, dtype=torch.uint8)
     for unit in units:
-        kernel(w.data_ptr(), len(scale), 1, unit.item(), qdata.data_ptr(), scale.data_ptr(), 0)
+        result = Operand(data=qdata, scale=scale, global_scale=unit.item())
+        kernel(*operand_of(w).arguments(), len(scale), 1, *result.arguments(), 0)
         assert torch.equal(qdata, pack_nibbles(encode_e2m1(clamped / unit))), unit

@@ -11,7 +11,10 @@ from moequant.quantizers.elements import (
     E2M1,
     E4M3,
     Source,
+    decode_e2m1,
     decode_e4m3,
+    decode_e8m0,
+    decode_int4,
     encode_int4,
     magnitude,
     round_int4,
@@ -19,20 +22,15 @@ from moequant.quantizers.elements import (
     sign_bit,
     widen_bfloat16,
 )
-from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
+from moequant.quantizers.operands import Operand, new_kernel, operand_of
+from moequant.quantizers.vectors import I32, I64
 
 LANES = 16
 
 
-def kernel_function():
-    pointers = dict.fromkeys(("qdata", "scale", "scratch"), PTR)
-    parameters = {"w": PTR, "rows": I64, "columns": I64, "global_scale": F32, **pointers}
-    return Function("kernel", parameters, I32)
-
-
 def compiled(compute):
     """float32 [n], n a multiple of 16, to int32 [n] by `compute` on vectors of 16."""
-    f = kernel_function()
+    f = new_kernel()
     source = Source("float32")
     with f.loop(f.constant(I64, 0), f.parameter("rows"), LANES) as at:
         x = source.float(source.load(f, f.parameter("w"), at, LANES))
@@ -42,7 +40,7 @@ def compiled(compute):
 
     def run(x):
         found = torch.empty(len(x), dtype=torch.int32)
-        kernel(x.data_ptr(), len(x), 1, 0.0, found.data_ptr(), 0, 0)
+        kernel(*operand_of(x).arguments(), len(x), 1, found.data_ptr(), 0, 0, 0.0, 0)
         return found
 
     return run
@@ -102,17 +100,9 @@ def test_codecs_agree_on_every_float32(ours, theirs):
         assert torch.equal(run(x), theirs(x).to(torch.int32))
 
 
-def test_every_positive_e4m3_code_decodes_to_its_value():
-    codes = torch.arange(128, dtype=torch.int32)
-    codes[127] = 0  # NaN
-    wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    found = compiled(lambda x: decode_e4m3(x.bitcast("i32")))(codes.view(torch.float32))
-    assert torch.equal(found.view(torch.float32), wanted)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_pairs_are_the_weights_of_even_and_of_odd_index(dtype):
-    f = kernel_function()
+    f = new_kernel()
     source = Source(dtype)
     with f.loop(f.constant(I64, 0), f.parameter("rows"), LANES) as at:
         pairs = source.pairs(source.load(f, f.parameter("w"), at, LANES))
@@ -121,5 +111,25 @@ def test_pairs_are_the_weights_of_even_and_of_odd_index(dtype):
     f.give(f.constant(I32, 0))
     w = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     even, odd = torch.empty(32), torch.empty(32)
-    jit.compile_kernel(f.text())(w.data_ptr(), 64, 1, 0.0, even.data_ptr(), odd.data_ptr(), 0)
+    result = Operand(data=even, scale=odd)
+    jit.compile_kernel(f.text())(*operand_of(w).arguments(), 64, 1, *result.arguments(), 0)
     assert torch.equal(torch.stack([even, odd], 1).flatten(), w.float())
+
+
+DECODERS = {
+    "e2m1": (decode_e2m1, 16, reference.decode_e2m1),
+    "e4m3": (decode_e4m3, 256, lambda code: code.view(torch.float8_e4m3fn).float()),
+    "e8m0": (decode_e8m0, 256, lambda code: code.view(torch.float8_e8m0fnu).float()),
+    "int4": (decode_int4, 16, reference.decode_int4),
+}
+
+
+@pytest.mark.parametrize(("ours", "count", "theirs"), DECODERS.values(), ids=DECODERS)
+def test_every_code_decodes_to_its_value(ours, count, theirs):
+    codes = torch.arange(count, dtype=torch.int32)
+    wanted = theirs(codes.to(torch.uint8))
+    found = compiled(lambda x: ours(x.bitcast("i32")))(codes.view(torch.float32))
+    found = found.view(torch.float32)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    is_number = ~wanted.isnan()
+    assert torch.equal(found[is_number].view(torch.int32), wanted[is_number].view(torch.int32))

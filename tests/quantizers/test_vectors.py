@@ -8,13 +8,16 @@ import torch
 from moequant.formats import REGISTRY
 from moequant.quantizers import jit
 from moequant.quantizers.elements import Source
+from moequant.quantizers.encoded import Encoded
 from moequant.quantizers.kernels import KERNELS, amax
-from moequant.quantizers.vectors import F32, I32, I64, PTR, Function, Type
+from moequant.quantizers.operands import new_kernel, operand_of
+from moequant.quantizers.vectors import F32, F64, I32, I64, Type
 
 
+@pytest.mark.parametrize("stored", [Source("bfloat16"), Encoded("nvfp4", "w_")])
 @pytest.mark.parametrize("fmt", [REGISTRY[name] for name in KERNELS], ids=KERNELS)
-def test_kernels_round_as_ieee_754_says(fmt):
-    text = KERNELS[fmt.name](Source("bfloat16"), fmt.resolve_options()).text()
+def test_kernels_round_as_ieee_754_says(fmt, stored):
+    text = KERNELS[fmt.name](stored, fmt.resolve_options()).text()
     operations = re.findall(r"= (f(?:add|sub|mul|div)\b[^<\n]*?)(?:<|float)", text)
     assert operations
     # A fast-math flag would stand between the name and the type.
@@ -22,15 +25,11 @@ def test_kernels_round_as_ieee_754_says(fmt):
     assert "fma" not in text
 
 
-def function():
-    pointers = dict.fromkeys(("w", "qdata", "scale", "scratch"), PTR)
-    sizes = {"rows": I64, "columns": I64, "global_scale": F32}
-    order = ("w", "rows", "columns", "global_scale", "qdata", "scale", "scratch")
-    return Function("kernel", {name: {**pointers, **sizes}[name] for name in order}, I32)
+NONE = (0, 0, 0, 0.0)
 
 
 def test_operands_of_two_types_are_a_mistake():
-    f = function()
+    f = new_kernel()
     one, other = f.constant(Type("i32", 4), 1), f.constant(Type("i32", 8), 1)
     with pytest.raises(AssertionError):
         one + other
@@ -40,16 +39,27 @@ def test_operands_of_two_types_are_a_mistake():
         one / 2
 
 
+def test_doubles_hold_squares_of_floats():
+    f = new_kernel()
+    wide = f.constant(F32, 3e38).to("double")
+    f.store(wide * wide, f.parameter("scratch"), f.constant(I64, 0))
+    f.store(f.constant(F64, 0.1), f.parameter("scratch"), f.constant(I64, 1))
+    f.give(f.constant(I32, 0))
+    found = torch.empty(2, dtype=torch.float64)
+    jit.compile_kernel(f.text())(*NONE, 0, 0, *NONE, found.data_ptr())
+    assert found.tolist() == [torch.tensor(3e38).double().item() ** 2, 0.1]
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 1001])
 def test_strips_cover_every_number_once(count):
-    f = function()
+    f = new_kernel()
     seen = f.parameter("qdata")
     for lanes, loop in f.strips(f.constant(I64, 0), f.parameter("rows"), 8):
         with loop as at:
             f.store(f.load(Type("i32", lanes), seen, at) + 1, seen, at)
     f.give(f.constant(I32, 0))
     times = torch.zeros(count + 8, dtype=torch.int32)
-    jit.compile_kernel(f.text())(0, count, 1, 0.0, times.data_ptr(), 0, 0)
+    jit.compile_kernel(f.text())(*NONE, count, 1, times.data_ptr(), *NONE[1:], 0)
     assert times.tolist() == [1] * count + [0] * 8
 
 
@@ -58,18 +68,18 @@ def test_strips_cover_every_number_once(count):
 def test_amax_is_the_largest_magnitude(dtype, count):
     w = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     kernel = jit.compile_kernel(amax(Source(dtype)).text())
-    bits = kernel(w.data_ptr(), count, 1, 0.0, 0, 0, 0)
+    bits = kernel(*operand_of(w).arguments(), count, 1, *NONE, 0)
     as_integer = torch.int32 if dtype == "float32" else torch.int16
     largest = torch.tensor([bits], dtype=as_integer).view(w.dtype).item()
     assert largest == (w.abs().max().item() if count else 0)
 
 
 def test_numbers_are_stored_as_they_are():
-    f = function()
+    f = new_kernel()
     for place, number in enumerate((0.1, -0.0, 2.0**-149, float("inf"))):
         f.store(f.constant(F32, number), f.parameter("qdata"), f.constant(I64, place))
     f.give(f.constant(I32, 7))
     found = torch.empty(4)
-    assert jit.compile_kernel(f.text())(0, 0, 0, 0.0, found.data_ptr(), 0, 0) == 7
+    assert jit.compile_kernel(f.text())(*NONE, 0, 0, found.data_ptr(), *NONE[1:], 0) == 7
     wanted = torch.tensor([0.1, -0.0, 2.0**-149, float("inf")])
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))

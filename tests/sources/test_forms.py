@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -87,6 +89,39 @@ def test_every_form_becomes_every_format(make_form, forms, tmp_path, name, forma
             assert torch.linalg.vector_norm(decoded - numbers) < 0.25 * numbers.norm()
     report = verify(tmp_path / "out", against=source.path)
     assert report.ok, report.problems
+
+
+PLAN_ALL = """
+import sys
+from moequant.conversion import convert
+for source in sys.argv[1:]:
+    convert(source, "not written", format="bf16", dry_run=True)
+print(sorted({"sympy", "torch._dynamo"} & sys.modules.keys()))
+"""
+
+
+def test_a_plan_does_not_load_what_takes_torch_a_second(make_form):
+    # Arithmetic on tensors without data loads torch's compiler: 1.2 CPU s, and 150 MB.
+    paths = [str(make_form(name).path) for name in NAMES]
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN_ALL, *paths], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("format", ["nvfp4"])
+@every_form
+def test_the_reference_gives_the_same_files_and_losses(
+    make_form, tmp_path, monkeypatch, name, format
+):
+    source = make_form(name)
+    quick = convert(source.path, tmp_path / "native", format=format)
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    slow = convert(source.path, tmp_path / "torch", format=format)
+    assert [share.name for share in (*quick.shares, *slow.shares)] == ["native", "torch"]
+    assert quick.losses == slow.losses
+    for file in (tmp_path / "torch").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "native" / file.name).read_bytes()
 
 
 LIBRARY = [name for name in NAMES if "quantized" in name]

@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 
-from moequant.conversion.losses import squared_norm
-from moequant.formats import REGISTRY, quantize, row_tiles, tiles
+from moequant.formats import REGISTRY, quantize, row_tiles, sum_of_squares, tiles
 from moequant.verification.bounds import find_out_of_bound, join_out_of_bound
 
 
-def test_a_squared_norm_neither_overflows_nor_underflows():
-    assert squared_norm(torch.tensor([3e38, 2e38])) == pytest.approx(13e76)
-    assert math.sqrt(squared_norm(torch.tensor([1e-40]))) == pytest.approx(1e-40, rel=1e-5)
-    assert math.isnan(squared_norm(torch.tensor([math.nan])))
+def test_a_sum_of_squares_neither_overflows_nor_underflows():
+    assert sum_of_squares(torch.tensor([3e38, 2e38])) == pytest.approx(13e76)
+    assert math.sqrt(sum_of_squares(torch.tensor([1e-40]))) == pytest.approx(1e-40, rel=1e-5)
+    assert math.isnan(sum_of_squares(torch.tensor([math.nan])))
 
 
 @pytest.mark.parametrize("format", REGISTRY)

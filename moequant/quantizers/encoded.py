@@ -1,0 +1,116 @@
+"""Weights that are codes and scales, read by kernels as if they were float32.
+
+What a number is, `dequantize` of its format says: code times scale, rounded to float32, and times
+the global scale if there is one, rounded again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.quantizers.elements import (
+    Source,
+    decode_e2m1,
+    decode_e4m3,
+    decode_e8m0,
+    decode_int4,
+    unpack_nibbles,
+    widen_bfloat16,
+)
+from moequant.quantizers.operands import LEAST_RUN
+from moequant.quantizers.vectors import Type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moequant.quantizers.vectors import Function, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Code:
+    """Bits on disk and in memory, and the number they stand for.
+
+    Attributes:
+        element: what is loaded.
+        decode: i32, of `element` widened with zeros, or float to float32.
+    """
+
+    element: str
+    decode: Callable[[Value], Value]
+
+    def number(self, stored: Value) -> Value:
+        """Loaded codes as float32."""
+        return self.decode(stored if stored.type.is_float else stored.to("i32"))
+
+
+_E4M3 = _Code(element="i8", decode=decode_e4m3)
+_E8M0 = _Code(element="i8", decode=decode_e8m0)
+_BF16 = _Code(element="i16", decode=lambda bits: widen_bfloat16(bits.to("i16")))
+_F32 = _Code(element="float", decode=lambda number: number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoding:
+    """What the bytes of a format are.
+
+    Attributes:
+        decode: of codes of one byte, or of 16 codes two a byte, to float32.
+        packed: whether there are two codes in a byte.
+        scale: what the scales are, in the memory that `operand_of` gives.
+        has_global_scale: whether a float32 multiplies all.
+    """
+
+    decode: Callable[[Value], Value]
+    packed: bool
+    scale: _Code
+    has_global_scale: bool = False
+
+
+ENCODINGS = {
+    "fp8_block": _Encoding(decode=decode_e4m3, packed=False, scale=_F32),
+    "fp8_channel": _Encoding(decode=decode_e4m3, packed=False, scale=_F32),
+    "nvfp4": _Encoding(decode=decode_e2m1, packed=True, scale=_E4M3, has_global_scale=True),
+    "mxfp4": _Encoding(decode=decode_e2m1, packed=True, scale=_E8M0),
+    "w4a8": _Encoding(decode=decode_int4, packed=True, scale=_BF16),
+    "int4": _Encoding(decode=decode_int4, packed=True, scale=_F32),
+}
+"""By format, those that are read from sources alone too."""
+
+
+class Encoded(Source):
+    """Weights of a format, as float32.
+
+    Args:
+        format: name of it.
+        operand: what the parameters of a kernel that are its scales begin with.
+    """
+
+    def __init__(self, format: str, operand: str = "") -> None:
+        super().__init__("float32")
+        self.least_lanes = LEAST_RUN
+        self._encoding = ENCODINGS[format]
+        self._operand = operand
+
+    def load(self, function: Function, base: Value, index: Value, lanes: int) -> Value:
+        """As Source; `index` and `lanes` are multiples of LEAST_RUN."""
+        parts = [self._run(function, base, index + at) for at in range(0, lanes, LEAST_RUN)]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [low.beside(high) for low, high in pairs]
+        return parts[0].bitcast("i32")
+
+    def _run(self, f: Function, base: Value, index: Value) -> Value:
+        """The LEAST_RUN weights from the `index`-th on, which share a scale: float32."""
+        encoding = self._encoding
+        at = index >> f.parameter(f"{self._operand}shift")
+        stored = f.load(Type(encoding.scale.element), f.parameter(f"{self._operand}scale"), at)
+        scale = encoding.scale.number(stored).splat(LEAST_RUN)
+        if encoding.packed:
+            codes = unpack_nibbles(f.load(Type("i8", LEAST_RUN // 2), base, index >> 1))
+        else:
+            codes = f.load(Type("i8", LEAST_RUN), base, index)
+        number = encoding.decode(codes.to("i32")) * scale
+        if encoding.has_global_scale:
+            number = number * f.parameter(f"{self._operand}global_scale").splat(LEAST_RUN)
+        return number
