@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moequant.benchmarks.moe_checkpoint import HIDDEN, INTERMEDIATE
+from moequant.checkpoint.buffers import PAGE_BYTES
 from moequant.checkpoint.headers import MAX_HEADER_BYTES
+from moequant.conversion.plan import WRITE_BUFFER_BYTES
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import get_format
 
@@ -63,17 +65,18 @@ def need_of(extent: Extent, formats: Sequence[str], *, workers: int, others: boo
         others: whether other tools convert it too.
     """
     shapes = [(INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
-    input_bytes = extent.expert_bytes + extent.kept_bytes + extent.tensors * _ENTRY_BYTES
+    header_bytes = extent.tensors * _ENTRY_BYTES + PAGE_BYTES
+    input_bytes = extent.expert_bytes + extent.kept_bytes + header_bytes
     experts = extent.layers * extent.experts
     outputs = [
         experts * sum(s.size_bytes for n in shapes for s in get_format(f).specs(n).values())
         for f in formats
     ]
     # A header and an index.
-    names_bytes = 2 * _PARTS * extent.tensors * _ENTRY_BYTES
+    names_bytes = 2 * _PARTS * extent.tensors * _ENTRY_BYTES + PAGE_BYTES
     output_bytes = max(outputs) + extent.kept_bytes + names_bytes
-    # Of gate and up: two bytes a weight to read, the results twice, and workspace.
-    unit_bytes = 2 * INTERMEDIATE * HIDDEN * 12
+    # Of gate and up: two bytes a weight to read, the results three times, and workspace.
+    unit_bytes = 2 * INTERMEDIATE * HIDDEN * 14 + WRITE_BUFFER_BYTES
     memory_bytes = _PROCESS_BYTES + extent.tensors * _PLAN_BYTES + workers * unit_bytes
     if others:
         # What they write is theirs to choose: no more than they read.

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 """Of tensors in an arena: a line of the cache, and the widest vector."""
-_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
+"""Of memory, and what writes past the page cache must begin and end with; disks ask for less."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -61,7 +62,7 @@ class Arena:
 
     def __init__(self, allocate: Callable[[int], Tensor] = _allocate, size_bytes: int = 0) -> None:
         self._allocate = allocate
-        self._memory = allocate(size_bytes + _PAGE_BYTES if size_bytes else 0)
+        self._memory = allocate(size_bytes + PAGE_BYTES if size_bytes else 0)
         self._used = 0
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
@@ -78,7 +79,7 @@ class Arena:
     def size_bytes(self) -> int:
         """What it will keep after `clear`."""
         fits = self._used <= len(self._memory)
-        return len(self._memory) if fits else self._used + _PAGE_BYTES
+        return len(self._memory) if fits else self._used + PAGE_BYTES
 
     def clear(self) -> None:
         """Let go of all tensors, which must no longer be used, and keep their memory."""
@@ -92,4 +93,4 @@ class Arena:
     def begin_like(self, position: int) -> None:
         """Let the first tensor after `clear` lie in its page as `position` of a file does."""
         assert self._used == 0, self._used
-        self._used = (position - self._memory.data_ptr()) % _PAGE_BYTES
+        self._used = (position - self._memory.data_ptr()) % PAGE_BYTES

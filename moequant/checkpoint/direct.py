@@ -14,12 +14,12 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
+from moequant.checkpoint.buffers import PAGE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-PAGE_BYTES = 4096
-"""What position, address and length of such a write must be a multiple of; disks ask for less."""
 LEAST_BYTES = 1 << 18
 """Less than this the page cache gathers better than a disk."""
 

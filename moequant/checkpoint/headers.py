@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.checkpoint.buffers import PAGE_BYTES
 from moequant.checkpoint.documents import MAX_BYTES, parse_object
 from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from moequant.checkpoint.writer import TensorSlot
 
 LENGTH_BYTES = 8
-_PAGE_BYTES = 4096
 MAX_HEADER_BYTES = MAX_BYTES
 """What safetensors accepts; a larger header is refused unread."""
 
@@ -153,7 +153,7 @@ def encode_header(slots: Iterable[TensorSlot]) -> bytes:
             "data_offsets": (slot.offset, slot.offset + slot.size_bytes),
         }
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + LENGTH_BYTES) % _PAGE_BYTES)
+    text += b" " * (-(len(text) + LENGTH_BYTES) % PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
             f"{len(fields) - 1} tensors need a header of {len(text)} bytes, but safetensors reads "

@@ -92,7 +92,7 @@ def test_a_group_that_limits_memory_counts(monkeypatch):
 
 
 def test_the_need_is_an_upper_bound_and_no_large_one(tmp_path, every_format):
-    """Within 4 KB: what names and index take less than the bound for two experts."""
+    """Within 8 KB: what names and index take less than the bound, and a page that is begun."""
     size_bytes = 2 * EXPERT_BYTES
     extent, need = measures(size_bytes, [every_format])
     assert extent.expert_bytes == write_moe_checkpoint(tmp_path / "source", size_bytes)
@@ -101,6 +101,6 @@ def test_the_need_is_an_upper_bound_and_no_large_one(tmp_path, every_format):
     kept = [t.size_bytes for n, t in source.tensors.items() if ".experts." not in n]
     assert sum(kept) == extent.kept_bytes
     (weights,) = source.file_bytes.values()
-    assert 0 <= need.input_bytes - weights < 4096
+    assert 0 <= need.input_bytes - weights < 8192
     written = convert(tmp_path / "source", tmp_path / "out", format=every_format).output
-    assert 0 <= need.output_bytes - size_of(written) < 4096
+    assert 0 <= need.output_bytes - size_of(written) < 8192

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moequant.checkpoint import output_file
-from moequant.checkpoint.buffers import Arena, tensor_bytes
-from moequant.checkpoint.direct import LEAST_BYTES, PAGE_BYTES, direct_part, open_direct
+from moequant.checkpoint.buffers import PAGE_BYTES, Arena, tensor_bytes
+from moequant.checkpoint.direct import LEAST_BYTES, direct_part, open_direct
 from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile
 from moequant.errors import MoequantError
 
