@@ -128,7 +128,7 @@ class Plan:
 
     def jobs(self) -> list[Job]:
         """What a quantizer will be asked for, each once; of a plan without refusals."""
-        return quantizer_jobs(self.units)
+        return quantizer_jobs(self.items)
 
     @property
     def source_bytes(self) -> int:
@@ -153,8 +153,7 @@ class Plan:
         """Memory `workers` may hold at once, beyond the interpreter and torch; 0 if refused."""
         if self.refusals:
             return 0
-        works: tuple[Unit | Restored, ...] = (*self.units, *self.restored)
-        unit = max((work.working_bytes for work in works), default=0)
+        unit = max((work.working_bytes for work in self._works), default=0)
         return workers * max(unit, COPY_CHUNK_BYTES) + self.buffer_bytes(workers)
 
     def buffer_bytes(self, workers: int) -> int:
@@ -163,10 +162,20 @@ class Plan:
 
     @cached_property
     def result_bytes(self) -> int:
-        """What the quantized weights of a unit take at most."""
+        """What the weights of a unit take at most, quantized or given back."""
         # Nearly all units are alike.
-        kinds = {(u.format, *(w.info.shape for w in u.weights)): u for u in self.units}
-        return max((unit.result_bytes for unit in kinds.values()), default=0)
+        kinds = {
+            (
+                work.format if isinstance(work, Unit) else "",
+                *(w.info.shape for w in work.weights),
+            ): work
+            for work in self._works
+        }
+        return max((work.result_bytes for work in kinds.values()), default=0)
+
+    @property
+    def _works(self) -> tuple[Unit | Restored, ...]:
+        return (*self.units, *self.restored)
 
     def device_bytes(self, workers: int) -> int:
         """Memory `workers` may hold on GPUs at once, if these quantize; 0 if refused."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from moequant.conversion.journal import Journal
     from moequant.conversion.losses import Loss
     from moequant.conversion.plan import Plan, PlannedShard
-    from moequant.conversion.units import Item, Restored
+    from moequant.conversion.units import Converted, Item, Restored
     from moequant.progress import Progress
     from moequant.quantizers import Choice
 
@@ -154,13 +154,13 @@ class _Run(threading.local):
         except BaseException:
             writer.abort()
             raise
-        quantized = any(isinstance(item, Unit) for item in shard.items)
+        computed = any(not isinstance(item, Copy) for item in shard.items)
         finished = FinishedShard(
             file=shard.file,
             bytes=size,
             sha256=sha256,
             losses=losses,
-            quantizer=self._used if quantized else None,
+            quantizer=self._used if computed else None,
         )
         if before is not None:
             # Whatever became of it: what is finished is kept.
@@ -205,17 +205,11 @@ class _Run(threading.local):
 
     def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
         memory = self._results.borrow(writer.position(unit.first_tensor(self._plan.dialect)))
-        tensors, losses = convert_unit(
+        converted = convert_unit(
             self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
         )
-        # What is written as it was read lies in the memory that the next unit is read into.
-        release = None if unit.may_be_as_stored else self._lend(memory, writer)
-        writer.write_all(tensors, release)
-        if release is None:
-            self._results.give_back(memory)
-        tensors.clear()
-        self._arena.clear()
-        return losses
+        self._write(converted, memory, writer)
+        return converted.losses
 
     def _lend(self, memory: Arena, writer: ShardWriter) -> Callable[[], None] | None:
         """As `_Results.lend`, once the disk has had the time it needs."""
@@ -225,11 +219,19 @@ class _Run(threading.local):
         return release
 
     def _restore(self, item: Restored, writer: ShardWriter) -> list[Loss]:
-        tensors, losses = restore(self._source, item, self._arena)
-        writer.write_all(tensors)
-        tensors.clear()
+        memory = self._results.borrow(writer.position(item.first_tensor))
+        converted = restore(self._source, item, self._quantizer, self._arena, memory)
+        self._write(converted, memory, writer)
+        return converted.losses
+
+    def _write(self, converted: Converted, memory: Arena, writer: ShardWriter) -> None:
+        # What is written as it was read lies in the memory that the next unit is read into.
+        release = None if converted.as_stored else self._lend(memory, writer)
+        writer.write_all(converted.tensors, release)
+        if release is None:
+            self._results.give_back(memory)
+        converted.tensors.clear()
         self._arena.clear()
-        return losses
 
     def _copy(self, copy: Copy, writer: ShardWriter) -> None:
         name, size_bytes = copy.name, copy.info.size_bytes

@@ -154,11 +154,6 @@ class Unit:
         return self.stack.piece(suffix) if self.stack else f"{self.weights[0].module}.{suffix}"
 
     @property
-    def may_be_as_stored(self) -> bool:
-        """Whether something of it may be written as the source holds it."""
-        return self.recode and any(isinstance(w.info, EncodedInfo) for w in self.weights)
-
-    @property
     def device_bytes(self) -> int:
         """Upper bound of the memory it takes on a GPU that quantizes it."""
         # Each tensor begins at a multiple of 64 bytes: weights, their parts and a check's result.
@@ -285,6 +280,21 @@ Item = Unit | Restored | Copy
 """A piece of work."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What became of a unit, or of weights that are given back.
+
+    Attributes:
+        tensors: as they go to disk, by name; good until the memory they lie in is cleared.
+        losses: what was lost of weights that were stored in a quantized form.
+        as_stored: whether some may lie where they were read.
+    """
+
+    tensors: dict[str, Tensor]
+    losses: list[Loss]
+    as_stored: bool = False
+
+
 def _reading_bytes(weights: Sequence[Weight]) -> int:
     """Upper bound of what weights take while they are read and brought into plain form."""
     source = sum(weight.info.size_bytes for weight in weights)
@@ -334,11 +344,10 @@ def convert_unit(
     quantizer: Quantizer,
     arena: Arena,
     results: Arena,
-) -> tuple[dict[str, Tensor], list[Loss]]:
-    """Read and quantize a unit: its tensors as they go to disk, by name, and what was lost.
+) -> Converted:
+    """Read and quantize a unit.
 
-    They may lie in the memory of `results` and, if `unit.may_be_as_stored`, of `arena`, which holds
-    what is read; they are good until it is cleared.
+    What is read is in the memory of `arena`, results may lie in that of `results`.
 
     Raises:
         NonFiniteError: a weight holds NaN or Inf.
@@ -350,14 +359,14 @@ def convert_unit(
     losses = _losses(unit, weights, quantized, dialect, quantizer)
     tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:
-        return tensors, losses
+        return Converted(tensors=tensors, losses=losses, as_stored=recoded is not None)
     stacked = {
         unit.stack.piece(suffix): unit.stack.join(
             [tensors[f"{weight.module}.{suffix}"] for weight in unit.weights]
         )
         for suffix in dialect.suffixes[unit.format]
     }
-    return stacked, losses
+    return Converted(tensors=stacked, losses=losses, as_stored=recoded is not None)
 
 
 def recode_unit(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
@@ -425,20 +434,22 @@ def encode_unit(
 
 
 def restore(
-    source: Checkpoint, item: Restored, arena: Arena
-) -> tuple[dict[str, Tensor], list[Loss]]:
-    """Read and decode weights: BF16, by the names of what is written, and what was lost.
+    source: Checkpoint, item: Restored, quantizer: Quantizer, arena: Arena, results: Arena
+) -> Converted:
+    """Read and decode weights: BF16, by the names of what is written.
+
+    What is read is in the memory of `arena`, results may lie in that of `results`.
 
     Raises:
         NonFiniteError: a weight holds NaN or Inf, or numbers that BF16 has no room for.
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in item.weights], arena)
-    numbers, losses = restored(weights, item, TorchQuantizer(), Arena())
+    numbers, losses = restored(weights, item, quantizer, results)
     names = [weight.info.name for weight in item.weights]
     pieces = names if item.stack is None else [item.stack.piece("")]
     tensors = dict(zip(pieces, item.joined(numbers), strict=True))
-    return tensors, losses
+    return Converted(tensors=tensors, losses=losses)
 
 
 def restored(

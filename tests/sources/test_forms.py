@@ -109,7 +109,7 @@ def test_a_plan_does_not_load_what_takes_torch_a_second(make_form):
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("format", ["nvfp4"])
+@pytest.mark.parametrize("format", ["bf16", "nvfp4"])
 @every_form
 def test_the_reference_gives_the_same_files_and_losses(
     make_form, tmp_path, monkeypatch, name, format
