@@ -70,7 +70,10 @@ class Prompts:
             UnsupportedError: an architecture or a quantization we do not know.
         """
         opened = open_reader(checkpoint, torch.device("cpu"), architecture).converted.checkpoint
-        vocabulary = opened.config.get("vocab_size")
+        config = opened.config
+        if "vocab_size" not in config and isinstance(config.get("text_config"), dict):
+            config = config["text_config"]
+        vocabulary = config.get("vocab_size")
         if type(vocabulary) is not int or vocabulary < 1:
             raise CheckpointError(
                 f"{opened.path / 'config.json'}: vocab_size is {vocabulary!r}, but a number of ids "

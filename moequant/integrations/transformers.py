@@ -87,7 +87,8 @@ def load_model(
         progress: told of every layer.
 
     Returns:
-        An instance of the class that AutoModelForCausalLM chooses, in eval mode. It cannot be
+        An instance of the class that AutoModelForCausalLM chooses, or AutoModelForImageTextToText
+        where there is a language model within that, in eval mode. It cannot be
         trained, for experts record nothing for autograd, nor saved: the checkpoint it came from is
         what to copy.
 
@@ -245,8 +246,8 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 def _experts_by_layer(model: PreTrainedModel) -> dict[int, _Holder]:
     """The layers whose experts are one module called `experts`, by index."""
     holders = {}
-    base = model.base_model
-    for index, layer in enumerate(getattr(base, "layers", getattr(base, "blocks", ()))):
+    decoder = model.get_decoder()
+    for index, layer in enumerate(getattr(decoder, "layers", getattr(decoder, "blocks", ()))):
         for block in layer.modules():
             if isinstance(getattr(block, "experts", None), nn.Module):
                 holders[index] = _Holder(block=block, name="experts")
@@ -292,15 +293,22 @@ def _read_config(transformers: ModuleType, converted: ConvertedCheckpoint) -> Pr
 
 
 def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:
-    _check_language_model(config)
-    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in classes:
-        raise UnsupportedError(
-            f"config.json: transformers {transformers.__version__} has no causal language model of "
-            f"model_type {config.model_type!r}"
-        )
-    model_class: type[PreTrainedModel] = classes[type(config)]
-    return model_class
+    """A language model, or what has one inside; not the language model of a config that has more.
+
+    Raises:
+        UnsupportedError: transformers has neither.
+    """
+    for classes in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    ):
+        model_class = classes.get(type(config), None)
+        if model_class is not None and isinstance(config, model_class.config_class):
+            return cast("type[PreTrainedModel]", model_class)
+    raise UnsupportedError(
+        f"config.json: transformers {transformers.__version__} has no causal language model of "
+        f"model_type {config.model_type!r}, and none for text with pictures"
+    )
 
 
 def _check_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -434,7 +442,6 @@ def _format_of(converted: ConvertedCheckpoint, module: str) -> str | None:
 def _check_same_model(model: PreTrainedModel, converted: ConvertedCheckpoint) -> None:
     """Refuse a model that is not of the architecture and the sizes of the checkpoint."""
     path, model_type = converted.checkpoint.path, model.config.model_type
-    _check_language_model(model.config)
     if converted.checkpoint.config["model_type"] != model_type:
         raise UnsupportedError(
             f"{path}: experts of a {converted.checkpoint.config['model_type']}, but the model is a "
@@ -488,16 +495,6 @@ def _holds_all(experts: nn.Module) -> bool:
     if down is None:
         down = getattr(getattr(experts, "mlp", None), "w2", None)
     return isinstance(down, nn.Parameter)
-
-
-def _check_language_model(config: PretrainedConfig) -> None:
-    """Refuse a model that has more inside than a language model."""
-    if config.get_text_config() is not config:
-        raise UnsupportedError(
-            f"config.json: model_type {config.model_type!r} is more than a language model, and "
-            "only in those are experts replaced; let an engine load it, or call `load_experts` "
-            "yourself"
-        )
 
 
 def _refuse_saving(model: PreTrainedModel, folder: Path) -> None:

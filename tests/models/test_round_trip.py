@@ -19,6 +19,7 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.formats import dequantize
+from moequant.integrations.generation import Prompts
 from moequant.integrations.transformers import load_model, replace_experts
 from moequant.models import ROUTED_EXPERTS, architectures, read_model
 from moequant.verification import verify
@@ -313,6 +314,7 @@ OUR_EXPERTS_IN = [
     "hy_v4",
     "kimi_linear",
     "laguna",
+    "mistral4",
     "nemotron_h",
     "qwen4_exp_text",
 ]
@@ -386,7 +388,10 @@ def test_a_model_that_transformers_has_no_class_for_is_refused(save, tmp_path, m
         load_model(out)
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash"])
+ROUTED_OTHERWISE = ["llama4", "llama4_text", "longcat_flash"]
+
+
+@pytest.mark.parametrize("model_type", ROUTED_OTHERWISE)
 def test_a_router_that_asks_for_more_is_refused_by_the_runtime(models, tmp_path, model_type):
     case = models[model_type]
     source, out = tmp_path / "source", tmp_path / "out"
@@ -398,14 +403,57 @@ def test_a_router_that_asks_for_more_is_refused_by_the_runtime(models, tmp_path,
         load_model(out)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["gemma4", "glm4v_moe", "kimi_k25", "llama4", "minimax_m3_vl", "qwen3_5_moe"]
-)
-def test_what_is_more_than_a_language_model_is_refused(save, tmp_path, model_type):
-    saved = save(model_type)
+WITH_VISION = ["gemma4", "qwen3_5_moe"]
+WITH_VISION_IN_FULL = [
+    "deepseek_ocr2", "glm4v_moe", "glm5_next", "kimi_k25", "minimax_m3_vl", "mistral3",
+    "mistral_large4", "qwen3_vl_moe", "qwen4_exp", "step3p7", "unlimited_ocr",
+]  # fmt: skip
+
+
+def check_that_our_experts_run_beside_vision(saved, folder):
+    """As `check_that_our_experts_run`, in a model that is built too, and to generate."""
+    check_that_our_experts_run(saved, folder)
+    loaded = load_model(folder / "out", dtype=torch.float32, activations="none")
+    assert type(loaded).__name__ == saved.case.model.__name__
+    assert Prompts.of(folder / "out").vocabulary == 64
+    built = saved.case.model.from_pretrained(saved.checkpoint.path).eval()
+    replace_experts(built, folder / "out", activations="none")
+    assert relative(logits(built), logits(loaded)) < 2**-16
+    greedy = {"max_new_tokens": 2, "do_sample": False, "attention_mask": torch.ones_like(PROMPT)}
+    assert loaded.generate(PROMPT, **greedy).shape == (1, PROMPT.shape[1] + 2)
+
+
+@pytest.mark.parametrize("model_type", WITH_VISION)
+def test_our_experts_run_in_models_with_vision(save, tmp_path, model_type):
+    check_that_our_experts_run_beside_vision(save(model_type), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", WITH_VISION_IN_FULL)
+def test_our_experts_run_in_every_other_model_with_vision(save, tmp_path, model_type):
+    check_that_our_experts_run_beside_vision(save(model_type), tmp_path)
+
+
+def test_every_model_type_is_loaded_or_refused_by_one_test(models):
+    elsewhere = {
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    }
+    loaded = {*OUR_EXPERTS_IN, *IN_FULL_TOO, *WITH_VISION, *WITH_VISION_IN_FULL, *elsewhere}
+    assert set(models) - loaded == {*WITHOUT_A_CLASS, *ROUTED_OTHERWISE, "qwen3_omni_moe"}
+
+
+def test_a_model_whose_language_model_lies_deeper_is_refused(save, tmp_path):
+    saved = save("qwen3_omni_moe")
     out = convert(saved.checkpoint.path, tmp_path / "out", format="mxfp4").output
-    message = f"model_type '{model_type}' is more than a language model"
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(
+        UnsupportedError, match=r"no causal language model of model_type 'qwen3_omni"
+    ):
         load_model(out)
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=r"Qwen3OmniMoe.*experts in layers none, but 1, 2"):
         replace_experts(saved.model, out)
