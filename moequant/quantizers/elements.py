@@ -193,6 +193,10 @@ class Source:
         """The bits of `lanes` weights at `base`, from the `index`-th on."""
         return function.load(Type(self.element, lanes), base, index)
 
+    def prefetch(self, function: Function, base: Value, index: Value) -> None:
+        """Have weights from the `index`-th on brought to the cache, if there are any."""
+        function.prefetch(base, index, self.element)
+
     def pairs(self, stored: Value) -> tuple[Value, Value]:
         """The weights of even and those of odd index, as float32."""
         bits = stored.type.bits

@@ -100,6 +100,10 @@ class Encoded(Source):
             parts = [low.beside(high) for low, high in pairs]
         return parts[0].bitcast("i32")
 
+    def prefetch(self, function: Function, base: Value, index: Value) -> None:
+        """As Source; codes, not scales."""
+        function.prefetch(base, index >> 1 if self._encoding.packed else index, "i8")
+
     def _run(self, f: Function, base: Value, index: Value) -> Value:
         """The LEAST_RUN weights from the `index`-th on, which share a scale: float32."""
         encoding = self._encoding

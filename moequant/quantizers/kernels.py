@@ -70,7 +70,7 @@ _PAIRED = 32
 """Weights that are encoded at a time as pairs of even and odd columns."""
 _ROWS = 16
 """Rows of w4a8 whose scales are computed before their codes: few enough to stay in the cache, and
-enough for a processor not to wait for each row's scale."""
+enough for a processor not to wait for each row's scale; also how far ahead weights are fetched."""
 
 
 def amax(source: Source) -> Function:
@@ -329,8 +329,9 @@ def _sums(groups: list[Value]) -> Value:
 def w4a8(source: Source, options: Mapping[str, str]) -> Function:
     """`moequant.formats.w4a8`; `scratch` holds the scales of some rows, as `scratch_count` says."""
     f = new_kernel()
-    rows, groups = f.parameter("rows"), f.parameter("columns") // GROUP
+    rows, columns = f.parameter("rows"), f.parameter("columns")
     w, scales = f.parameter("w"), f.parameter("scratch")
+    groups = columns // GROUP
     zero = f.constant(I64, 0)
     largest = f.variable(f.constant(Type(source.element), 0))
     with f.loop(zero, rows, _ROWS) as top:
@@ -360,6 +361,8 @@ def w4a8(source: Source, options: Mapping[str, str]) -> Function:
             f.store(round_to_bfloat16(scale), f.parameter("scale"), index)
             for i in range(0, GROUP, _PAIRED):
                 at = index * GROUP + i
+                # Or the search for extremes, which has little to do, would wait for memory.
+                source.prefetch(f, w, at + columns * _ROWS)
                 weights = source.pairs(source.load(f, w, at, _PAIRED))
                 even, odd = (encode_int4(x / scale.splat(_PAIRED // 2)) for x in weights)
                 f.store(join_nibbles(even, odd), f.parameter("qdata"), at // 2)

@@ -267,6 +267,17 @@ class Function:
             f"  store {value.typed}, ptr {address.text}, align {value.type.bits // 8}"
         )
 
+    def prefetch(self, base: Value, index: Value, element: str) -> None:
+        """Have what is at `base`, `index` numbers of type `element` behind, brought to the cache.
+
+        Of no effect otherwise, and none where there is no memory.
+        """
+        name = "llvm.prefetch.p0"
+        self._declared[name] = f"declare void @{name}(ptr, i32, i32, i32)"
+        address = self._address(base, index, element)
+        # To be read, soon and more than once; data.
+        self._lines.append(f"  call void @{name}({address.typed}, i32 0, i32 3, i32 1)")
+
     def variable(self, initial: Value) -> Variable:
         """A variable that holds `initial`."""
         slot = self._fresh()

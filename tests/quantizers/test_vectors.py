@@ -83,3 +83,13 @@ def test_numbers_are_stored_as_they_are():
     assert jit.compile_kernel(f.text())(*NONE, 0, 0, found.data_ptr(), *NONE[1:], 0) == 7
     wanted = torch.tensor([0.1, -0.0, 2.0**-149, float("inf")])
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_prefetching_changes_nothing_also_where_there_is_no_memory():
+    f = new_kernel()
+    for place in (0, 1 << 40, -(1 << 40)):
+        f.prefetch(f.parameter("qdata"), f.constant(I64, place), "float")
+    f.give(f.constant(I32, 7))
+    numbers = torch.arange(4.0)
+    assert jit.compile_kernel(f.text())(*NONE, 0, 0, numbers.data_ptr(), *NONE[1:], 0) == 7
+    assert numbers.tolist() == [0, 1, 2, 3]
