@@ -236,7 +236,7 @@ def find_architecture(config: Mapping[str, Any], own: Sequence[Architecture] = (
         UnsupportedError: `model_type` is missing or not described; says by whom it could be.
     """
     model_type = config.get("model_type")
-    for architecture in own or architectures():
+    for architecture in own or _that_may_be(model_type):
         if model_type in architecture.model_types:
             return architecture
     known = ", ".join(sorted(t for a in own or architectures() for t in a.model_types))
@@ -254,19 +254,33 @@ def find_architecture(config: Mapping[str, Any], own: Sequence[Architecture] = (
 @cache
 def architectures() -> tuple[Architecture, ...]:
     """Every architecture of the table."""
-    table = _table()
-    return tuple(
-        Architecture(
-            entry, table["common"], fused=table["fused"], act_fns=table["act_fns"], origin=None
-        )
-        for entry in table["architecture"]
+    return tuple(_entry(text) for text in _texts()[1:])
+
+
+def _that_may_be(model_type: object) -> Iterable[Architecture]:
+    """Those of the table whose text has this word: to read them all takes ten times as long."""
+    return (_entry(text) for text in _texts()[1:] if f'"{model_type}"' in text)
+
+
+@cache
+def _entry(text: str) -> Architecture:
+    head = _head()
+    (entry,) = tomllib.loads(text)["architecture"]
+    return Architecture(
+        entry, head["common"], fused=head["fused"], act_fns=head["act_fns"], origin=None
     )
 
 
 @cache
-def _table() -> dict[str, Any]:
+def _head() -> dict[str, Any]:
+    return tomllib.loads(_texts()[0])
+
+
+@cache
+def _texts() -> list[str]:
+    """The table in pieces: its head, and each [[architecture]]."""
     text = resources.files("moequant.models").joinpath("architectures.toml").read_text("utf-8")
-    return tomllib.loads(text)
+    return re.split(r"^(?=\[\[architecture\]\]$)", text, flags=re.MULTILINE)
 
 
 def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Architecture, ...]:
@@ -282,13 +296,13 @@ def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Archite
     claimed = Counter(model_type for entry in entries for model_type in entry["model_types"])
     if twice := [model_type for model_type, times in claimed.items() if times > 1]:
         raise ArchitectureError(f"{origin}: model_type {min(twice)!r} is described twice")
-    table = _table()
+    head = _head()
     return tuple(
         Architecture(
             _whole(entry, file),
-            table["common"],
-            fused=table["fused"],
-            act_fns=table["act_fns"],
+            head["common"],
+            fused=head["fused"],
+            act_fns=head["act_fns"],
             origin=origin,
         )
         for entry in entries
