@@ -91,6 +91,10 @@ class Arena:
         self._used = 0
 
     def begin_like(self, position: int) -> None:
-        """Let the first tensor after `clear` lie in its page as `position` of a file does."""
+        """Let the first tensor after `clear` lie in its page as `position` of a file does.
+
+        Not where that would leave it, or one behind it, unaligned.
+        """
         assert self._used == 0, self._used
-        self._used = (position - self._memory.data_ptr()) % PAGE_BYTES
+        if position % _ALIGNMENT == 0:
+            self._used = (position - self._memory.data_ptr()) % PAGE_BYTES

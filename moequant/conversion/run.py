@@ -204,7 +204,9 @@ class _Run(threading.local):
                 self._results.wait_until_less_is_lent(_PAUSE_SECONDS)
 
     def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
-        memory = self._results.borrow(writer.position(unit.first_tensor(self._plan.dialect)))
+        position = writer.position(unit.first_tensor(self._plan.dialect))
+        memory = self._results.borrow(position)
+        self._arena.begin_like(position)
         converted = convert_unit(
             self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
         )
@@ -225,8 +227,10 @@ class _Run(threading.local):
         return converted.losses
 
     def _write(self, converted: Converted, memory: Arena, writer: ShardWriter) -> None:
-        # What is written as it was read lies in the memory that the next unit is read into.
-        release = None if converted.as_stored else self._lend(memory, writer)
+        if converted.as_stored:
+            # It lies where it was read; the next unit is read into what it did not need.
+            memory, self._arena = self._arena, memory
+        release = self._lend(memory, writer)
         writer.write_all(converted.tensors, release)
         if release is None:
             self._results.give_back(memory)

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from moequant.checkpoint.buffers import Arena, tensor_bytes
+from moequant.checkpoint.buffers import PAGE_BYTES, Arena, tensor_bytes
 from moequant.checkpoint.headers import DTYPES
 
 
@@ -72,3 +72,18 @@ def test_an_arena_grows_to_the_largest_that_was_asked_and_keeps_it():
         arena.clear()
     small, large = (arena.empty((n,), dtype=torch.uint8) for n in (10, 900))
     assert large.data_ptr() == small.data_ptr() + 64
+
+
+@pytest.mark.parametrize("position", [0, 64, 4096, 5056, 10**9 // 64 * 64])
+def test_an_arena_begins_where_a_file_does_in_its_page(position: int) -> None:
+    arena = Arena(size_bytes=1000)
+    arena.begin_like(position)
+    assert (arena.empty((1000,), dtype=torch.uint8).data_ptr() - position) % PAGE_BYTES == 0
+
+
+@pytest.mark.parametrize("position", [1, 8, 4095])
+def test_an_arena_stays_aligned_wherever_a_file_begins(position: int) -> None:
+    arena = Arena(size_bytes=1000)
+    arena.begin_like(position)
+    for dtype in (torch.uint8, torch.float32, torch.int64):
+        assert arena.empty((3,), dtype=dtype).data_ptr() % 64 == 0
