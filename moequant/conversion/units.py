@@ -28,7 +28,7 @@ from moequant.formats import (
     tile_bytes,
 )
 from moequant.formats.base import SOURCE_DTYPES, check_values
-from moequant.formats.squares import ROWS
+from moequant.formats.squares import TILE_ROWS
 from moequant.quantizers.tiles import TorchQuantizer
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def _reading_bytes(weights: Sequence[Weight]) -> int:
 
 def _decoding_bytes(weights: Sequence[Weight]) -> int:
     """Upper bound of what lies in between while weights are decoded and compared."""
-    return max(tile_bytes(weight.info.shape[1], ROWS) for weight in weights)
+    return max(tile_bytes(weight.info.shape[1], TILE_ROWS) for weight in weights)
 
 
 def _stands_alone(info: WeightInfo) -> bool:

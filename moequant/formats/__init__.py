@@ -35,8 +35,7 @@ from moequant.formats.fp8_block import Fp8Block
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.recode import recode
-from moequant.formats.squares import ROWS as SQUARES_ROWS
-from moequant.formats.squares import sum_of_squares
+from moequant.formats.squares import TILE_ROWS, sum_of_squares
 from moequant.formats.stored import Fp8Channel, Int4, StoredFormat
 from moequant.formats.tiles import Decoder, tile_bytes, tile_rows
 from moequant.formats.tiles import dequantize_into as _dequantize_into
@@ -117,17 +116,18 @@ def signal_and_noise(before: StoredWeight, after: StoredWeight) -> tuple[float, 
     Takes a few MB besides, whatever the weight.
     """
     signal = noise = 0.0
-    for x, y in zip(_float_tiles(before), _float_tiles(after), strict=True):
+    for x, y in zip(float_tiles(before), float_tiles(after), strict=True):
         signal, noise = sum_of_squares(x, signal), sum_of_squares(x - y, noise)
     return signal, noise
 
 
-def _float_tiles(w: StoredWeight) -> Iterator[Tensor]:
+def float_tiles(w: StoredWeight) -> Iterator[Tensor]:
+    """The numbers of a weight [N, K] in float32, the rows of `row_tiles(w, TILE_ROWS)` each."""
     if isinstance(w, QuantizedWeight):
-        for _, tile in row_tiles(w, SQUARES_ROWS):
+        for _, tile in row_tiles(w, TILE_ROWS):
             yield dequantize(tile)
     else:
-        step = tile_rows(w.shape[1], SQUARES_ROWS)
+        step = tile_rows(w.shape[1], TILE_ROWS)
         for start in range(0, len(w), step):
             yield w[start : start + step].float()
 
@@ -163,6 +163,7 @@ __all__ = [
     "dequantize_into",
     "dtype_text",
     "effective_weight",
+    "float_tiles",
     "get_format",
     "quantize",
     "recode",

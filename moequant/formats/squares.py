@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LANES = 16
 CHUNK = 256
-ROWS = 128
+TILE_ROWS = 128
 """Tiles begin at multiples of this, the rows of the largest block, and chunks with them."""
 
 

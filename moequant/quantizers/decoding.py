@@ -40,7 +40,7 @@ def decode(source: Source, dtype: str) -> Function:
 
 
 def compare(before: Source, after: Source) -> Function:
-    """Write `moequant.formats.squares.signal_and_noise` of `w` and `qdata` to `scratch`: float64.
+    """Write `moequant.formats.signal_and_noise` of `w` and `qdata` to `scratch`: float64.
 
     The extents make a multiple of LANES. Returns 0.
     """

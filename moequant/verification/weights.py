@@ -30,13 +30,13 @@ from moequant.conversion.units import (
 from moequant.errors import MoequantError
 from moequant.formats import (
     QuantizedWeight,
-    dequantize,
     effective_weight,
+    float_tiles,
     get_format,
     row_tiles,
     sum_of_squares,
 )
-from moequant.formats.squares import ROWS
+from moequant.formats.squares import TILE_ROWS
 from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound, join_out_of_bound
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
@@ -282,7 +282,7 @@ def _measure(
 def _effective_noise(before: StoredWeight, q: QuantizedWeight) -> float:
     """Sum of squares of what vLLM's kernel multiplies by, less the source."""
     noise = 0.0
-    for x, tile in zip(_numbers(before, q), _row_tiles(q), strict=True):
+    for x, tile in zip(float_tiles(before), _row_tiles(q), strict=True):
         noise = sum_of_squares(x - effective_weight(tile), noise)
     return noise
 
@@ -291,7 +291,7 @@ def _find_out_of_bound(
     before: StoredWeight, q: QuantizedWeight, reference: QuantizedWeight
 ) -> OutOfBound | None:
     beyond, start = None, 0
-    tiles = zip(_numbers(before, q), _row_tiles(q), _row_tiles(reference), strict=True)
+    tiles = zip(float_tiles(before), _row_tiles(q), _row_tiles(reference), strict=True)
     for x, tile, wanted in tiles:
         found = find_out_of_bound(x, tile, wanted)
         beyond = join_out_of_bound(beyond, found, start)
@@ -300,17 +300,8 @@ def _find_out_of_bound(
 
 
 def _row_tiles(q: QuantizedWeight) -> Iterator[QuantizedWeight]:
-    """Parts of a weight that stay in a cache, and begin where those of every format may."""
-    return (tile for _, tile in row_tiles(q, ROWS))
-
-
-def _numbers(before: StoredWeight, q: QuantizedWeight) -> Iterator[Tensor]:
-    """The float32 of the rows that each of `_row_tiles(q)` has."""
-    if isinstance(before, QuantizedWeight):
-        yield from map(dequantize, _row_tiles(before))
-    else:
-        for rows, _ in row_tiles(q, ROWS):
-            yield before[rows].float()
+    """Parts of a weight, of the rows that `float_tiles` gives."""
+    return (tile for _, tile in row_tiles(q, TILE_ROWS))
 
 
 def _check_budget(check: WeightCheck, result: _Result) -> None:
