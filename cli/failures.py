@@ -21,12 +21,8 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE = "MOEQUANT_DEBUG"
 INTERRUPTED = 130
 
-_TAKES_LESS = {
-    "--workers": "choose fewer --workers",
-    "--tokens": "choose fewer --tokens",
-    "--max-tokens": "choose fewer --max-tokens",
-}
-"""Options by which a command takes less memory."""
+_TAKE_MEMORY = ("--workers", "--tokens", "--max-tokens")
+"""Options of which a smaller number takes less memory."""
 
 
 class InterruptedWork(Exception):  # noqa: N818 - not an error
@@ -144,7 +140,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _advice_on_memory(options: set[str]) -> str:
     """What a command with these options may be told to take less."""
-    less = [advice for flag, advice in _TAKES_LESS.items() if flag in options]
+    less = [f"choose fewer {flag}" for flag in _TAKE_MEMORY if flag in options]
     return ", ".join([*less, "or free some"] if less else ["free some, and run again"])
 
 

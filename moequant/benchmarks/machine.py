@@ -11,7 +11,7 @@ from moequant._version import __version__
 from moequant.errors import UnsupportedError
 from moequant.runtime.load import usable_device
 
-_WHERE = "run this where there is a CUDA device, with a torch that is built for it"
+_ADVICE = "run this where there is a CUDA device, with a torch that is built for it"
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
@@ -20,7 +20,7 @@ def cuda_device(device: torch.device | str) -> torch.device:
     Raises:
         UnsupportedError: it is no CUDA device, or not one that is here.
     """
-    place = usable_device(device, advice=_WHERE)
+    place = usable_device(device, advice=_ADVICE)
     if place.type != "cuda":
         raise UnsupportedError(
             f"device {str(device)!r}: experts are timed by replaying CUDA graphs; choose a CUDA "

@@ -110,7 +110,7 @@ def tune(
             it runs at once, or a file at `path` that is no table of this GPU.
         NumericsError: a tiling computes something else than the experts.
         MoequantError: the table cannot be written, which is asked before anything is timed.
-        OSError: it could be then, and no more.
+        OSError: the table could be written when that was asked, and can no longer be.
     """
     place = cuda_device(device)
     from moequant.kernels.fp8_block.tuning import user_table, write_table

@@ -220,7 +220,7 @@ class Nvfp4Packed(Encoding):
         global_scale = reciprocal.reshape(())
         if has_values(reciprocal):
             global_scale = global_scale.reciprocal()
-            _check_multiplier(divisor, reciprocal, global_scale)
+            _check_divisor(divisor, reciprocal, global_scale)
         return QuantizedWeight(
             format=self.format.name,
             qdata=qdata,
@@ -503,10 +503,10 @@ def _only_one(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
     return there[0] if there else names[0]
 
 
-def _check_multiplier(name: str, divisor: Tensor, multiplier: Tensor) -> None:
+def _check_divisor(name: str, stored: Tensor, multiplier: Tensor) -> None:
     if not (torch.isfinite(multiplier) and multiplier > 0):
         raise CheckpointError(
-            f"{name}: {divisor.item()}, but it is a divisor and must be positive and finite, as "
+            f"{name}: {stored.item()}, but it is a divisor and must be positive and finite, as "
             "must its reciprocal; fetch or convert the checkpoint again"
         )
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fnmatch import translate
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
@@ -177,12 +178,15 @@ def lacks_layers(quantization_config: Mapping[str, Any]) -> bool:
 
     hf_quant_config.json then does.
     """
-    stated = quantization_config.get("quant_algo")
-    return (
-        isinstance(stated, str)
-        and stated.upper() == _MIXED
-        and not quantization_config.get("quantized_layers")
+    return _algorithm_in(quantization_config) == _MIXED and not quantization_config.get(
+        "quantized_layers"
     )
+
+
+def _algorithm_in(entry: Mapping[str, Any]) -> str:
+    """Its `quant_algo` in capitals; what is no name, as errors show it."""
+    stated = entry.get("quant_algo")
+    return stated.upper() if isinstance(stated, str) else show(stated)
 
 
 class _Kept:
@@ -195,15 +199,10 @@ class _Kept:
 
     def __contains__(self, module: str) -> bool:
         parts = module.split(".")
-        count = len(parts)
-        if any(
-            ".".join(parts[i:j]) in self._names
-            for i in range(count)
-            for j in range(i + 1, count + 1)
-        ):
+        runs = combinations(range(len(parts) + 1), 2)
+        if any(".".join(parts[start:stop]) in self._names for start, stop in runs):
             return True
-        match = self._pattern.match if self._pattern is not None else None
-        return match is not None and any(map(match, (module, *parts)))
+        return self._pattern is not None and any(map(self._pattern.match, (module, *parts)))
 
 
 def _algorithms(
@@ -214,8 +213,7 @@ def _algorithms(
     Raises:
         CheckpointError: a field has the wrong type.
     """
-    stated = config.get("quant_algo")
-    overall = stated.upper() if isinstance(stated, str) else show(stated)
+    overall = _algorithm_in(config)
     if overall != _MIXED:
         return lambda module: (overall, config.get("group_size"), _WHERE)
     where = f"{_WHERE}.quantized_layers"
@@ -233,9 +231,7 @@ def _algorithms(
         name = next((name for name in _enclosing(module) if name in layers), None)
         if name is None:
             return None
-        found = layers[name].get("quant_algo")
-        algorithm = found.upper() if isinstance(found, str) else show(found)
-        return algorithm, layers[name].get("group_size"), f"{where}[{name!r}]"
+        return _algorithm_in(layers[name]), layers[name].get("group_size"), f"{where}[{name!r}]"
 
     return of_layer
 

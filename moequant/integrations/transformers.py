@@ -88,9 +88,8 @@ def load_model(
 
     Returns:
         An instance of the class that AutoModelForCausalLM chooses, or AutoModelForImageTextToText
-        where there is a language model within that, in eval mode. It cannot be
-        trained, for experts record nothing for autograd, nor saved: the checkpoint it came from is
-        what to copy.
+        where the language model is a part of that, in eval mode. It cannot be trained, for experts
+        record nothing for autograd, nor saved: the checkpoint it came from is what to copy.
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one; a config.json that

@@ -104,7 +104,7 @@ class MoeConfig:
 
     def act_fn_of(self, layer: int) -> ActivationConfig:
         """The function between the GEMMs of a layer."""
-        return next((act_fn for index, act_fn in self.limited if index == layer), self.act_fn)
+        return dict(self.limited).get(layer, self.act_fn)
 
     @property
     def projections(self) -> tuple[str, ...]:

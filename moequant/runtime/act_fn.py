@@ -89,10 +89,10 @@ class ActFn:
             bounds["beta"] = self.beta
         for field, bound in bounds.items():
             if bound is not None and not (_is_number(bound) and _LEAST <= bound <= _MOST):
-                wanted = "positive, and finite in float32" + (
-                    "" if field == "beta" else ", or None"
+                absent = "" if field == "beta" else ", or None"
+                raise UnsupportedError(
+                    f"{field} is {bound!r}, but it must be positive, and finite in float32{absent}"
                 )
-                raise UnsupportedError(f"{field} is {bound!r}, but it must be {wanted}")
 
     def _check_number(
         self, field: str, value: float | None, absent: float | None, *, of: tuple[str, ...]
