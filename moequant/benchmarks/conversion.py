@@ -58,6 +58,23 @@ class Floor:
     sha256_cpu_seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The checkpoint that is converted.
+
+    Attributes:
+        path: where it is.
+        format: its experts are in; None for BF16.
+        weights: how many numbers they are.
+        expert_bytes: what they take.
+    """
+
+    path: Path
+    format: str | None
+    weights: int
+    expert_bytes: int
+
+
 def bench_conversion(
     formats: Sequence[str],
     *,
@@ -91,65 +108,65 @@ def bench_conversion(
         _check_installed(tool)
     _check_source(source_format, formats, against)
     extent = Extent.of(size_bytes)
-    stored = [] if source_format is None else [source_format]
     # BF16 again takes no more than what was quantized, which is gone by then.
-    quantized = [format for format in (*formats, *stored) if format != BF16]
+    quantized = [name for name in (*formats, source_format or BF16) if name != BF16]
     need = need_of(extent, quantized, workers=workers, others=bool(against))
     check_room(extent, need, folder)
     with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
         place = Path(name)
-        source = place / "source"
-        expert_bytes = write_moe_checkpoint(source, size_bytes)
-        weights = expert_bytes // torch.bfloat16.itemsize
-        if source_format is not None:
-            source, expert_bytes = _quantized(source, source_format)
+        source = _write_source(place / "source", size_bytes, source_format)
         results = [
-            _bench_format(place, source, format, workers, rounds, against, source_format, weights)
+            _bench_format(place, source, format, workers=workers, rounds=rounds, against=against)
             for format in formats
         ]
     return {
         "machine": _machine(against),
         "source_format": source_format or BF16,
-        "weights": weights,
-        "input_bytes": expert_bytes,
+        "weights": source.weights,
+        "input_bytes": source.expert_bytes,
         "rounds": rounds,
         "formats": results,
     }
 
 
-def _quantized(plain: Path, format: str) -> tuple[Path, int]:
-    """A checkpoint in `format` in place of the plain one, and the bytes of its experts."""
+def _write_source(plain: Path, size_bytes: int, format: str | None) -> _Source:
+    """Write a checkpoint of about `size_bytes` in BF16, and one in `format` in its place if any."""
+    expert_bytes = write_moe_checkpoint(plain, size_bytes)
+    weights = expert_bytes // torch.bfloat16.itemsize
+    if format is None:
+        return _Source(path=plain, format=None, weights=weights, expert_bytes=expert_bytes)
     result = convert(plain, plain.with_name("quantized"), format=format)
     shutil.rmtree(plain)
     kept = {copy.name for copy in result.plan.copies}
     tensors = Checkpoint.open(result.output).tensors.items()
-    return result.output, sum(info.size_bytes for name, info in tensors if name not in kept)
+    expert_bytes = sum(info.size_bytes for name, info in tensors if name not in kept)
+    return _Source(path=result.output, format=format, weights=weights, expert_bytes=expert_bytes)
 
 
 def _bench_format(
     place: Path,
-    source: Path,
+    source: _Source,
     format: str,
+    *,
     workers: int,
     rounds: int,
     against: Sequence[str],
-    source_format: str | None,
-    weights: int,
 ) -> dict[str, Any]:
-    input_bytes = _weight_bytes(source)
+    input_bytes = _weight_bytes(source.path)
     counts = list(dict.fromkeys((1, workers)))
     floors: list[Floor] = []
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {(_OURS, n): [] for n in counts}
     output_bytes = 0
     for _ in range(rounds):
         for count in counts:
-            run, output_bytes = _convert(_OURS, place, source, format, count, source_format)
+            run, output_bytes = _convert(_OURS, place, source, format=format, workers=count)
             runs[_OURS, count].append(run)
         floors += [
-            _measure_floor(source, place / "floor", output_bytes) for _ in range(_FLOORS_A_ROUND)
+            _measure_floor(source.path, place / "floor", output_bytes)
+            for _ in range(_FLOORS_A_ROUND)
         ]
     for tool in against:
-        runs[tool, 1] = [_convert(tool, place, source, format, 1, None)[0]]
+        runs[tool, 1] = [_convert(tool, place, source, format=format, workers=1)[0]]
     floor = _least(floors)
     return {
         "format": format,
@@ -157,7 +174,7 @@ def _bench_format(
         "output_bytes": output_bytes,
         "floor": vars(floor) | {"rounds": [vars(one) for one in floors]},
         "conversions": [
-            _summary(tool, count, found, floor, input_bytes, weights)
+            _summary(tool, count, found, floor, input_bytes=input_bytes, weights=source.weights)
             for (tool, count), found in runs.items()
         ],
     }
@@ -176,6 +193,7 @@ def _summary(
     workers: int,
     rounds: list[dict[str, Any]],
     floor: Floor,
+    *,
     input_bytes: int,
     weights: int,
 ) -> dict[str, Any]:
@@ -199,14 +217,15 @@ def _summary(
 
 
 def _convert(
-    tool: str, place: Path, source: Path, format: str, workers: int, source_format: str | None
+    tool: str, place: Path, source: _Source, *, format: str, workers: int
 ) -> tuple[dict[str, Any], int]:
     """One conversion in a fresh process: what it took, and the bytes of the weights it wrote."""
     output = place / "output"
-    _read(source)  # into the page cache, which others may have taken since
+    _read(source.path)  # into the page cache, which others may have taken since
     command = [sys.executable, "-m", "moequant.benchmarks.one_conversion"]
-    stored = [] if source_format is None else [source_format]
-    arguments = [tool, str(source), str(output), format, str(workers), *stored]
+    arguments = [tool, str(source.path), str(output), format, str(workers)]
+    if source.format is not None:
+        arguments.append(source.format)
     # Everything a user's conversion runs with, but for threads that no worker asked for.
     environment = {**os.environ, "OMP_NUM_THREADS": str(workers)}
     done = subprocess.run(  # noqa: S603 - ourselves
