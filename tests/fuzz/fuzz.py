@@ -137,6 +137,13 @@ def write_json(rng, path, value):
         path.write_bytes(mutate_bytes(rng, json.dumps(value, indent=1).encode()))
 
 
+def write_with_header(path, header, data):
+    """Write a safetensors file; `data` is what stands behind its header."""
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 def write_shard(rng, path):
     """Damage a safetensors file: its header, its length, or any byte."""
     data = path.read_bytes()
@@ -149,9 +156,7 @@ def write_shard(rng, path):
         path.write_bytes(rng.choice(lies).to_bytes(8, "little") + data[8:])
     else:
         header = mutate_json(rng, json.loads(data[8 : 8 + length]))
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        write_with_header(path, header, data[8 + length :])
 
 
 def change_tensor(rng, path):
@@ -181,9 +186,7 @@ def change_tensor(rng, path):
             start, stop = (end + at for at in entry["data_offsets"])
             bad = rng.choice([b"\0", b"\xff", b"\x7f", b"\x80", rng.randbytes(1)])
             data = data[:start] + bad * (stop - start) + data[stop:]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    write_with_header(path, header, data[end:])
 
 
 FORMATS = ("fp8_block", "nvfp4", "mxfp4", "w4a8")
