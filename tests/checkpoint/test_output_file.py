@@ -96,7 +96,7 @@ def test_whole_pages_that_lie_alike_go_past_the_cache(
 def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
     tmp_path: Path, disk: ThreadPoolExecutor, written: Written
 ) -> None:
-    position, size_bytes = 100, LARGE
+    position, size_bytes = 128, LARGE
     view = lent(position, size_bytes)
     file = OutputFile(tmp_path / "file", position + size_bytes, disk)
     past, cached = file._direct, file._fd
