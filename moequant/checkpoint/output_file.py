@@ -112,6 +112,20 @@ class OutputFile:
         with explained(self.path, "read"):
             return self._digest.catch_up(at_most_bytes)
 
+    def wait_for_disk(self) -> bool:
+        """Wait until the oldest that is under way past the cache is done.
+
+        Returns:
+            Whether there was any.
+        """
+        with self._noting:
+            oldest = self._under_way[0] if self._under_way else None
+        if oldest is None:
+            return False
+        wait([oldest])
+        self._check_written()
+        return True
+
     def finish(self) -> str:
         """Digest the rest of the file, bring it to disk and close it.
 
@@ -150,20 +164,6 @@ class OutputFile:
     def _write_cached(self, position: int, view: memoryview) -> None:
         with explained(self.path, "written"):
             write_all(self._descriptor(), position, view)
-
-    def wait_for_disk(self) -> bool:
-        """Wait until the oldest that is under way past the cache is done.
-
-        Returns:
-            Whether there was any.
-        """
-        with self._noting:
-            oldest = self._under_way[0] if self._under_way else None
-        if oldest is None:
-            return False
-        wait([oldest])
-        self._check_written()
-        return True
 
     def _check_written(self) -> None:
         """Raise what a write past the cache has met; forget those that are done."""
