@@ -43,6 +43,22 @@ def make_checkpoint(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="session")
+def put_no_file():
+    """put_no_file(path, kind): put there a "pipe", a "folder" or a "link to itself"."""
+
+    def put(path, kind):
+        if kind == "pipe":
+            os.mkfifo(path)  # whoever opens it waits for ever
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            assert kind == "link to itself"
+            path.symlink_to(path.name)
+
+    return put
+
+
 def write_checkpoint(
     path,
     *,

@@ -341,16 +341,11 @@ def test_a_header_of_nearly_100_mb_is_read_and_its_lie_named(run, damaged):
 @pytest.mark.parametrize("file", ["model-00001-of-00001.safetensors", "config.json", INDEX])
 @pytest.mark.parametrize("how", ["--against", "--integrity"])
 def test_verify_names_what_is_no_file_and_waits_for_nothing(
-    run, source, converted, tmp_path, kind, file, how
+    run, source, converted, tmp_path, put_no_file, kind, file, how
 ):
     path = Path(shutil.copytree(converted, tmp_path / "converted")) / file
     path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)  # whoever opens it waits for ever
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(path.name)
+    put_no_file(path, kind)
     result = run("verify", path.parent, how, *([source] if how == "--against" else []))
     wrong = "cannot be read: Too many levels" if kind == "link to itself" else "not a regular file"
     check(result, 5, rf"{file}: {wrong}")

@@ -223,17 +223,12 @@ def test_a_manifest_that_is_not_ours_is_refused(own, text):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link to itself"])
-def test_a_manifest_that_is_no_file_is_refused_and_prepared_anew(own, kind):
+def test_a_manifest_that_is_no_file_is_refused_and_prepared_anew(own, put_no_file, kind):
     path = own("mxfp4")
     folder = prepare(path, target="sm90").folder
     manifest = folder / "manifest.json"
     manifest.unlink()
-    if kind == "pipe":
-        os.mkfifo(manifest)  # whoever opens it waits for ever
-    elif kind == "folder":
-        manifest.mkdir()
-    else:
-        manifest.symlink_to(manifest.name)
+    put_no_file(manifest, kind)
     with pytest.raises(CheckpointError, match=r"manifest\.json: .*; run moequant prepare"):
         PreparedCheckpoint.open(folder)
     assert any("manifest.json" in str(p) for p in check_integrity(path).problems)
