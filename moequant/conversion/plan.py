@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from moequant.conversion.recipe import Recipe
     from moequant.conversion.units import Item, Weight
     from moequant.dialects.base import Dialect
-    from moequant.models import Architecture, Model
+    from moequant.models import Architecture, Model, TensorRole
     from moequant.quantizers import Job
 
 _Output = tuple[str, str, tuple[int, ...]]
@@ -226,7 +226,7 @@ def make_plan(
     formats = converted | {info.module: info.format for info in stay.values()}
     modules = (_module(name, info) for name, info in weights.items())
     kept = [module for module in modules if module is not None and module not in formats]
-    items = tuple(_items(tensors, source, units, stay))
+    items = tuple(_items(tensors, source, units, stay, stacked=isinstance(dialect, Plain)))
     refusals = tuple(_refusals(units, dialect))
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
@@ -236,6 +236,8 @@ def make_plan(
     source_files = _describe_files(tensors, file_bytes)
     back = [info for name, info in left.items() if name not in stay]
     warnings += _warnings_of_source(source, back, config)
+    if isinstance(dialect, Plain):
+        warnings += _warnings_of_experts_apart(items, model)
     engines = _engines(formats, source, dialect, config)
     warnings += warnings_of(engines)
     return Plan(
@@ -339,6 +341,27 @@ def _warnings_of_source(
     return warnings
 
 
+def _warnings_of_experts_apart(items: Iterable[Item], model: Model) -> list[str]:
+    """Of experts that a BF16 output has one by one where the plain release stacks them."""
+    names = [
+        item.name
+        for item in items
+        if isinstance(item, Copy) or (isinstance(item, Restored) and item.stack is None)
+    ]
+    apart = [name for name in names if name in model.roles and _is_one_expert_s(model.roles[name])]
+    if model.architecture.stacked is None or not apart:
+        return []
+    return [
+        f"{len(apart)} weights of experts, such as {apart[0]}, stay one by one, where the plain "
+        f"release of {model.architecture.name} stacks them and transformers may look for stacks: "
+        "they are not quantized, or the architecture does not say stacked.transposed"
+    ]
+
+
+def _is_one_expert_s(role: TensorRole) -> bool:
+    return role.role == ROUTED_EXPERTS and role.expert is not None
+
+
 def _check_architecture(
     recipe: Recipe, architecture: Architecture, config: Mapping[str, Any]
 ) -> None:
@@ -440,12 +463,14 @@ def _items(
     source: SourceModel,
     units: Sequence[Unit],
     stay: Mapping[str, EncodedInfo],
+    *,
+    stacked: bool,
 ) -> Iterator[Item]:
     """Units where their first weight stands, and everything else, in natural order.
 
     A tensor that holds several weights stands for those that no unit takes. What is quantized and
-    neither converted nor staying is restored. Biases of experts that change come along, and are
-    looked at.
+    neither converted nor staying is restored, with `stacked` as the plain release has it. Biases of
+    experts that change come along, and are looked at.
     """
     item_of: dict[str, Unit | Restored] = {w.info.name: u for u in units for w in u.weights}
     left = [
@@ -453,9 +478,8 @@ def _items(
         for name, info in source.weights.items()
         if isinstance(info, EncodedInfo) and name not in item_of and name not in stay
     ]
-    item_of |= {
-        w.info.name: item for item in restored_items(left, source.model) for w in item.weights
-    }
+    given_back = restored_items(left, source.model, stacked=stacked)
+    item_of |= {w.info.name: item for item in given_back for w in item.weights}
     biases = biases_of(item_of, source.model.roles)
     copied: set[str] = set()
     for name, info in source.weights.items():
@@ -562,7 +586,7 @@ def _shard(
 
 def _piece(stack: Stack, suffix: str, whole: TensorSlot) -> TensorSlot:
     """The part of a stack's slot that one expert fills."""
-    piece = replace(whole, name=stack.piece(suffix), shape=whole.shape[1:])
+    piece = replace(whole, name=stack.piece(suffix), shape=stack.shape_of_one(whole.shape))
     return replace(piece, offset=whole.offset + stack.expert * piece.size_bytes)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moequant.conversion.units import Restored, Stack, Weight
-from moequant.models import ROUTED_EXPERTS
+from moequant.models import PROJECTIONS, ROUTED_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,26 +32,43 @@ def stack_of(name: str, model: Model) -> Stack | None:
     )
 
 
-def restored_items(infos: Iterable[EncodedInfo], model: Model) -> Iterator[Restored]:
-    """Quantized weights as they are given back: those from a stack in the plain form's stack."""
-    together: dict[tuple[str, int | None], list[EncodedInfo]] = {}
+def restored_items(
+    infos: Iterable[EncodedInfo], model: Model, *, stacked: bool
+) -> Iterator[Restored]:
+    """Quantized weights as they are given back: those from a stack in the plain form's stack.
+
+    With `stacked`, so are experts that the source has one by one and the plain release stacks, for
+    classes of transformers that know no others: where the architecture says how the stack lies.
+    """
+    together: dict[tuple[str, int | None], list[tuple[EncodedInfo, Stack | None]]] = {}
     for info in infos:
-        place = next(iter(info.places.values()))
-        key = (info.name, None) if place.expert is None else (place.tensor, place.expert)
-        together.setdefault(key, []).append(info)
-    for (_, expert), of_one in together.items():
-        weights = tuple(Weight(info=i, role=model.roles[i.name].role) for i in of_one)
-        stack = None
-        if expert is not None:
-            stack = stack_of(weights[0].info.name, model)
-            assert stack is not None, "only experts are stacked"
-            stacked, projection = (
-                model.architecture.stacked,
-                model.roles[weights[0].info.name].projection,
-            )
-            assert stacked is not None
-            assert projection is not None
-            turned = stacked.transposed(stacked.stack_of(projection))
-            assert turned is not None, "the table says it of those that a dialect stacks"
-            stack = replace(stack, transposed=turned)
-        yield Restored(weights=weights, stack=stack)
+        stack = _plain_stack(info, model, stacked=stacked)
+        key = (info.name, None) if stack is None else (stack.tensor, stack.expert)
+        together.setdefault(key, []).append((info, stack))
+    for of_one in together.values():
+        # Gate's rows come before up's, whatever their names are.
+        of_one.sort(key=lambda one: _order(model.roles[one[0].name].projection))
+        yield Restored(
+            weights=tuple(Weight(info=i, role=model.roles[i.name].role) for i, _ in of_one),
+            stack=of_one[0][1],
+        )
+
+
+def _plain_stack(info: EncodedInfo, model: Model, *, stacked: bool) -> Stack | None:
+    """Where the plain form has a weight in a stack; None where it goes on its own."""
+    role, table = model.roles[info.name], model.architecture.stacked
+    in_stack = next(iter(info.places.values())).expert is not None
+    if table is None or role.role != ROUTED_EXPERTS or not (stacked or in_stack):
+        return None
+    assert role.projection is not None, info.name
+    turned = table.transposed(table.stack_of(role.projection))
+    if turned is None:
+        assert not in_stack, "the table says it of those that a dialect stacks"
+        return None
+    stack = stack_of(info.name, model)
+    assert stack is not None, info.name
+    return replace(stack, transposed=turned, flat=table.flat)
+
+
+def _order(projection: str | None) -> int:
+    return -1 if projection is None else PROJECTIONS.index(projection)

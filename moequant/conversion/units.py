@@ -90,6 +90,7 @@ class Stack:
         experts: how many there are.
         interleaved: whether the rows of gate and up take turns.
         transposed: whether [K, N] lies there.
+        flat: whether experts lie one below the other, with no dimension of their own.
     """
 
     tensor: str
@@ -97,6 +98,7 @@ class Stack:
     experts: int
     interleaved: bool
     transposed: bool = False
+    flat: bool = False
 
     def name(self, suffix: str) -> str:
         """Name of the tensor on disk that holds parts called `suffix`; "" for plain weights."""
@@ -105,6 +107,16 @@ class Stack:
     def piece(self, suffix: str) -> str:
         """What this expert's part of that tensor is called while it is written."""
         return f"{self.name(suffix)}[{self.expert}]"
+
+    def shape(self, of_one: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a tensor that holds as much of every expert, each `of_one`."""
+        if self.flat:
+            return (self.experts * of_one[0], *of_one[1:])
+        return (self.experts, *of_one)
+
+    def shape_of_one(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What of such a tensor one expert has."""
+        return (shape[0] // self.experts, *shape[1:]) if self.flat else shape[1:]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Gate's and up's parts, or down's alone, as they lie in the stack."""
@@ -244,7 +256,7 @@ class Restored:
             return {name: (dtype_name(spec.dtype), spec.shape) for name, spec in specs.items()}
         N, K = sum(spec.shape[0] for spec in specs.values()), self.weights[0].info.shape[1]
         shape = (K, N) if self.stack.transposed else (N, K)
-        return {self.stack.name(""): (dtype_name(torch.bfloat16), (self.stack.experts, *shape))}
+        return {self.stack.name(""): (dtype_name(torch.bfloat16), self.stack.shape(shape))}
 
     def joined(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The weights as they are written: one by one, or the one part of a stack they make."""

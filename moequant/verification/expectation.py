@@ -28,7 +28,7 @@ from moequant.dialects import find_dialect
 from moequant.dialects.plain import Plain
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
-from moequant.models import CONVERTIBLE_ROLES
+from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
 from moequant.progress import SilentProgress
 from moequant.verification.differences import differences
 
@@ -209,7 +209,7 @@ def expect_by_config(
     except RecipeError as error:
         findings.add("config", CONFIG_FILE, str(error))
     units = _units(weights, model, formats, findings)
-    restored = tuple(_restored(original, formats, stored))
+    restored = tuple(_restored(original, formats, stored, plain=plain))
     copies = tuple(_copies(source, original, formats, restored))
     return Expectation(
         plan=None,
@@ -233,17 +233,19 @@ def expect_by_config(
 
 
 def _restored(
-    original: SourceModel, formats: Mapping[str, str], stored: Checkpoint
+    original: SourceModel, formats: Mapping[str, str], stored: Checkpoint, *, plain: bool
 ) -> Iterator[Restored]:
     """Quantized weights of the source that the result has in plain form."""
-    infos = (
+    infos = [
         info
         for name, info in original.weights.items()
         if isinstance(info, EncodedInfo)
         and name not in formats
         and not all(_lies_as_in_source(part, stored) for part in info.parts)
-    )
-    return restored_items(infos, original.model)
+    ]
+    experts = (i for i in infos if original.model.roles[i.name].role == ROUTED_EXPERTS)
+    one_by_one = any(info.name in stored.tensors for info in experts)
+    return restored_items(infos, original.model, stacked=plain and not one_by_one)
 
 
 def _copies(

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
-    from moequant.conversion.units import Weight
+    from moequant.conversion.units import Stack, Weight
     from moequant.formats import StoredWeight
     from moequant.progress import Progress
     from moequant.quantizers import Quantizer
@@ -189,11 +189,18 @@ def _check_restored(
         if item.stack is None:
             found = stored.read(name)
         else:
-            found = stored.read(name, slice(item.stack.expert, item.stack.expert + 1))[0]
+            found = _part_of(stored, item.stack, name, w.shape)
         if difference := compare_tensors(found, w):
             where = name if item.stack is None else item.stack.piece("")
             result.add(where, difference)
     return result
+
+
+def _part_of(stored: Checkpoint, stack: Stack, name: str, shape: Sequence[int]) -> Tensor:
+    """One expert's part, of a shape, of a tensor that stacks experts."""
+    height = shape[0] if stack.flat else 1
+    rows = slice(stack.expert * height, (stack.expert + 1) * height)
+    return stored.read(name, rows).reshape(*shape)
 
 
 def _read_weight(

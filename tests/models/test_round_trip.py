@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -457,3 +458,68 @@ def test_a_model_whose_language_model_lies_deeper_is_refused(save, tmp_path):
         load_model(out)
     with pytest.raises(UnsupportedError, match=r"Qwen3OmniMoe.*experts in layers none, but 1, 2"):
         replace_experts(saved.model, out)
+
+
+STACKED = sorted(
+    t for a in architectures() if a.stacked is not None for t in a.model_types if t != "step3p5"
+)
+"""Step-3.5 has no class; its stacks are Step-3.7's."""
+
+
+@pytest.mark.parametrize("model_type", STACKED)
+def test_bf16_of_experts_one_by_one_is_stacked_as_the_release_is(save, tmp_path, model_type):
+    """An FP8 release has them one by one, and transformers finds stacks alone in BF16.
+
+    The model that is put together from them is that of the decoded experts: in float32 on both
+    sides, of the same numbers, so the same to the bit.
+    """
+    saved = save(model_type, (128, 256))
+    there = convert(saved.checkpoint.path, tmp_path / "fp8", format="fp8_block").output
+    result = convert(there, tmp_path / "bf16", format="bf16")
+    assert not result.plan.warnings
+    assert all(loss.exact == loss.weights for loss in result.losses)
+    back = Checkpoint.open(result.output)
+    shapes = {name: info.shape for name, info in saved.checkpoint.tensors.items()}
+    assert {name: info.shape for name, info in back.tensors.items()} == shapes
+    report = verify(result.output, against=there)
+    assert report.ok, report.problems
+    (result.output / "moequant.json").unlink()
+    report = verify(result.output, against=there)
+    assert report.ok, report.problems
+    converted = ConvertedCheckpoint.open(there)
+    wanted = logits(rebuilt(saved, on_disk(saved, converted, decoded(converted))))
+    found = {name: back.read(name) for name in back.tensors}
+    found = {n: w.float() if w.is_floating_point() else w for n, w in found.items()}
+    assert torch.equal(logits(rebuilt(saved, found)), wanted)
+
+
+def test_experts_that_are_bf16_one_by_one_stay_so_and_the_plan_says_it(save, tmp_path):
+    """Of one layer, beside others in FP8 that are stacked."""
+    there = convert(
+        save("granitemoe", (128, 256)).checkpoint.path, tmp_path / "a", format="fp8_block"
+    )
+    source = tmp_path / "source"
+    source.mkdir()
+    tensors, kept = {}, []
+    for name, tensor in load_file(there.output / "model-00001-of-00001.safetensors").items():
+        if not name.startswith("model.layers.0.block_sparse_moe.experts."):
+            tensors[name] = tensor
+        elif name.endswith(".weight"):
+            tensors[name] = tensor.to(torch.bfloat16)
+            kept.append(name.removesuffix(".weight"))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((there.output / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] += kept
+    (source / "config.json").write_text(json.dumps(config))
+    result = convert(source, tmp_path / "out", format="bf16")
+    (warning,) = result.plan.warnings
+    assert warning.startswith(f"{len(kept)} weights of experts, such as {kept[0]}.weight, stay")
+    back = Checkpoint.open(tmp_path / "out").tensors
+    assert [name in back for name in (f"{kept[0]}.weight", *stacks_of("granitemoe"))] == [True] * 3
+    assert verify(tmp_path / "out", against=source).ok
+
+
+def stacks_of(name):
+    """Names of the stacks of layer 1."""
+    (architecture,) = (a for a in architectures() if name in a.model_types)
+    return [pattern.format(layer=1) for pattern in architecture.stacked.tensors.values()]
