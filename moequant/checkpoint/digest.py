@@ -89,6 +89,11 @@ class GrowingDigest:
         finally:
             self._digesting.release()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is anything in front of the first hole that is not digested yet."""
+        return self._digested < self._whole
+
     def _note(self, start: int, stop: int) -> None:
         if start < stop:
             self._beyond[start] = stop

@@ -118,13 +118,18 @@ class OutputFile:
         Returns:
             Whether there was any.
         """
-        with self._noting:
-            oldest = self._under_way[0] if self._under_way else None
-        if oldest is None:
-            return False
-        wait([oldest])
+        oldest = self._writes()[:1]
+        wait(oldest)
         self._check_written()
-        return True
+        return bool(oldest)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `digest` could go on, or a write past the cache is under way.
+
+        What is lent and waits for nothing of this lies beyond a hole, until that is filled.
+        """
+        return self._digest.is_behind or any(not write.done() for write in self._writes())
 
     def finish(self) -> str:
         """Digest the rest of the file, bring it to disk and close it.
@@ -164,6 +169,11 @@ class OutputFile:
     def _write_cached(self, position: int, view: memoryview) -> None:
         with explained(self.path, "written"):
             write_all(self._descriptor(), position, view)
+
+    def _writes(self) -> list[Future[None]]:
+        """What was under way past the cache when it was last looked at, the oldest first."""
+        with self._noting:
+            return list(self._under_way)
 
     def _check_written(self) -> None:
         """Raise what a write past the cache has met; forget those that are done."""

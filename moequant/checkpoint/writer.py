@@ -229,6 +229,11 @@ class ShardWriter:
         """Wait until something of what is lent is on disk; whether there was any to wait for."""
         return self._file.wait_for_disk()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether digest or disk can go on with what is there; see `OutputFile.is_behind`."""
+        return self._file.is_behind
+
     def digest(self, at_most_bytes: int) -> bool:
         """Digest what the file has got since, from its start on, unless another thread is at it.
 

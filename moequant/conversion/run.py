@@ -27,7 +27,7 @@ from moequant.conversion.units import Copy, Unit, check_bias, convert_unit, rest
 from moequant.conversion.used import UsedQuantizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -79,7 +79,7 @@ def write_shards(
         )
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
-            writer, losses = run.fill(shard, pool, workers)
+            writer, losses = run.fill(shard, pool, workers, finishing)
             before = finishing[-1] if finishing else None
             finishing.append(finisher.submit(run.finish, shard, writer, losses, before))
             if len(finishing) > finishers:
@@ -127,15 +127,23 @@ class _Run(threading.local):
         self._one_digest = one_digest
 
     def fill(
-        self, shard: PlannedShard, pool: ThreadPoolExecutor, workers: int
+        self,
+        shard: PlannedShard,
+        pool: ThreadPoolExecutor,
+        workers: int,
+        finishing: Sequence[Future[FinishedShard]],
     ) -> tuple[ShardWriter, tuple[Loss, ...]]:
-        """Write all that goes into a shard; what is lost of it comes in the order of the plan."""
+        """Write all that goes into a shard; what is lost of it comes in the order of the plan.
+
+        Meanwhile shards before it are `finishing`.
+        """
         partial_file = self._journal.partial(shard.file)
         writer = ShardWriter(partial_file, shard.header, shard.pieces, self._disk)
         left = deque(enumerate(shard.items))
         lost: dict[int, list[Loss]] = {}
         try:
-            _run_all(pool, [partial(self._work, writer, left, lost)] * workers, left)
+            work = partial(self._work, writer, left, lost, finishing)
+            _run_all(pool, [work] * workers, left)
         except BaseException:
             writer.abort()
             raise
@@ -169,11 +177,15 @@ class _Run(threading.local):
         return finished
 
     def _work(
-        self, writer: ShardWriter, left: deque[tuple[int, Item]], lost: dict[int, list[Loss]]
+        self,
+        writer: ShardWriter,
+        left: deque[tuple[int, Item]],
+        lost: dict[int, list[Loss]],
+        finishing: Sequence[Future[FinishedShard]],
     ) -> None:
         """Take one item after the other until none is left; what each loses goes to `lost`."""
         while True:
-            self._keep_pace(writer)
+            self._keep_pace(writer, finishing)
             taken = _take(left)
             if taken is None:
                 return
@@ -192,7 +204,7 @@ class _Run(threading.local):
                 pass
             self._progress.advance(item.source_bytes, item.name)
 
-    def _keep_pace(self, writer: ShardWriter) -> None:
+    def _keep_pace(self, writer: ShardWriter, finishing: Sequence[Future[FinishedShard]]) -> None:
         """Wait while too much waits for digest and disk; this worker has nothing in hand.
 
         Where one shard is digested at a time, to be ahead of it gains nothing, and what is ahead
@@ -200,8 +212,13 @@ class _Run(threading.local):
         """
         while self._one_digest and not self._results.wait_until_less_is_lent(0):
             # Nobody may be at it but workers that wait.
-            if not writer.digest(COPY_CHUNK_BYTES):
-                self._results.wait_until_less_is_lent(_PAUSE_SECONDS)
+            if writer.digest(COPY_CHUNK_BYTES):
+                continue
+            if not writer.is_behind and all(one.done() for one in finishing):
+                # What is lent lies beyond a hole, which only items that are left may fill: the
+                # parts of stacks and tensors of odd sizes are not written in the file's order.
+                return
+            self._results.wait_until_less_is_lent(_PAUSE_SECONDS)
 
     def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
         position = writer.position(unit.first_tensor(self._plan.dialect))

@@ -10,10 +10,11 @@ import time
 import pytest
 import torch
 
+from moequant.checkpoint import writer
 from moequant.checkpoint.buffers import Arena
 from moequant.checkpoint.output_file import OutputFile
 from moequant.checkpoint.writer import ShardWriter
-from moequant.conversion import convert, plan
+from moequant.conversion import convert, plan, run
 from moequant.conversion.journal import Journal
 from moequant.conversion.run import _Results
 from moequant.errors import MoequantError
@@ -145,6 +146,75 @@ def test_no_more_results_are_lent_than_the_plan_has_memory_for(
     assert any(lent)
     kept = sum(memory.size_bytes for memory in made[0]._kept)
     assert kept + made[0]._left_bytes == result.plan.buffer_bytes(workers)
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Little may be lent, nearly everything is, and who waits for memory does not for ever."""
+    monkeypatch.setattr(plan, "WRITE_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(writer, "KEPT_BYTES", 1 << 10)
+    original, until = _Results.wait_until_less_is_lent, time.monotonic() + 30
+
+    def waited(self, seconds):
+        assert time.monotonic() < until, "a worker waits for what nobody gives back"
+        return original(self, seconds)
+
+    monkeypatch.setattr(_Results, "wait_until_less_is_lent", waited)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        # Parts of stacks: all of gate and up lie in front of what is down, all codes of scales.
+        ({"model_type": "gpt_oss", "experts": 12}, {"format": "mxfp4", "dialect": "gpt-oss"}),
+        # Scales that fill no lines of a cache lie behind everything else.
+        ({"hidden": 208, "intermediate": 144, "experts": 12}, {"format": "nvfp4"}),
+    ],
+    ids=["stacks", "odd sizes"],
+)
+def test_nobody_waits_for_what_lies_beyond_a_hole_that_nobody_fills(
+    make_checkpoint, tmp_path, little_memory, sizes, settings, workers, contents
+):
+    path = make_checkpoint(**sizes)
+    result = convert(path, tmp_path / "out", workers=workers, **settings)
+    many = convert(path, tmp_path / "many", workers=8, **settings)  # who do not keep pace
+    assert contents(result.output) == contents(many.output)
+
+
+def test_nobody_waits_for_a_worker_that_failed(source, tmp_path, monkeypatch, little_memory):
+    convert_unit, first = run.convert_unit, threading.Lock()
+
+    def convert_slowly(*arguments):
+        if first.acquire(blocking=False):
+            time.sleep(0.5)  # the other lends beyond this one's place meanwhile
+            raise MoequantError("the first fails")
+        return convert_unit(*arguments)
+
+    monkeypatch.setattr(run, "convert_unit", convert_slowly)
+    with pytest.raises(MoequantError, match="the first fails"):
+        convert(source, tmp_path / "out", workers=2, format="nvfp4")
+
+
+def test_nobody_waits_for_what_a_failed_shard_has_been_lent(
+    source, tmp_path, monkeypatch, little_memory
+):
+    digest, is_behind = OutputFile.digest, OutputFile.is_behind.fget
+
+    def fails(file):
+        return file.path.name.startswith("model-00002-")
+
+    def fail(file, at_most_bytes):
+        if fails(file) and at_most_bytes == file.size_bytes:
+            raise MoequantError("the second fails")
+        return not fails(file) and digest(file, at_most_bytes)
+
+    monkeypatch.setattr(OutputFile, "digest", fail)
+    # As if all that is lent to it lay beyond a hole.
+    behind = property(lambda file: not fails(file) and is_behind(file))
+    monkeypatch.setattr(OutputFile, "is_behind", behind)
+    with pytest.raises(MoequantError, match="the second fails"):
+        convert(source, tmp_path / "out", workers=2, format="nvfp4", max_shard_size="1MB")
 
 
 def filled(results, size_bytes):
