@@ -455,8 +455,9 @@ def _same(key: str, value: Any) -> Any:
     other = next((entry for entry in value if entry != value[0]), None)
     if other is not None:
         raise CheckpointError(
-            f"config.json: {key} is {value[0]!r} in one layer and {other!r} in another; experts of "
-            "one size in all layers are wanted"
+            f"config.json: {key} is {value[0]!r} in one layer and {other!r} in another, but one "
+            "value for all layers is wanted. Correct config.json if they are one; a model where "
+            "they differ cannot be converted"
         )
     return value[0]
 

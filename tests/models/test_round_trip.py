@@ -228,6 +228,12 @@ def test_transformers_loads_the_converted_model_or_the_plan_says_not(saved, tmp_
     check_what_transformers_does(saved, tmp_path, "mxfp4")
 
 
+def always(some):
+    """Every model_type: `some` are run always, the others in full alone."""
+    for model_type in sorted(t for a in architectures() for t in a.model_types):
+        yield pytest.param(model_type, marks=[] if model_type in some else [pytest.mark.full])
+
+
 IN_FP8 = {
     "minimax_m3_vl", "hy_v3", "laguna", "kimi_linear", "bailing_hybrid",
     "deepseek_v4", "gemma4", "gemma4_text", "granitemoe", "granitemoehybrid", "granitemoeshared",
@@ -240,7 +246,7 @@ IN_FP8 = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("model_type", sorted(IN_FP8))
+@pytest.mark.parametrize("model_type", [*always(IN_FP8)])
 def test_transformers_loads_fp8_or_the_plan_says_not(save, tmp_path, model_type):
     saved = save(model_type, (128, 256))
     # As releases are: beside BF16 experts transformers does not cast what is FP32.
@@ -251,6 +257,15 @@ def test_transformers_loads_fp8_or_the_plan_says_not(save, tmp_path, model_type)
     save_file(tensors, source / file.name, metadata={"format": "pt"})
     bf16 = replace(saved, checkpoint=Checkpoint.open(source))
     check_what_transformers_does(bf16, tmp_path, "fp8_block")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "model_type", [p for p in always(set()) if p.values[0] not in ("llama4", "llama4_text")]
+)
+def test_transformers_loads_w4a8_or_the_plan_says_not(save, tmp_path, model_type):
+    """Activations are not quantized, but in Llama-4, of which the next test is."""
+    check_what_transformers_does(save(model_type, SIZES.get(model_type, SQUARE)), tmp_path, "w4a8")
 
 
 def in_e4m3(x):
