@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +33,9 @@ Job = tuple[Format | None, Mapping[str, str], Stored]
 """What a quantizer is made ready for: a format, all its options, and how the weights are stored; no
 format where those in a quantized form are given back as bfloat16."""
 
+_MAPPED_BYTES = 1 << 20
+"""From so many on, memory is a map of its own."""
+
 
 class Quantizer(ABC):
     """Computes, from and to CPU memory, the bytes that `Format.quantize_fused` computes.
@@ -46,8 +50,13 @@ class Quantizer(ABC):
 
     def allocate(self, size_bytes: int) -> Tensor:
         """CPU memory it likes weights and results to lie in, of any values: uint8 [size_bytes]."""
-        # The device is named because `torch.set_default_device` would lend another.
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        if size_bytes < _MAPPED_BYTES:
+            # The device is named because `torch.set_default_device` would lend another.
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        # A map of its own goes back to the system when it is freed. Of what the C library gives it
+        # keeps blocks up to 32 MiB, for each thread, and who frees them is often not who asked.
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     @abstractmethod
     def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:

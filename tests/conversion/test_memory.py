@@ -68,3 +68,34 @@ def test_4_5_gb_convert_in_1_5_gb(large, tmp_path, format):
     total = json.loads((large / "model.safetensors.index.json").read_text())["metadata"]
     assert total["total_size"] > 4.5e9
     assert peak_of_conversion(large, tmp_path / "out", format) < 1.5e9
+
+
+FREED = """
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from moequant.quantizers.tiles import TorchQuantizer
+
+def resident_bytes():
+    return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def allocated(size_bytes):
+    return TorchQuantizer().allocate(size_bytes).fill_(1)
+
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(bytes, [1] * 4))
+    before = resident_bytes()
+    # Each size, once freed, makes the C library keep what is smaller.
+    for size_mib in (31, 5, 9, 3, 8, 20, 8, 9):
+        held = list(pool.map(allocated, [size_mib << 20] * 4))
+        del held[::2]
+        held.clear()
+    print(resident_bytes() - before)
+"""
+
+
+def test_memory_of_results_goes_back_to_the_system_when_it_is_freed():
+    done = subprocess.run(
+        [sys.executable, "-c", FREED], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(done.stdout) < 8 << 20  # less than the least that was freed
