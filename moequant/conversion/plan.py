@@ -277,6 +277,7 @@ def _engines(
         experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
         shapes=frozenset(tuple(info.shape) for m, info in experts.items() if m in formats),
         some_kept=any(module not in formats for module in experts),
+        described=source.model.architecture.origin is not None,
     )
     return tuple(judge(written))
 
@@ -385,9 +386,10 @@ def choose_dialect(name: str | None, formats: Sequence[str], architecture: Archi
     if name is not None:
         dialect = get_dialect(name)
         if name not in serving:
+            carrying = [d for d in serving.values() if {*formats} <= d.suffixes.keys()]
             choice = "; or ".join(
                 f"{d.name}, which carries {', '.join(d.suffixes)} ({d.summary})"
-                for d in serving.values()
+                for d in carrying or serving.values()
             )
             raise UnsupportedError(
                 f"the dialect {name} is not for {architecture.name}: none of its consumers loads "

@@ -29,6 +29,8 @@ class Written:
         some_kept: whether the experts of some layers are kept, and of others not.
         not_loaded: why transformers does not load this model from compressed-tensors; None if it
             does.
+        described: whether a user's file or a record describes the model, of which then nobody
+            knows whether an engine has it.
     """
 
     dialect: str
@@ -38,6 +40,7 @@ class Written:
     shapes: frozenset[tuple[int, ...]]
     some_kept: bool
     not_loaded: str | None = None
+    described: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,8 @@ def judge(written: Written) -> list[Verdict]:
     for engine, version in engines:
         holding = [rule for rule in rules if rule.engine == engine and rule.holds(written)]
         against = [rule for rule in holding if not rule.loads]
-        decisive = next(iter(against or holding), None)
+        # What is wrong with a dialect is so for any model; that it loads is known of ours alone.
+        decisive = next(iter(against or ([] if written.described else holding)), None)
         verdicts.append(
             Verdict(
                 engine=engine,

@@ -89,6 +89,8 @@ def test_with_it_the_source_is_converted(run, unknown, file, tmp_path):
     planned = run(*command, "--dry-run", "--json")
     assert planned.exit_code == 0
     assert planned.document["architecture"] == "mine"
+    loads = {engine["engine"]: engine["loads"] for engine in planned.document["engines"]}
+    assert loads == {"transformers": False, "vLLM": None, "SGLang": None}
     assert run(*command).exit_code == 0
     again = run(*command)
     assert "already converted" in again.stdout

@@ -341,3 +341,17 @@ def test_every_kind_of_job_is_named_once():
         (REGISTRY["nvfp4"], options, torch.bfloat16),
         (REGISTRY["nvfp4"], options, torch.float16),
     ]
+
+
+@pytest.mark.parametrize(
+    ("format", "named", "not_named"),
+    [("mxfp4", "compressed-tensors", "fp8,"), ("fp8_block", "fp8,", "modelopt,")],
+)
+def test_a_dialect_that_will_not_do_is_answered_by_those_that_carry_the_format(
+    format, named, not_named
+):
+    with pytest.raises(UnsupportedError, match="gpt-oss is not for qwen2_moe") as refused:
+        plan(format, dialect="gpt-oss")
+    _, choice = str(refused.value).split("Choose ")
+    assert named in choice
+    assert not_named not in choice

@@ -110,3 +110,12 @@ def test_what_goes_wrong_is_said_once(checkpoint, said):
     sentences = warnings_of(judge(checkpoint))
     assert len(sentences) == len(said)
     assert all(part in sentence for part, sentence in zip(said, sentences, strict=True))
+
+
+@pytest.mark.parametrize(("dialect", "format"), PAIRS)
+def test_of_a_model_that_a_user_describes_only_what_fails_is_known(dialect, format):
+    ours = judge(written(dialect, format))
+    theirs = judge(written(dialect, format, described=True))
+    assert [v.loads for v in theirs] == [None if v.loads else False for v in ours]
+    assert [v.known for v in theirs] == [None if v.loads else v.known for v in ours]
+    assert warnings_of(theirs) == warnings_of(ours)
