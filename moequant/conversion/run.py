@@ -223,6 +223,8 @@ class _Run(threading.local):
     def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
         position = writer.position(unit.first_tensor(self._plan.dialect))
         memory = self._results.borrow(position)
+        # A unit that failed has left something in it, and this thread may be asked for others.
+        self._arena.clear()
         self._arena.begin_like(position)
         converted = convert_unit(
             self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -194,6 +195,20 @@ def test_nobody_waits_for_a_worker_that_failed(source, tmp_path, monkeypatch, li
     monkeypatch.setattr(run, "convert_unit", convert_slowly)
     with pytest.raises(MoequantError, match="the first fails"):
         convert(source, tmp_path / "out", workers=2, format="nvfp4")
+
+
+def test_a_thread_that_failed_fails_again_for_the_same_reason(source, tmp_path, monkeypatch):
+    convert_unit = run.convert_unit
+
+    def fail(*arguments):
+        convert_unit(*arguments)
+        raise MoequantError("all fail")
+
+    monkeypatch.setattr(run, "convert_unit", fail)
+    # One thread for all workers: it fails for one after the other.
+    monkeypatch.setattr(run, "worker_pool", lambda workers: ThreadPoolExecutor(1))
+    with pytest.raises(MoequantError, match="all fail"):
+        convert(source, tmp_path / "out", workers=16, format="nvfp4")
 
 
 def test_nobody_waits_for_what_a_failed_shard_has_been_lent(
