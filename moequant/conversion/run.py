@@ -249,7 +249,7 @@ class _Run(threading.local):
         if converted.as_stored:
             # It lies where it was read; the next unit is read into what it did not need.
             memory, self._arena = self._arena, memory
-        release = self._lend(memory, writer)
+        release = None if converted.joined else self._lend(memory, writer)
         writer.write_all(converted.tensors, release)
         if release is None:
             self._results.give_back(memory)

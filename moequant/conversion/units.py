@@ -300,11 +300,13 @@ class Converted:
         tensors: as they go to disk, by name; good until the memory they lie in is cleared.
         losses: what was lost of weights that were stored in a quantized form.
         as_stored: whether some may lie where they were read.
+        joined: whether they were joined, in memory that nobody counts.
     """
 
     tensors: dict[str, Tensor]
     losses: list[Loss]
     as_stored: bool = False
+    joined: bool = False
 
 
 def _reading_bytes(weights: Sequence[Weight]) -> int:
@@ -378,7 +380,7 @@ def convert_unit(
         )
         for suffix in dialect.suffixes[unit.format]
     }
-    return Converted(tensors=stacked, losses=losses, as_stored=recoded is not None)
+    return Converted(tensors=stacked, losses=losses, joined=True)
 
 
 def recode_unit(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
@@ -461,7 +463,7 @@ def restore(
     names = [weight.info.name for weight in item.weights]
     pieces = names if item.stack is None else [item.stack.piece("")]
     tensors = dict(zip(pieces, item.joined(numbers), strict=True))
-    return Converted(tensors=tensors, losses=losses)
+    return Converted(tensors=tensors, losses=losses, joined=item.stack is not None)
 
 
 def restored(
