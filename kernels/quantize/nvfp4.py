@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 _SIXTH_HIGH = tl.constexpr(2730 / 16384)
 _SIXTH_LOW = tl.constexpr(1 / 24576)
 
-_GROUPS = 256
-_GROUPS_SEARCHED = 64
-_WARPS = 2
-_WORDS_READ = 16384
-_WARPS_READ = 16
+_GROUPS, _WARPS = 128, 1
+_GROUPS_SEARCHED, _WARPS_SEARCHED = 64, 2
+_WORDS_READ, _WARPS_READ = 32768, 32
 
 
 def find_largest(w: Tensor, largest: Tensor) -> None:
@@ -93,7 +91,8 @@ def quantize(
     sets, n = w.shape
     if sets == 0:
         return
-    groups, at_once = n // 16, _GROUPS_SEARCHED if search else _GROUPS
+    groups = n // 16
+    at_once, warps = (_GROUPS_SEARCHED, _WARPS_SEARCHED) if search else (_GROUPS, _WARPS)
     # Without groups too, for the global scale.
     quantize_groups[(max(1, triton.cdiv(groups, at_once)), sets)](
         as_words(w),
@@ -108,7 +107,7 @@ def quantize(
         SOURCE=source_of(w),
         GROUPS=at_once,
         WHOLE=groups % at_once == 0 and groups > 0,
-        num_warps=_WARPS,
+        num_warps=warps,
         **EXACT,
     )
 
