@@ -17,6 +17,8 @@ _ALIGNMENT = 64
 """Of tensors in an arena: a line of the cache, and the widest vector."""
 PAGE_BYTES = 4096
 """Of memory, and what writes past the page cache must begin and end with; disks ask for less."""
+_MOST_VIEWS = 64
+"""Of an arena, that it keeps: to make one takes three torch operations."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -56,38 +58,34 @@ class Arena:
     into new memory and at 20 GB/s into memory it has had before.
 
     Args:
-        allocate: gives so many bytes, uint8; CPU memory by default.
+        allocate: gives so many bytes or a few more, uint8; CPU memory by default.
         size_bytes: of tensors that are expected to lie in it at once.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor] = _allocate, size_bytes: int = 0) -> None:
         self._allocate = allocate
-        self._memory = allocate(size_bytes + PAGE_BYTES if size_bytes else 0)
-        self._used = 0
+        self._keep(size_bytes + PAGE_BYTES if size_bytes else 0)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of any values, good until `clear`."""
-        size_bytes = math.prod(shape) * dtype.itemsize
-        start = self._used
-        self._used += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._used > len(self._memory):
-            # Alone this once; `clear` makes room for the next of its kind.
-            return self._allocate(size_bytes).view(dtype).view(tuple(shape))
-        return self._memory[start : start + size_bytes].view(dtype).view(tuple(shape))
+        # One unit is like the next, and its tensors lie where those of the last lay.
+        kept = self._views.get((self._used, dtype, *shape))
+        tensor, self._used = kept or self._view(self._used, dtype, tuple(shape))
+        return tensor
 
     @property
     def size_bytes(self) -> int:
         """What it will keep after `clear`."""
-        fits = self._used <= len(self._memory)
-        return len(self._memory) if fits else self._used + PAGE_BYTES
+        fits = self._used <= self._kept_bytes
+        return self._kept_bytes if fits else self._used + PAGE_BYTES
 
     def clear(self) -> None:
         """Let go of all tensors, which must no longer be used, and keep their memory."""
-        size_bytes = self.size_bytes
-        if size_bytes > len(self._memory):
+        if self._used > self._kept_bytes:
+            size_bytes = self.size_bytes
             # The old goes before the new comes.
-            self._memory = self._allocate(0)
-            self._memory = self._allocate(size_bytes)
+            self._keep(0)
+            self._keep(size_bytes)
         self._used = 0
 
     def begin_like(self, position: int) -> None:
@@ -97,4 +95,24 @@ class Arena:
         """
         assert self._used == 0, self._used
         if position % _ALIGNMENT == 0:
-            self._used = (position - self._memory.data_ptr()) % PAGE_BYTES
+            self._used = (position - self._address) % PAGE_BYTES
+
+    def _keep(self, size_bytes: int) -> None:
+        self._views: dict[tuple[object, ...], tuple[Tensor, int]] = {}
+        self._memory = self._allocate(size_bytes)
+        self._kept_bytes = len(self._memory)
+        self._address = self._memory.data_ptr()
+        self._used = 0
+
+    def _view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, int]:
+        """A tensor that begins at `start`, and where the next one does."""
+        size_bytes = math.prod(shape) * dtype.itemsize
+        stop = start + -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        if stop > self._kept_bytes:
+            # Alone this once; `clear` makes room for the next of its kind.
+            return self._allocate(size_bytes)[:size_bytes].view(dtype).view(shape), stop
+        view = self._memory[start : start + size_bytes].view(dtype).view(shape), stop
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        self._views[start, dtype, *shape] = view
+        return view

@@ -35,6 +35,27 @@ format where those in a quantized form are given back as bfloat16."""
 
 _MAPPED_BYTES = 1 << 20
 """From so many on, memory is a map of its own."""
+_HUGE_PAGE_BYTES = 1 << 21
+_UNUSED_BYTES = _HUGE_PAGE_BYTES // 4
+"""Of the last huge page, at most."""
+
+
+def _ask_for_huge_pages(memory: mmap.mmap, size_bytes: int) -> int:
+    """For `size_bytes` at the start of a map, but not where half a megabyte would be wasted.
+
+    A fault for each 4 KiB costs more than to clear them, and a disk is handed them one by one.
+
+    Returns:
+        How many bytes will lie in huge pages.
+    """
+    huge_bytes = (size_bytes + _UNUSED_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    try:
+        # The rest not even where the system gives them unasked.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
+    except (AttributeError, OSError):
+        return 0  # a system or a kernel that has none
+    return huge_bytes
 
 
 class Quantizer(ABC):
@@ -49,14 +70,17 @@ class Quantizer(ABC):
     """How it computes, for people."""
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """CPU memory it likes weights and results to lie in, of any values: uint8 [size_bytes]."""
+        """CPU memory it likes weights and results to lie in: uint8 [size_bytes], or a few more."""
         if size_bytes < _MAPPED_BYTES:
             # The device is named because `torch.set_default_device` would lend another.
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         # A map of its own goes back to the system when it is freed. Of what the C library gives it
         # keeps blocks up to 32 MiB, for each thread, and who frees them is often not who asked.
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        # Linux begins maps of whole huge pages at one.
+        whole_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        memory = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        huge_bytes = _ask_for_huge_pages(memory, size_bytes)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=max(size_bytes, huge_bytes))
 
     @abstractmethod
     def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
