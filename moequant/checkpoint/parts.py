@@ -124,11 +124,9 @@ def read_places(
         CheckpointError: as `Checkpoint.read`, or a tensor has not the extents it must have.
         UnsupportedError: as `Checkpoint.read`.
     """
-    found: dict[tuple[str, int | None], Tensor] = {}
-    for place in places:
-        key = place.tensor, place.expert
-        if key not in found:
-            found[key] = _read_expert(checkpoint, place, arena)
+    wanted = {(place.tensor, place.expert): _rows(checkpoint, place) for place in places}
+    ranges = [(tensor, rows) for (tensor, _), rows in wanted.items()]
+    found = dict(zip(wanted, checkpoint.read_all(ranges, arena), strict=True))
     return [_pick(found[place.tensor, place.expert], place, arena) for place in places]
 
 
@@ -139,23 +137,24 @@ def _places(info: WeightInfo) -> Mapping[str, Place]:
     return {info.name: info.place if isinstance(info, PartInfo) else Place(tensor=info.name)}
 
 
-def _read_expert(checkpoint: Checkpoint, place: Place, arena: Arena | None) -> Tensor:
+def _rows(checkpoint: Checkpoint, place: Place) -> slice | None:
+    """What of its tensor's first dimension lies at `place`; None for all."""
     if place.expert is None:
-        return checkpoint.read(place.tensor, arena=arena)
+        return None
     shape = checkpoint.info(place.tensor).shape
     if shape[: len(place.extents)] != place.extents:
         raise CheckpointError(
             f"{place.tensor}: shape {list(shape)}, but by config.json it begins with "
             f"{list(place.extents)}; fetch or convert the checkpoint again"
         )
-    if place.height is not None:
-        first = place.expert * place.height
-        return checkpoint.read(place.tensor, slice(first, first + place.height), arena)
-    return checkpoint.read(place.tensor, slice(place.expert, place.expert + 1), arena)[0]
+    height = 1 if place.height is None else place.height
+    return slice(place.expert * height, (place.expert + 1) * height)
 
 
 def _pick(tensor: Tensor, place: Place, arena: Arena | None) -> Tensor:
     """What is at `place`, contiguous, of what is read there."""
+    if place.expert is not None and place.height is None:
+        tensor = tensor[0]
     if place.rows is not None:
         rows = slice(place.rows.start, place.rows.stop, place.rows.step)
         # Rows that lie as columns are picked before they are turned: half the time of both at once.

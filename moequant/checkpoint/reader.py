@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,9 @@ from moequant.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+_MOST_BUFFERS = 1024
+"""In one call; Linux refuses more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +57,17 @@ class FixedFile:
             raise CheckpointError(f"{path}: not a regular file; put the file itself there")
         return cls(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer`, writable bytes, from byte `start` of the file.
+    def read_into(self, start: int, *buffers: memoryview) -> None:
+        """Fill `buffers`, writable bytes, one after the other from byte `start` of the file.
 
         Raises:
             CheckpointError: the file cannot be read, ends early or is no longer the same.
         """
-        with self._opened() as fd:
-            self._fill(fd, start, buffer)
+        fd = self._open()
+        try:
+            self._fill(fd, start, *buffers)
+        finally:
+            os.close(fd)
 
     def read(self, start: int, stop: int) -> bytearray:
         """The bytes from `start` up to `stop`; errors as `read_into`."""
@@ -78,32 +83,29 @@ class FixedFile:
         """
         assert chunk_bytes > 0, chunk_bytes
         buffer = memoryview(bytearray(min(chunk_bytes, stop - start)))
-        with self._opened() as fd:
+        fd = self._open()
+        try:
             for position in range(start, stop, chunk_bytes):
                 chunk = buffer[: stop - position]
                 self._fill(fd, position, chunk)
                 yield chunk.toreadonly()
-
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        try:
-            fd = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        try:
-            yield fd
         finally:
             os.close(fd)
 
-    def _fill(self, fd: int, start: int, buffer: memoryview) -> None:
-        done = 0
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def _fill(self, fd: int, start: int, *buffers: memoryview) -> None:
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        position = start
         try:
             # Linux moves at most 2 GiB a call, and any call may move less than asked.
-            while done < buffer.nbytes:
-                count = os.preadv(fd, [buffer[done:]], start + done)
-                if count == 0:
-                    break
-                done += count
+            while left and (count := os.preadv(fd, left[:_MOST_BUFFERS], position)):
+                position += count
+                _drop(left, count)
             status = os.fstat(fd)
         except OSError as error:
             raise _unreadable(self.path, error) from error
@@ -112,11 +114,20 @@ class FixedFile:
                 f"{self.path}: changed while in use ({self.size_bytes} bytes before, "
                 f"{status.st_size} now); wait until nothing writes to it and start again"
             )
-        if done < buffer.nbytes:
+        if left:
+            stop = position + sum(buffer.nbytes for buffer in left)
             raise CheckpointError(
-                f"{self.path}: ends at byte {start + done}, but bytes up to "
-                f"{start + buffer.nbytes} are wanted; fetch the file again"
+                f"{self.path}: ends at byte {position}, but bytes up to {stop} are wanted; fetch "
+                "the file again"
             )
+
+
+def _drop(buffers: list[memoryview], count: int) -> None:
+    """Take the first `count` bytes, which are not more than all, off `buffers`."""
+    while buffers and count >= buffers[0].nbytes:
+        count -= buffers.pop(0).nbytes
+    if count:
+        buffers[0] = buffers[0][count:]
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

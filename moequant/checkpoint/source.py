@@ -13,7 +13,7 @@ Which files are its weights:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.buffers import Arena, tensor_bytes
@@ -31,7 +31,7 @@ from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -134,19 +134,34 @@ class Checkpoint:
             UnsupportedError: torch has no such dtype.
             IndexError: `rows` has a step or leaves the tensor.
         """
+        return self.read_all([(name, rows)], arena)[0]
+
+    def read_all(
+        self, ranges: Sequence[tuple[str, slice | None]], arena: Arena | None = None
+    ) -> list[Tensor]:
+        """As `read` of each; those that follow one another in a file are read in one call."""
+        arena = arena or Arena()
+        found: list[Tensor] = []
+        runs: list[tuple[TensorInfo, list[memoryview]]] = []
+        end = None
+        for name, rows in ranges:
+            info = _part(self._readable(name), rows)
+            found.append(arena.empty(info.shape, dtype=DTYPES[info.dtype]))
+            if (info.file, info.start) != end:
+                runs.append((info, []))
+            runs[-1][1].append(tensor_bytes(found[-1]))
+            end = info.file, info.stop
+        for first, buffers in runs:
+            self._files[first.file].read_into(first.start, *buffers)
+        return found
+
+    def _readable(self, name: str) -> TensorInfo:
         info = self.info(name)
         if info.dtype not in DTYPES:
             raise UnsupportedError(
                 f"{name}: dtype {info.dtype} can be copied but not read; torch has no such dtype"
             )
-        shape, start = info.shape, info.start
-        if rows is not None:
-            first, last = _row_range(info, rows)
-            shape = (last - first, *shape[1:])
-            start += first * (info.size_bytes // max(info.shape[0], 1))
-        tensor = (arena or Arena()).empty(shape, dtype=DTYPES[info.dtype])
-        self._files[info.file].read_into(start, tensor_bytes(tensor))
-        return tensor
+        return info
 
     def read_into(self, name: str, offset_bytes: int, buffer: Buffer) -> None:
         """Fill `buffer`, writable bytes, with a tensor's bytes from `offset_bytes`.
@@ -274,6 +289,20 @@ def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Tens
     raise CheckpointError(
         f"{path}: tensor {name!r} belongs in {weight_map.get(name, 'no file')}, but is in "
         f"{found.get(name, 'none of those named')}; fetch index and weights again"
+    )
+
+
+def _part(info: TensorInfo, rows: slice | None) -> TensorInfo:
+    """The `rows` of a tensor, or all of it, as a tensor of that name."""
+    if rows is None:
+        return info
+    first, last = _row_range(info, rows)
+    row_bytes = info.size_bytes // max(info.shape[0], 1)
+    return replace(
+        info,
+        shape=(last - first, *info.shape[1:]),
+        start=info.start + first * row_bytes,
+        stop=info.start + last * row_bytes,
     )
 
 

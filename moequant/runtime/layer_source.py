@@ -15,7 +15,7 @@ from moequant.checkpoint.headers import DTYPES
 from moequant.checkpoint.source import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -154,10 +154,12 @@ class _AtHand(Checkpoint):
 
     at_hand: Mapping[str, Tensor]
 
-    def read(self, name: str, rows: slice | None = None, arena: Arena | None = None) -> Tensor:
+    def read_all(
+        self, ranges: Sequence[tuple[str, slice | None]], arena: Arena | None = None
+    ) -> list[Tensor]:
         """As Checkpoint, but for where it is."""
-        found = self.at_hand.get(name)
-        return super().read(name, rows, arena) if found is None else found
+        left = iter(super().read_all([r for r in ranges if r[0] not in self.at_hand], arena))
+        return [self.at_hand[name] if name in self.at_hand else next(left) for name, _ in ranges]
 
 
 def _places(converted: ConvertedCheckpoint, module: str) -> dict[str, Place]:

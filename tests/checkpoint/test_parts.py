@@ -82,8 +82,8 @@ def test_every_expert_is_read_as_it_was_before_it_was_stacked(
 def test_an_expert_that_gate_and_up_share_is_read_once(tmp_path, monkeypatch):
     checkpoint, model = open_stacked(tmp_path, monkeypatch, transposed=True, interleaved=True)
     infos = unstacked(checkpoint.tensors, model)
-    read, reads = Checkpoint.read, []
-    monkeypatch.setattr(Checkpoint, "read", lambda *a: reads.append(a[1:3]) or read(*a))
+    read_all, reads = Checkpoint.read_all, []
+    monkeypatch.setattr(Checkpoint, "read_all", lambda *a: reads.extend(a[1]) or read_all(*a))
     pair = [infos[f"{BLOCK}.2.{name}_proj.weight"] for name in ("gate", "up")]
     gate, up = read_weights(checkpoint, pair)
     assert reads == [(f"{BLOCK}.gate_up_proj", slice(2, 3))]

@@ -36,6 +36,25 @@ def test_short_reads_are_continued(path: Path) -> None:
     assert FixedFile.at(path).read(7, 3000) == CONTENT[7:3000]
 
 
+@pytest.mark.usefixtures("_short_reads")
+def test_buffers_are_filled_one_after_the_other(path: Path) -> None:
+    buffers = [bytearray(size) for size in (0, 150, 1, 0, 350, 100, 0)]
+    FixedFile.at(path).read_into(7, *map(memoryview, buffers))
+    assert b"".join(buffers) == CONTENT[7:608]
+
+
+def test_any_number_of_buffers_is_filled(path: Path) -> None:
+    buffers = [bytearray(3) for _ in range(2000)]
+    FixedFile.at(path).read_into(7, *map(memoryview, buffers))
+    assert b"".join(buffers) == CONTENT[7:6007]
+
+
+def test_a_file_that_ends_among_buffers_is_refused(path: Path) -> None:
+    buffers = [memoryview(bytearray(100)) for _ in range(3)]
+    with pytest.raises(CheckpointError, match="ends at byte 10240, but bytes up to 10300"):
+        FixedFile.at(path).read_into(10_000, *buffers)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 999, 2000, 10_000])
 def test_chunks_make_up_the_range(path: Path, chunk_bytes: int) -> None:
     chunks = [bytes(chunk) for chunk in FixedFile.at(path).chunks(1000, 3000, chunk_bytes)]

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from moequant.checkpoint.files import INDEX_FILE
 from moequant.checkpoint.headers import DTYPES
 from moequant.checkpoint.locate import locate
+from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.source import Checkpoint, natural_key
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
@@ -289,6 +290,25 @@ def test_every_dtype_is_read(checkpoint: Checkpoint, tensors: dict[str, Tensor])
 @pytest.mark.parametrize("rows", [slice(0, 7), slice(2, 5), slice(6, None), slice(None, 1)])
 def test_rows_are_read(checkpoint: Checkpoint, tensors: dict[str, Tensor], rows: slice) -> None:
     assert same(checkpoint.read("BF16", rows), tensors["BF16"][rows])
+
+
+def test_tensors_and_rows_that_follow_one_another_are_read_in_one_call(
+    checkpoint: Checkpoint, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_file = sorted(tensors, key=lambda n: (checkpoint.info(n).start, checkpoint.info(n).stop))
+    ranges = [*((name, None) for name in in_file), ("BF16", slice(0, 2)), ("BF16", slice(2, 5))]
+    read_into = FixedFile.read_into
+    buffers: list[int] = []
+
+    def spy(self: FixedFile, start: int, *into: memoryview) -> None:
+        buffers.append(len(into))
+        read_into(self, start, *into)
+
+    monkeypatch.setattr(FixedFile, "read_into", spy)
+    found = checkpoint.read_all(ranges)
+    assert buffers == [len(tensors), 2]
+    for (name, rows), tensor in zip(ranges, found, strict=True):
+        assert same(tensor, tensors[name] if rows is None else tensors[name][rows]), name
 
 
 def test_no_rows_are_an_empty_tensor(checkpoint: Checkpoint) -> None:

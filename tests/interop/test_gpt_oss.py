@@ -352,13 +352,13 @@ def test_an_interrupted_conversion_continues_to_the_same_bytes(
 
 def test_a_stack_is_read_an_expert_at_a_time_and_each_once(source, tmp_path, monkeypatch):
     reads = []
-    read = Checkpoint.read
+    read_all = Checkpoint.read_all
 
-    def spy(self, name, rows=None, *args, **options):
-        reads.append((name, rows.start, rows.stop) if rows else (name,))
-        return read(self, name, rows, *args, **options)
+    def spy(self, ranges, *args, **options):
+        reads.extend((name, rows.start, rows.stop) if rows else (name,) for name, rows in ranges)
+        return read_all(self, ranges, *args, **options)
 
-    monkeypatch.setattr(Checkpoint, "read", spy)
+    monkeypatch.setattr(Checkpoint, "read_all", spy)
     convert(source, tmp_path / "out", format="mxfp4")
     wanted = [
         (f"model.layers.{layer}.mlp.experts.{stack}_proj", expert, expert + 1)

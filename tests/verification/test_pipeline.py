@@ -236,15 +236,18 @@ def test_every_tensor_is_read_once(source, converted, monkeypatch, record):
     folder = converted(record=record)
     reads = []
 
-    def spy(method):
-        def call(self, name, *args, **options):
-            reads.append((self.path, name))
-            return method(self, name, *args, **options)
+    read_all, chunks = Checkpoint.read_all, Checkpoint.chunks
 
-        return call
+    def spy_on_all(self, ranges, *args):
+        reads.extend((self.path, name) for name, _ in ranges)
+        return read_all(self, ranges, *args)
 
-    for name in ("read", "chunks"):
-        monkeypatch.setattr(Checkpoint, name, spy(getattr(Checkpoint, name)))
+    def spy_on_chunks(self, name, *args):
+        reads.append((self.path, name))
+        return chunks(self, name, *args)
+
+    monkeypatch.setattr(Checkpoint, "read_all", spy_on_all)
+    monkeypatch.setattr(Checkpoint, "chunks", spy_on_chunks)
     assert verify(folder, against=source, layers=0).ok
     wanted = [(path, name) for path in (folder, source) for name in load(path)]
     assert sorted(reads) == sorted(wanted)
