@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -165,35 +167,18 @@ class Format(ABC):
         Raises:
             UnsupportedError: fewer than two dimensions, or K is not a multiple of the group.
         """
-        if len(shape) < 2:
-            raise UnsupportedError(
-                f"{name}: shape {list(shape)}, but {self.name} wants [..., N, K]"
-            )
-        for axis, extent, multiple in zip("NK", shape[-2:], self.block, strict=True):
-            if not self.ragged and extent % multiple:
-                raise UnsupportedError(
-                    f"{name}: {axis} = {extent} is not a multiple of {multiple} ({self.name}); "
-                    'keep it in its source dtype (format = "keep" in a recipe)'
-                )
+        fault = _fault(self, tuple(shape))
+        if fault is not None:
+            raise UnsupportedError(f"{name}: {fault}")
 
-    def specs(self, shape: Sequence[int], name: str = "weight") -> dict[str, TensorSpec]:
+    def specs(self, shape: Sequence[int], name: str = "weight") -> Mapping[str, TensorSpec]:
         """What `quantize` makes of a weight of `shape`, by field of QuantizedWeight.
 
         Raises:
             UnsupportedError: as `check_shape`.
         """
         self.check_shape(shape, name)
-        *lead, N, K = shape
-        block_n, block_k = self.block
-        specs = {
-            "qdata": TensorSpec(dtype=self.qdata_dtype, shape=(*lead, N, K // self.codes_per_byte)),
-            "scale": TensorSpec(
-                dtype=self.scale_dtype, shape=(*lead, -(-N // block_n), -(-K // block_k))
-            ),
-        }
-        if self.has_global_scale:
-            specs["global_scale"] = TensorSpec(dtype=torch.float32, shape=tuple(lead))
-        return specs
+        return _specs(self, tuple(shape))
 
     def quantize(
         self, w: Tensor, options: Mapping[str, str] | None = None, *, name: str = "weight"
@@ -289,6 +274,37 @@ class Format(ABC):
     @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> Tensor:
         """Decode to [..., N, K] float32: code * scale, and * global scale if there is one."""
+
+
+# The weights of a model have a handful of shapes.
+@lru_cache(maxsize=1 << 10)
+def _fault(format: Format, shape: tuple[int, ...]) -> str | None:
+    """Why the format cannot hold a weight of `shape`; None if it can."""
+    if len(shape) < 2:
+        return f"shape {list(shape)}, but {format.name} wants [..., N, K]"
+    for axis, extent, multiple in zip("NK", shape[-2:], format.block, strict=True):
+        if not format.ragged and extent % multiple:
+            return (
+                f"{axis} = {extent} is not a multiple of {multiple} ({format.name}); "
+                'keep it in its source dtype (format = "keep" in a recipe)'
+            )
+    return None
+
+
+@lru_cache(maxsize=1 << 10)
+def _specs(format: Format, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+    """As `Format.specs`, of a shape that the format can hold."""
+    *lead, N, K = shape
+    block_n, block_k = format.block
+    codes = (*lead, N, K // format.codes_per_byte)
+    scales = (*lead, -(-N // block_n), -(-K // block_k))
+    specs = {
+        "qdata": TensorSpec(dtype=format.qdata_dtype, shape=codes),
+        "scale": TensorSpec(dtype=format.scale_dtype, shape=scales),
+    }
+    if format.has_global_scale:
+        specs["global_scale"] = TensorSpec(dtype=torch.float32, shape=tuple(lead))
+    return MappingProxyType(specs)
 
 
 def check_tensors(

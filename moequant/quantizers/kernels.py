@@ -375,9 +375,9 @@ def w4a8(source: Source, options: Mapping[str, str]) -> Function:
     return f
 
 
-def scratch_count(groups: int) -> int:
+def scratch_count(format: str, groups: int) -> int:
     """Numbers of float32 a kernel has to be given as `scratch`, for so many groups in a row."""
-    return _ROWS * groups + _GROUPS - 1
+    return _ROWS * groups + _GROUPS - 1 if format == "w4a8" else 0
 
 
 def _step(source: Source, high: Value, low: Value) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -88,10 +88,13 @@ class NativeQuantizer(Quantizer):
 
     def _prepare_quantizing(
         self, format: Format, options: Mapping[str, str], stored: Stored
-    ) -> None:
-        key = _key(format, options, stored)
-        if key in self._kernels:
-            return
+    ) -> _Kernels:
+        key = format.name, tuple(sorted(options.items())), stored
+        if key not in self._kernels:
+            self._kernels[key] = self._compile(format, options, stored)
+        return self._kernels[key]
+
+    def _compile(self, format: Format, options: Mapping[str, str], stored: Stored) -> _Kernels:
         if format.name not in KERNELS:
             raise UnavailableError(f"it has no kernel for {format.name}")
         source = _source(stored, "w_")
@@ -101,7 +104,7 @@ class NativeQuantizer(Quantizer):
             quantize=jit.compile_kernel(KERNELS[format.name](source, options).text()),
         )
         check_bytes(format, options, stored, partial(_run, [made]), self._processor)
-        self._kernels[key] = made
+        return made
 
     def quantize_fused(
         self,
@@ -120,8 +123,7 @@ class NativeQuantizer(Quantizer):
         ]
         for w, name in zip(weights, names, strict=True):
             _check_kind(w, format, name)
-            self._prepare_quantizing(format, options, _stored(w))
-        kernels = [self._kernels[_key(format, options, _stored(w))] for w in weights]
+        kernels = [self._prepare_quantizing(format, options, _stored(w)) for w in weights]
         return _run(kernels, format, weights, options, names, empty)
 
     def decode(
@@ -167,23 +169,30 @@ class _Kernels:
         w: StoredWeight,
         operand: Operand,
         name: str,
-        global_scale: Tensor | None,
+        global_scale: _GlobalScale,
         empty: Allocator,
     ) -> QuantizedWeight:
-        specs = format.specs(w.shape, name)
+        shape = w.shape
+        specs = format.specs(shape, name)
         qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
-        scratch = torch.empty(scratch_count(scale.shape[1]), dtype=torch.float32)
-        result = Operand(
-            data=qdata,
-            scale=scale,
-            global_scale=0.0 if global_scale is None else global_scale.item(),
-        )
+        count = scratch_count(format.name, specs["scale"].shape[1])
+        scratch = torch.empty(count, dtype=torch.float32) if count else None
         bits = self.quantize(
-            *operand.arguments(), *w.shape, *result.arguments(), scratch.data_ptr()
+            *operand.arguments(),
+            *shape,
+            qdata.data_ptr(),
+            scale.data_ptr(),
+            0,
+            global_scale.number,
+            0 if scratch is None else scratch.data_ptr(),
         )
         self._check_finite(bits, w, name)
         return QuantizedWeight(
-            format=format.name, qdata=qdata, scale=scale, global_scale=global_scale, shape=w.shape
+            format=format.name,
+            qdata=qdata,
+            scale=scale,
+            global_scale=global_scale.tensor,
+            shape=shape,
         )
 
     def _check_finite(self, bits: int, w: StoredWeight, name: str) -> None:
@@ -201,26 +210,39 @@ def _run(
     empty: Allocator,
 ) -> list[QuantizedWeight]:
     """Quantize a fused set, each weight with the kernels for how it is stored."""
-    global_scale = None
+    global_scale = _GlobalScale()
     work = list(zip(kernels, weights, map(operand_of, weights), names, strict=True))
     if format.has_global_scale:
         largest = max(own.find_largest(w, operand, name) for own, w, operand, name in work)
-        # A copy: what one caller does to it is nothing to the next.
-        global_scale = _global_scale(format, tuple(options.items()), largest).clone()
+        global_scale = _global_scale(format, tuple(options.items()), largest).copy()
     return [
         own.run(format, w, operand, name, global_scale, empty) for own, w, operand, name in work
     ]
 
 
+class _GlobalScale(NamedTuple):
+    """What a fused set shares, as a tensor and as a number; nothing where a format has none."""
+
+    tensor: Tensor | None = None
+    number: float = 0.0
+
+    def copy(self) -> _GlobalScale:
+        """What one caller does to it is nothing to the next."""
+        return self if self.tensor is None else self._replace(tensor=self.tensor.clone())
+
+
 @lru_cache(maxsize=1 << 12)
-def _global_scale(format: Format, options: tuple[tuple[str, str], ...], largest: float) -> Tensor:
+def _global_scale(
+    format: Format, options: tuple[tuple[str, str], ...], largest: float
+) -> _GlobalScale:
     """Of weights with this largest magnitude, a float32.
 
     Kept, because a dozen torch operations on one number take a tenth of what the quantizer does,
     and the largest weights of a model's experts are few numbers of eight bits.
     """
     w = torch.tensor([[largest]], dtype=torch.float32, device="cpu")
-    return format.global_scale([w], dict(options))
+    scale = format.global_scale([w], dict(options))
+    return _GlobalScale(scale, scale.item())
 
 
 def _decode(
@@ -261,14 +283,10 @@ def _is_read(w: StoredWeight) -> bool:
 
 def _check_kind(w: StoredWeight, format: Format, name: str) -> None:
     data = w.qdata if isinstance(w, QuantizedWeight) else w
-    if len(w.shape) != 2 or data.device.type != "cpu":
+    if len(w.shape) != 2 or not data.is_cpu:
         raise UnsupportedError(
             f"{name}: {list(w.shape)} on {data.device}, but a weight [N, K] on the CPU is wanted"
         )
     format.check_shape(w.shape, name)
     if not isinstance(w, QuantizedWeight) and w.dtype not in SOURCE_DTYPES:
         check_values(w, name)
-
-
-def _key(format: Format, options: Mapping[str, str], stored: Stored) -> _Key:
-    return format.name, tuple(sorted(options.items())), stored

@@ -8,8 +8,7 @@ do not lie that way, one for each row and power of two of columns is made, of at
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moequant.formats import QuantizedWeight, scale_block
 from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
@@ -42,8 +41,7 @@ def new_kernel() -> Function:
     return Function("kernel", PARAMETERS, I32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operand:
+class Operand(NamedTuple):
     """A weight in memory.
 
     Attributes:
