@@ -11,11 +11,12 @@ leaves open (dtype names, the 100 MB limit, padding).
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from json.encoder import encode_basestring
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from moequant.checkpoint.writer import TensorSlot
@@ -72,8 +73,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _REMEDY = "fetch the file again, or write it anew with safetensors"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What a header says of one tensor.
 
     Attributes:
@@ -109,8 +109,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def bit_count(dtype: str, shape: Sequence[int]) -> int:
+@lru_cache(maxsize=1 << 10)
+def bit_count(dtype: str, shape: tuple[int, ...]) -> int:
     """Bits a tensor takes; a multiple of 8 in every valid file."""
+    # Of a checkpoint's tensors there are few kinds.
     return DTYPE_BITS[dtype] * math.prod(shape)
 
 
@@ -145,14 +147,14 @@ def encode_header(slots: Iterable[TensorSlot]) -> bytes:
     Raises:
         UnsupportedError: the header would exceed what safetensors reads.
     """
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for slot in slots:
-        fields[slot.name] = {
-            "dtype": slot.dtype,
-            "shape": slot.shape,
-            "data_offsets": (slot.offset, slot.offset + slot.size_bytes),
-        }
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    # As text: a third of the time that dictionaries of it take.
+    fields = ['"__metadata__":{"format":"pt"}']
+    for name, dtype, shape, offset, size_bytes in slots:
+        fields.append(
+            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
+            f'"data_offsets":[{offset},{offset + size_bytes}]}}'
+        )
+    text = f"{{{','.join(fields)}}}".encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
@@ -224,11 +226,13 @@ def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: in
         raise _refusal(
             path, f"data_offsets {_show(offsets)}, but [start, stop >= start] is wanted", name
         )
-    # Zeros are left out: torch computes strides of the other extents even if there is no element.
-    if bit_count(dtype, [max(extent, 1) for extent in shape]) > _INT64_MAX:
-        raise _refusal(path, f"shape {_show(shape)} overflows 64 bits", name)
     start, stop = offsets
-    bits = bit_count(dtype, shape)
+    extents = tuple(shape)
+    bits = bit_count(dtype, extents)
+    # Zeros are left out: torch computes strides of the other extents even if there is no element.
+    largest = bits or bit_count(dtype, tuple(max(extent, 1) for extent in extents))
+    if largest > _INT64_MAX:
+        raise _refusal(path, f"shape {_show(shape)} overflows 64 bits", name)
     if bits != 8 * (stop - start):
         raise _refusal(
             path, f"{stop - start} bytes, but {dtype} {shape} takes {bits / 8:.15g}", name
@@ -236,7 +240,7 @@ def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: in
     return TensorInfo(
         name=name,
         dtype=dtype,
-        shape=tuple(shape),
+        shape=extents,
         file=file,
         start=data_start + start,
         stop=data_start + stop,
@@ -245,9 +249,12 @@ def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: in
 
 def _are_counts(values: object) -> bool:
     """Whether `values` is a list of integers that fit 64 bits; JSON's true is no integer."""
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value <= _INT64_MAX for value in values
-    )
+    if not isinstance(values, list):
+        return False
+    for value in values:  # noqa: SIM110 - half the time of all()
+        if type(value) is not int or not 0 <= value <= _INT64_MAX:
+            return False
+    return True
 
 
 def _check_coverage(
@@ -255,7 +262,7 @@ def _check_coverage(
 ) -> None:
     """Refuse ranges that overlap, leave holes or do not end where the file does."""
     position = data_start
-    for info in sorted(infos, key=lambda info: (info.start, info.stop)):
+    for info in sorted(infos, key=attrgetter("start", "stop")):
         if info.start != position:
             fault = "overlaps the tensor before it" if info.start < position else "leaves a hole"
             raise _refusal(

@@ -13,7 +13,7 @@ Which files are its weights:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.buffers import Arena, tensor_bytes
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+_DIGITS = re.compile(r"([^0-9]*)([0-9]*)")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 
 
@@ -198,7 +199,7 @@ class Checkpoint:
 def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
     """Sort key that takes digits for numbers; the name itself decides between 07 and 7."""
     parts = []
-    for text, digits in re.findall(r"([^0-9]*)([0-9]*)", name):
+    for text, digits in _DIGITS.findall(name):
         number = digits.lstrip("0")
         # Length before digits orders as int() would, which refuses very long numbers.
         parts.append((text, len(number), number))
@@ -298,8 +299,7 @@ def _part(info: TensorInfo, rows: slice | None) -> TensorInfo:
         return info
     first, last = _row_range(info, rows)
     row_bytes = info.size_bytes // max(info.shape[0], 1)
-    return replace(
-        info,
+    return info._replace(
         shape=(last - first, *info.shape[1:]),
         start=info.start + first * row_bytes,
         stop=info.start + last * row_bytes,

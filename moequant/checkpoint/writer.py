@@ -6,7 +6,6 @@ start: nothing is gathered in memory, and slices of one tensor may come from sev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from moequant.checkpoint.buffers import joined_bytes
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSlot:
+class TensorSlot(NamedTuple):
     """The place of one tensor in a file that is being written.
 
     Attributes:
@@ -31,17 +29,14 @@ class TensorSlot:
         dtype: safetensors name, a key of DTYPE_BITS.
         shape: extents, in elements.
         offset: of the first byte, relative to the data section.
+        size_bytes: what it takes in the file.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes the tensor takes in the file."""
-        return bit_count(self.dtype, self.shape) // 8
+    size_bytes: int
 
 
 def lay_out(
@@ -68,9 +63,10 @@ def lay_out(
     offset = 0
     for name, dtype, shape in sorted(tensors, key=_place):
         assert name not in slots, name
-        assert bit_count(dtype, shape) % 8 == 0, (name, dtype, shape)
-        slots[name] = TensorSlot(name=name, dtype=dtype, shape=shape, offset=offset)
-        offset += slots[name].size_bytes
+        size_bytes, rest = divmod(bit_count(dtype, shape), 8)
+        assert rest == 0, (name, dtype, shape)
+        slots[name] = TensorSlot(name, dtype, shape, offset, size_bytes)
+        offset += size_bytes
     return encode_header(slots.values()), slots
 
 

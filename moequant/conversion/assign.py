@@ -9,7 +9,6 @@ from moequant.checkpoint.encoded import EncodedInfo
 from moequant.conversion.recipe import BF16, KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.errors import RecipeError
-from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES, EXPERT_BIAS, ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def assign(
         rule = recipe.rule_for(name, role, layer_count)
         if rule is None:
             continue
-        used.add(recipe.rules.index(rule))
+        used.add(id(rule))
         if rule.format == BF16 and encoded:
             restored.add(name)
         elif rule.format not in (KEEP, BF16) and role.role in CONVERTIBLE_ROLES:
@@ -74,8 +73,8 @@ def assign(
     check_whole_layers(formats, roles)
     warnings = [
         f"rules[{i}] of the recipe decides about no tensor of this checkpoint"
-        for i in range(len(recipe.rules))
-        if i not in used
+        for i, rule in enumerate(recipe.rules)
+        if id(rule) not in used
     ]
     groups = group_fused(tensors, roles, fused)
     units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))]
@@ -184,7 +183,7 @@ def _unit(
     rules = [chosen[name] for name in names if name in chosen]
     if not rules:
         return None
-    resolved = [(r.format, get_format(r.format).resolve_options(r.options)) for r in rules]
+    resolved = [(rule.format, rule.resolved_options) for rule in rules]
     format, options = resolved[0]
     if len(rules) < len(names) or any(other != (format, options) for other in resolved):
         raise RecipeError(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
@@ -34,7 +33,7 @@ from moequant.formats import REGISTRY as FORMATS
 from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source_model import SourceModel
@@ -45,8 +44,10 @@ if TYPE_CHECKING:
     from moequant.models import Architecture, Model, TensorRole
     from moequant.quantizers import Job
 
-_Output = tuple[str, str, tuple[int, ...]]
-"""Name, safetensors dtype and shape of a tensor to be written."""
+    _Output = tuple[str, str, tuple[int, ...]]
+    """Name, safetensors dtype and shape of a tensor to be written."""
+    _Stored = Callable[[str, tuple[int, ...]], list[_Output]]
+    """From a format and a shape to last name, dtype and shape of what is written of a weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,20 +419,16 @@ def _module(name: str, info: WeightInfo) -> str | None:
 
 def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
     """One line for each reason, with the first weight it concerns and how many there are."""
-    first: dict[tuple[str, ...], str] = {}
-    count: Counter[tuple[str, ...]] = Counter()
+    kinds: dict[tuple[str, str, tuple[int, ...], str], list[tuple[Unit, Weight]]] = {}
     for unit in units:
         for weight in unit.weights:
-            if (reason := _refusal(unit, weight, dialect)) is None:
-                continue
-            # Weights of one kind are refused for one reason, in messages that differ by name.
-            kind: tuple[str, ...]
-            kind = (unit.format, weight.role, str(weight.info.shape), weight.info.dtype)
-            first.setdefault(kind, reason)
-            count[kind] += 1
-    for kind, reason in first.items():
-        others = count[kind] - 1
-        yield reason + (f". So it is with {others} more weights of this shape" if others else "")
+            kind = (unit.format, weight.role, weight.info.shape, weight.info.dtype)
+            kinds.setdefault(kind, []).append((unit, weight))
+    # Weights of one kind are refused for one reason, in messages that differ by name.
+    for first, *others in kinds.values():
+        if (reason := _refusal(*first, dialect)) is not None:
+            more = f". So it is with {len(others)} more weights of this shape" if others else ""
+            yield reason + more
 
 
 def _refusal(unit: Unit, weight: Weight, dialect: Dialect) -> str | None:
@@ -502,25 +499,44 @@ def _stored_in(info: WeightInfo, tensors: Mapping[str, TensorInfo]) -> Sequence[
     return [tensors[info.place.tensor] if isinstance(info, PartInfo) else info]
 
 
-def _outputs(items: Sequence[Item], dialect: Dialect) -> list[_Output]:
-    """The tensors that items make: one item its own, or the units of a stack the stack's."""
+def _outputs(items: Sequence[Item], stored: _Stored) -> list[_Output]:
+    """The tensors that items make: one item its own, or the units of a stack the stack's.
+
+    `stored` gives what is written of a weight, by format and shape.
+    """
     first = items[0]
     if isinstance(first, Copy):
         return [(first.info.name, first.info.dtype, first.info.shape)]
     if isinstance(first, Restored):
         assert len(items) == (1 if first.stack is None else first.stack.experts), first.name
         return [(name, *what) for name, what in first.outputs().items()]
-    specs = [
-        dialect.specs(weight.module, first.format, weight.info.shape) for weight in first.weights
-    ]
     if first.stack is None:
-        return [(n, dtype_name(s.dtype), s.shape) for of in specs for n, s in of.items()]
+        return [
+            (f"{weight.module}.{suffix}", dtype, shape)
+            for weight in first.weights
+            for suffix, dtype, shape in stored(first.format, weight.info.shape)
+        ]
     assert len(items) == first.stack.experts, first.name
     rows = sum(weight.info.shape[0] for weight in first.weights)
     return [
-        (first.stack.name(suffix), dtype_name(s.dtype), (first.stack.experts, rows, *s.shape[1:]))
-        for suffix, s in zip(dialect.suffixes[first.format], specs[0].values(), strict=True)
+        (first.stack.name(suffix), dtype, (first.stack.experts, rows, *shape[1:]))
+        for suffix, dtype, shape in stored(first.format, first.weights[0].info.shape)
     ]
+
+
+def _stored_by(dialect: Dialect) -> _Stored:
+    """Suffix, safetensors dtype and shape of the tensors of a weight; once for weights alike."""
+
+    @cache
+    def stored(format: str, shape: tuple[int, ...]) -> list[_Output]:
+        encoding = dialect.encodings[format]
+        specs = encoding.specs("weight", shape).values()
+        return [
+            (suffix, dtype_name(spec.dtype), spec.shape)
+            for suffix, spec in zip(encoding.suffixes, specs, strict=True)
+        ]
+
+    return stored
 
 
 def _suffixes(item: Unit | Restored, dialect: Dialect) -> Sequence[str]:
@@ -536,13 +552,15 @@ def _shards(
     room = 0
     writers: dict[str, str] = {}
     destinations: dict[str, list[Item]] = {}
+    stored = _stored_by(dialect)
     for item in items:
         destinations.setdefault(_destination(item), []).append(item)
     for together in destinations.values():
-        outputs = _outputs(together, dialect)
-        for name, _, _ in outputs:
+        outputs = _outputs(together, stored)
+        size = 0
+        for name, dtype, shape in outputs:
             _claim(name, together[0].name, writers)
-        size = sum(bit_count(dtype, shape) // 8 for _, dtype, shape in outputs)
+            size += bit_count(dtype, shape) // 8
         if not groups or size > room:
             groups.append(([], []))
             room = max_shard_bytes
@@ -588,8 +606,14 @@ def _shard(
 
 def _piece(stack: Stack, suffix: str, whole: TensorSlot) -> TensorSlot:
     """The part of a stack's slot that one expert fills."""
-    piece = replace(whole, name=stack.piece(suffix), shape=stack.shape_of_one(whole.shape))
-    return replace(piece, offset=whole.offset + stack.expert * piece.size_bytes)
+    size_bytes = whole.size_bytes // stack.experts
+    return TensorSlot(
+        name=stack.piece(suffix),
+        dtype=whole.dtype,
+        shape=stack.shape_of_one(whole.shape),
+        offset=whole.offset + stack.expert * size_bytes,
+        size_bytes=size_bytes,
+    )
 
 
 def _describe_files(

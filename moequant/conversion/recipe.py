@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,7 +25,7 @@ from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from moequant.models import TensorRole
 
@@ -116,6 +117,11 @@ class Rule(_Strict):
             raise ValueError(str(error)) from None
         return self
 
+    @cached_property
+    def resolved_options(self) -> Mapping[str, str]:
+        """Every option of its format with its value; of a rule that names a format."""
+        return get_format(self.format).resolve_options(self.options)
+
     def matches(self, name: str, role: TensorRole, layer_count: int) -> bool:
         """Whether the rule speaks of this tensor of a model with `layer_count` layers."""
         if self.roles and role.role not in self.roles:
@@ -180,7 +186,10 @@ class Recipe(_Strict):
 
     def rule_for(self, name: str, role: TensorRole, layer_count: int) -> Rule | None:
         """The first rule that matches, or None."""
-        return next((r for r in self.rules if r.matches(name, role, layer_count)), None)
+        for rule in self.rules:
+            if rule.matches(name, role, layer_count):
+                return rule
+        return None
 
 
 def _layers(text: str, layer_count: int) -> range:

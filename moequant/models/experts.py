@@ -256,22 +256,24 @@ def check_complete(
     present = {r.layer for r in roles.values() if r.role == ROUTED_EXPERTS}
     optional = tuple(layer for layer in moe.optional_layers if layer in present)
     layers = moe.sparse_layers + optional
-    found = {name for name, role in roles.items() if role.role == ROUTED_EXPERTS}
+    experts = {n: role for n, role in roles.items() if role.role == ROUTED_EXPERTS}
+    found = {(role.layer, role.expert, role.projection) for role in experts.values()}
+    # Lazily, for config.json may promise more experts than memory can name.
     expected = (
-        (architecture.expert_tensor(layer, expert, projection), layer, projection)
+        (layer, expert, projection)
         for layer in layers
         for expert in range(moe.experts)
         for projection in moe.projections
     )
-    # Lazily, for config.json may promise more experts than memory can name.
-    missing = next((entry for entry in expected if entry[0] not in found), None)
+    missing = next((one for one in expected if one not in found), None)
     if missing is not None:
-        name, layer, projection = missing
+        layer, _, projection = missing
+        name = architecture.expert_tensor(*missing)
         if architecture.stacked is not None and layer not in present:
             name = architecture.stacked.tensor(layer, projection)
         raise _missing(name, architecture, moe)
-    if len(found) != len(layers) * moe.experts * len(moe.projections):
-        surplus = (n for n, r in roles.items() if n in found and not _belongs(r, layers, moe))
+    if len(experts) != len(layers) * moe.experts * len(moe.projections):
+        surplus = (n for n, r in experts.items() if not _belongs(r, layers, moe))
         raise _surplus(next(surplus), architecture, moe)
     if not layers:
         raise CheckpointError("config.json: no layer of this checkpoint holds experts")

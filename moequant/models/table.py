@@ -11,8 +11,8 @@ import re
 import tomllib
 from collections import Counter
 from functools import cache
-from importlib import resources
 from pathlib import Path
+from pkgutil import get_data
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -265,7 +265,7 @@ def _that_may_be(model_type: object) -> Iterable[Architecture]:
 @cache
 def _entry(text: str) -> Architecture:
     head = _head()
-    (entry,) = tomllib.loads(text)["architecture"]
+    (entry,) = tomllib.loads(f"[[architecture]]\n{text}")["architecture"]
     return Architecture(
         entry, head["common"], fused=head["fused"], act_fns=head["act_fns"], origin=None
     )
@@ -278,9 +278,10 @@ def _head() -> dict[str, Any]:
 
 @cache
 def _texts() -> list[str]:
-    """The table in pieces: its head, and each [[architecture]]."""
-    text = resources.files("moequant.models").joinpath("architectures.toml").read_text("utf-8")
-    return re.split(r"^(?=\[\[architecture\]\]$)", text, flags=re.MULTILINE)
+    """The table in pieces: its head, and what stands under each [[architecture]]."""
+    data = get_data(__name__, "architectures.toml")
+    assert data is not None
+    return data.decode().split("\n[[architecture]]\n")
 
 
 def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Architecture, ...]:

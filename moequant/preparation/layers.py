@@ -6,7 +6,7 @@ The file holds w13 and w2 of all experts, [E, ...] each, under names that say wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,7 +129,7 @@ class LayerFile:
         for name, info in self.tensors.items():
             size_bytes = info.size_bytes // info.shape[0]
             start = info.start + expert * size_bytes
-            parts[name] = replace(info, shape=info.shape[1:], start=start, stop=start + size_bytes)
+            parts[name] = info._replace(shape=info.shape[1:], start=start, stop=start + size_bytes)
         return parts
 
     def unpack(

@@ -132,9 +132,7 @@ def range_of(checkpoint: Checkpoint, place: Place) -> Range | None:
             return None
         size_bytes = info.size_bytes // info.shape[0]
         start = info.start + place.expert * size_bytes
-        info = dataclasses.replace(
-            info, shape=(1, *info.shape[1:]), start=start, stop=start + size_bytes
-        )
+        info = info._replace(shape=(1, *info.shape[1:]), start=start, stop=start + size_bytes)
     return Range(file=checkpoint.weight_files()[info.file], info=info)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -335,7 +334,7 @@ def test_headers_are_valid_json_with_data_aligned_to_eight_bytes():
 def test_every_kind_of_job_is_named_once():
     tensors = headers()
     name = "model.layers.3.mlp.experts.1.down_proj.weight"
-    tensors[name] = replace(tensors[name], dtype="F16")
+    tensors[name] = tensors[name]._replace(dtype="F16")
     options = {"global_scale": "power_of_two", "search": "none"}
     assert plan("nvfp4", tensors=tensors).jobs() == [
         (REGISTRY["nvfp4"], options, torch.bfloat16),
