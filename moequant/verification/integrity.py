@@ -51,7 +51,7 @@ class IntegrityReport:
         problem_count: how many there are, those left out included.
         files: how many were read.
         bytes: of them, all together.
-        record: what moequant.json says of the conversion beside digests.
+        record: what moequant.json says of the conversion beside digests; None for what is no text.
     """
 
     converted: str
@@ -127,7 +127,7 @@ def check_integrity(
         problem_count=findings.count,
         files=len(files),
         bytes=sum(file.size_bytes for _, file in files),
-        record={key: record.get(key) for key in keys},
+        record={key: _text(record.get(key)) for key in keys},
     )
 
 
@@ -138,6 +138,11 @@ def _read_record(path: Path) -> dict[str, Any]:
             "checkpoint of another tool: moequant verify CONVERTED --against SOURCE"
         )
     return read_document(FixedFile.at(path / RECORD_FILE))
+
+
+def _text(value: object) -> str | None:
+    """A record may have been edited: NaN, for one, could not be printed as JSON."""
+    return value if isinstance(value, str) else None
 
 
 def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Recorded]:

@@ -191,6 +191,8 @@ def test_overwriting_keeps_the_old_output_until_the_new_one_is_whole(source, who
 def test_ctrl_c_leaves_a_state_that_continues(source, whole, tmp_path):
     out = tmp_path / "out"
     code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), 2)")
+    # A shell has what it starts in the background, such as these tests, ignore Ctrl-C.
+    code = "import signal; signal.signal(2, signal.default_int_handler)" + code
     module, owner, function, calls, when = MOMENTS["inside a later shard"]
     arguments = [str(source), str(out), module, owner, function, str(calls), when]
     done = subprocess.run(

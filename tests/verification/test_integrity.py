@@ -156,6 +156,14 @@ def test_a_record_that_is_none_is_named(copy, edit, place):
     assert f"moequant.json.{place}" in names
 
 
+@pytest.mark.parametrize("value", [float("nan"), 5, [], {}, None])
+def test_a_version_that_is_no_text_is_none(copy, value):
+    (copy / "moequant.json").write_text(json.dumps(record_of(copy) | {"torch": value}))
+    report = check_integrity(copy)
+    assert report.record["torch"] is None
+    assert json.dumps(report.to_json(), allow_nan=False)
+
+
 @pytest.mark.parametrize("text", [None, "", "[]", "{", "[" * 9999])
 def test_without_a_record_there_is_nothing_to_check_by(copy, text):
     (copy / "moequant.json").unlink()
