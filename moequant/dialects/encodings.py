@@ -206,7 +206,7 @@ class Nvfp4Packed(Encoding):
     def stored_ratio(self, q: QuantizedWeight) -> float:
         """As StoredEncoding: 1 / (g * r), whose product float64 holds; r = 1 / g is on disk."""
         assert q.global_scale is not None
-        return 1 / (q.global_scale.double() * q.global_scale.reciprocal().double()).item()
+        return 1 / (q.global_scale.item() * q.global_scale.reciprocal().item())
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """As Encoding; the divisor may be [1] or []."""
