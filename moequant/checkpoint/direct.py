@@ -14,6 +14,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
+from moequant.checkpoint.asynchronous import WritesUnderWay
 from moequant.checkpoint.buffers import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _FILE_SYSTEMS = {0xEF53: "ext4", 0x58465342: "XFS", 0x794C7630: "overlayfs"}
 """Those of local disks, by `f_type` of statfs; a network's gather writes in the cache."""
 
 
-def open_direct(path: Path, fd: int) -> int | None:
+def open_direct(path: Path, fd: int) -> WritesUnderWay | None:
     """A second descriptor of the file at `path`, open as `fd`, for writes past the page cache.
 
     None where the system or the file system has no such thing.
@@ -35,10 +36,15 @@ def open_direct(path: Path, fd: int) -> int | None:
     if not hasattr(os, "O_DIRECT") or _file_system()(fd) not in _FILE_SYSTEMS:
         return None
     try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+        second = os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+        return None
+    try:
+        return WritesUnderWay(second)
+    except OSError:
+        os.close(second)
         return None
 
 

@@ -2,33 +2,34 @@
 
 Decision / failure it prevents:
 
-* what is lent goes from its memory to the disk (`moequant.checkpoint.direct`), by threads that do
-  nothing else / a core waits for the disk, and before that copies into pages that the kernel must
-  find and clear: up to ten times the processor time;
+* what is lent goes from its memory to the disk (`moequant.checkpoint.direct`), which does it on its
+  own (`moequant.checkpoint.asynchronous`) / a core waits for the disk, and before that copies into
+  pages that the kernel must find and clear: up to ten times the processor time;
 * what is small, or does not fill pages at an end of something large, is gathered and written
-  through the cache at the end / one such write waits until all under way past the cache are done;
+  through the cache at the end, neighbours together / thousands of calls for a few bytes each;
 * space is reserved at the start, where the file system can / a full disk shows when the work is
   nearly done.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import threading
-from collections import deque
-from concurrent.futures import wait
+from functools import partial
 from typing import TYPE_CHECKING
 
+from moequant.checkpoint.asynchronous import address_of
 from moequant.checkpoint.digest import GrowingDigest
 from moequant.checkpoint.direct import direct_part, open_direct
 from moequant.checkpoint.disk import explained, write_all
+from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Executor, Future
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
+
+    from moequant.checkpoint.asynchronous import WritesUnderWay
 
 # What file systems answer that cannot reserve space (ZFS says EINVAL).
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -49,16 +50,14 @@ class OutputFile:
     Args:
         path: where.
         size_bytes: how large it will be; every byte is written once.
-        disk: threads that write past the page cache, where that can be; without them, all goes
-            through it.
+        past_cache: whether what is lent goes past the page cache, where that can be.
     """
 
-    def __init__(self, path: Path, size_bytes: int, disk: Executor | None) -> None:
+    def __init__(self, path: Path, size_bytes: int, *, past_cache: bool) -> None:
         self.path = path
         self.size_bytes = size_bytes
-        self._disk = disk
-        self._direct: int | None = None
-        self._under_way: deque[Future[None]] = deque()
+        self._direct: WritesUnderWay | None = None
+        self._failure: MoequantError | None = None
         self._gathered: list[tuple[int, bytes]] = []
         self._gathered_bytes = 0
         self._noting = threading.Lock()
@@ -68,7 +67,7 @@ class OutputFile:
         try:
             with explained(path, f"given its {size_bytes} bytes"):
                 _reserve(self._fd, size_bytes)
-            if disk is not None:
+            if past_cache:
                 with explained(path, "opened"):
                     self._direct = open_direct(path, self._fd)
         except BaseException:
@@ -82,20 +81,17 @@ class OutputFile:
             self._digest.wrote(position, position + view.nbytes)
         else:
             copy = self._gather(position, view)
-            self._digest.wrote_from(position, memoryview(copy), _nothing)
+            self._digest.wrote_from(position, memoryview(copy), nothing)
 
     def lend(self, position: int, view: memoryview, release: Callable[[], None]) -> None:
         """As `write`; `view` must stay as it is until `release` was called for the second time."""
-        self._check_written()
+        self._collect(wait=False)
         start = stop = 0
-        if self._disk is not None and self._direct is not None:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            start, stop = direct_part(position, address, view.nbytes)
-        if self._disk is not None and start < stop:
-            inner = position + start, view[start:stop], release
-            write = self._disk.submit(self._write_direct, *inner)
-            with self._noting:
-                self._under_way.append(write)
+        if self._direct is not None:
+            start, stop = direct_part(position, address_of(view), view.nbytes)
+        if self._direct is not None and start < stop:
+            inner = position + start, view[start:stop]
+            self._direct.begin(*inner, partial(self._wrote_direct, *inner, release))
             self._gather(position, view[:start])
             self._gather(position + stop, view[stop:])
         else:
@@ -113,15 +109,12 @@ class OutputFile:
             return self._digest.catch_up(at_most_bytes)
 
     def wait_for_disk(self) -> bool:
-        """Wait until the oldest that is under way past the cache is done.
+        """Wait until something of what is under way past the cache is done.
 
         Returns:
             Whether there was any.
         """
-        oldest = self._writes()[:1]
-        wait(oldest)
-        self._check_written()
-        return bool(oldest)
+        return self._collect(wait=True)
 
     @property
     def is_behind(self) -> bool:
@@ -129,7 +122,7 @@ class OutputFile:
 
         What is lent and waits for nothing of this lies beyond a hole, until that is filled.
         """
-        return self._digest.is_behind or any(not write.done() for write in self._writes())
+        return self._digest.is_behind or self._collect(wait=False)
 
     def finish(self) -> str:
         """Digest the rest of the file, bring it to disk and close it.
@@ -138,8 +131,8 @@ class OutputFile:
             Its SHA-256 in hex.
         """
         self.digest(self.size_bytes)
-        wait(self._under_way)
-        self._check_written()
+        while self.wait_for_disk():
+            pass
         self._write_gathered()
         with explained(self.path, "finished"):
             os.fsync(self._descriptor())
@@ -155,10 +148,10 @@ class OutputFile:
                 self.path.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        wait(self._under_way)
-        for fd in (self._fd, self._direct):
-            if fd is not None:
-                os.close(fd)
+        if self._direct is not None:
+            self._direct.close()
+        if self._fd is not None:
+            os.close(self._fd)
         self._fd = self._direct = None
 
     def _descriptor(self) -> int:
@@ -170,30 +163,32 @@ class OutputFile:
         with explained(self.path, "written"):
             write_all(self._descriptor(), position, view)
 
-    def _writes(self) -> list[Future[None]]:
-        """What was under way past the cache when it was last looked at, the oldest first."""
-        with self._noting:
-            return list(self._under_way)
+    def _collect(self, *, wait: bool) -> bool:
+        """As `WritesUnderWay.collect`; raises what a write past the cache has met."""
+        with explained(self.path, "written"):
+            was_any = self._direct is not None and self._direct.collect(wait=wait)
+        if self._failure is not None:
+            raise self._failure
+        return was_any
 
-    def _check_written(self) -> None:
-        """Raise what a write past the cache has met; forget those that are done."""
-        with self._noting:
-            while self._under_way and self._under_way[0].done():
-                self._under_way.popleft().result()
-
-    def _write_direct(self, position: int, view: memoryview, release: Callable[[], None]) -> None:
-        assert self._direct is not None
+    def _wrote_direct(
+        self, position: int, view: memoryview, release: Callable[[], None], result: int
+    ) -> None:
+        """Note what became of a write past the cache; as `WritesUnderWay.begin` has it."""
         try:
-            with explained(self.path, "written"):
-                try:
-                    write_all(self._direct, position, view)
-                except OSError as error:
-                    # The file system wants more than pages.
-                    if error.errno != errno.EINVAL:
-                        raise
-                    write_all(self._descriptor(), position, view)
+            if result < view.nbytes:
+                self._complete(position, view, result)
+        except MoequantError as error:
+            self._failure = error
         finally:
             release()
+
+    def _complete(self, position: int, view: memoryview, result: int) -> None:
+        """Write the rest of `view` through the cache; a file system may want more than pages."""
+        with explained(self.path, "written"):
+            if result < 0 and result != -errno.EINVAL:
+                raise OSError(-result, os.strerror(-result))
+        self._write_cached(position + max(result, 0), view[max(result, 0) :])
 
     def _gather(self, position: int, view: memoryview) -> bytes:
         """A copy of `view`, which will be written at `position`."""
@@ -209,7 +204,7 @@ class OutputFile:
     def _write_gathered(self) -> None:
         with self._noting:
             gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        for position, data in gathered:
+        for position, data in _joined(sorted(gathered)):
             self._write_cached(position, memoryview(data))
 
 
@@ -223,5 +218,16 @@ def _reserve(fd: int, size_bytes: int) -> None:
     os.ftruncate(fd, size_bytes)
 
 
-def _nothing() -> None:
-    pass
+def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Sorted pieces, those together that follow one another."""
+    start, joined = 0, bytearray()
+    for position, data in pieces:
+        if position != start + len(joined):
+            yield start, bytes(joined)
+            start, joined = position, bytearray()
+        joined += data
+    yield start, bytes(joined)
+
+
+def nothing() -> None:
+    """Release what nobody waits for."""

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moequant.checkpoint.buffers import joined_bytes
 from moequant.checkpoint.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
-from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile
+from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile, nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from concurrent.futures import Executor
     from pathlib import Path
 
     from torch import Tensor
@@ -113,12 +112,8 @@ def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
 def _countdown(count: int, last: Callable[[], None]) -> Callable[[], None]:
     """What calls `last` when it has been called `count` times and is called once more."""
     # A list and not a number: to pop is one step for all threads.
-    left = [last, *(_nothing,) * count]
+    left = [last, *(nothing,) * count]
     return lambda: left.pop()()
-
-
-def _nothing() -> None:
-    pass
 
 
 class ShardWriter:
@@ -132,7 +127,7 @@ class ShardWriter:
         path: where to write; the name of an unfinished file, for the caller to rename.
         header: as `lay_out` returns it.
         slots: as `lay_out` returns them.
-        disk: threads that write what is lent past the page cache; see `OutputFile`.
+        past_cache: as `OutputFile`.
     """
 
     def __init__(
@@ -140,7 +135,8 @@ class ShardWriter:
         path: Path,
         header: bytes,
         slots: Mapping[str, TensorSlot],
-        disk: Executor | None = None,
+        *,
+        past_cache: bool = False,
     ) -> None:
         self.path = path
         self.size_bytes = len(header) + sum(slot.size_bytes for slot in slots.values())
@@ -148,7 +144,7 @@ class ShardWriter:
         self._data_start = len(header)
         # Ranges and not a sum: a slice written twice must not hide one that never came.
         self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in slots}
-        self._file = OutputFile(path, self.size_bytes, disk)
+        self._file = OutputFile(path, self.size_bytes, past_cache=past_cache)
         try:
             self._file.write(0, memoryview(header))
         except BaseException:
@@ -213,7 +209,7 @@ class ShardWriter:
     ) -> None:
         lent = {at for at, view in runs if view.nbytes >= KEPT_BYTES} if release else set()
         # Each run is needed for the digest and for the disk.
-        once = _countdown(2 * len(lent), release or _nothing)
+        once = _countdown(2 * len(lent), release or nothing)
         for position, view in runs:
             if position in lent:
                 self._file.lend(position, view, once)

@@ -44,10 +44,7 @@ _T = TypeVar("_T")
 
 _WORKERS_A_FINISHER = 4
 """To make a shard takes a core 1.5 to 2.6 times as long as to digest it."""
-_LEAST_WRITERS = 2
 _PAUSE_SECONDS = 0.002
-_WORKERS_A_WRITER = 2
-"""They wait for the disk and do nothing else; two megabytes each keep a fast one busy."""
 
 
 def write_shards(
@@ -67,16 +64,12 @@ def write_shards(
     the one that is being filled, takes two descriptors, 256 KiB and what `OutputFile` gathers.
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
-    writers = max(_LEAST_WRITERS, workers // _WORKERS_A_WRITER)
     results = _Results(choice.quantizer.allocate, plan.result_bytes, plan.buffer_bytes(workers))
     with (
-        ThreadPoolExecutor(writers, "moequant-disk") as disk,
         ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
         worker_pool(workers) as pool,
     ):
-        run = _Run(
-            source, plan, journal, choice, progress, results, disk, one_digest=finishers == 1
-        )
+        run = _Run(source, plan, journal, choice, progress, results, one_digest=finishers == 1)
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
             writer, losses = run.fill(shard, pool, workers, finishing)
@@ -111,7 +104,6 @@ class _Run(threading.local):
         choice: Choice,
         progress: Progress,
         results: _Results,
-        disk: ThreadPoolExecutor,
         *,
         one_digest: bool,
     ) -> None:
@@ -123,7 +115,6 @@ class _Run(threading.local):
         self._progress = progress
         self._arena = Arena(choice.quantizer.allocate)
         self._results = results
-        self._disk = disk
         self._one_digest = one_digest
 
     def fill(
@@ -138,7 +129,7 @@ class _Run(threading.local):
         Meanwhile shards before it are `finishing`.
         """
         partial_file = self._journal.partial(shard.file)
-        writer = ShardWriter(partial_file, shard.header, shard.pieces, self._disk)
+        writer = ShardWriter(partial_file, shard.header, shard.pieces, past_cache=True)
         left = deque(enumerate(shard.items))
         lost: dict[int, list[Loss]] = {}
         try:
@@ -212,7 +203,7 @@ class _Run(threading.local):
         """
         while self._one_digest and not self._results.wait_until_less_is_lent(0):
             # Nobody may be at it but workers that wait.
-            if writer.digest(COPY_CHUNK_BYTES):
+            if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
             if not writer.is_behind and all(one.done() for one in finishing):
                 # What is lent lies beyond a hole, which only items that are left may fill: the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,47 +13,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moequant.checkpoint import direct, output_file
+from moequant.checkpoint.asynchronous import WritesUnderWay
 from moequant.checkpoint.buffers import PAGE_BYTES, Arena, tensor_bytes
 from moequant.checkpoint.direct import LEAST_BYTES, direct_part, open_direct
 from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 LARGE = 3 * LEAST_BYTES
 EXT4, NFS = 0xEF53, 0x6969
 
 
-@pytest.fixture
-def disk() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
 @pytest.fixture(autouse=True)
 def with_or_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(path: Path, fd: int) -> int:
-        return open_direct(path, fd) or os.open(path, os.O_WRONLY)
+    def opened(path: Path, fd: int) -> WritesUnderWay:
+        return open_direct(path, fd) or WritesUnderWay(os.open(path, os.O_WRONLY))
 
     monkeypatch.setattr(output_file, "open_direct", opened)
 
 
 class Written:
-    """How the bytes came into a file: position, count and descriptor of each call."""
+    """How the bytes came into a file: position and count of each call, past the cache and not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[int, int, int]] = []
-        self._pwrite = os.pwrite
-        monkeypatch.setattr(os, "pwrite", self)
+        self.past: list[tuple[int, int]] = []
+        self.cached: list[tuple[int, int]] = []
+        begin, pwrite = WritesUnderWay.begin, os.pwrite
 
-    def __call__(self, fd: int, view: memoryview, at: int) -> int:
-        self.calls.append((at, view.nbytes, fd))
-        return self._pwrite(fd, view, at)
+        def began(file: WritesUnderWay, position: int, view: memoryview, done: Any) -> None:
+            self.past.append((position, view.nbytes))
+            begin(file, position, view, done)
 
-    def ranges(self, fd: int | None) -> list[tuple[int, int]]:
-        return sorted((at, count) for at, count, used in self.calls if used == fd)
+        def wrote(fd: int, view: memoryview, at: int) -> int:
+            self.cached.append((at, view.nbytes))
+            return pwrite(fd, view, at)
+
+        monkeypatch.setattr(WritesUnderWay, "begin", began)
+        monkeypatch.setattr(os, "pwrite", wrote)
 
 
 @pytest.fixture
@@ -94,32 +92,26 @@ def test_whole_pages_that_lie_alike_go_past_the_cache(
 
 
 def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
-    tmp_path: Path, disk: ThreadPoolExecutor, written: Written
+    tmp_path: Path, written: Written
 ) -> None:
     position, size_bytes = 128, LARGE
     view = lent(position, size_bytes)
-    file = OutputFile(tmp_path / "file", position + size_bytes, disk)
-    past, cached = file._direct, file._fd
+    file = OutputFile(tmp_path / "file", position + size_bytes, past_cache=True)
     file.lend(position, view, nothing)
     file.write(0, memoryview(bytes(position)))
     digest = file.finish()
     first, last = PAGE_BYTES, size_bytes // PAGE_BYTES * PAGE_BYTES
-    assert written.ranges(past) == [(first, last - first)]
-    assert written.ranges(cached) == [
-        (0, position),
-        (position, first - position),
-        (last, position + size_bytes - last),
-    ]
+    assert written.past == [(first, last - first)]
+    # What lies side by side goes together.
+    assert written.cached == [(0, first), (last, position + size_bytes - last)]
     content = (tmp_path / "file").read_bytes()
     assert content == bytes(position) + bytes(view)
     assert digest == hashlib.sha256(content).hexdigest()
 
 
-def test_memory_is_lent_until_digest_and_disk_have_it(
-    tmp_path: Path, disk: ThreadPoolExecutor
-) -> None:
+def test_memory_is_lent_until_digest_and_disk_have_it(tmp_path: Path) -> None:
     released: list[int] = []
-    file = OutputFile(tmp_path / "file", 2 * LARGE, disk)
+    file = OutputFile(tmp_path / "file", 2 * LARGE, past_cache=True)
     file.lend(LARGE, lent(LARGE, LARGE), lambda: released.append(2))
     file.lend(0, lent(0, LARGE), lambda: released.append(1))
     while file.wait_for_disk():
@@ -143,77 +135,83 @@ def test_any_pieces_in_any_order_make_the_file(
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     total = sum(sizes)
     content = bytearray(total)
-    with ThreadPoolExecutor(2) as disk:
-        file = OutputFile(path, total, disk)
-        for i in data.draw(st.permutations(range(len(sizes)))):
-            start, size = starts[i], sizes[i]
-            view = lent(start + data.draw(st.sampled_from([0, 0, 64])), size)
-            content[start : start + size] = view
-            if size >= KEPT_BYTES and data.draw(st.booleans()):
-                file.lend(start, view, nothing)
-            else:
-                file.write(start, view)
-                view[:] = bytes(size)  # which the file must not see
-            file.digest(LARGE)
-        digest = file.finish()
+    file = OutputFile(path, total, past_cache=True)
+    for i in data.draw(st.permutations(range(len(sizes)))):
+        start, size = starts[i], sizes[i]
+        view = lent(start + data.draw(st.sampled_from([0, 0, 64])), size)
+        content[start : start + size] = view
+        if size >= KEPT_BYTES and data.draw(st.booleans()):
+            file.lend(start, view, nothing)
+        else:
+            file.write(start, view)
+            view[:] = bytes(size)  # which the file must not see
+        file.digest(LARGE)
+    digest = file.finish()
     assert path.read_bytes() == content
     assert digest == hashlib.sha256(content).hexdigest()
 
 
 def test_small_pieces_do_not_gather_for_ever(
-    tmp_path: Path, disk: ThreadPoolExecutor, written: Written, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_file, "_GATHERED_BYTES", 100)
-    file = OutputFile(tmp_path / "file", 300, disk)
+    file = OutputFile(tmp_path / "file", 300, past_cache=True)
     for at in range(0, 240, 60):
         file.write(at, memoryview(bytes(60)))
-    assert [call[0] for call in written.calls] == [0, 60, 120, 180]
+    assert written.cached == [(0, 120), (120, 120)]
     file.write(240, memoryview(bytes(60)))
-    assert len(written.calls) == 4
+    assert len(written.cached) == 2
     file.finish()
-    assert len(written.calls) == 5
+    assert written.cached[2:] == [(240, 60)]
 
 
-def failing(code: int, past: int | None) -> Callable[[int, memoryview, int], int]:
-    """`os.pwrite` that fails with `code` on the descriptor `past`."""
-    whole = os.pwrite
+def report(monkeypatch: pytest.MonkeyPatch, result: int) -> None:
+    """Let the system report so much of each piece past the cache, or an error of it."""
+    begin = WritesUnderWay.begin
 
-    def pwrite(fd: int, view: memoryview, at: int) -> int:
-        if fd == past:
-            raise OSError(code, os.strerror(code))
-        return whole(fd, view, at)
+    def began(file: WritesUnderWay, position: int, view: memoryview, done: Any) -> None:
+        part = view[: max(result, PAGE_BYTES)]
+        begin(file, position, part, lambda _: done(result))
 
-    return pwrite
+    monkeypatch.setattr(WritesUnderWay, "begin", began)
 
 
-def test_a_disk_that_wants_more_than_pages_is_written_through_the_cache(
-    tmp_path: Path, disk: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "result", [-errno.EINVAL, 0, PAGE_BYTES], ids=["wants more than pages", "nothing", "a part"]
+)
+def test_what_a_disk_leaves_is_written_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: int
 ) -> None:
+    report(monkeypatch, result)
     view = lent(0, LARGE)
-    file = OutputFile(tmp_path / "file", LARGE, disk)
-    monkeypatch.setattr(os, "pwrite", failing(errno.EINVAL, file._direct))
+    file = OutputFile(tmp_path / "file", LARGE, past_cache=True)
     file.lend(0, view, nothing)
     assert file.finish() == hashlib.sha256(view).hexdigest()
     assert (tmp_path / "file").read_bytes() == view
 
 
-@pytest.mark.parametrize("noticed", ["by the next piece", "at the end"])
+@pytest.mark.parametrize("noticed", ["by the next piece", "by who waits", "at the end"])
 def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
-    tmp_path: Path, disk: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, noticed: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
 ) -> None:
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
-    file = OutputFile(tmp_path / "file", 2 * LARGE, disk)
-    monkeypatch.setattr(os, "pwrite", failing(errno.EIO, file._direct))
-    file.lend(0, lent(0, LARGE), nothing)
-    wait(file._under_way)
+    report(monkeypatch, -errno.EIO)
+    released: list[int] = []
+    file = OutputFile(tmp_path / "file", 2 * LARGE, past_cache=True)
+    file.lend(0, lent(0, LARGE), lambda: released.append(1))
     file.digest(LARGE)
-    next_step = {
+    assert file._direct is not None
+    while file._direct.collect(wait=True):
+        pass
+    next_step: dict[str, Callable[[], object]] = {
         "by the next piece": lambda: file.lend(LARGE, lent(LARGE, LARGE), nothing),
+        "by who waits": lambda: file.wait_for_disk(),
         "at the end": lambda: file.finish(),
     }
-    with pytest.raises(MoequantError, match="system's log"):
+    with pytest.raises(MoequantError, match=r"cannot be written: Input.*system's log"):
         next_step[noticed]()
     file.abort()
+    assert released == [1, 1]
     assert list(tmp_path.iterdir()) == []
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
@@ -240,4 +238,21 @@ def test_a_file_system_without_such_writes_has_no_second_descriptor(
     monkeypatch.delattr(os, "O_DIRECT")
     assert open_direct(path, fd) is None
     assert asked == [path]
+    os.close(fd)
+
+
+def test_a_system_without_asynchronous_writes_has_no_second_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> WritesUnderWay:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    path = tmp_path / "file"
+    path.touch()
+    fd = os.open(path, os.O_RDWR)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    monkeypatch.setattr(direct, "WritesUnderWay", refuse)
+    monkeypatch.setattr(direct, "_file_system", lambda: lambda _: EXT4)
+    assert open_direct(path, fd) is None
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
     os.close(fd)
