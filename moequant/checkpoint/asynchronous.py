@@ -60,6 +60,10 @@ class _Event(ctypes.Structure):
     )
 
 
+_EVENTS = _Event * _AT_ONCE
+"""Kept, because ctypes forgets types of arrays."""
+
+
 class _Time(ctypes.Structure):
     """`struct timespec`."""
 
@@ -150,11 +154,6 @@ class WritesUnderWay:
                 self._collecting.release()
         return True
 
-    @property
-    def is_any(self) -> bool:
-        """Whether any is under way, or over and not collected."""
-        return bool(self._under_way)
-
     def close(self) -> None:
         """Wait for all, and close the file."""
         while self.collect(wait=True):
@@ -174,7 +173,7 @@ class WritesUnderWay:
         return True
 
     def _collect_some(self, *, wait: bool) -> int:
-        events = (_Event * _AT_ONCE)()
+        events = _EVENTS()
         if wait:
             count = self._calls.wait(self._context, 1, _AT_ONCE, events, ctypes.byref(_PATIENCE))
         else:

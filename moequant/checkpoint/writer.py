@@ -6,7 +6,7 @@ start: nothing is gathered in memory, and slices of one tensor may come from sev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from moequant.checkpoint.buffers import joined_bytes
 from moequant.checkpoint.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
@@ -81,20 +81,20 @@ def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
 class _Piece(NamedTuple):
     """A whole tensor, contiguous in memory, and where in the file it goes."""
 
-    name: str
     position: int
+    size_bytes: int
+    address: int
     tensor: Tensor
 
     def order(self) -> tuple[int, int]:
         """What sorts pieces; one without bytes stands before that which begins where it does."""
-        return self.position, self.tensor.nbytes
+        return self.position, self.size_bytes
 
     def ends_at(self, other: _Piece) -> bool:
         """Whether `other` begins where this ends, in memory and in the file."""
-        size_bytes = self.tensor.nbytes
         return (
-            self.position + size_bytes == other.position
-            and self.tensor.data_ptr() + size_bytes == other.tensor.data_ptr()
+            self.position + self.size_bytes == other.position
+            and self.address + self.size_bytes == other.address
         )
 
 
@@ -143,10 +143,10 @@ class ShardWriter:
         self._slots = slots
         self._data_start = len(header)
         # Ranges and not a sum: a slice written twice must not hide one that never came.
-        self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in slots}
+        self._written: list[tuple[int, int]] = []
         self._file = OutputFile(path, self.size_bytes, past_cache=past_cache)
         try:
-            self._file.write(0, memoryview(header))
+            self._write_runs([(0, memoryview(header))], None)
         except BaseException:
             self.abort()
             raise
@@ -172,15 +172,16 @@ class ShardWriter:
         pieces = sorted((self._piece(*item) for item in tensors.items()), key=_Piece.order)
         runs = [(run[0].position, joined_bytes([p.tensor for p in run])) for run in _runs(pieces)]
         self._write_runs(runs, release)
-        for piece in pieces:
-            if piece.tensor.nbytes:
-                self._written[piece.name].append((0, piece.tensor.nbytes))
 
     def _piece(self, name: str, tensor: Tensor) -> _Piece:
         slot = self._slots[name]
         found, wanted = (dtype_name(tensor.dtype), tuple(tensor.shape)), (slot.dtype, slot.shape)
-        _ensure(found == wanted, f"{name}: {found} to write, but the plan says {wanted}")
-        return _Piece(name, self.position(name), tensor.detach().cpu().contiguous())
+        # No `assert`, which `python -O` leaves out: this guards the user's weights.
+        if found != wanted:
+            raise AssertionError(f"{name}: {found} to write, but the plan says {wanted}")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            tensor = tensor.detach().cpu().contiguous()
+        return _Piece(self._data_start + slot.offset, tensor.nbytes, tensor.data_ptr(), tensor)
 
     def write_bytes(
         self,
@@ -196,13 +197,9 @@ class ShardWriter:
         slot = self._slots[name]
         view = memoryview(buffer).cast("B")
         stop = offset_bytes + view.nbytes
-        _ensure(
-            offset_bytes >= 0 and stop <= slot.size_bytes,
-            f"{name}: bytes {offset_bytes} to {stop} of {slot.size_bytes}",
-        )
+        if offset_bytes < 0 or stop > slot.size_bytes:
+            raise AssertionError(f"{name}: bytes {offset_bytes} to {stop} of {slot.size_bytes}")
         self._write_runs([(self.position(name, offset_bytes), view)], release)
-        if view.nbytes:
-            self._written[name].append((offset_bytes, stop))
 
     def _write_runs(
         self, runs: Sequence[tuple[int, memoryview]], release: Callable[[], None] | None
@@ -215,6 +212,8 @@ class ShardWriter:
                 self._file.lend(position, view, once)
             else:
                 self._file.write(position, view)
+            if view.nbytes:
+                self._written.append((position, position + view.nbytes))
         once()
 
     def wait_for_disk(self) -> bool:
@@ -240,20 +239,21 @@ class ShardWriter:
         Returns:
             Its size in bytes and its SHA-256 in hex.
         """
-        for name, slot in self._slots.items():
-            position = 0
-            for start, stop in sorted(self._written[name]):
-                _ensure(start == position, f"{name}: byte {min(start, position)} written not once")
-                position = stop
-            _ensure(position == slot.size_bytes, f"{name}: {position} of {slot.size_bytes} bytes")
+        position = 0
+        for start, stop in sorted([*self._written, (self.size_bytes, self.size_bytes)]):
+            if start != position:
+                self._refuse(min(start, position))
+            position = stop
         return self.size_bytes, self._file.finish()
+
+    def _refuse(self, position: int) -> NoReturn:
+        """Of which tensor the byte at `position`, or the one before it, was not written once."""
+        for name, slot in self._slots.items():
+            offset = position - self._data_start - slot.offset
+            if slot.size_bytes and offset < slot.size_bytes:
+                raise AssertionError(f"{name}: byte {offset} of {slot.size_bytes} written not once")
+        raise AssertionError(f"{self.path}: byte {position} is no tensor's")
 
     def abort(self) -> None:
         """Close the file, if it is open, and remove it, if it is there."""
         self._file.abort()
-
-
-def _ensure(condition: bool, fault: str) -> None:
-    """Assert that also holds under `python -O`: what it guards is the user's weights."""
-    if not condition:
-        raise AssertionError(fault)

@@ -201,7 +201,7 @@ class _Run(threading.local):
         Where one shard is digested at a time, to be ahead of it gains nothing, and what is ahead
         goes through the page cache and is read back. More workers go on to the next shard.
         """
-        while self._one_digest and not self._results.wait_until_less_is_lent(0):
+        while self._one_digest and not self._results.are_left:
             # Nobody may be at it but workers that wait.
             if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
@@ -304,14 +304,15 @@ class _Results:
         if take_back is not None:
             take_back()
 
-    def wait_until_less_is_lent(self, seconds: float) -> bool:
-        """Wait while less than a quarter is left to be lent; whether more is left now."""
+    @property
+    def are_left(self) -> bool:
+        """Whether at least a quarter is left to be lent."""
+        return 4 * self._lent_bytes <= 3 * self._full_bytes
 
-        def is_left() -> bool:
-            return 4 * self._lent_bytes <= 3 * self._full_bytes
-
+    def wait_until_less_is_lent(self, seconds: float) -> None:
+        """Wait while less than a quarter is left to be lent."""
         with self._changed:
-            return self._changed.wait_for(is_left, seconds)
+            self._changed.wait_for(lambda: self.are_left, seconds)
 
     def _take_back(self, memory: Arena) -> None:
         memory.clear()

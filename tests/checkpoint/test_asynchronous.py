@@ -36,14 +36,12 @@ def content(file: WritesUnderWay) -> bytes:
 
 def test_a_write_is_reported_when_it_is_collected(file: WritesUnderWay) -> None:
     reported: list[int] = []
-    assert not file.is_any
     assert not file.collect(wait=True)
     file.begin(PIECE, piece(1), reported.append)
-    assert file.is_any
     assert reported == []
     assert file.collect(wait=True)
     assert reported == [PIECE]
-    assert not file.is_any
+    assert not file.collect(wait=False)
     assert content(file) == bytes(PIECE) + bytes(piece(1))
 
 
