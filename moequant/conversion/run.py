@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -66,12 +66,14 @@ def write_shards(
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     results = _Results(choice.quantizer.allocate, plan.result_bytes, plan.buffer_bytes(workers))
     with (
+        _removed_unless_recorded(journal) as begun,
         ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
         worker_pool(workers) as pool,
     ):
         run = _Run(source, plan, journal, choice, progress, results, one_digest=finishers == 1)
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
+            begun.append(shard)
             writer, losses = run.fill(shard, pool, workers, finishing)
             before = finishing[-1] if finishing else None
             finishing.append(finisher.submit(run.finish, shard, writer, losses, before))
@@ -91,6 +93,22 @@ def worker_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     finally:
         # torch passes the number on to libraries that keep one for the whole process.
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _removed_unless_recorded(journal: Journal) -> Iterator[list[PlannedShard]]:
+    """Shards whose unfinished files go if an interrupt comes where nothing else would remove them.
+
+    As between two steps of the thread that hands them on.
+    """
+    begun: list[PlannedShard] = []
+    try:
+        yield begun
+    except BaseException:
+        for shard in begun:
+            with suppress(OSError):
+                journal.partial(shard.file).unlink(missing_ok=True)
+        raise
 
 
 class _Run(threading.local):

@@ -253,3 +253,19 @@ def test_memory_that_is_kept_gives_way_to_what_is_lent():
     assert results.lend(second) is not None
     take_back()
     assert results.lend(filled(results, 10_000)) is not None
+
+
+@pytest.mark.parametrize(("owner", "step"), [(ShardWriter, "__init__"), (run._Run, "fill")])
+def test_an_interrupt_between_two_steps_leaves_no_unfinished_file(
+    source, tmp_path, monkeypatch, owner, step
+):
+    original = getattr(owner, step)
+
+    def interrupted(*arguments, **named):
+        original(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", workers=2, **SETTINGS)
+    assert not list((tmp_path / "out").rglob("*.partial"))
