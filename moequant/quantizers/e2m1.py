@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from moequant.formats.elements import E2M1_FLOAT32_MAX
 from moequant.quantizers.elements import float_bits
-from moequant.quantizers.vectors import Type
+from moequant.quantizers.vectors import I64, Type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _EDGES = tuple((low + high) / 2 for low, high in pairwise((0, 0.5, 1, 1.5, 2, 3, 4, 6)))
 _ROW = 32
 """Weights in 512 bits: two runs of 16, each a group or half of one."""
-_BLOCK = 8 * _ROW
+BLOCK = 8 * _ROW
 """Weights that are turned together: 16 runs of 8 pairs make 8 columns of 16 pairs."""
-WEIGHTS = 2 * _BLOCK
-"""Weights that are encoded at a time."""
+_ROW_TYPE = Type("i16", _ROW)
+_RUNS_TYPE = Type("i32", 16)
 _RUNS = tuple(8 * (block // 2) + 2 * row + block % 2 for block in range(4) for row in range(4))
 """The run that each lane of a column is of."""
 _LANES = tuple(_RUNS.index(run) for run in range(16))
@@ -44,46 +44,82 @@ _LANES = tuple(_RUNS.index(run) for run in range(16))
 
 def encode_bfloat16(
     f: Function,
-    first: Value,
+    blocks: Value,
     *,
     group: int,
-    scale_of: Callable[[Value], Value],
-    unit: Callable[[Value], Value],
+    scales: Callable[[Value], tuple[Value, Value]],
 ) -> Value:
-    """Write the scales and the codes of WEIGHTS weights of `w`.
+    """Write the scales and the codes of the first `blocks` times BLOCK weights of `w`.
+
+    A turn of the loop turns one block, scales the one before it and encodes the one before that:
+    no part waits for another, as each would for its own block's. Turns at either end do some block
+    early or again, which later turns, or the same numbers, overwrite.
 
     Args:
         f: to be written.
-        first: index of their first group.
+        blocks: how many.
         group: weights that share a scale, 16 or 32.
-        scale_of: bytes of scales, i32, from the bits of the groups' largest magnitudes as float32.
-        unit: from bytes, what a code of value 1 stands for: float32 of at most 4 significant bits.
+        scales: from the bits of groups' largest magnitudes as float32 the bytes of their scales,
+            i32, and what a code of value 1 stands for: float32 of at most 4 significant bits.
 
     Returns:
         The bits of the largest magnitude, i16; of NaN and Inf too.
     """
-    start = first * group
-    lanes = _LANES[:: group // 16]
-    largest = f.constant(Type("i32", 16), 0)
-    blocks = []
-    # All scales before all codes: quotients take long, and the next block's wait for nothing.
-    for at in (start, start + _BLOCK):
-        columns = _columns(f, at)
-        maxima = _group_maxima(columns, group)
-        largest = largest.umax(maxima)
-        byte = scale_of((maxima << 16).umin(float_bits(E2M1_FLOAT32_MAX)))
-        f.store(byte.to("i8").pick(lanes), f.parameter("scale"), at // group)
-        blocks.append((at, columns, _limits(unit(byte))))
-    for at, columns, limits in blocks:
-        _store_codes(f, at, [_codes(column, limits) for column in columns])
-    return largest.reduce("umax").to("i16")
+    turned = _Turned(f)
+    none = f.constant(_RUNS_TYPE, 0)
+    maxima, largest = f.variable(none), f.variable(none)
+    limits = [f.variable(f.constant(_ROW_TYPE, 0)) for _ in _EDGES]
+    with f.loop(f.constant(I64, 0), blocks + (blocks.umin(1) << 1), 1) as turn:
+        encoded = turn - turn.umin(2)
+        scaled = (turn - turn.umin(1)).umin(blocks - 1)
+        signs, magnitudes = turned.load(turn & 1)
+        own = [limit.get() for limit in limits]
+
+        amax = maxima.get()
+        largest.set(largest.get().umax(amax))
+        byte, unit = scales(amax.umin(float_bits(E2M1_FLOAT32_MAX)))
+        lanes = _LANES[:: group // 16]
+        f.store(byte.to("i8").pick(lanes), f.parameter("scale"), scaled * (BLOCK // group))
+        for limit, bits in zip(limits, _limits(unit), strict=True):
+            limit.set(bits)
+
+        columns = _columns(f, turn.umin(blocks - 1) * BLOCK)
+        maxima.set(_group_maxima(turned.store(columns, turn & 1), group))
+
+        _store_codes(f, encoded * BLOCK, _codes(signs, magnitudes, own))
+    return (largest.get().reduce("umax") >> 16).to("i16")
+
+
+class _Turned:
+    """Columns of two blocks, their signs apart."""
+
+    def __init__(self, f: Function) -> None:
+        self._f = f
+        self._signs = f.array(_ROW_TYPE, 2 * 4)
+        self._magnitudes = f.array(_ROW_TYPE, 2 * 8)
+
+    def store(self, columns: Sequence[Value], place: Value) -> list[Value]:
+        """Keep the columns of a block in one of two places; their magnitudes."""
+        for i in range(4):
+            signs = _placed_signs(*columns[2 * i : 2 * i + 2])
+            self._f.store(signs, self._signs, (place * 4 + i) * _ROW)
+        magnitudes = [column & 0x7FFF for column in columns]
+        for i, column in enumerate(magnitudes):
+            self._f.store(column, self._magnitudes, (place * 8 + i) * _ROW)
+        return magnitudes
+
+    def load(self, place: Value) -> tuple[list[Value], list[Value]]:
+        """The placed signs of pairs of columns, and the magnitudes of columns."""
+        load = self._f.load
+        signs = [load(_ROW_TYPE, self._signs, (place * 4 + i) * _ROW) for i in range(4)]
+        return signs, [load(_ROW_TYPE, self._magnitudes, (place * 8 + i) * _ROW) for i in range(8)]
 
 
 def _columns(f: Function, at: Value) -> list[Value]:
     """For each i pair i of every run of a block, in the order of _RUNS: <32 x i16>."""
     rows = [
         f.load(Type("i16", _ROW), f.parameter("w"), at + i).bitcast("i32")
-        for i in range(0, _BLOCK, _ROW)
+        for i in range(0, BLOCK, _ROW)
     ]
     halves = _transposed(rows[:4]), _transposed(rows[4:])
     # Parts of four lanes hold in turn the first four and the last four pairs of a run.
@@ -113,13 +149,13 @@ def _interleaved(one: Value, other: Value, size: int) -> tuple[Value, Value]:
     return one.pick(low, other), one.pick([lane + 2 for lane in low], other)
 
 
-def _group_maxima(columns: Sequence[Value], group: int) -> Value:
-    """The bits of each group's largest magnitude, in all lanes of its runs: <16 x i32>."""
-    largest = columns[0] & 0x7FFF
-    for column in columns[1:]:
-        largest = largest.umax(column & 0x7FFF)
+def _group_maxima(magnitudes: Sequence[Value], group: int) -> Value:
+    """Each group's largest magnitude as the bits of a float32, in all lanes of its runs."""
+    largest = magnitudes[0]
+    for column in magnitudes[1:]:
+        largest = largest.umax(column)
     pairs = largest.bitcast("i32")
-    maxima = (pairs >> 16).umax(pairs & 0xFFFF)
+    maxima = (pairs << 16).umax(pairs & -0x10000)
     if group == 32:
         maxima = maxima.umax(maxima.pick([_LANES[run ^ 1] for run in _RUNS]))
     return maxima
@@ -136,28 +172,59 @@ def _limits(unit: Value) -> list[Value]:
     return limits
 
 
-def _codes(weights: Value, limits: Sequence[Value]) -> Value:
-    """Codes, the sign in bit 3, of BF16 weights: <32 x i16>."""
-    magnitude = weights & 0x7FFF
+def _placed(f: Function, code: int, column: int) -> Value:
+    """A code where the nibbles of columns 0 and 1 are put: <32 x i16>.
+
+    Column 0 in one byte, column 1 in the next, even weights in the lower nibble, odd ones in the
+    upper: so the halves of a pair, put over each other, are two bytes of codes.
+    """
+    return _of_pairs(f, code << (8 * column), code << (8 * column + 4))
+
+
+def _placed_signs(*columns: Value) -> Value:
+    """Bit 3 of the codes of two columns."""
+    f = columns[0].function
+    # Of even weights from bit 15 to 3 and 11, of odd ones to 7 and 15.
+    one, two = (
+        (column >> _of_pairs(f, 12 - 8 * i, 8 - 8 * i)) & _placed(f, 8, i)
+        for i, column in enumerate(columns)
+    )
+    return one | two
+
+
+def _of_pairs(f: Function, even: int, odd: int) -> Value:
+    """A number for the even and one for the odd weights: <32 x i16>."""
+    return f.constant(_RUNS_TYPE, even | odd << 16).bitcast("i16")
+
+
+def _codes(
+    signs: Sequence[Value], magnitudes: Sequence[Value], limits: Sequence[Value]
+) -> list[Value]:
+    """The codes of pairs of columns, as `_placed` says, with the signs given so."""
     one, two, three, four, five, six, seven = limits
-    code = (weights >> 12) & 8
-    upper = four < magnitude
-    code = (code + 4).where(upper, code)
-    middle = six.where(upper, two) < magnitude
-    code = (code + 2).where(middle, code)
-    odd = seven.where(upper, three).where(middle, five.where(upper, one)) < magnitude
-    return (code + 1).where(odd, code)
+    codes = []
+    for i, code in enumerate(signs):
+        for column, magnitude in enumerate(magnitudes[2 * i : 2 * i + 2]):
+            upper = four < magnitude
+            middle = six.where(upper, two) < magnitude
+            odd = seven.where(upper, three).where(middle, five.where(upper, one)) < magnitude
+            for part, condition in ((4, upper), (2, middle), (1, odd)):
+                code = (code + _placed(code.function, part, column)).where(condition, code)
+        codes.append(code)
+    return codes
 
 
-def _store_codes(f: Function, at: Value, columns: Sequence[Value]) -> None:
-    """Write codes in columns of pairs as nibbles in the order of the weights."""
-    words = []
-    for i in (0, 4):
-        # Codes 0 and 2 of a run beside codes 1 and 3, then with those in the gaps.
-        early, late = ((columns[j] | (columns[j + 1] << 8)).bitcast("i32") for j in (i, i + 2))
-        early, late = early | (early >> 12), late | (late >> 12)
-        words.append((early & 0xFFFF) | (late << 16))
+def _store_codes(f: Function, at: Value, codes: Sequence[Value]) -> None:
+    """Write the codes of a block as nibbles in the order of the weights."""
+    words = _joined(*codes[:2]), _joined(*codes[2:])
     for half in (_LANES[:8], _LANES[8:]):
         lanes = [lane + 16 * word for lane in half for word in range(2)]
         place = (at + 16 * _RUNS[half[0]]) // 2
         f.store(words[0].pick(lanes, words[1]).bitcast("i8"), f.parameter("qdata"), place)
+
+
+def _joined(one: Value, other: Value) -> Value:
+    """Four bytes of each run, two from the halves of a pair in `one`, two from `other`."""
+    straight = [lane + _ROW * (lane % 2) for lane in range(_ROW)]
+    crossed = [(lane ^ 1) + _ROW * (lane % 2) for lane in range(_ROW)]
+    return (one.pick(straight, other) | one.pick(crossed, other)).bitcast("i32")

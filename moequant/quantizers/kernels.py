@@ -165,6 +165,10 @@ def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
     def reciprocal(byte: Value) -> Value:
         return ((f.constant(byte.type, 254) - byte) << 23).bitcast("float")
 
+    def scales(amax: Value) -> tuple[Value, Value]:
+        byte = scale_of(amax)
+        return byte, power(byte)
+
     def least_squares(groups: list[Value], byte: Value) -> Value:
         x = [w * r for w, r in zip(groups, _spread(reciprocal(byte), 32), strict=True)]
         half, one = (f.constant(F32, scale).splat(len(groups)) for scale in (0.5, 1.0))
@@ -179,7 +183,7 @@ def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
         search=least_squares if rule == "mse" else None,
         factor=reciprocal,
         scaled=lambda w, factor: w * factor,
-        unit=power,
+        scales=scales,
     )
 
 
@@ -202,8 +206,14 @@ def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
             best, least = near.where(better, best), error.where(better, least)
         return best
 
-    def unit(code: Value) -> Value:
-        return E4M3.decode(code) * g.splat(code.type.lanes)
+    def scales(amax: Value) -> tuple[Value, Value]:
+        # A product for both quotients: of amax's 8 bits, 6 times a tie of E4M3 becomes the tie,
+        # as 1 / 6 is rounded by 2**-25 of it, and no other comes near one.
+        x = amax.bitcast("float") * (f.constant(F32, 1 / E2M1_MAX) / g).splat(amax.type.lanes)
+        code = f.constant(amax.type, _ONE_E4M3).where(amax.equals(0), E4M3.encode(x).umax(1))
+        # Of zeros any other unit does as well.
+        rounded = E4M3.round(x).bitcast("i32").umax(float_bits(E4M3_SMALLEST))
+        return code, rounded.bitcast("float") * g.splat(amax.type.lanes)
 
     return _grouped(
         f,
@@ -211,9 +221,9 @@ def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
         group=16,
         scale_of=scale_of,
         search=least_squares if options["search"] == "mse" else None,
-        factor=unit,
+        factor=lambda code: E4M3.decode(code) * g.splat(code.type.lanes),
         scaled=lambda w, factor: w / factor,
-        unit=unit if options["global_scale"] == "power_of_two" else None,
+        scales=scales if options["global_scale"] == "power_of_two" else None,
     )
 
 
@@ -241,7 +251,7 @@ def _grouped(
     search: Callable[[list[Value], Value], Value] | None,
     factor: Callable[[Value], Value],
     scaled: Callable[[Value, Value], Value],
-    unit: Callable[[Value], Value] | None,
+    scales: Callable[[Value], tuple[Value, Value]] | None,
 ) -> Function:
     """E2M1 codes of groups that depend on nothing but themselves, many groups at a time.
 
@@ -253,7 +263,7 @@ def _grouped(
         search: better bytes, from the groups' clamped magnitudes and the bytes; if any.
         factor: from bytes, what magnitudes are scaled by.
         scaled: what is encoded, from clamped magnitudes and the factor of each.
-        unit: from bytes, what magnitudes are divided by, if it has as few bits as `e2m1` needs.
+        scales: of weights in BF16, as `e2m1` wants them, if they have few enough bits.
     """
     w, qdata, scale = (f.parameter(name) for name in ("w", "qdata", "scale"))
 
@@ -278,16 +288,14 @@ def _grouped(
 
     largest = f.variable(f.constant(Type(source.element), 0))
     groups = f.parameter("rows") * f.parameter("columns") // group
-    if source.dtype != "bfloat16" or search is not None:
-        unit = None
-    together = _GROUPS if unit is None else e2m1.WEIGHTS // group
-    for count, loop in f.strips(f.constant(I64, 0), groups, together):
-        with loop as first:
-            if unit is not None and count > 1:
-                found = e2m1.encode_bfloat16(f, first, group=group, scale_of=scale_of, unit=unit)
-            else:
-                found = encode(first, count)
-            largest.set(largest.get().umax(found))
+    first, together = f.constant(I64, 0), _GROUPS
+    if scales is not None and search is None and source.dtype == "bfloat16":
+        blocks = groups // (e2m1.BLOCK // group)
+        largest.set(e2m1.encode_bfloat16(f, blocks, group=group, scales=scales))
+        first, together = blocks * (e2m1.BLOCK // group), 1
+    for count, loop in f.strips(first, groups, together):
+        with loop as at:
+            largest.set(largest.get().umax(encode(at, count)))
     f.give(largest.get().to("i32"))
     return f
 

@@ -286,6 +286,12 @@ class Function:
         variable.set(initial)
         return variable
 
+    def array(self, type: Type, count: int) -> Value:
+        """The address of room for `count` values of `type`, there while the function runs."""
+        slot = self._fresh()
+        self._variables.append(f"  {slot} = alloca [{count} x {type}]")
+        return Value(self, PTR, slot)
+
     @contextmanager
     def loop(self, start: Value, stop: Value, step: int) -> Iterator[Value]:
         """Do what is written in the block for start, start + step, ... below `stop` (i64)."""

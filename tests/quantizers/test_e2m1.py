@@ -7,9 +7,9 @@ import torch
 
 from moequant.formats.elements import E2M1_FLOAT32_MAX, encode_e2m1, pack_nibbles
 from moequant.quantizers import jit
-from moequant.quantizers.e2m1 import WEIGHTS, encode_bfloat16
+from moequant.quantizers.e2m1 import BLOCK, encode_bfloat16
 from moequant.quantizers.operands import Operand, new_kernel, operand_of
-from moequant.quantizers.vectors import I32, I64
+from moequant.quantizers.vectors import I32
 
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 UNITS = {
@@ -24,8 +24,8 @@ def compiled(group):
     """BF16 weights to codes, given the unit of all groups as the global scale."""
     f = new_kernel()
     unit = f.parameter("global_scale").splat(16)
-    with f.loop(f.constant(I64, 0), f.parameter("rows"), WEIGHTS // group) as first:
-        encode_bfloat16(f, first, group=group, scale_of=lambda bits: bits, unit=lambda _: unit)
+    blocks = f.parameter("rows") // (BLOCK // group)
+    encode_bfloat16(f, blocks, group=group, scales=lambda bits: (bits, unit))
     f.give(f.constant(I32, 0))
     return jit.compile_kernel(f.text())
 
