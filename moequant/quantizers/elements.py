@@ -48,8 +48,12 @@ class Minifloat:
         a step is p / 2**mantissa and the value makes at most 2 * 2**mantissa of them. Each power
         of two above the least adds 2**mantissa codes.
         """
-        bits, power = self._bits_and_power(magnitude)
-        total = bits.bitcast("float") + self._rounder(power)
+        return self.encode_held(self._held(magnitude))
+
+    def encode_held(self, magnitude: Value) -> Value:
+        """As `encode`, of values that round to no more than the largest."""
+        power = self._power(magnitude)
+        total = magnitude + self._rounder(power)
         return (total.bitcast("i32") + (power >> (23 - self._mantissa))) & (self._codes - 1)
 
     def decode(self, code: Value) -> Value:
@@ -61,13 +65,15 @@ class Minifloat:
 
     def round(self, magnitude: Value) -> Value:
         """The element's value nearest to each non-negative float32 value."""
-        bits, power = self._bits_and_power(magnitude)
-        rounder = self._rounder(power)
-        return (bits.bitcast("float") + rounder) - rounder
+        held = self._held(magnitude)
+        rounder = self._rounder(self._power(held))
+        return (held + rounder) - rounder
 
-    def _bits_and_power(self, magnitude: Value) -> tuple[Value, Value]:
-        bits = magnitude.bitcast("i32").umin(float_bits(self._largest))
-        return bits, (bits & _EXPONENT).umax((self._least + 127) << 23)
+    def _held(self, magnitude: Value) -> Value:
+        return magnitude.bitcast("i32").umin(float_bits(self._largest)).bitcast("float")
+
+    def _power(self, magnitude: Value) -> Value:
+        return (magnitude.bitcast("i32") & _EXPONENT).umax((self._least + 127) << 23)
 
     def _rounder(self, power: Value) -> Value:
         """A float32 whose last bit is worth a step: 2**23 steps, and a few.
@@ -125,6 +131,18 @@ def encode_int4(x: Value) -> Value:
     Held to -8..7 before the rounding, which is the same as after it: both are integers.
     """
     return (x.clamp(-8.0, 7.0) + _INT4_ROUNDER).bitcast("i32") & 0xF
+
+
+def encode_near_int4(x: Value) -> Value:
+    """`encode_int4` of the multiple of 2**-17 nearest to each x.
+
+    So a product of float32 with a reciprocal stands for a quotient by a number of 8 bits, if x has
+    11 or less: it is off by 2**-20 at most, the quotients next to a tie by 2**-15 at least.
+    """
+    # From 64 to 128 float32 has such steps; and positive ones are in the order of their bits.
+    bits = (x + 96.0).bitcast("i32")
+    near = bits.smax(float_bits(96.0 - 8.0)).umin(float_bits(96.0 + 7.0)).bitcast("float")
+    return (near + (_INT4_ROUNDER - 96.0)).bitcast("i32") & 0xF
 
 
 def sign_bit(values: Value, place: int) -> Value:
@@ -202,6 +220,10 @@ class Source:
         bits = stored.type.bits
         both = stored.bitcast(f"i{2 * bits}")
         return self.float(both.to(self.element)), self.float((both >> bits).to(self.element))
+
+    def tops(self, stored: Value) -> Value:
+        """The upper 16 bits of each weight, which begin with its sign."""
+        return stored if stored.type.bits == 16 else (stored >> 16).to("i16")
 
     def number(self, bits: int) -> float:
         """The finite number that has these bits."""

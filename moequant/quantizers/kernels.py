@@ -8,6 +8,7 @@ Where these differ from the reference in more than the order of independent oper
 
 * products with the reciprocal of a power of two stand for quotients: the reciprocal is a normal
   float32, so both are the same real number, rounded once;
+* so do products with other reciprocals where the few bits of a weight rule out another code;
 * signs are put aside: rounding to nearest is symmetric, and so are quotients by positive numbers;
 * magnitudes are compared as unsigned integers, whose order is that of the floats they are.
 """
@@ -41,6 +42,7 @@ from moequant.quantizers.elements import (
     E2M1,
     E4M3,
     encode_int4,
+    encode_near_int4,
     float_bits,
     group_sum,
     join_nibbles,
@@ -64,6 +66,8 @@ _EXPONENT = 0xFF << 23
 _ONE_E4M3 = 0x38
 _STRIP = 64
 """Weights that are encoded at a time: of 16, 32, 64 and 128 the fastest."""
+_TILE = 128
+"""Rows and columns of fp8_block's blocks, and the weights of it that are encoded at a time."""
 _LINE = 32
 """Weights of two bytes in a line of the cache."""
 _GROUPS = 16
@@ -96,9 +100,24 @@ def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
     zero = f.constant(I64, 0)
     largest = f.variable(f.constant(Type(source.element), 0))
     block_index = f.variable(zero)
-    with f.loop(zero, rows, 128) as top, f.loop(zero, columns, 128) as left:
-        bottom, right = rows.umin(top + 128), columns.umin(left + 128)
-        strips = (_STRIP, source.least_lanes)
+
+    def code(w: Value, scale: Value) -> Value:
+        held = _clamped(w, E4M3_FLOAT32_MAX)
+        if options["scale"] == "power_of_two":
+            return E4M3.encode_held(held * _reciprocal(scale).splat(w.type.lanes))
+        return E4M3.encode_held(held / scale.splat(w.type.lanes))
+
+    def codes(stored: Value, scale: Value) -> Value:
+        signs = (source.tops(stored) >> 8) & 0x80
+        if stored.type.lanes == 1:
+            return code(source.float(stored), scale).to("i8") | signs.to("i8")
+        # Pairs need no widening, and stay together until they are bytes.
+        even, odd = (code(w, scale) for w in source.pairs(stored))
+        return ((even | (odd << 16)).bitcast("i16") | signs).to("i8")
+
+    with f.loop(zero, rows, _TILE) as top, f.loop(zero, columns, _TILE) as left:
+        bottom, right = rows.umin(top + _TILE), columns.umin(left + _TILE)
+        strips = (_TILE, source.least_lanes)
         found = {n: f.variable(f.constant(Type(source.element, n), 0)) for n in strips}
         with f.loop(top, bottom, 1) as row:
             start = row * columns
@@ -119,15 +138,8 @@ def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
                     stored = source.load(f, f.parameter("w"), start + column, lanes)
                     # The next block: rows lie too far apart for the processor to see it come.
                     for i in range(0, lanes, _LINE):
-                        source.prefetch(f, f.parameter("w"), start + column + (128 + i))
-                    values = source.float(stored)
-                    scaled = _clamped(values, E4M3_FLOAT32_MAX)
-                    if options["scale"] == "power_of_two":
-                        scaled = scaled * _reciprocal(scale).splat(lanes)
-                    else:
-                        scaled = scaled / scale.splat(lanes)
-                    code = E4M3.encode(scaled) | sign_bit(values, 7)
-                    f.store(code.to("i8"), f.parameter("qdata"), start + column)
+                        source.prefetch(f, f.parameter("w"), start + column + (_TILE + i))
+                    f.store(codes(stored, scale), f.parameter("qdata"), start + column)
     f.give(largest.get().to("i32"))
     return f
 
@@ -347,6 +359,12 @@ def w4a8(source: Source, options: Mapping[str, str]) -> Function:
     groups = columns // GROUP
     zero = f.constant(I64, 0)
     largest = f.variable(f.constant(Type(source.element), 0))
+
+    def code(x: Value, scale: Value) -> Value:
+        if source.dtype == "float32":
+            return encode_int4(x / scale.splat(x.type.lanes))
+        return encode_near_int4(x * (f.constant(F32, 1.0) / scale).splat(x.type.lanes))
+
     with f.loop(zero, rows, _ROWS) as top:
         bottom = rows.umin(top + _ROWS)
         first = top * groups
@@ -377,7 +395,7 @@ def w4a8(source: Source, options: Mapping[str, str]) -> Function:
                 # Or the search for extremes, which has little to do, would wait for memory.
                 source.prefetch(f, w, at + columns * _ROWS)
                 weights = source.pairs(source.load(f, w, at, _PAIRED))
-                even, odd = (encode_int4(x / scale.splat(_PAIRED // 2)) for x in weights)
+                even, odd = (code(x, scale) for x in weights)
                 f.store(join_nibbles(even, odd), f.parameter("qdata"), at // 2)
     f.give(largest.get().to("i32"))
     return f

@@ -16,6 +16,7 @@ from moequant.quantizers.elements import (
     decode_e8m0,
     decode_int4,
     encode_int4,
+    encode_near_int4,
     magnitude,
     round_int4,
     round_to_bfloat16,
@@ -98,6 +99,32 @@ def test_codecs_agree_on_every_float32(ours, theirs):
         x = x.view(torch.float32)
         x = torch.where(x.isfinite(), x, 0)
         assert torch.equal(run(x), theirs(x).to(torch.int32))
+
+
+@pytest.mark.parametrize("unit", [2.0**-28, 1.0, 2.0**120])
+def test_products_with_reciprocals_of_8_bits_encode_as_the_quotients_by_them(unit):
+    run = compiled(encode_near_int4)
+    numbers = torch.arange(1 << 10, 1 << 11) / (1 << 10) * unit
+    x = torch.cat([numbers * 2.0**e * sign for e in range(-5, 7) for sign in (-1, 1)])
+    for divisor in torch.arange(1 << 7, 1 << 8) / (1 << 7) * unit:
+        scale = divisor.expand(len(x)).contiguous()
+        wanted = reference.encode_int4(x / scale)
+        assert torch.equal(run(x * (1.0 / scale)), wanted.to(torch.int32)), divisor
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tops_begin_with_the_sign(dtype):
+    f = new_kernel()
+    source = Source(dtype)
+    w = torch.tensor([1.0, -1.0, 0.0, -0.0] * 4).to(getattr(torch, dtype))
+    tops = source.tops(source.load(f, f.parameter("w"), f.constant(I64, 0), LANES))
+    f.store(tops, f.parameter("qdata"), f.constant(I64, 0))
+    f.give(f.constant(I32, 0))
+    found = torch.empty(LANES, dtype=torch.int16)
+    jit.compile_kernel(f.text())(
+        *operand_of(w).arguments(), 16, 1, *Operand(data=found).arguments(), 0
+    )
+    assert torch.equal(found < 0, w.signbit())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
