@@ -87,3 +87,26 @@ def test_an_arena_stays_aligned_wherever_a_file_begins(position: int) -> None:
     arena.begin_like(position)
     for dtype in (torch.uint8, torch.float32, torch.int64):
         assert arena.empty((3,), dtype=dtype).data_ptr() % 64 == 0
+
+
+def test_an_arena_has_the_same_tensors_again_and_keeps_few():
+    arena = Arena(size_bytes=100_000)
+    arena.begin_like(64)
+    first = arena.empty((3, 5), dtype=torch.bfloat16)
+    arena.clear()
+    arena.begin_like(64)
+    assert arena.empty((3, 5), dtype=torch.bfloat16) is first
+    for size in range(1000):
+        arena.clear()
+        assert arena.empty((size,), dtype=torch.uint8).nbytes == size
+    assert len(arena._views) <= 64
+    arena.empty((200_000,), dtype=torch.uint8)
+    arena.clear()
+    assert arena._views == {}
+
+
+def test_an_arena_takes_a_few_bytes_more_than_it_asked_for():
+    arena = Arena(lambda size_bytes: torch.empty(size_bytes + 100, dtype=torch.uint8))
+    assert arena.empty((30, 5), dtype=torch.bfloat16).shape == (30, 5)
+    arena.clear()
+    assert arena.size_bytes == 320 + PAGE_BYTES + 100

@@ -1,0 +1,28 @@
+"""Memory that quantizers give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant.quantizers.tiles import TorchQuantizer
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "size_bytes",
+    [0, 1, MIB - 1, MIB, 3 * MIB // 2 - 1, 3 * MIB // 2, 2 * MIB, 6 * MIB + 4096, 8 * MIB - 1],
+)
+def test_memory_is_as_much_as_was_asked_for_or_little_more(size_bytes: int) -> None:
+    memory = TorchQuantizer().allocate(size_bytes)
+    assert memory.dtype == torch.uint8
+    assert size_bytes <= len(memory) <= size_bytes + MIB // 2
+    assert (memory.fill_(7) == 7).all()
+
+
+def test_memory_is_good_where_there_are_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mmap.MADV_HUGEPAGE", raising=False)
+    memory = TorchQuantizer().allocate(2 * MIB - 1)
+    assert len(memory) == 2 * MIB - 1
+    assert (memory.fill_(7) == 7).all()
