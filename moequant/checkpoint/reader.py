@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 _MOST_BUFFERS = 1024
@@ -73,6 +73,19 @@ class FixedFile:
         """The bytes from `start` up to `stop`; errors as `read_into`."""
         data = bytearray(stop - start)
         self.read_into(start, memoryview(data))
+        return data
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> bytearray:
+        """The bytes of each range, from a start up to a stop, joined; errors as `read_into`."""
+        data = bytearray(sum(stop - start for start, stop in ranges))
+        view, done = memoryview(data), 0
+        fd = self._open()
+        try:
+            for start, stop in ranges:
+                self._fill(fd, start, view[done : done + stop - start])
+                done += stop - start
+        finally:
+            os.close(fd)
         return data
 
     def chunks(self, start: int, stop: int, chunk_bytes: int) -> Iterator[memoryview]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
-from moequant.checkpoint.disk import explained, fsync_directory, replace_file
+from moequant.checkpoint.disk import explained, fsync_directory
 from moequant.checkpoint.files import (
     CONFIG_FILE,
     HF_QUANT_CONFIG_FILE,
@@ -31,7 +31,7 @@ from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from moequant.checkpoint.source import Checkpoint
@@ -119,7 +119,8 @@ def _stage(
     }
     record = _encode(_record(plan, shards, written, provenance))
     for file, data in {**written, RECORD_FILE: record}.items():
-        replace_file(journal.staged / file, data)
+        _write(journal.staged / file, [memoryview(data)])
+    fsync_directory(journal.staged)
     return list(provenance["sidecars"])
 
 
@@ -131,22 +132,32 @@ def _copy(source: Path, target: Path, sha256: str) -> None:
     """
     digest = hashlib.sha256()
     file = FixedFile.at(source)
-    with explained(target, "written"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
-                digest.update(chunk)
-                while chunk:
-                    chunk = chunk[os.write(fd, chunk) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+
+    def chunks() -> Iterator[memoryview]:
+        for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
+            digest.update(chunk)
+            yield chunk
+
+    _write(target, chunks())
     if digest.hexdigest() != sha256:
         raise CheckpointError(
             f"{source}: changed while in use; wait until nothing writes to it and repeat the "
             "command"
         )
+
+
+def _write(target: Path, chunks: Iterable[memoryview]) -> None:
+    """Bring a file to disk whose name is not yet the output's: what is half there is of no harm."""
+    with explained(target, "written"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for chunk in chunks:
+                while chunk:
+                    chunk = chunk[os.write(fd, chunk) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _move(folder: Path, output: Path, files: Iterable[str]) -> None:

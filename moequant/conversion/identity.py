@@ -18,13 +18,15 @@ from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from moequant.checkpoint.headers import TensorInfo
     from moequant.checkpoint.source import Checkpoint
     from moequant.progress import Progress
 
 SAMPLE_BYTES = 4096
+_RANGES_AT_ONCE = 128
 _CHUNK_BYTES = 8 << 20
 _HEX_SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -81,13 +83,30 @@ def source_digests(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str
 
 def _sample(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256()
-    for name, info in checkpoint.tensors.items():
-        size = min(SAMPLE_BYTES, info.size_bytes)
-        for offset in (0, info.size_bytes - size):
-            buffer = bytearray(size)
-            checkpoint.read_into(name, offset, buffer)
-            digest.update(buffer)
+    files = checkpoint.weight_files()
+    for file, ranges in _sampled(checkpoint.tensors.values()):
+        digest.update(files[file].read_ranges(ranges))
     return digest.hexdigest()
+
+
+def _sampled(infos: Iterable[TensorInfo]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Both ends of every tensor: a file, and ranges to be read at once, joined where they meet.
+
+    The last bytes of a tensor and the first of the next mostly do.
+    """
+    file = ""
+    ranges: list[tuple[int, int]] = []
+    for info in infos:
+        if ranges and (info.file != file or len(ranges) >= _RANGES_AT_ONCE):
+            yield file, ranges
+            ranges = []
+        file = info.file
+        size = min(SAMPLE_BYTES, info.size_bytes)
+        for start in (info.start, info.stop - size):
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((first, start + size))
+    if ranges:
+        yield file, ranges
 
 
 def content_digests(

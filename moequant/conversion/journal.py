@@ -86,11 +86,13 @@ class Journal:
         The old plan goes first and the new one comes last: a plan never stands beside shards or
         lines of another.
         """
-        self._plan.unlink(missing_ok=True)
-        if self.shards.exists():
-            shutil.rmtree(self.shards)
+        left = [path for path in (self._plan, self._lines, self.shards) if path.exists()]
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if left:
+            fsync_directory(self.folder)
         self.shards.mkdir(parents=True)
-        replace_file(self._lines, b"")
+        self._lines.touch()
         replace_file(self._plan, json.dumps(record, indent=2).encode())
 
     def close(self) -> None:
