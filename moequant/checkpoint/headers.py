@@ -151,7 +151,7 @@ def encode_header(slots: Iterable[TensorSlot]) -> bytes:
     fields = ['"__metadata__":{"format":"pt"}']
     for name, dtype, shape, offset, size_bytes in slots:
         fields.append(
-            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
+            f"{encode_basestring(name)}:{{{_kind(dtype, shape)},"
             f'"data_offsets":[{offset},{offset + size_bytes}]}}'
         )
     text = f"{{{','.join(fields)}}}".encode()
@@ -162,6 +162,11 @@ def encode_header(slots: Iterable[TensorSlot]) -> bytes:
             f"at most {MAX_HEADER_BYTES}; choose a smaller --max-shard-size"
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+@lru_cache(maxsize=1 << 10)
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
 
 
 def _show(value: object) -> str:

@@ -185,7 +185,7 @@ def _unit(
         return None
     resolved = [(rule.format, rule.resolved_options) for rule in rules]
     format, options = resolved[0]
-    if len(rules) < len(names) or any(other != (format, options) for other in resolved):
+    if resolved.count(resolved[0]) < len(names):
         raise RecipeError(
             f"{' and '.join(names)} are merged by engines, so they need one format with the same "
             "options; widen the rule to all of them"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,7 @@ from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
@@ -141,9 +143,10 @@ def convert(
     if architecture is not None:
         read_architectures(architecture)  # now, for a download may take long
     path = locate(source, revision)
-    checkpoint = Checkpoint.open(path)
-    own = described_architectures(path, architecture)
-    plan = _mention_left_out(plan_checkpoint(checkpoint, chosen, own), checkpoint)
+    with _without_collector():
+        checkpoint = Checkpoint.open(path)
+        own = described_architectures(path, architecture)
+        plan = _mention_left_out(plan_checkpoint(checkpoint, chosen, own), checkpoint)
     # Now, so that a file that cannot come along is found before anything is written.
     sidecars = [f for f in checkpoint.sidecars() if f.name not in OTHER_QUANTIZATION]
     target = _output_path(output)
@@ -175,6 +178,21 @@ def convert(
     check_apart(checkpoint, target)
     with explained(target, "written"):
         return _convert(work, workers, progress or SilentProgress())
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A plan makes many objects and no garbage, which Python looks for again as they double.
+
+    It takes a tenth of the time of a small plan, and two fifths of one of 50 000 tensors.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def plan_checkpoint(
