@@ -6,10 +6,10 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import get_data
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 Known = Literal["tested", "read", "seen"]
 
@@ -156,7 +156,7 @@ def _texts() -> list[str]:
 
 @cache
 def _rule(text: str) -> _Rule:
-    entry = tomllib.loads(text)
+    entry: Mapping[str, Any] = tomllib.loads(text)
     lists = {
         key: tuple(entry[key]) for key in ("dialects", "formats", "model_types") if key in entry
     }
