@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 
@@ -68,6 +69,68 @@ def test_4_5_gb_convert_in_1_5_gb(large, tmp_path, format):
     total = json.loads((large / "model.safetensors.index.json").read_text())["metadata"]
     assert total["total_size"] > 4.5e9
     assert peak_of_conversion(large, tmp_path / "out", format) < 1.5e9
+
+
+PLANNED = """
+import json, re, sys
+from pathlib import Path
+
+from moequant.conversion import convert
+
+def status(key):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{key}:\\s+(\\d+) kB", text)[1]) * 1024
+
+small, large, output, format = sys.argv[1:]
+convert(small, output, format=format, dry_run=True)
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again at what is resident now
+before = status("VmRSS")
+plan = convert(large, output, format=format, dry_run=True).plan
+json.dumps(plan.index(), indent=2).encode()
+print(status("VmHWM") - before, plan.own_bytes)
+"""
+
+
+def write_many(path, *, layers, experts):
+    """Qwen3 with experts of 128 x 128 alone; all zeros, in a hole of their file."""
+    config = {
+        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 128,
+        "moe_intermediate_size": 128, "num_hidden_layers": layers, "num_experts": experts,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+        for layer in range(layers)
+        for expert in range(experts)
+        for projection in ("gate", "up", "down")
+    ]
+    size_bytes = 2 * 128 * 128
+    header = {
+        name: {
+            "dtype": "BF16",
+            "shape": [128, 128],
+            "data_offsets": [i * size_bytes, (i + 1) * size_bytes],
+        }
+        for i, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    path.mkdir()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + len(names) * size_bytes)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_block"])
+def test_a_plan_of_many_tensors_takes_what_it_says(tmp_path, format):
+    small = write_many(tmp_path / "small", layers=1, experts=2)
+    large = write_many(tmp_path / "large", layers=10, experts=500)
+    command = [sys.executable, "-c", PLANNED, small, large, tmp_path / "out", format]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    grown, said = map(int, done.stdout.split())
+    # Less than half would promise memory that nobody needs.
+    assert said / 2 < grown < said
 
 
 FREED = """
