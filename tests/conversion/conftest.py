@@ -39,6 +39,28 @@ def small_source(make_checkpoint, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def large_source(make_checkpoint, tmp_path_factory):
+    """13 MB of experts so large that what becomes of them is written past the page cache."""
+    path = tmp_path_factory.mktemp("large") / "source"
+    return make_checkpoint(
+        path=path, layers=1, experts=2, hidden=1024, intermediate=1024, vocabulary=64
+    )
+
+
+@pytest.fixture
+def past_cache():
+    """past_cache(calls): numbers of those that begin a write past the page cache."""
+
+    def past_cache(calls):
+        numbers = [number for number, call in enumerate(calls, start=1) if call == "io_submit"]
+        if not numbers:
+            pytest.skip("no writes past the page cache, by system or file system")
+        return numbers
+
+    return past_cache
+
+
 class Left:
     """What a conversion that was struck has left in its output."""
 

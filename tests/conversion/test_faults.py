@@ -34,12 +34,12 @@ def check_message(answer, out, code):
     assert ADVICE[code] in answer["message"]
 
 
-def sweep(struck, source, whole, tmp_path, left, contents, code, stride, lasting):
+def sweep(struck, source, whole, tmp_path, left, contents, code, stride, lasting, numbers=None):
     """Strike every `stride`-th call in turn; each time the same command then goes on."""
     calls, folder = whole
     wanted, out = contents(folder), tmp_path / "out"
     struck_calls = 0
-    for number in range(1, len(calls) + 1, stride):
+    for number in numbers or range(1, len(calls) + 1, stride):
         shutil.rmtree(out, ignore_errors=True)
         fault = {"at": number, "errno": code, "lasting": lasting}
         if lasting and calls[number - 1] not in TAKE_SPACE:
@@ -64,7 +64,19 @@ def sweep(struck, source, whole, tmp_path, left, contents, code, stride, lasting
     assert struck_calls
 
 
-TAKE_SPACE = ("open", "write", "pwrite", "pwritev", "posix_fallocate", "ftruncate", "mkdir")
+TAKE_SPACE = (
+    "open", "write", "pwrite", "pwritev", "posix_fallocate", "ftruncate", "mkdir", "io_submit",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "lasting"), [(errno.EIO, False), (errno.ENOSPC, True)])
+def test_any_write_past_the_cache_that_fails(
+    struck, large_source, tmp_path, left, contents, past_cache, code, lasting
+):
+    folder = tmp_path / "whole"
+    calls = struck(large_source, folder, **SETTINGS)["calls"]
+    places = large_source, (calls, folder), tmp_path, left, contents
+    sweep(struck, *places, code, 1, lasting, past_cache(calls))
 
 
 def test_disk_that_is_full_from_any_call_on(struck, small_source, whole, tmp_path, left, contents):

@@ -67,6 +67,20 @@ def test_killed_before_any_call_that_changes_the_disk(
     assert contents(out) == wanted
 
 
+def test_killed_before_any_write_past_the_cache(
+    struck, large_source, tmp_path, left, contents, past_cache
+):
+    calls = struck(large_source, tmp_path / "whole", **SETTINGS)["calls"]
+    wanted, out = contents(tmp_path / "whole"), tmp_path / "out"
+    for number in past_cache(calls):
+        shutil.rmtree(out, ignore_errors=True)
+        assert struck(large_source, out, {"at": number, "kill": True}, **SETTINGS) == {
+            "killed": True
+        }
+        left(out).check_nothing_looks_whole(wanted)
+        finish(struck, large_source, out, left, contents, wanted, **SETTINGS)
+
+
 @pytest.fixture(scope="module")
 def source(make_checkpoint):
     """5 MB; a conversion takes a tenth of a second."""
