@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from moequant.checkpoint.disk import explained
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
@@ -20,12 +21,11 @@ def check_writable(path: Path) -> None:
         MoequantError: it cannot; says what to do.
     """
     beside = path.with_name(f".{path.name}.partial")
-    try:
+    with explained(path, "written"):
         if path.exists() and not path.is_file():
             raise MoequantError(f"{path}: there already, and no file; choose another name")
-        os.close(os.open(beside, os.O_WRONLY | os.O_CREAT, 0o666))
+        try:
+            os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            return  # another process writes it, or was killed as it did
         beside.unlink()
-    except OSError as error:
-        raise MoequantError(
-            f"{path}: cannot be written: {error.strerror}; choose another name or folder"
-        ) from error

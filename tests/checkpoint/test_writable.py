@@ -25,6 +25,12 @@ def test_asking_leaves_the_file_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").read_bytes() == b"old"
 
 
+def test_asking_leaves_what_another_process_writes(tmp_path: Path) -> None:
+    (tmp_path / ".run.json.partial").write_bytes(b"half")
+    check_writable(tmp_path / "run.json")
+    assert (tmp_path / ".run.json.partial").read_bytes() == b"half"
+
+
 def test_a_file_that_no_right_allows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
