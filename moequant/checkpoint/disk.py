@@ -34,9 +34,9 @@ def explained(path: Path, participle: str) -> Iterator[None]:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "mend the cause and run again")
-        raise MoequantError(
-            f"{path}: cannot be {participle}: {error.strerror}; {advice}"
-        ) from error
+        # An error that Python's library makes itself has a text alone.
+        why = error.strerror or error
+        raise MoequantError(f"{path}: cannot be {participle}: {why}; {advice}") from error
 
 
 def write_all(fd: int, position: int, view: memoryview) -> None:

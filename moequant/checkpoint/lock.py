@@ -47,7 +47,10 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
 
 def _lock(path: Path) -> int | None:
     """A descriptor that holds the lock, or None if another run has it or is just leaving."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:  # the folder was removed since it was made
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held = os.path.samestat(os.fstat(descriptor), path.stat())

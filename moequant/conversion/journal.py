@@ -14,6 +14,7 @@ there; anything else is written again.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from moequant.checkpoint.files import WORK_FOLDER
 from moequant.checkpoint.lock import exclusive
 from moequant.conversion.losses import Loss
 from moequant.conversion.used import UsedQuantizer
+from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -95,6 +97,13 @@ class Journal:
         self._lines.touch()
         replace_file(self._plan, json.dumps(record, indent=2).encode())
 
+    def shard_bytes(self) -> int:
+        """What `begin` gives back: the space that shards of earlier work take."""
+        if not self.shards.exists():
+            return 0
+        # Not their sizes: a partial one may have holes.
+        return sum(512 * path.lstat().st_blocks for path in self.shards.iterdir())
+
     def close(self) -> None:
         """Remove the work folder: its conversion is committed, or there is none.
 
@@ -102,7 +111,26 @@ class Journal:
         """
         self._plan.unlink(missing_ok=True)
         fsync_directory(self.folder)
-        shutil.rmtree(self.folder)
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            # A run that came as the lock was gone holds a new one here, and clears up itself.
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+
+    def check(self) -> None:
+        """Refuse a work folder that is none, or lies elsewhere: what is in it will be removed.
+
+        Raises:
+            MoequantError: names what stands there.
+        """
+        for folder in (self.folder, self.shards, self.staged):
+            if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+                kind = "link" if folder.is_symlink() else "file"
+                raise MoequantError(
+                    f"{folder}: a {kind}, but unfinished work is kept in a folder there; remove it "
+                    "and run again"
+                )
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the output directory against a second run.

@@ -37,7 +37,7 @@ from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
@@ -277,8 +277,6 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         finished = _resume_or_begin(work, state)
         resumed = len(finished)
         todo = [shard for shard in plan.shards if shard.file not in finished]
-        check_places(journal.output, work.files())
-        check_space(journal.output, sum(s.size_bytes for s in todo) + work.sidecar_bytes(state))
         progress.start("converting", sum(shard.work_bytes for shard in todo))
         chosen = choose_device(work.device, plan.jobs())
         with ThreadPoolExecutor(1, "moequant-sample") as beside:
@@ -311,20 +309,41 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
 
 
 def _resume_or_begin(work: _Work, state: Mapping[str, Any]) -> dict[str, FinishedShard]:
-    """Shards an earlier run of this plan has left; without such a run, a fresh work folder."""
+    """Shards an earlier run of this plan has left; without such a run, a fresh work folder.
+
+    Refuses an output without room or place for what is to be written.
+    """
     journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
     recorded = journal.read_plan()
     if recorded == record:
-        return journal.resume([shard.file for shard in work.plan.shards])
+        finished = journal.resume([shard.file for shard in work.plan.shards])
+        _check_room(work, state, finished, freed_bytes=0)
+        return finished
     if journal.exists and not work.overwrite:
         changed = _changed_file(recorded.get("source_state"), state)
         raise MoequantError(
             f"{work.checkpoint.path / changed}: changed since the conversion into {journal.output} "
             "began; start over with --overwrite"
         )
+    # First: a plan beside an earlier output would make an unfinished one of it.
+    _check_room(work, state, {}, freed_bytes=journal.shard_bytes())
     journal.begin(record)
     return {}
+
+
+def _check_room(
+    work: _Work,
+    state: Mapping[str, Sequence[int]],
+    finished: Collection[str],
+    *,
+    freed_bytes: int,
+) -> None:
+    """Refuse what has no place or no room in the output; `freed_bytes` are given back there."""
+    output = work.journal.output
+    check_places(output, work.files())
+    shards = sum(s.size_bytes for s in work.plan.shards if s.file not in finished)
+    check_space(output, shards + work.sidecar_bytes(state) - freed_bytes)
 
 
 def _changed_file(before: Any, now: Mapping[str, Any]) -> str:

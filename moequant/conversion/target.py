@@ -37,6 +37,12 @@ def is_work_left(
     output = journal.output
     if output.exists() and not output.is_dir():
         raise MoequantError(f"{output}: is a file; name a directory to write into")
+    if output.is_symlink() and not output.exists():
+        raise MoequantError(
+            f"{output}: a link to {output.readlink()}, where nothing is; make that directory, or "
+            "name another"
+        )
+    journal.check()
     if overwrite or not output.exists():
         return True
     if journal.exists:

@@ -67,6 +67,18 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path, monkeypat
         pytest.fail("the file locked is not the one at its path")
 
 
+def test_a_folder_that_is_removed_as_it_is_asked_for_is_another_runs(tmp_path, monkeypatch):
+    opened = os.open
+
+    def lose_and_open(path, *arguments):
+        path.parent.rmdir()
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(os, "open", lose_and_open)
+    with pytest.raises(MoequantError, match="another"), exclusive(tmp_path / "w", "conversion"):
+        pytest.fail("there is no folder")
+
+
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").touch()
     with (

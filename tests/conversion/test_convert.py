@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import Recipe, convert
+from moequant.conversion.journal import Journal
 from moequant.conversion.recipe import Rule
 from moequant.dialects import get_dialect
 from moequant.errors import (
@@ -24,7 +26,7 @@ from moequant.errors import (
     UnsupportedError,
 )
 from moequant.formats import REGISTRY, dequantize, get_format
-from moequant.verification import verify
+from moequant.verification import check_integrity, verify
 
 SHARDS = "1MB"
 
@@ -194,6 +196,63 @@ def test_an_output_that_is_a_loop_of_links_is_named(source, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(MoequantError, match="loop"):
         convert(source, tmp_path / "loop", format="mxfp4")
+
+
+def test_a_link_that_leads_nowhere_is_no_output(source, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "absent")
+    with pytest.raises(MoequantError, match=r"out: a link to .*absent, where nothing is; make"):
+        convert(source, tmp_path / "out", format="nvfp4")
+
+
+@pytest.mark.parametrize("place", ["", "shards", "staged"])
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_work_folder_that_is_none_is_refused_and_what_it_leads_to_stays(
+    source, tmp_path, place, kind
+):
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "diary.txt").write_text("mine")
+    path = out / ".moequant" / place
+    path.parent.mkdir(parents=True)
+    path.symlink_to(mine) if kind == "link" else path.touch()
+    for overwrite in (False, True):
+        with pytest.raises(MoequantError, match=rf"{path.name}: a {kind}, but .* remove it"):
+            convert(source, out, format="nvfp4", overwrite=overwrite)
+    assert [file.name for file in mine.iterdir()] == ["diary.txt"]
+    path.unlink()
+    assert convert(source, out, format="nvfp4").state == "converted"
+
+
+def test_what_is_refused_for_lack_of_room_leaves_the_old_output_finished(
+    source, tmp_path, monkeypatch
+):
+    out = convert(source, tmp_path / "out", format="mxfp4").output
+    free = SimpleNamespace(free=1000)
+    monkeypatch.setattr("moequant.conversion.target.shutil.disk_usage", lambda path: free)
+    with pytest.raises(MoequantError, match=r"1,000 bytes free, but .* are still to be written"):
+        convert(source, out, format="nvfp4", overwrite=True)
+    assert not check_integrity(out).problems
+    assert convert(source, out, format="mxfp4").state == "already converted"
+
+
+def test_what_is_in_the_way_leaves_the_old_output_finished(source, tmp_path):
+    out = convert(source, tmp_path / "out", format="mxfp4").output
+    new = {"format": "nvfp4", "max_shard_size": "500KB", "overwrite": True}
+    file = convert(source, out, dry_run=True, **new).plan.shards[-1].file
+    (out / file).mkdir()
+    with pytest.raises(MoequantError, match=f"in the way of {file}"):
+        convert(source, out, **new)
+    (out / file).rmdir()
+    assert convert(source, out, format="mxfp4").state == "already converted"
+
+
+def test_room_that_unfinished_shards_take_counts_as_free(source, tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "out")
+    journal.begin({"plan_sha256": "x"})
+    (journal.shards / "a.safetensors").write_bytes(bytes(1 << 25))
+    free = SimpleNamespace(free=0)
+    monkeypatch.setattr("moequant.conversion.target.shutil.disk_usage", lambda path: free)
+    assert convert(source, journal.output, format="nvfp4", overwrite=True).state == "converted"
 
 
 def test_a_dry_run_plans_and_writes_nothing(source, tmp_path):

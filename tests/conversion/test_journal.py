@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +111,23 @@ def test_closed_there_is_nothing(journal):
     journal.close()
     assert not journal.exists
     assert list(journal.output.iterdir()) == []
+
+
+@pytest.mark.parametrize("work", ["asks for the lock", "is done"])
+def test_closed_while_another_run_comes_it_is_that_ones_to_clear_up(journal, monkeypatch, work):
+    rmdir = os.rmdir
+
+    def late(path, **where):
+        if Path(path) == journal.folder:
+            monkeypatch.setattr(os, "rmdir", rmdir)
+            (journal.folder / "lock").touch()
+            if work == "is done":
+                journal.close()
+        rmdir(path, **where)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    journal.close()
+    assert not journal.exists
 
 
 def test_the_last_of_two_lines_for_a_shard_holds(journal):
