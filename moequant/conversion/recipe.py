@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from moequant.dialects import get_dialect
+from moequant.dialects.regexes import compile_regex
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 
@@ -53,10 +54,7 @@ def parse_size(text: str) -> int:
 
 
 def _regex(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from None
+    compile_regex(text)
     return text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from moequant.dialects.regexes import compile_regex
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -114,13 +115,13 @@ class NamePatterns:
         """Compile `patterns`, found at `where`.
 
         Raises:
-            CheckpointError: one is no regular expression; names it.
+            CheckpointError: one is no regular expression, or could match for hours; names it.
         """
         self._exact: dict[str, int] = {}
         self._regexes: list[tuple[int, re.Pattern[str]]] = []
         for position, pattern in enumerate(patterns):
             if pattern.startswith(REGEX):
-                self._regexes.append((position, compile_regex(pattern[len(REGEX) :], where)))
+                self._regexes.append((position, _compile(pattern[len(REGEX) :], where)))
             else:
                 self._exact.setdefault(pattern, position)
 
@@ -138,12 +139,12 @@ class KeptModules:
         """Compile `names`, found at `where`.
 
         Raises:
-            CheckpointError: one is no regular expression; names it.
+            CheckpointError: one is no regular expression, or could match for hours; names it.
         """
         # Most names hold no special character but the dot: looking those up keeps this linear.
         self._names = {name for name in names if not re.search(r"[^\w.\-]", name)}
         self._regexes = [
-            compile_regex(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", where)
+            _compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", where)
             for name in names
             if name not in self._names
         ]
@@ -158,15 +159,8 @@ class KeptModules:
         )
 
 
-def compile_regex(pattern: str, where: str) -> re.Pattern[str]:
-    """Compile a regular expression from config.json.
-
-    Raises:
-        CheckpointError: it is none; names `where` it stands.
-    """
+def _compile(pattern: str, where: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where}: {pattern[:80]!r} is no regular expression ({error}); correct config.json"
-        ) from error
+        return compile_regex(pattern)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}; correct config.json") from error

@@ -94,7 +94,8 @@ def test_match_is_over_the_whole_name():
             "[[rules]]\nroles = ['attention']\nformat = 'fp8_block'\noptions.block = '64'",
             "no option 'block'",
         ),
-        ("[[rules]]\nmatch = '('\nformat = 'fp8_block'", "not a regular expression"),
+        ("[[rules]]\nmatch = '('\nformat = 'fp8_block'", r"'\(' is no regular expression"),
+        ("[[rules]]\nmatch = '(.*.*)*X'\nformat = 'fp8_block'", "match: .* in so many ways"),
         ("[[rules]]\nroles = ['attention']\nlayers = 'x'\nformat = 'fp8_block'", "slice"),
         (
             "[output]\nmax_shard_size = '0GB'\n[[rules]]\nroles = ['attention']\n"
