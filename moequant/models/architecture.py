@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
@@ -147,6 +148,7 @@ class Architecture:
         self._experts: str = table["experts"]
         self._keys: dict[str, list[str]] = _COMMON_KEYS | table["config"]
         self._sparse: dict[str, Any] = table.get("sparse", {})
+        self._sparse_kinds = _names(self._sparse.get("kind", "sparse"))
         self._section: str | None = table.get("section")
         self._per_layer: tuple[str, ...] = tuple(table.get("per_layer", ()))
         self._act_fn: dict[str, Any] = table.get("act_fn", {})
@@ -285,7 +287,7 @@ class Architecture:
         section = _at(config, self._section)
         if not isinstance(section, dict):
             raise CheckpointError(
-                f"config.json: {self._section} is {section!r}, but architecture {self.name!r} "
+                f"config.json: {self._section} is {show(section)}, but architecture {self.name!r} "
                 "keeps its sizes in an object there"
             )
         return section
@@ -295,7 +297,7 @@ class Architecture:
         if name is None:
             name = self._act_fn.get("default")
         if not isinstance(name, str):
-            raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {name!r}")
+            raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {show(name)}")
         return ActivationConfig(
             name=self._act_fns.get(name, name),
             alpha=self._number(config, "alpha", default=1.0),
@@ -338,16 +340,15 @@ class Architecture:
         # No infinity, which JSON cannot spell but Python reads, and no NaN.
         if type(value) not in (int, float) or not 0 < value < _LARGEST:
             raise CheckpointError(
-                f"config.json: {where} is {value!r}, but architecture {self.name!r} needs a "
-                f"positive number there; {self.mend(f'`{key}`')}"
+                f"config.json: {where} is {show(value)}, but architecture {self.name!r} needs "
+                f"a positive number there; {self.mend(f'`{key}`')}"
             )
         return float(value)
 
     def _sparse_layers(self, config: Mapping[str, Any], layers: range) -> tuple[int, ...]:
         rule = self._sparse
-        sparse = _names(rule.get("kind", "sparse"))
-        if kinds := _kinds(config, _names(rule.get("kinds")), sparse):
-            behind = len(kinds)
+        if kinds := self._kinds(config):
+            behind, sparse = len(kinds), self._sparse_kinds
             return tuple(n for n in layers if n >= behind or str(kinds[n]) in sparse)
         # Sets, for a hostile list may be as long as there are layers.
         if listed := _layers(config, rule.get("listed")):
@@ -367,6 +368,19 @@ class Architecture:
             and layer not in dense
         )
 
+    def _kinds(self, config: Mapping[str, Any]) -> Any:
+        """What kind each layer is; () where nothing says so.
+
+        A list, or, where a kind that is wanted is a letter, a text with a letter for each layer.
+        """
+        letters = any(len(kind) == 1 for kind in self._sparse_kinds)
+        for key in _names(self._sparse.get("kinds")):
+            if letters and isinstance(config.get(key), str):
+                return config[key]
+            if listed := _list(config, key):
+                return listed
+        return ()
+
     def _value(self, config: Mapping[str, Any], quantity: str) -> Any:
         for key in self._keys.get(quantity, ()):
             value = _at(config, key)
@@ -377,7 +391,9 @@ class Architecture:
     def _layer_count(self, config: Mapping[str, Any]) -> int:
         """How many layers: a number, or as many as something has an entry, or a letter, for."""
         value = self._value(config, "layers")
-        if isinstance(value, list | str) and 0 < len(value) <= _LARGEST:
+        # Other text is no row of letters, but a number in quotes.
+        is_text = isinstance(value, str) and value == self._kinds(config)
+        if (is_text or isinstance(value, list)) and 0 < len(value) <= _LARGEST:
             return len(value)
         return self._positive(config, "layers")
 
@@ -391,7 +407,7 @@ class Architecture:
         if type(value) is not int or not minimum <= value <= _LARGEST:
             keys = " or ".join(self._keys[quantity])
             raise CheckpointError(
-                f"config.json: {keys} is {value!r}, but architecture {self.name!r} needs an "
+                f"config.json: {keys} is {show(value)}, but architecture {self.name!r} needs an "
                 f"integer of {minimum} to {_LARGEST} there; {self.mend(f'`config.{quantity}`')}"
             )
         return value
@@ -455,9 +471,9 @@ def _same(key: str, value: Any) -> Any:
     other = next((entry for entry in value if entry != value[0]), None)
     if other is not None:
         raise CheckpointError(
-            f"config.json: {key} is {value[0]!r} in one layer and {other!r} in another, but one "
-            "value for all layers is wanted. Correct config.json if they are one; a model where "
-            "they differ cannot be converted"
+            f"config.json: {key} is {show(value[0])} in one layer and {show(other)} in another, "
+            "but one value for all layers is wanted. Correct config.json if they are one; a model "
+            "where they differ cannot be converted"
         )
     return value[0]
 
@@ -468,20 +484,6 @@ def _layers(config: Mapping[str, Any], key: str | None) -> set[int]:
     if isinstance(listed, str):
         return {int(layer) for layer in listed.split(",") if re.fullmatch(_NUMBER, layer.strip())}
     return {layer for layer in _list(config, key) if isinstance(layer, int)}
-
-
-def _kinds(config: Mapping[str, Any], keys: Iterable[str], wanted: Iterable[str]) -> Any:
-    """What kind each layer is; () where nothing says so.
-
-    A list, or, where a kind that is wanted is a letter, a text with a letter for each layer.
-    """
-    letters = any(len(kind) == 1 for kind in wanted)
-    for key in keys:
-        if letters and isinstance(config.get(key), str):
-            return config[key]
-        if listed := _list(config, key):
-            return listed
-    return ()
 
 
 def _list(config: Mapping[str, Any], key: str | None) -> list[Any] | tuple[Any, ...]:
@@ -497,6 +499,6 @@ def _integer(config: Mapping[str, Any], key: str | None, *, default: int, minimu
     value: Any = default if key is None or config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise CheckpointError(
-            f"config.json: {key} is {value!r}, not an integer of at least {minimum}"
+            f"config.json: {key} is {show(value)}, not an integer of at least {minimum}"
         )
     return value

@@ -13,6 +13,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 from pkgutil import get_data
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -242,11 +243,11 @@ def find_architecture(config: Mapping[str, Any], own: Sequence[Architecture] = (
     known = ", ".join(sorted(t for a in own or architectures() for t in a.model_types))
     if own:
         raise UnsupportedError(
-            f"config.json: model_type {model_type!r} is not in {own[0].origin}, which describes "
-            f"{known}; add it to model_types there, or add an [[architecture]]"
+            f"config.json: model_type {show(model_type)} is not in {own[0].origin}, which "
+            f"describes {known}; add it to model_types there, or add an [[architecture]]"
         )
     raise UnsupportedError(
-        f"config.json: model_type {model_type!r} is not in the architecture table; known are "
+        f"config.json: model_type {show(model_type)} is not in the architecture table; known are "
         f"{known}. Describe it in a file and name that: {FLAG}"
     )
 
