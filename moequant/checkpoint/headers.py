@@ -67,6 +67,8 @@ DTYPE_BITS: dict[str, int] = {name: 8 * dtype.itemsize for name, dtype in DTYPES
 """Bits of one element by safetensors name: every dtype a checkpoint may hold."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_NAME = 1000
+"""Characters of a tensor's name that are read; real ones have a tenth."""
 _INT64_MAX = 2**63 - 1
 _MAX_DIMS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -218,6 +220,10 @@ def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: in
     # isprintable is False for control characters and for the lone surrogates JSON can spell.
     if not name or not name.isprintable():
         raise _refusal(path, "the name must be printable and not empty", name)
+    if len(name) > MAX_NAME:
+        raise _refusal(
+            path, f"the name has {len(name)} characters, but at most {MAX_NAME} are read", name
+        )
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise _refusal(path, f"{_show(entry)}, but {sorted(_FIELDS)} are wanted", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 KEPT_PROBLEMS = 50
 """Problems of one check that a report spells out."""
+MOST_CHARACTERS = 2000
+"""Of a name or a message in a report."""
 KEPT_WEIGHTS = 20
 """Weights that a report names."""
 
@@ -40,7 +42,7 @@ class Findings:
 
     def add(self, check: Check, name: str, message: str) -> None:
         """Note that `name` is not as it must be."""
-        self.extend([Problem(check=check, name=name, message=message)])
+        self.extend([Problem(check=check, name=_cut(name), message=_cut(message))])
 
     def extend(self, problems: Iterable[Problem]) -> None:
         """Note several."""
@@ -48,6 +50,11 @@ class Findings:
             self._counts[problem.check] += 1
             if self._counts[problem.check] <= KEPT_PROBLEMS:
                 self.problems.append(problem)
+
+
+def _cut(text: str) -> str:
+    """A text of a lying file shall not fill the terminal."""
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "..."
 
 
 class WeightChecks:

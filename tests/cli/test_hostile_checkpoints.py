@@ -154,6 +154,16 @@ DAMAGES = {
         3,
         rf"{SHARD}: tensor .*x1b.* printable.*; {FETCH}",
     ),
+    "a name of 5000 digits": (
+        edit_header(rename(f"model.layers.{'9' * 5000}.mlp.experts.0.up_proj.weight")),
+        3,
+        rf"{SHARD}: tensor '.*\.\.\..*': the name has 50\d\d characters, but .*; {FETCH}",
+    ),
+    "a name of a megabyte": (
+        edit_header(rename("a1" * 500_000)),
+        3,
+        rf"{SHARD}: tensor 'a1.*\.\.\..*': the name has 1000000 characters, .*; {FETCH}",
+    ),
     "a tensor in two shards": (tensor_twice, 3, rf"tensor .* in {SHARD} and in {OTHER}.*{FETCH}"),
     "an index out of the folder": (
         index_says("../elsewhere.safetensors"),
@@ -164,6 +174,16 @@ DAMAGES = {
         index_says(lambda path: path / SHARD),
         3,
         rf"{INDEX}: tensor .* plain name .*; {FETCH}",
+    ),
+    "an index with a name of a megabyte": (
+        lambda path: (path / INDEX).write_text(json.dumps({"weight_map": {"a1" * 500_000: SHARD}})),
+        3,
+        rf"{INDEX}: tensor 'a1.*\.\.\..*' .*at most 1000 characters .*; {FETCH}",
+    ),
+    "an index with a file's name of a megabyte": (
+        index_says("a1" * 500_000 + ".safetensors"),
+        3,
+        rf"{INDEX}: tensor .*in file 'a1.*\.\.\..*', .* at most 1000 characters .*; {FETCH}",
     ),
     "an index of another shard": (
         index_says(SHARD),
@@ -212,6 +232,21 @@ DAMAGES = {
         config_says(num_experts=True),
         3,
         r"num_experts .* is True, but .* needs an integer",
+    ),
+    "a number of layers as text": (
+        config_says(num_hidden_layers="2"),
+        3,
+        r"num_hidden_layers is '2', but .* needs an integer",
+    ),
+    "a size of 3000 digits": (
+        config_says(hidden_size=10**3000),
+        3,
+        r"hidden_size is 1000000+\.\.\.0+, but .* integer",
+    ),
+    "a model type of 100000 letters": (
+        config_says(model_type="x" * 100_000),
+        4,
+        r"model_type 'x+\.\.\.x+' is not in .*; known are",
     ),
     "a million experts": (
         config_says(num_experts=1_000_000),

@@ -53,6 +53,7 @@ def hostile_values(rng):
         "/etc/passwd", "model.safetensors", "C:\\x", "%s%n", "{layer}", "*", "nan", "silu",
         "qwen3_moe", "BF16", "F8_E4M3", "I64", [], {}, [[]], [None], [1, 2], [2**63], [-1],
         [0] * 70, [True], {"": ""}, {"a": {"b": []}}, nested, ["0"], list(range(2000)),
+        "a1" * 150_000, ["re:(.*.*)*[^.]X"], "(.*.*)*[^.]X", ["(.|.)*[^.]X"],
     ]  # fmt: skip
 
 
@@ -216,6 +217,7 @@ TOKENS = [
     '"1e9999GB"', '"9999999999999999999999TB"', '"٣GB"', '"3:"', '":-1"', '"-1"', '"x"', '"("',
     '"\\u0000"', '"[a-z"', "'.*'", "schema_version = 2", "'''", '"""', "\0", "=", "#", "[[",
     "layers", "roles", "options", "match", '["attention"]', '["x"]', "{ scale_rule = 'ceil' }",
+    "'(.*.*)*[^.]X'",
 ]  # fmt: skip
 
 
