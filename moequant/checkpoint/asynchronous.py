@@ -29,6 +29,8 @@ _NUMBERS = {"x86_64": _X86, "aarch64": _OTHERS, "riscv64": _OTHERS}
 """Of io_setup, io_getevents and io_submit."""
 _AT_ONCE = 64
 _PWRITE = 1
+NOT_NOW = (errno.EAGAIN, errno.EINTR)
+"""What the system answers to a write that it would take at another time."""
 
 
 class _Request(ctypes.Structure):
@@ -130,13 +132,18 @@ class WritesUnderWay:
             size_bytes=view.nbytes,
             position=position,
         )
-        self._under_way[number] = _Write(view, done)
-        try:
-            while not self._submit(request):
-                self.collect(wait=True)
-        except OSError as error:
-            del self._under_way[number]
-            done(-(error.errno or errno.EIO))
+        while True:
+            self._under_way[number] = _Write(view, done)
+            try:
+                self._calls.submit(self._context, 1, ctypes.byref(ctypes.pointer(request)))
+            except OSError as error:
+                # Before any wait: what was not begun is never over.
+                del self._under_way[number]
+                if error.errno not in NOT_NOW or not self.collect(wait=True):
+                    done(-(error.errno or errno.EIO))
+                    return
+            else:
+                return
 
     def collect(self, *, wait: bool) -> bool:
         """Call `done` of the writes that are over; with `wait`, once there is one.
@@ -161,25 +168,20 @@ class WritesUnderWay:
         _free.append(self._context)
         os.close(self.fd)
 
-    def _submit(self, request: _Request) -> bool:
-        """Whether there was room for it."""
-        try:
-            self._calls.submit(self._context, 1, ctypes.byref(ctypes.pointer(request)))
-        except BlockingIOError:
-            # Not of its own kind: of many that are under way.
-            if len(self._under_way) == 1:
-                raise
-            return False
-        return True
-
     def _collect_some(self, *, wait: bool) -> int:
         events = _EVENTS()
-        if wait:
-            count = self._calls.wait(self._context, 1, _AT_ONCE, events, ctypes.byref(_PATIENCE))
-        else:
-            count = self._calls.look(self._context, 0, _AT_ONCE, events, None)
-        for event in events[:count]:
-            self._under_way.pop(event.data).done(event.result)
+        try:
+            if wait:
+                count = self._calls.wait(
+                    self._context, 1, _AT_ONCE, events, ctypes.byref(_PATIENCE)
+                )
+            else:
+                count = self._calls.look(self._context, 0, _AT_ONCE, events, None)
+        except InterruptedError:
+            return 0
+        over = [(self._under_way.pop(event.data), event.result) for event in events[:count]]
+        for write, result in over:
+            write.done(result)
         return count
 
 
@@ -190,9 +192,8 @@ def address_of(view: memoryview) -> int:
 
 _free: list[ctypes.c_ulong] = []
 """Contexts with nothing under way."""
-if hasattr(os, "register_at_fork"):
-    # They are the parent's alone.
-    os.register_at_fork(after_in_child=_free.clear)
+# They are the parent's alone.
+os.register_at_fork(after_in_child=_free.clear)
 
 
 def _context() -> ctypes.c_ulong:
@@ -229,9 +230,9 @@ def _call(library: ctypes.CDLL, number: int, *types: Any) -> Callable[..., int]:
 
     def call(*arguments: Any) -> int:
         result = int(function(number, *arguments))
-        if result < 0 and (code := ctypes.get_errno()) != errno.EINTR:
+        if result < 0:
+            code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        # A signal came; who waits does so once more.
-        return max(result, 0)
+        return result
 
     return call

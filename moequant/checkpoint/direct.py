@@ -29,7 +29,7 @@ _FILE_SYSTEMS = {0xEF53: "ext4", 0x58465342: "XFS", 0x794C7630: "overlayfs"}
 
 
 def open_direct(path: Path, fd: int) -> WritesUnderWay | None:
-    """A second descriptor of the file at `path`, open as `fd`, for writes past the page cache.
+    """The file at `path`, open as `fd`, opened once more for writes past the page cache.
 
     None where the system or the file system has no such thing.
     """

@@ -67,8 +67,8 @@ DTYPE_BITS: dict[str, int] = {name: 8 * dtype.itemsize for name, dtype in DTYPES
 """Bits of one element by safetensors name: every dtype a checkpoint may hold."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_NAME = 1000
-"""Characters of a tensor's name that are read; real ones have a tenth."""
+MAX_NAME = 250
+"""Characters of a tensor's name that are read; real ones have a hundred."""
 _INT64_MAX = 2**63 - 1
 _MAX_DIMS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}

@@ -19,7 +19,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.asynchronous import address_of
+from moequant.checkpoint.asynchronous import NOT_NOW, address_of
 from moequant.checkpoint.digest import GrowingDigest
 from moequant.checkpoint.direct import direct_part, open_direct
 from moequant.checkpoint.disk import explained, write_all
@@ -184,9 +184,9 @@ class OutputFile:
             release()
 
     def _complete(self, position: int, view: memoryview, result: int) -> None:
-        """Write the rest of `view` through the cache; a file system may want more than pages."""
+        """Write the rest of `view` through the cache; there is no room, or pages are not enough."""
         with explained(self.path, "written"):
-            if result < 0 and result != -errno.EINVAL:
+            if result < 0 and -result not in (errno.EINVAL, *NOT_NOW):
                 raise OSError(-result, os.strerror(-result))
         self._write_cached(position + max(result, 0), view[max(result, 0) :])
 

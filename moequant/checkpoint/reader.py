@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,29 +64,21 @@ class FixedFile:
         Raises:
             CheckpointError: the file cannot be read, ends early or is no longer the same.
         """
-        fd = self._open()
-        try:
+        with self._opened() as fd:
             self._fill(fd, start, *buffers)
-        finally:
-            os.close(fd)
 
     def read(self, start: int, stop: int) -> bytearray:
         """The bytes from `start` up to `stop`; errors as `read_into`."""
-        data = bytearray(stop - start)
-        self.read_into(start, memoryview(data))
-        return data
+        return self.read_ranges([(start, stop)])
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> bytearray:
         """The bytes of each range, from a start up to a stop, joined; errors as `read_into`."""
         data = bytearray(sum(stop - start for start, stop in ranges))
         view, done = memoryview(data), 0
-        fd = self._open()
-        try:
+        with self._opened() as fd:
             for start, stop in ranges:
                 self._fill(fd, start, view[done : done + stop - start])
                 done += stop - start
-        finally:
-            os.close(fd)
         return data
 
     def chunks(self, start: int, stop: int, chunk_bytes: int) -> Iterator[memoryview]:
@@ -96,20 +89,22 @@ class FixedFile:
         """
         assert chunk_bytes > 0, chunk_bytes
         buffer = memoryview(bytearray(min(chunk_bytes, stop - start)))
-        fd = self._open()
-        try:
+        with self._opened() as fd:
             for position in range(start, stop, chunk_bytes):
                 chunk = buffer[: stop - position]
                 self._fill(fd, position, chunk)
                 yield chunk.toreadonly()
-        finally:
-            os.close(fd)
 
-    def _open(self) -> int:
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
         try:
-            return os.open(self.path, os.O_RDONLY)
+            fd = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise _unreadable(self.path, error) from error
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _fill(self, fd: int, start: int, *buffers: memoryview) -> None:
         left = [buffer for buffer in buffers if buffer.nbytes]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
@@ -33,7 +33,7 @@ from moequant.formats import REGISTRY as FORMATS
 from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from moequant.checkpoint.parts import WeightInfo
     from moequant.checkpoint.source_model import SourceModel
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     from moequant.quantizers import Job
 
     _Output = tuple[str, str, tuple[int, ...]]
-    """Name, safetensors dtype and shape of a tensor to be written."""
-    _Stored = Callable[[str, tuple[int, ...]], list[_Output]]
-    """From a format and a shape to last name, dtype and shape of what is written of a weight."""
+    """Name, or its last part, safetensors dtype and shape of a tensor to be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -510,11 +508,8 @@ def _stored_in(info: WeightInfo, tensors: Mapping[str, TensorInfo]) -> Sequence[
     return [tensors[info.place.tensor] if isinstance(info, PartInfo) else info]
 
 
-def _outputs(items: Sequence[Item], stored: _Stored) -> list[_Output]:
-    """The tensors that items make: one item its own, or the units of a stack the stack's.
-
-    `stored` gives what is written of a weight, by format and shape.
-    """
+def _outputs(items: Sequence[Item], dialect: Dialect) -> list[_Output]:
+    """The tensors that items make: one item its own, or the units of a stack the stack's."""
     first = items[0]
     if isinstance(first, Copy):
         return [(first.info.name, first.info.dtype, first.info.shape)]
@@ -525,29 +520,25 @@ def _outputs(items: Sequence[Item], stored: _Stored) -> list[_Output]:
         return [
             (f"{weight.module}.{suffix}", dtype, shape)
             for weight in first.weights
-            for suffix, dtype, shape in stored(first.format, weight.info.shape)
+            for suffix, dtype, shape in _stored(dialect, first.format, weight.info.shape)
         ]
     assert len(items) == first.stack.experts, first.name
     rows = sum(weight.info.shape[0] for weight in first.weights)
     return [
         (first.stack.name(suffix), dtype, (first.stack.experts, rows, *shape[1:]))
-        for suffix, dtype, shape in stored(first.format, first.weights[0].info.shape)
+        for suffix, dtype, shape in _stored(dialect, first.format, first.weights[0].info.shape)
     ]
 
 
-def _stored_by(dialect: Dialect) -> _Stored:
-    """Suffix, safetensors dtype and shape of the tensors of a weight; once for weights alike."""
-
-    @cache
-    def stored(format: str, shape: tuple[int, ...]) -> list[_Output]:
-        encoding = dialect.encodings[format]
-        specs = encoding.specs("weight", shape).values()
-        return [
-            (suffix, dtype_name(spec.dtype), spec.shape)
-            for suffix, spec in zip(encoding.suffixes, specs, strict=True)
-        ]
-
-    return stored
+@lru_cache(maxsize=1 << 10)
+def _stored(dialect: Dialect, format: str, shape: tuple[int, ...]) -> tuple[_Output, ...]:
+    """Last name, safetensors dtype and shape of the tensors that a weight becomes."""
+    encoding = dialect.encodings[format]
+    specs = encoding.specs("weight", shape).values()
+    return tuple(
+        (suffix, dtype_name(spec.dtype), spec.shape)
+        for suffix, spec in zip(encoding.suffixes, specs, strict=True)
+    )
 
 
 def _suffixes(item: Unit | Restored, dialect: Dialect) -> Sequence[str]:
@@ -563,11 +554,10 @@ def _shards(
     room = 0
     writers: dict[str, str] = {}
     destinations: dict[str, list[Item]] = {}
-    stored = _stored_by(dialect)
     for item in items:
         destinations.setdefault(_destination(item), []).append(item)
     for together in destinations.values():
-        outputs = _outputs(together, stored)
+        outputs = _outputs(together, dialect)
         size = 0
         for name, dtype, shape in outputs:
             _claim(name, together[0].name, writers)

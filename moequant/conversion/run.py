@@ -50,7 +50,7 @@ _PAUSE_SECONDS = 0.002
 def write_shards(
     source: Checkpoint,
     plan: Plan,
-    shards: Iterable[PlannedShard],
+    shards: Sequence[PlannedShard],
     journal: Journal,
     *,
     choice: Choice,
@@ -66,14 +66,13 @@ def write_shards(
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     results = _Results(choice.quantizer.allocate, plan.result_bytes, plan.buffer_bytes(workers))
     with (
-        _removed_unless_recorded(journal) as begun,
+        _without_leftovers(journal, shards),
         ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
         worker_pool(workers) as pool,
     ):
         run = _Run(source, plan, journal, choice, progress, results, one_digest=finishers == 1)
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
-            begun.append(shard)
             writer, losses = run.fill(shard, pool, workers, finishing)
             before = finishing[-1] if finishing else None
             finishing.append(finisher.submit(run.finish, shard, writer, losses, before))
@@ -96,16 +95,12 @@ def worker_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
-def _removed_unless_recorded(journal: Journal) -> Iterator[list[PlannedShard]]:
-    """Shards whose unfinished files go if an interrupt comes where nothing else would remove them.
-
-    As between two steps of the thread that hands them on.
-    """
-    begun: list[PlannedShard] = []
+def _without_leftovers(journal: Journal, shards: Sequence[PlannedShard]) -> Iterator[None]:
+    """Remove unfinished files of `shards` if an interrupt comes while no writer owns them."""
     try:
-        yield begun
+        yield
     except BaseException:
-        for shard in begun:
+        for shard in shards:
             with suppress(OSError):
                 journal.partial(shard.file).unlink(missing_ok=True)
         raise

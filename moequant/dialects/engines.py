@@ -9,7 +9,7 @@ from pkgutil import get_data
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 Known = Literal["tested", "read", "seen"]
 
@@ -109,9 +109,9 @@ class _Rule:
 
 def judge(written: Written) -> list[Verdict]:
     """What each engine of the table does with a checkpoint, in the order of the table."""
-    rules = _that_may_hold(written.dialect)
+    engines, rules = _table()
     verdicts = []
-    for engine, version in _engines():
+    for engine, version in engines:
         holding = [rule for rule in rules if rule.engine == engine and rule.holds(written)]
         against = [rule for rule in holding if not rule.loads]
         # What is wrong with a dialect is so for any model; that it loads is known of ours alone.
@@ -135,33 +135,22 @@ def warnings_of(verdicts: Iterable[Verdict]) -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def _that_may_hold(dialect: str) -> list[_Rule]:
-    """Rules whose text has this word: to read them all takes three times as long."""
-    return [_rule(text) for text in _texts()[1:] if f'"{dialect}"' in text]
-
-
 @cache
-def _engines() -> list[tuple[str, str]]:
-    """Names and versions."""
-    return [(entry["name"], entry["version"]) for entry in tomllib.loads(_texts()[0])["engine"]]
-
-
-@cache
-def _texts() -> list[str]:
-    """The table in pieces: its head, and what stands under each [[rule]]."""
+def _table() -> tuple[Sequence[tuple[str, str]], Sequence[_Rule]]:
     data = get_data(__name__, "engines.toml")
     assert data is not None
-    return data.decode().split("\n[[rule]]\n")
+    table = tomllib.loads(data.decode())
+    engines = [(entry["name"], entry["version"]) for entry in table["engine"]]
+    rules = [_read(entry) for entry in table["rule"]]
+    assert {rule.engine for rule in rules} <= {name for name, _ in engines}
+    return engines, rules
 
 
-@cache
-def _rule(text: str) -> _Rule:
-    entry: Mapping[str, Any] = tomllib.loads(text)
+def _read(entry: Mapping[str, Any]) -> _Rule:
     lists = {
         key: tuple(entry[key]) for key in ("dialects", "formats", "model_types") if key in entry
     }
     rule = _Rule(**{**entry, **lists})
     assert bool(rule.why) != rule.loads, entry
     assert rule.loads or not rule.caution, entry
-    assert rule.engine in dict(_engines()), entry
     return rule

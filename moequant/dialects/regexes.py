@@ -15,8 +15,9 @@ _TOKEN = re.compile(
     r"""
       (?P<comment> \(\?\# [^)]* \) )
     | (?P<verbose> \(\? [a-zA-Z]* x )
+    | (?P<reference> \\[1-9] | \(\?P= )
     | (?P<open> \( (?:
-          \? (?: P<\w+> | P=\w+ | <?[=!] | [:>] | \(\w+\) | [a-zA-Z]*-?[a-zA-Z]*:? )
+          \? (?: P<\w+> | <?[=!] | [:>] | \(\w+\) | [a-zA-Z]*-?[a-zA-Z]*:? )
       )? )
     | (?P<close> \) )
     | (?P<alternative> \| )
@@ -29,7 +30,7 @@ _TOKEN = re.compile(
 )
 # What an endless repetition counts for; real patterns have up to four of them.
 _ENDLESS = 16
-_MOST_WAYS = 4 * _ENDLESS**5
+_MOST_WAYS = 4 * _ENDLESS**4
 _TOO_MANY = _MOST_WAYS + 1
 
 
@@ -46,8 +47,8 @@ def compile_regex(pattern: str) -> re.Pattern[str]:
     if _count_ways(pattern) > _MOST_WAYS:
         raise ValueError(
             f"{pattern[:80]!r} could match a name in so many ways that it takes hours; wanted are "
-            "at most 5 of *, + and {n,}, none around another repetition or |, few of ? and |, and "
-            "no (?x): write several simple ones"
+            "at most 4 of *, + and {n,}, none around another repetition or |, few of ? and |, no "
+            "reference to a group and no (?x): write several simple ones"
         )
     return compiled
 
@@ -85,6 +86,8 @@ def _count_ways(pattern: str) -> int:
         match token.lastgroup:
             case "comment":
                 pass  # A quantifier behind it is of what stands before it.
+            case "reference":
+                return _TOO_MANY  # What it stands for is compared each time.
             case "verbose":
                 return _TOO_MANY  # Its comments may hide anything.
             case "open":

@@ -177,15 +177,9 @@ class _Kernels:
         qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
         count = scratch_count(format.name, specs["scale"].shape[1])
         scratch = torch.empty(count, dtype=torch.float32) if count else None
-        bits = self.quantize(
-            *operand.arguments(),
-            *shape,
-            qdata.data_ptr(),
-            scale.data_ptr(),
-            0,
-            global_scale.number,
-            0 if scratch is None else scratch.data_ptr(),
-        )
+        result = Operand(qdata, scale, global_scale=global_scale.number)
+        address = 0 if scratch is None else scratch.data_ptr()
+        bits = self.quantize(*operand.arguments(), *shape, *result.arguments(), address)
         self._check_finite(bits, w, name)
         return QuantizedWeight(
             format=format.name,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -43,6 +44,29 @@ def test_a_write_is_reported_when_it_is_collected(file: WritesUnderWay) -> None:
     assert reported == [PIECE]
     assert not file.collect(wait=False)
     assert content(file) == bytes(PIECE) + bytes(piece(1))
+
+
+@pytest.mark.parametrize(("collected", "result"), [("meanwhile", -errno.EAGAIN), ("later", PIECE)])
+def test_a_full_queue_that_another_thread_empties_is_not_waited_for_for_ever(
+    collected: str, result: int, file: WritesUnderWay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[int] = []
+    calls = file._calls
+    refused = threading.Event()
+
+    def full_once(*arguments: Any) -> int:
+        if refused.is_set():
+            return calls.submit(*arguments)
+        refused.set()
+        if collected == "meanwhile":
+            file.collect(wait=True)
+        raise BlockingIOError(errno.EAGAIN, "full")
+
+    file.begin(0, piece(0), reported.append)
+    monkeypatch.setattr(file, "_calls", calls._replace(submit=full_once))
+    file.begin(PIECE, piece(1), reported.append)
+    file.collect(wait=True)
+    assert reported == [PIECE, result]
 
 
 def test_more_writes_than_the_system_takes_at_once_wait_for_room(

@@ -177,7 +177,9 @@ def report(monkeypatch: pytest.MonkeyPatch, result: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [-errno.EINVAL, 0, PAGE_BYTES], ids=["wants more than pages", "nothing", "a part"]
+    "result",
+    [-errno.EINVAL, -errno.EAGAIN, 0, PAGE_BYTES],
+    ids=["wants more than pages", "no room", "nothing", "a part"],
 )
 def test_what_a_disk_leaves_is_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: int

@@ -6,9 +6,7 @@ import pytest
 
 from moequant.dialects import REGISTRY
 from moequant.dialects.engines import Written, judge, warnings_of
-from moequant.dialects.engines import _rule as read_rule
-from moequant.dialects.engines import _texts as texts
-from moequant.dialects.engines import _that_may_hold as that_may_hold
+from moequant.dialects.engines import _table as table
 from moequant.formats import REGISTRY as FORMATS
 from moequant.models import architectures
 
@@ -31,7 +29,7 @@ def loading(checkpoint):
 
 
 def test_rules_name_what_is_there():
-    rules = [read_rule(text) for text in texts()[1:]]
+    _, rules = table()
     known = {model_type for a in architectures() for model_type in a.model_types}
     for rule in rules:
         assert {*rule.dialects} <= REGISTRY.keys()
@@ -40,13 +38,6 @@ def test_rules_name_what_is_there():
         assert all(
             text.endswith((".", ").")) for text in (rule.why, rule.hint, rule.caution) if text
         )
-
-
-@pytest.mark.parametrize("dialect", REGISTRY)
-def test_the_rules_of_a_dialect_are_found_by_its_name(dialect):
-    rules = [read_rule(text) for text in texts()[1:]]
-    found = [rule for rule in that_may_hold(dialect) if dialect in rule.dialects]
-    assert found == [rule for rule in rules if dialect in rule.dialects] != []
 
 
 @pytest.mark.parametrize(("dialect", "format"), PAIRS)
