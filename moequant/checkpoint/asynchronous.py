@@ -135,7 +135,7 @@ class WritesUnderWay:
         while True:
             self._under_way[number] = _Write(view, done)
             try:
-                self._calls.submit(self._context, 1, ctypes.byref(ctypes.pointer(request)))
+                self._submit(request)
             except OSError as error:
                 # Before any wait: what was not begun is never over.
                 del self._under_way[number]
@@ -167,6 +167,9 @@ class WritesUnderWay:
             pass
         _free.append(self._context)
         os.close(self.fd)
+
+    def _submit(self, request: _Request) -> None:
+        self._calls.submit(self._context, 1, ctypes.byref(ctypes.pointer(request)))
 
     def _collect_some(self, *, wait: bool) -> int:
         events = _EVENTS()
