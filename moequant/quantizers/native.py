@@ -57,6 +57,7 @@ class NativeQuantizer(Quantizer):
         self._kernels: dict[_Key, _Kernels] = {}
         self._decoders: dict[tuple[str, torch.dtype], jit.Kernel] = {}
         self._comparers: dict[tuple[Stored, Stored], jit.Kernel] = {}
+        self._likely = _LikelyScales()
 
     def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
         """As Quantizer; kernels are compared with the reference before they are used."""
@@ -103,7 +104,8 @@ class NativeQuantizer(Quantizer):
             amax=jit.compile_kernel(amax(source).text()),
             quantize=jit.compile_kernel(KERNELS[format.name](source, options).text()),
         )
-        check_bytes(format, options, stored, partial(_run, [made]), self._processor)
+        run = partial(_run, [made], likely=_LikelyScales())
+        check_bytes(format, options, stored, run, self._processor)
         return made
 
     def quantize_fused(
@@ -124,7 +126,7 @@ class NativeQuantizer(Quantizer):
         for w, name in zip(weights, names, strict=True):
             _check_kind(w, format, name)
         kernels = [self._prepare_quantizing(format, options, _stored(w)) for w in weights]
-        return _run(kernels, format, weights, options, names, empty)
+        return _run(kernels, format, weights, options, names, empty, likely=self._likely)
 
     def decode(
         self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty
@@ -163,31 +165,17 @@ class _Kernels:
         self._check_finite(bits, w, name)
         return self.source.number(bits)
 
-    def run(
-        self,
-        format: Format,
-        w: StoredWeight,
-        operand: Operand,
-        name: str,
-        global_scale: _GlobalScale,
-        empty: Allocator,
-    ) -> QuantizedWeight:
-        shape = w.shape
-        specs = format.specs(shape, name)
-        qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
-        count = scratch_count(format.name, specs["scale"].shape[1])
+    def fill(
+        self, format: Format, w: StoredWeight, operand: Operand, result: Operand, name: str
+    ) -> float:
+        """Quantize `w` to where `result` is, with its global scale; the largest magnitude."""
+        assert result.scale is not None
+        count = scratch_count(format.name, result.scale.shape[-1])
         scratch = torch.empty(count, dtype=torch.float32) if count else None
-        result = Operand(qdata, scale, global_scale=global_scale.number)
         address = 0 if scratch is None else scratch.data_ptr()
-        bits = self.quantize(*operand.arguments(), *shape, *result.arguments(), address)
+        bits = self.quantize(*operand.arguments(), *w.shape, *result.arguments(), address)
         self._check_finite(bits, w, name)
-        return QuantizedWeight(
-            format=format.name,
-            qdata=qdata,
-            scale=scale,
-            global_scale=global_scale.tensor,
-            shape=shape,
-        )
+        return self.source.number(bits)
 
     def _check_finite(self, bits: int, w: StoredWeight, name: str) -> None:
         if bits >= self.source.infinity:
@@ -202,27 +190,75 @@ def _run(
     options: Mapping[str, str],
     names: Sequence[str],
     empty: Allocator,
+    *,
+    likely: _LikelyScales,
 ) -> list[QuantizedWeight]:
     """Quantize a fused set, each weight with the kernels for how it is stored."""
-    global_scale = _GlobalScale()
     work = list(zip(kernels, weights, map(operand_of, weights), names, strict=True))
-    if format.has_global_scale:
-        largest = max(own.find_largest(w, operand, name) for own, w, operand, name in work)
-        global_scale = _global_scale(format, tuple(options.items()), largest).copy()
+    results = [_allocate(format, w, name, empty) for w, name in zip(weights, names, strict=True)]
+
+    def fill(number: float = 0.0) -> float:
+        return max(
+            own.fill(format, w, operand, result._replace(global_scale=number), name)
+            for (own, w, operand, name), result in zip(work, results, strict=True)
+        )
+
+    global_scale = None
+    if not format.has_global_scale:
+        fill()
+    else:
+        find = partial(_global_scale, format, tuple(options.items()))
+        kind = format.name, *(w.shape for w in weights)
+        tried = likely.get(kind) or find(max(own.find_largest(*one) for own, *one in work))
+        needed = find(fill(tried.number))
+        if needed.number != tried.number:
+            fill(needed.number)
+        likely.note(kind, needed)
+        global_scale = needed.tensor
     return [
-        own.run(format, w, operand, name, global_scale, empty) for own, w, operand, name in work
+        QuantizedWeight(
+            format=format.name,
+            qdata=result.data,
+            scale=result.scale,
+            global_scale=global_scale,
+            shape=w.shape,
+        )
+        for result, w in zip(results, weights, strict=True)
     ]
 
 
+class _LikelyScales:
+    """Global scales that sets of weights may have: those of the sets before them.
+
+    To find the largest weight takes a third of the time, and powers of two change seldom from
+    expert to expert. A set is quantized with the scale of the last one, if that had the scale of
+    the one before it, and once more if its own largest weight wants another.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[object, tuple[_GlobalScale, bool]] = {}
+
+    def get(self, kind: object) -> _GlobalScale | None:
+        """The scale to try for sets of this kind; None if there is none."""
+        last, repeated = self._last.get(kind, (None, False))
+        return last if repeated else None
+
+    def note(self, kind: object, scale: _GlobalScale) -> None:
+        """What the global scale of a set was."""
+        last, _ = self._last.get(kind, (None, False))
+        self._last[kind] = scale, last is not None and last.number == scale.number
+
+
+def _allocate(format: Format, w: StoredWeight, name: str, empty: Allocator) -> Operand:
+    specs = format.specs(w.shape, name)
+    return Operand(*(empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale")))
+
+
 class _GlobalScale(NamedTuple):
-    """What a fused set shares, as a tensor and as a number; nothing where a format has none."""
+    """What a fused set shares, as a tensor that nobody changes and as a number."""
 
-    tensor: Tensor | None = None
-    number: float = 0.0
-
-    def copy(self) -> _GlobalScale:
-        """What one caller does to it is nothing to the next."""
-        return self if self.tensor is None else self._replace(tensor=self.tensor.clone())
+    tensor: Tensor
+    number: float
 
 
 @lru_cache(maxsize=1 << 12)

@@ -350,3 +350,54 @@ def test_the_environment_chooses(monkeypatch):
 @every_option
 def test_torch_gives_the_reference_bytes(fmt, options):
     assert_same(TorchQuantizer(), fmt, options, torch.randn(128, 256).bfloat16())
+
+
+SIZES = {
+    "as before": [1, 1, 1, 1],
+    "larger, smaller, zeros": [1, 1, 64, 64, 64, 2.0**-20, 2.0**-20, 2.0**-20, 0, 0, 0, 1],
+    "in turn": [1, 64, 1, 64, 1, 64],
+    "in pairs": [1, 1, 64, 64, 1, 1, 64, 64],
+    "ends of the range": [2.0**120, 2.0**120, 2.0**-126, 2.0**-126, 2.0**-126, 2.0**120],
+}
+
+
+@pytest.mark.parametrize("global_scale", REGISTRY["nvfp4"].options["global_scale"])
+@pytest.mark.parametrize("search", REGISTRY["nvfp4"].options["search"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+def test_a_set_is_quantized_as_it_would_be_alone_whatever_came_before_it(
+    quantizer, sizes, global_scale, search
+):
+    options = {"global_scale": global_scale, "search": search}
+    for number, size in enumerate(sizes):
+        gate, up = (
+            (torch.randn(48, 272, generator=generator(2 * number + i)) * size).bfloat16()
+            for i in range(2)
+        )
+        # Its own largest weight may be in either.
+        assert_same(quantizer, REGISTRY["nvfp4"], options, gate, up / 8)
+        assert_same(quantizer, REGISTRY["nvfp4"], options, gate / 8, up)
+
+
+def test_largest_weights_are_not_looked_for_while_global_scales_stay_the_same(monkeypatch):
+    quantizer, looked, fmt = NativeQuantizer(), [], REGISTRY["nvfp4"]
+    quantizer.prepare(fmt, fmt.resolve_options(), torch.bfloat16)
+    find = native._Kernels.find_largest
+    monkeypatch.setattr(
+        native._Kernels, "find_largest", lambda *a: (looked.append(a[-1]), find(*a))[1]
+    )
+    w = torch.randn(16, 64, generator=generator()).bfloat16()
+    for name, weight in {"a": w, "b": w, "c": w, "d": w, "e": 64 * w, "f": 64 * w}.items():
+        quantizer.quantize_fused(fmt, [weight], fmt.resolve_options(), names=[name])
+    # Of "c" and "d" it was known; of "e" another scale was tried, so "f" is not tried with its.
+    assert looked == ["a", "b", "f"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named_where_its_scale_was_tried(quantizer, bad):
+    fmt, w = REGISTRY["nvfp4"], torch.ones(16, 64).bfloat16()
+    for _ in range(3):
+        quantizer.quantize_fused(fmt, [w, w], fmt.resolve_options(), names=["gate", "up"])
+    spoilt = w.clone()
+    spoilt[3, 5] = bad
+    with pytest.raises(NonFiniteError, match=r"^up: .* at index \[3, 5\]"):
+        quantizer.quantize_fused(fmt, [w, spoilt], fmt.resolve_options(), names=["gate", "up"])
