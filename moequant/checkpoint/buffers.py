@@ -33,13 +33,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def joined_bytes(tensors: Sequence[Tensor]) -> memoryview:
     """`tensor_bytes` of tensors of which each begins in memory where the one before it ends."""
-    size_bytes = 0
     for tensor in tensors:
-        assert tensor.device.type == "cpu", tensor.device
+        assert tensor.is_cpu, tensor.device
         assert tensor.is_contiguous(), tensor.stride()
         assert not tensor.is_conj(), "the memory is not the value"
         assert not tensor.is_neg(), "the memory is not the value"
-        size_bytes += tensor.nbytes
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
     if size_bytes == 0:
         return memoryview(bytearray())
     array = _array_type(size_bytes).from_address(tensors[0].data_ptr())

@@ -179,7 +179,7 @@ class ShardWriter:
         # No `assert`, which `python -O` leaves out: this guards the user's weights.
         if found != wanted:
             raise AssertionError(f"{name}: {found} to write, but the plan says {wanted}")
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if not tensor.is_cpu or not tensor.is_contiguous():
             tensor = tensor.detach().cpu().contiguous()
         return _Piece(self._data_start + slot.offset, tensor.nbytes, tensor.data_ptr(), tensor)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -385,7 +386,13 @@ class Int4Packed(Encoding):
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         codes = q.qdata.bitwise_xor_(_NIBBLE_SIGNS) if consume else q.qdata ^ _NIBBLE_SIGNS
         words = codes.view(torch.int32)
-        return words, q.scale, torch.tensor(q.shape, dtype=torch.int64)
+        return words, q.scale, _logical_shape(*q.shape)
+
+
+@lru_cache(maxsize=1 << 10)
+def _logical_shape(N: int, K: int) -> Tensor:
+    """What `weight_shape` holds; kept, and so for nobody to change."""
+    return torch.tensor([N, K], dtype=torch.int64, device="cpu")
 
 
 class Fp8Channels(StoredEncoding):
