@@ -20,6 +20,7 @@ from moequant.checkpoint.parts import PartInfo
 from moequant.checkpoint.source_model import read_source
 from moequant.checkpoint.writer import TensorSlot, lay_out
 from moequant.conversion.assign import assign, biases_of
+from moequant.conversion.batches import BATCH_BYTES
 from moequant.conversion.kept import staying
 from moequant.conversion.recipe import parse_size
 from moequant.conversion.stacks import restored_items, stack_of
@@ -153,7 +154,8 @@ class Plan:
         if self.refusals:
             return 0
         unit = max((work.working_bytes for work in self._works), default=0)
-        working = workers * max(unit, COPY_CHUNK_BYTES) + self.buffer_bytes(workers)
+        worker = unit + self.batch_bytes - self.result_bytes
+        working = workers * max(worker, COPY_CHUNK_BYTES) + self.buffer_bytes(workers)
         return working + self.own_bytes
 
     @property
@@ -165,20 +167,22 @@ class Plan:
 
     def buffer_bytes(self, workers: int) -> int:
         """Memory that may wait to be digested and written while workers are at what follows."""
-        return workers * (self.result_bytes + WRITE_BUFFER_BYTES)
+        return workers * (self.batch_bytes + WRITE_BUFFER_BYTES)
 
     @cached_property
     def result_bytes(self) -> int:
         """What the weights of a unit take at most, quantized or given back."""
-        # Nearly all units are alike.
-        kinds = {
-            (
-                work.format if isinstance(work, Unit) else "",
-                *(w.info.shape for w in work.weights),
-            ): work
-            for work in self._works
-        }
-        return max((work.result_bytes for work in kinds.values()), default=0)
+        return max((work.result_bytes for work in self._works), default=0)
+
+    @property
+    def batch_bytes(self) -> int:
+        """What results that are written together take at most: of one unit, or of small ones."""
+        return max(self.result_bytes, BATCH_BYTES if self.units else 0)
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """What is read for a unit at most."""
+        return max((work.source_bytes for work in self._works), default=0)
 
     @property
     def _works(self) -> tuple[Unit | Restored, ...]:
@@ -191,11 +195,11 @@ class Plan:
         return workers * max((unit.device_bytes for unit in self.units), default=0)
 
 
-_TENSOR_BYTES = 1100
+_TENSOR_BYTES = 1200
 """For each tensor read or written. Measured of 45,000 to 90,000 read, those of DeepSeek-V3 in BF16
-and in FP8, and as many to 134,000 written: 930 to 1090."""
+and in FP8, and as many to 134,000 written: 930 to 1090; a tenth more for other names."""
 WRITE_BUFFER_BYTES = 8 << 20
-"""For each worker, beside one result: what a digest or a disk may be behind."""
+"""For each worker, beside one batch: what a digest or a disk may be behind."""
 COPY_CHUNK_BYTES = 8 << 20
 """Copied tensors stream through buffers of this size."""
 

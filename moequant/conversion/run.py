@@ -13,17 +13,19 @@ import threading
 from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from moequant.checkpoint.buffers import Arena, tensor_bytes
 from moequant.checkpoint.writer import ShardWriter
+from moequant.conversion.batches import Batches
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.losses import merged
 from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.units import Copy, Unit, check_bias, convert_unit, restore
+from moequant.conversion.units import Copy, Restored, Unit, check_bias, convert_unit, restore
 from moequant.conversion.used import UsedQuantizer
 
 if TYPE_CHECKING:
@@ -36,11 +38,9 @@ if TYPE_CHECKING:
     from moequant.conversion.journal import Journal
     from moequant.conversion.losses import Loss
     from moequant.conversion.plan import Plan, PlannedShard
-    from moequant.conversion.units import Converted, Item, Restored
+    from moequant.conversion.units import Converted, Item
     from moequant.progress import Progress
     from moequant.quantizers import Choice
-
-_T = TypeVar("_T")
 
 _WORKERS_A_FINISHER = 4
 """To make a shard takes a core 1.5 to 2.6 times as long as to digest it."""
@@ -64,7 +64,7 @@ def write_shards(
     the one that is being filled, takes two descriptors, 256 KiB and what `OutputFile` gathers.
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
-    results = _Results(choice.quantizer.allocate, plan.result_bytes, plan.buffer_bytes(workers))
+    results = _Results(choice.quantizer.allocate, plan.batch_bytes, plan.buffer_bytes(workers))
     with (
         _without_leftovers(journal, shards),
         ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
@@ -126,9 +126,13 @@ class _Run(threading.local):
         self._quantizer = choice.quantizer
         self._used = UsedQuantizer(name=choice.quantizer.name, reason=choice.reason)
         self._progress = progress
-        self._arena = Arena(choice.quantizer.allocate)
         self._results = results
         self._one_digest = one_digest
+
+    @cached_property
+    def _arena(self) -> Arena:
+        """Of one worker, for what it reads."""
+        return Arena(self._quantizer.allocate, self._plan.read_bytes)
 
     def fill(
         self,
@@ -143,7 +147,7 @@ class _Run(threading.local):
         """
         partial_file = self._journal.partial(shard.file)
         writer = ShardWriter(partial_file, shard.header, shard.pieces, past_cache=True)
-        left = deque(enumerate(shard.items))
+        left = Batches(shard.items, workers)
         lost: dict[int, list[Loss]] = {}
         try:
             work = partial(self._work, writer, left, lost, finishing)
@@ -183,30 +187,24 @@ class _Run(threading.local):
     def _work(
         self,
         writer: ShardWriter,
-        left: deque[tuple[int, Item]],
+        left: Batches,
         lost: dict[int, list[Loss]],
         finishing: Sequence[Future[FinishedShard]],
     ) -> None:
-        """Take one item after the other until none is left; what each loses goes to `lost`."""
+        """Take batch after batch until none is left; what each item loses goes to `lost`."""
         while True:
             self._keep_pace(writer, finishing)
-            taken = _take(left)
-            if taken is None:
+            batch = left.take()
+            if not batch:
                 return
-            number, item = taken
-            if isinstance(item, Copy):
-                if item.is_bias:
-                    check_bias(self._source, item.info)
-                self._copy(item, writer)
-            elif isinstance(item, Unit):
-                lost[number] = self._convert(item, writer)
-            else:
-                lost[number] = self._restore(item, writer)
+            self._make(batch, writer, lost)
             # One worker stays at it while the others have anything to do, and then no longer than a
             # few workers need to keep up: many would wait for this one.
-            while writer.digest(2 * item.source_bytes) and left:
+            size_bytes = sum(item.source_bytes for _, item in batch)
+            while writer.digest(2 * size_bytes) and left:
                 pass
-            self._progress.advance(item.source_bytes, item.name)
+            for _, item in batch:
+                self._progress.advance(item.source_bytes, item.name)
 
     def _keep_pace(self, writer: ShardWriter, finishing: Sequence[Future[FinishedShard]]) -> None:
         """Wait while too much waits for digest and disk; this worker has nothing in hand.
@@ -224,17 +222,37 @@ class _Run(threading.local):
                 return
             self._results.wait_until_less_is_lent(_PAUSE_SECONDS)
 
-    def _convert(self, unit: Unit, writer: ShardWriter) -> list[Loss]:
-        position = writer.position(unit.first_tensor(self._plan.dialect))
+    def _make(
+        self, batch: Sequence[tuple[int, Item]], writer: ShardWriter, lost: dict[int, list[Loss]]
+    ) -> None:
+        number, item = batch[0]
+        if isinstance(item, Unit):
+            self._convert(batch, writer, lost)
+        elif isinstance(item, Restored):
+            lost[number] = self._restore(item, writer)
+        else:
+            if item.is_bias:
+                check_bias(self._source, item.info)
+            self._copy(item, writer)
+
+    def _convert(
+        self, batch: Sequence[tuple[int, Item]], writer: ShardWriter, lost: dict[int, list[Loss]]
+    ) -> None:
+        units = {number: unit for number, unit in batch if isinstance(unit, Unit)}
+        first = next(iter(units.values())).first_tensor(self._plan.dialect)
+        position = writer.position(first)
         memory = self._results.borrow(position)
-        # A unit that failed has left something in it, and this thread may be asked for others.
-        self._arena.clear()
-        self._arena.begin_like(position)
-        converted = convert_unit(
-            self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
-        )
-        self._write(converted, memory, writer)
-        return converted.losses
+        tensors: dict[str, Tensor] = {}
+        for number, unit in units.items():
+            # A unit that failed has left something in it, and this thread may be asked for others.
+            self._arena.clear()
+            self._arena.begin_like(position)
+            converted = convert_unit(
+                self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
+            )
+            lost[number] = converted.losses
+            tensors |= converted.tensors
+        self._write(replace(converted, tensors=tensors), memory, writer)
 
     def _lend(self, memory: Arena, writer: ShardWriter) -> Callable[[], None] | None:
         """As `_Results.lend`, once the disk has had the time it needs."""
@@ -278,7 +296,7 @@ class _Results:
 
     Args:
         allocate: as Arena.
-        one_bytes: what a result takes at most.
+        one_bytes: what is lent at once at most.
         size_bytes: how much may be lent to digest and disk, and kept for what comes next.
     """
 
@@ -335,18 +353,10 @@ class _Results:
             self._changed.notify_all()
 
 
-def _take(items: deque[_T]) -> _T | None:
-    """The first item, which no other thread gets; None if there is none."""
-    try:
-        return items.popleft()
-    except IndexError:
-        return None
-
-
 def _run_all(
     pool: ThreadPoolExecutor,
     work: Iterable[Callable[[], None]],
-    left: deque[tuple[int, Item]],
+    left: Batches,
 ) -> None:
     """Do all of `work`; on the first error, drop what is `left` and wait for the rest."""
     futures = [pool.submit(one) for one in work]
@@ -355,5 +365,5 @@ def _run_all(
         for future in done:
             future.result()
     finally:
-        left.clear()
+        left.drop()
         wait(futures)

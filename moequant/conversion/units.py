@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -183,9 +184,7 @@ class Unit:
     @property
     def result_bytes(self) -> int:
         """What its quantized weights take."""
-        format = get_format(self.format)
-        specs = (format.specs(weight.info.shape) for weight in self.weights)
-        return sum(spec.size_bytes for of_one in specs for spec in of_one.values())
+        return sum(_quantized_bytes(self.format, weight.info.shape) for weight in self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +267,12 @@ class Restored:
             weight.info.name: TensorSpec(dtype=torch.bfloat16, shape=tuple(weight.info.shape))
             for weight in self.weights
         }
+
+
+@lru_cache(maxsize=1 << 10)
+def _quantized_bytes(format: str, shape: tuple[int, int]) -> int:
+    """Of a weight [N, K]; kept, for nearly all weights of a model have the same few shapes."""
+    return sum(spec.size_bytes for spec in get_format(format).specs(shape).values())
 
 
 def check_bias(source: Checkpoint, info: TensorInfo) -> None:

@@ -1,0 +1,113 @@
+"""What workers get of a shard: every item once, in order, small units together."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from moequant.checkpoint.encoded import EncodedInfo
+from moequant.checkpoint.headers import TensorInfo
+from moequant.conversion.batches import BATCH_BYTES, Batches
+from moequant.conversion.units import Copy, Stack, Unit, Weight
+
+STACK = Stack(tensor="experts.down_proj", expert=0, experts=4, interleaved=False)
+
+
+def tensor(name, N, K):
+    return TensorInfo(
+        name=name, dtype="BF16", shape=(N, K), file="model.safetensors", start=0, stop=2 * N * K
+    )
+
+
+def unit(name, N=64, K=128, stack=None, info=None):
+    weight = Weight(info=info or tensor(f"{name}.weight", N, K), role="down")
+    return Unit(weights=(weight,), format="mxfp4", options={}, stack=stack)
+
+
+def encoded(name):
+    return EncodedInfo(
+        name=f"{name}.weight",
+        shape=(64, 128),
+        format="fp8_block",
+        dialect=None,
+        places={},
+        parts=(),
+        size_bytes=64 * 128,
+    )
+
+
+def taken(batches):
+    while batch := batches.take():
+        yield batch
+
+
+def test_small_units_are_taken_together():
+    items = [unit(f"expert{i}") for i in range(100)]
+    batches = Batches(items, workers=1)
+    first = batches.take()
+    assert first == [(i, items[i]) for i in range(len(first))]
+    assert len(first) > 1
+
+
+def test_what_is_taken_together_is_no_larger_than_a_batch():
+    # 0.53 bytes a weight: three are too much.
+    items = [unit(f"expert{i}", N=1024, K=2048) for i in range(40)]
+    sizes = [sum(u.result_bytes for _, u in batch) for batch in taken(Batches(items, 1))]
+    assert max(sizes) <= BATCH_BYTES < 3 * items[0].result_bytes
+    assert max(sizes) == 2 * items[0].result_bytes
+
+
+def test_a_unit_larger_than_a_batch_comes_alone():
+    items = [unit(f"expert{i}", N=4096, K=2048) for i in range(40)]
+    assert items[0].result_bytes > BATCH_BYTES
+    assert [len(batch) for batch in taken(Batches(items, 1))] == [1] * 40
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Copy(info=tensor("norm.weight", 1, 64)),
+        unit("stacked", stack=STACK),
+        unit("quantized", info=encoded("quantized")),
+    ],
+    ids=["a copy", "part of a stack", "of a quantized source"],
+)
+def test_what_lies_in_other_memory_comes_alone(other):
+    small = [unit(f"expert{i}") for i in range(40)]
+    items = [other, *small[:20], other, *small[20:]]
+    batches = [[number for number, _ in batch] for batch in taken(Batches(items, 1))]
+    assert batches[0] == [0]
+    assert [21] in batches
+    assert [number for batch in batches for number in batch] == list(range(len(items)))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_all_workers_have_something_to_do_until_the_end(workers):
+    items = [unit(f"expert{i}") for i in range(100)]
+    left = len(items)
+    for batch in taken(Batches(items, workers)):
+        # A quarter of a worker's share of what is left, but for the last that are one by one.
+        assert len(batch) <= max(1, left / (4 * workers))
+        left -= len(batch)
+    assert left == 0
+
+
+def test_many_threads_take_each_item_once():
+    items = [unit(f"expert{i}") for i in range(2000)]
+    batches, found = Batches(items, workers=8), []
+    threads = [threading.Thread(target=lambda: found.extend(taken(batches))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(number for batch in found for number, _ in batch) == list(range(2000))
+    assert all(item is items[number] for batch in found for number, item in batch)
+
+
+def test_nothing_is_taken_of_what_was_dropped():
+    batches = Batches([unit("expert0"), unit("expert1")], workers=1)
+    assert batches
+    batches.drop()
+    assert not batches
+    assert batches.take() == []
