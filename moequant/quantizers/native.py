@@ -159,28 +159,60 @@ class _Kernels:
     amax: jit.Kernel
     quantize: jit.Kernel
 
-    def find_largest(self, w: StoredWeight, operand: Operand, name: str) -> float:
-        """The largest magnitude of `w`."""
-        bits = self.amax(*operand.arguments(), *w.shape, *_NOTHING, 0)
-        self._check_finite(bits, w, name)
-        return self.source.number(bits)
 
-    def fill(
-        self, format: Format, w: StoredWeight, operand: Operand, result: Operand, name: str
-    ) -> float:
-        """Quantize `w` to where `result` is, with its global scale; the largest magnitude."""
-        assert result.scale is not None
-        count = scratch_count(format.name, result.scale.shape[-1])
+class _Task(NamedTuple):
+    """One weight of a fused set.
+
+    Attributes:
+        kernels: for how it is stored.
+        w: the weight.
+        operand: as kernels read it.
+        format: name of the wanted one.
+        qdata: where codes go.
+        scale: where scales go.
+        name: what errors call it.
+    """
+
+    kernels: _Kernels
+    w: StoredWeight
+    operand: Operand
+    format: str
+    qdata: Tensor
+    scale: Tensor
+    name: str
+
+    def find_largest(self) -> float:
+        """The largest magnitude."""
+        bits = self.kernels.amax(*self.operand.arguments(), *self.w.shape, *_NOTHING, 0)
+        return self._magnitude(bits)
+
+    def fill(self, global_scale: float) -> float:
+        """Write codes and scales under a global scale, if there is one; the largest magnitude."""
+        count = scratch_count(self.format, self.scale.shape[-1])
         scratch = torch.empty(count, dtype=torch.float32) if count else None
+        result = Operand(self.qdata, self.scale, global_scale=global_scale)
         address = 0 if scratch is None else scratch.data_ptr()
-        bits = self.quantize(*operand.arguments(), *w.shape, *result.arguments(), address)
-        self._check_finite(bits, w, name)
-        return self.source.number(bits)
+        bits = self.kernels.quantize(
+            *self.operand.arguments(), *self.w.shape, *result.arguments(), address
+        )
+        return self._magnitude(bits)
 
-    def _check_finite(self, bits: int, w: StoredWeight, name: str) -> None:
-        if bits >= self.source.infinity:
+    def result(self, global_scale: Tensor | None) -> QuantizedWeight:
+        """What was filled last."""
+        return QuantizedWeight(
+            format=self.format,
+            qdata=self.qdata,
+            scale=self.scale,
+            global_scale=global_scale,
+            shape=self.w.shape,
+        )
+
+    def _magnitude(self, bits: int) -> float:
+        w, name = self.w, self.name
+        if bits >= self.kernels.source.infinity:
             check_values(dequantize(w) if isinstance(w, QuantizedWeight) else w, name)
             raise UnavailableError(f"{name}: magnitude {bits:#x}, but every weight is finite")
+        return self.kernels.source.number(bits)
 
 
 def _run(
@@ -194,37 +226,24 @@ def _run(
     likely: _LikelyScales,
 ) -> list[QuantizedWeight]:
     """Quantize a fused set, each weight with the kernels for how it is stored."""
-    work = list(zip(kernels, weights, map(operand_of, weights), names, strict=True))
-    results = [_allocate(format, w, name, empty) for w, name in zip(weights, names, strict=True)]
-
-    def fill(number: float = 0.0) -> float:
-        return max(
-            own.fill(format, w, operand, result._replace(global_scale=number), name)
-            for (own, w, operand, name), result in zip(work, results, strict=True)
-        )
-
-    global_scale = None
+    tasks = []
+    for own, w, name in zip(kernels, weights, names, strict=True):
+        specs = format.specs(w.shape, name)
+        qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
+        tasks.append(_Task(own, w, operand_of(w), format.name, qdata, scale, name))
     if not format.has_global_scale:
-        fill()
-    else:
-        find = partial(_global_scale, format, tuple(options.items()))
-        kind = format.name, *(w.shape for w in weights)
-        tried = likely.get(kind) or find(max(own.find_largest(*one) for own, *one in work))
-        needed = find(fill(tried.number))
-        if needed.number != tried.number:
-            fill(needed.number)
-        likely.note(kind, needed)
-        global_scale = needed.tensor
-    return [
-        QuantizedWeight(
-            format=format.name,
-            qdata=result.data,
-            scale=result.scale,
-            global_scale=global_scale,
-            shape=w.shape,
-        )
-        for result, w in zip(results, weights, strict=True)
-    ]
+        for task in tasks:
+            task.fill(0.0)
+        return [task.result(None) for task in tasks]
+    scale_of = partial(_global_scale, format, tuple(options.items()))
+    kind = format.name, *(w.shape for w in weights)
+    tried = likely.get(kind) or scale_of(max(task.find_largest() for task in tasks))
+    needed = scale_of(max(task.fill(tried.number) for task in tasks))
+    if needed.number != tried.number:
+        for task in tasks:
+            task.fill(needed.number)
+    likely.note(kind, needed)
+    return [task.result(needed.tensor) for task in tasks]
 
 
 class _LikelyScales:
@@ -247,11 +266,6 @@ class _LikelyScales:
         """What the global scale of a set was."""
         last, _ = self._last.get(kind, (None, False))
         self._last[kind] = scale, last is not None and last.number == scale.number
-
-
-def _allocate(format: Format, w: StoredWeight, name: str, empty: Allocator) -> Operand:
-    specs = format.specs(w.shape, name)
-    return Operand(*(empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale")))
 
 
 class _GlobalScale(NamedTuple):

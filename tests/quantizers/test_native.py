@@ -381,9 +381,9 @@ def test_a_set_is_quantized_as_it_would_be_alone_whatever_came_before_it(
 def test_largest_weights_are_not_looked_for_while_global_scales_stay_the_same(monkeypatch):
     quantizer, looked, fmt = NativeQuantizer(), [], REGISTRY["nvfp4"]
     quantizer.prepare(fmt, fmt.resolve_options(), torch.bfloat16)
-    find = native._Kernels.find_largest
+    find = native._Task.find_largest
     monkeypatch.setattr(
-        native._Kernels, "find_largest", lambda *a: (looked.append(a[-1]), find(*a))[1]
+        native._Task, "find_largest", lambda task: (looked.append(task.name), find(task))[1]
     )
     w = torch.randn(16, 64, generator=generator()).bfloat16()
     for name, weight in {"a": w, "b": w, "c": w, "d": w, "e": 64 * w, "f": 64 * w}.items():
