@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 _NO_SPACE = "free space there or choose another output, then run again"
@@ -62,6 +63,19 @@ def write_all(fd: int, position: int, view: memoryview) -> None:
         done += os.pwrite(fd, view[done:], position + done)
 
 
+def write_file(path: Path, chunks: Iterable[memoryview]) -> None:
+    """Write a file and bring it to disk; raises OSError, and half a file may be left then."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        position = 0
+        for chunk in chunks:
+            write_all(fd, position, chunk)
+            position += chunk.nbytes
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Put `data` at `path` so that a crash at any time leaves the old file or the new one.
 
@@ -71,12 +85,7 @@ def replace_file(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     with explained(path, "written"):
         try:
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                write_all(fd, 0, memoryview(data))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            write_file(partial, [memoryview(data)])
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)

@@ -12,8 +12,8 @@ Decision / failure it prevents:
 from __future__ import annotations
 
 import json
-import reprlib
 from collections import Counter
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError
@@ -73,7 +73,7 @@ def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not valid JSON: {error}; {_REMEDY}") from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{path}: holds {reprlib.repr(value)}, but a JSON object is wanted; {_REMEDY}"
+            f"{path}: holds {show(value)}, but a JSON object is wanted; {_REMEDY}"
         )
     return value
 
@@ -88,5 +88,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {reprlib.repr(twice)} occurs twice")
+        raise ValueError(f"key {show(twice)} occurs twice")
     return fields

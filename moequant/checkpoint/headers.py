@@ -12,10 +12,10 @@ leaves open (dtype names, the 100 MB limit, padding).
 from __future__ import annotations
 
 import math
-import reprlib
 from functools import lru_cache
 from json.encoder import encode_basestring
 from operator import attrgetter
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -171,13 +171,8 @@ def _kind(dtype: str, shape: tuple[int, ...]) -> str:
     return f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
 
 
-def _show(value: object) -> str:
-    """`repr`, cut where it is long: a lying file shall not fill the terminal."""
-    return reprlib.repr(value)
-
-
 def _refusal(path: Path, fault: str, tensor: str | None = None) -> CheckpointError:
-    where = f"{path}: " if tensor is None else f"{path}: tensor {_show(tensor)}: "
+    where = f"{path}: " if tensor is None else f"{path}: tensor {show(tensor)}: "
     return CheckpointError(f"{where}{fault}; {_REMEDY}")
 
 
@@ -205,15 +200,13 @@ def _header_length(source: FixedFile) -> int:
 def _read_object(source: FixedFile, data_start: int) -> dict[str, Any]:
     text = source.read(LENGTH_BYTES, data_start)
     if not text.startswith(b"{"):
-        raise _refusal(
-            source.path, f"header begins with {_show(bytes(text[:8]))}, but {{ is wanted"
-        )
+        raise _refusal(source.path, f"header begins with {show(bytes(text[:8]))}, but {{ is wanted")
     return parse_object(text, source.path)
 
 
 def _check_metadata(path: Path, metadata: object) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _refusal(path, f"__metadata__ is {_show(metadata)}, but strings by name are wanted")
+        raise _refusal(path, f"__metadata__ is {show(metadata)}, but strings by name are wanted")
 
 
 def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: int) -> TensorInfo:
@@ -225,17 +218,17 @@ def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: in
             path, f"the name has {len(name)} characters, but at most {MAX_NAME} are read", name
         )
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _refusal(path, f"{_show(entry)}, but {sorted(_FIELDS)} are wanted", name)
+        raise _refusal(path, f"{show(entry)}, but {sorted(_FIELDS)} are wanted", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _refusal(path, f"dtype {_show(dtype)}, not one of {', '.join(DTYPE_BITS)}", name)
+        raise _refusal(path, f"dtype {show(dtype)}, not one of {', '.join(DTYPE_BITS)}", name)
     if not _are_counts(shape) or len(shape) > _MAX_DIMS:
         raise _refusal(
-            path, f"shape {_show(shape)}, but at most {_MAX_DIMS} integers >= 0 are wanted", name
+            path, f"shape {show(shape)}, but at most {_MAX_DIMS} integers >= 0 are wanted", name
         )
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _refusal(
-            path, f"data_offsets {_show(offsets)}, but [start, stop >= start] is wanted", name
+            path, f"data_offsets {show(offsets)}, but [start, stop >= start] is wanted", name
         )
     start, stop = offsets
     extents = tuple(shape)
@@ -243,7 +236,7 @@ def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: in
     # Zeros are left out: torch computes strides of the other extents even if there is no element.
     largest = bits or bit_count(dtype, tuple(max(extent, 1) for extent in extents))
     if largest > _INT64_MAX:
-        raise _refusal(path, f"shape {_show(shape)} overflows 64 bits", name)
+        raise _refusal(path, f"shape {show(shape)} overflows 64 bits", name)
     if bits != 8 * (stop - start):
         raise _refusal(
             path, f"{stop - start} bytes, but {dtype} {shape} takes {bits / 8:.15g}", name

@@ -13,9 +13,9 @@ Which files are its weights:
 from __future__ import annotations
 
 import re
-import reprlib
 import sys
 from dataclasses import dataclass, field
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.buffers import Arena, tensor_bytes
@@ -267,7 +267,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             or max(len(name), len(file)) > MAX_NAME
         ):
             raise CheckpointError(
-                f"{path}: tensor {reprlib.repr(name)} in file {reprlib.repr(file)}, but the plain "
+                f"{path}: tensor {show(name)} in file {show(file)}, but the plain "
                 "name of a .safetensors file beside the index is wanted, and at most "
                 f"{MAX_NAME} characters of each; fetch the index again"
             )

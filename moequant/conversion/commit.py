@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moequant._version import __version__
-from moequant.checkpoint.disk import explained, fsync_directory
+from moequant.checkpoint.disk import explained, fsync_directory, write_file
 from moequant.checkpoint.files import (
     CONFIG_FILE,
     HF_QUANT_CONFIG_FILE,
@@ -150,14 +149,7 @@ def _write(target: Path, chunks: Iterable[memoryview]) -> None:
     """Bring a file to disk whose name is not yet the output's: what is half there is of no harm."""
     with explained(target, "written"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            for chunk in chunks:
-                while chunk:
-                    chunk = chunk[os.write(fd, chunk) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        write_file(target, chunks)
 
 
 def _move(folder: Path, output: Path, files: Iterable[str]) -> None:

@@ -118,7 +118,7 @@ class Journal:
             if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
                 raise
 
-    def check(self) -> None:
+    def check_folders(self) -> None:
         """Refuse a work folder that is none, or lies elsewhere: what is in it will be removed.
 
         Raises:

@@ -212,7 +212,7 @@ class _Run(threading.local):
         Where one shard is digested at a time, to be ahead of it gains nothing, and what is ahead
         goes through the page cache and is read back. More workers go on to the next shard.
         """
-        while self._one_digest and not self._results.are_left:
+        while self._one_digest and not self._results.has_room:
             # Nobody may be at it but workers that wait.
             if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
@@ -336,14 +336,14 @@ class _Results:
             take_back()
 
     @property
-    def are_left(self) -> bool:
+    def has_room(self) -> bool:
         """Whether at least a quarter is left to be lent."""
         return 4 * self._lent_bytes <= 3 * self._full_bytes
 
     def wait_until_less_is_lent(self, seconds: float) -> None:
         """Wait while less than a quarter is left to be lent."""
         with self._changed:
-            self._changed.wait_for(lambda: self.are_left, seconds)
+            self._changed.wait_for(lambda: self.has_room, seconds)
 
     def _take_back(self, memory: Arena) -> None:
         memory.clear()

@@ -42,7 +42,7 @@ def is_work_left(
             f"{output}: a link to {output.readlink()}, where nothing is; make that directory, or "
             "name another"
         )
-    journal.check()
+    journal.check_folders()
     if overwrite or not output.exists():
         return True
     if journal.exists:

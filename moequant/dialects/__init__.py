@@ -5,9 +5,11 @@ Adding a dialect is one file here and one line in REGISTRY; tests and the comman
 
 from __future__ import annotations
 
+from reprlib import repr as show
+
 from moequant.dialects.base import Dialect
 from moequant.dialects.compressed_tensors import CompressedTensors
-from moequant.dialects.config_fields import as_mapping, show
+from moequant.dialects.config_fields import as_mapping
 from moequant.dialects.deepseek_v4 import DeepseekV4
 from moequant.dialects.fp8 import Fp8
 from moequant.dialects.gpt_oss import GptOss

@@ -25,10 +25,11 @@ MXFP4A16, FP8_BLOCK) and `utils/match.py`; vLLM 0.33 and SGLang 0.5.23
 from __future__ import annotations
 
 from dataclasses import dataclass
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, mapping_field, names_field, show
+from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
 from moequant.dialects.encodings import (
     Encoding,
     Fp8Blocks,

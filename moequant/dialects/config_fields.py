@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
+from reprlib import repr as show
 from typing import Any
 
 from moequant.errors import CheckpointError
@@ -44,8 +44,3 @@ def as_mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointError(f"{where} is {show(value)}, not an object; correct config.json")
     return value
-
-
-def show(value: object) -> str:
-    """`value` for a message, cut short."""
-    return reprlib.repr(value)

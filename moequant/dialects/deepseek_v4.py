@@ -10,10 +10,11 @@ Source: formats as vLLM 0.33, `quantization/mxfp4.py`, and transformers 5.23,
 
 from __future__ import annotations
 
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import SourceDialect
-from moequant.dialects.config_fields import as_mapping, names_field, show
+from moequant.dialects.config_fields import as_mapping, names_field
 from moequant.dialects.encodings import Fp8Blocks, Mxfp4Bytes
 from moequant.dialects.names import KeptModules, is_expert
 from moequant.errors import UnsupportedError

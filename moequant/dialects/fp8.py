@@ -19,10 +19,11 @@ Sources: vLLM 0.33 `quantization/fp8.py`, SGLang 0.5.23 `quantization/fp8.py`, t
 
 from __future__ import annotations
 
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, names_field, show
+from moequant.dialects.config_fields import as_mapping, names_field
 from moequant.dialects.encodings import Fp8Blocks, Fp8Channels, Mxfp4Bytes
 from moequant.dialects.names import KeptModules, is_expert, kept_blocks
 from moequant.errors import UnsupportedError

@@ -38,10 +38,11 @@ import re
 from dataclasses import dataclass
 from fnmatch import translate
 from itertools import combinations
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, mapping_field, names_field, show
+from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
 from moequant.dialects.encodings import Fp8BlocksFlexible, Fp8Channels, Nvfp4Multiplied
 from moequant.dialects.names import expert_block, kept_blocks
 from moequant.errors import UnsupportedError

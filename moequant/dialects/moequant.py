@@ -13,10 +13,11 @@ those to leave as they are, which go before.
 
 from __future__ import annotations
 
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, mapping_field, names_field, show
+from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
 from moequant.dialects.encodings import Fp8Blocks, Int4Packed, Mxfp4Packed, Nvfp4Packed
 from moequant.dialects.names import (
     NamePatterns,

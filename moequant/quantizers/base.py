@@ -36,7 +36,7 @@ format where those in a quantized form are given back as bfloat16."""
 _MAPPED_BYTES = 1 << 20
 """From so many on, memory is a map of its own."""
 _HUGE_PAGE_BYTES = 1 << 21
-_UNUSED_BYTES = _HUGE_PAGE_BYTES // 4
+_MOST_UNUSED_BYTES = _HUGE_PAGE_BYTES // 4
 """Of the last huge page, at most."""
 
 
@@ -48,7 +48,7 @@ def _ask_for_huge_pages(memory: mmap.mmap, size_bytes: int) -> int:
     Returns:
         How many bytes will lie in huge pages.
     """
-    huge_bytes = (size_bytes + _UNUSED_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    huge_bytes = (size_bytes + _MOST_UNUSED_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     try:
         # The rest not even where the system gives them unasked.
         memory.madvise(mmap.MADV_NOHUGEPAGE)

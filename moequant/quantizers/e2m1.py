@@ -65,7 +65,7 @@ def encode_bfloat16(
     Returns:
         The bits of the largest magnitude, i16; of NaN and Inf too.
     """
-    turned = _Turned(f)
+    turned = _TurnedBlocks(f)
     none = f.constant(_RUNS_TYPE, 0)
     maxima, largest = f.variable(none), f.variable(none)
     limits = [f.variable(f.constant(_ROW_TYPE, 0)) for _ in _EDGES]
@@ -90,7 +90,7 @@ def encode_bfloat16(
     return (largest.get().reduce("umax") >> 16).to("i16")
 
 
-class _Turned:
+class _TurnedBlocks:
     """Columns of two blocks, their signs apart."""
 
     def __init__(self, f: Function) -> None:

@@ -48,9 +48,9 @@ class Minifloat:
         a step is p / 2**mantissa and the value makes at most 2 * 2**mantissa of them. Each power
         of two above the least adds 2**mantissa codes.
         """
-        return self.encode_held(self._held(magnitude))
+        return self.encode_clamped(self._clamped(magnitude))
 
-    def encode_held(self, magnitude: Value) -> Value:
+    def encode_clamped(self, magnitude: Value) -> Value:
         """As `encode`, of values that round to no more than the largest."""
         power = self._power(magnitude)
         total = magnitude + self._rounder(power)
@@ -65,11 +65,11 @@ class Minifloat:
 
     def round(self, magnitude: Value) -> Value:
         """The element's value nearest to each non-negative float32 value."""
-        held = self._held(magnitude)
-        rounder = self._rounder(self._power(held))
-        return (held + rounder) - rounder
+        clamped = self._clamped(magnitude)
+        rounder = self._rounder(self._power(clamped))
+        return (clamped + rounder) - rounder
 
-    def _held(self, magnitude: Value) -> Value:
+    def _clamped(self, magnitude: Value) -> Value:
         return magnitude.bitcast("i32").umin(float_bits(self._largest)).bitcast("float")
 
     def _power(self, magnitude: Value) -> Value:

@@ -104,8 +104,8 @@ def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
     def code(w: Value, scale: Value) -> Value:
         held = _clamped(w, E4M3_FLOAT32_MAX)
         if options["scale"] == "power_of_two":
-            return E4M3.encode_held(held * _reciprocal(scale).splat(w.type.lanes))
-        return E4M3.encode_held(held / scale.splat(w.type.lanes))
+            return E4M3.encode_clamped(held * _reciprocal(scale).splat(w.type.lanes))
+        return E4M3.encode_clamped(held / scale.splat(w.type.lanes))
 
     def codes(stored: Value, scale: Value) -> Value:
         signs = (source.tops(stored) >> 8) & 0x80

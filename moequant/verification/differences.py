@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections import Counter
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ def differences(found: Any, wanted: Any, place: str) -> Iterator[tuple[str, str]
         for key in {**wanted, **found}:
             where = f"{place}.{key}"
             if key not in found:
-                yield where, f"missing, but {_show(wanted[key])} is wanted"
+                yield where, f"missing, but {show(wanted[key])} is wanted"
             elif key not in wanted:
-                yield where, f"{_show(found[key])}, but there should be no such key"
+                yield where, f"{show(found[key])}, but there should be no such key"
             else:
                 yield from differences(found[key], wanted[key], where)
     elif isinstance(found, list) and isinstance(wanted, list):
         if not _same_items(found, wanted):
             yield place, _explain(found, wanted)
     elif not _same_value(found, wanted):
-        yield place, f"{_show(found)}, but {_show(wanted)} is wanted"
+        yield place, f"{show(found)}, but {show(wanted)} is wanted"
 
 
 def _same_value(found: Any, wanted: Any) -> bool:
@@ -66,7 +66,3 @@ def _list(items: Iterable[str]) -> str:
 
 def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _show(value: Any) -> str:
-    return reprlib.repr(value)
