@@ -43,6 +43,12 @@ def test_buffers_are_filled_one_after_the_other(path: Path) -> None:
     assert b"".join(buffers) == CONTENT[7:608]
 
 
+def test_ranges_are_joined_in_the_order_they_are_asked_for(path: Path) -> None:
+    whole = path.read_bytes()
+    found = FixedFile.at(path).read_ranges([(5, 9), (0, 3), (7, 7), (2, 10)])
+    assert found == whole[5:9] + whole[0:3] + whole[2:10]
+
+
 def test_any_number_of_buffers_is_filled(path: Path) -> None:
     buffers = [bytearray(3) for _ in range(2000)]
     FixedFile.at(path).read_into(7, *map(memoryview, buffers))
