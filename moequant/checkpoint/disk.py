@@ -67,10 +67,9 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> None:
     """Write a file and bring it to disk; raises OSError, and half a file may be left then."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        position = 0
         for chunk in chunks:
-            write_all(fd, position, chunk)
-            position += chunk.nbytes
+            while chunk:
+                chunk = chunk[os.write(fd, chunk) :]
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from moequant.conversion.units import Item
 
 BATCH_BYTES = 3 << 20
-"""Results of several units that are written together take at most so much: with four times that,
-what is read for them, it stays in a processor's cache."""
+"""Results of several units that are written together take at most so much: beside what is read for
+one of them it stays in a processor's cache."""
 _TURNS = 4
 """Times that every worker shall get something of what is left, so that all end together."""
 
@@ -44,15 +44,11 @@ class Batches:
         Empty once nothing is left.
         """
         with self._taking:
-            if not self._left:
-                return []
-            first = self._left.popleft()
-            taken, item = [first], first[1]
-            most, size_bytes = len(self._left) // self._turns, _result_bytes(item)
-            while len(taken) < most and _may_join(item):
-                item = self._left[0][1]
-                size_bytes += _result_bytes(item)
-                if size_bytes > BATCH_BYTES or not _may_join(item):
+            taken: list[tuple[int, Item]] = []
+            most, size_bytes = (len(self._left) - 1) // self._turns, 0
+            while self._left and (not taken or len(taken) < most):
+                size_bytes += _bytes_of(self._left[0][1])
+                if taken and size_bytes > BATCH_BYTES:
                     break
                 taken.append(self._left.popleft())
             return taken
@@ -66,14 +62,16 @@ class Batches:
         return bool(self._left)
 
 
-def _may_join(item: Item) -> bool:
-    """Whether its results lie in memory lent for them, in the form in which they are written."""
-    return (
+def _bytes_of(item: Item) -> int:
+    """What an item takes of a batch; all of it, and more, if it must come alone.
+
+    Results that are joined lie in memory that nobody counts, recoded ones where they were read,
+    which the next unit is read over.
+    """
+    if (
         isinstance(item, Unit)
         and item.stack is None
         and all(weight.stored_format is None for weight in item.weights)
-    )
-
-
-def _result_bytes(item: Item) -> int:
-    return item.result_bytes if isinstance(item, Unit) else 0
+    ):
+        return item.result_bytes
+    return BATCH_BYTES + 1

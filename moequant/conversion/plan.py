@@ -154,8 +154,8 @@ class Plan:
         if self.refusals:
             return 0
         unit = max((work.working_bytes for work in self._works), default=0)
-        worker = unit + self.batch_bytes - self.result_bytes
-        working = workers * max(worker, COPY_CHUNK_BYTES) + self.buffer_bytes(workers)
+        worker = max(unit + self.batch_bytes, COPY_CHUNK_BYTES)
+        working = workers * worker + self.buffer_bytes(workers)
         return working + self.own_bytes
 
     @property
@@ -174,14 +174,14 @@ class Plan:
         """What the weights of a unit take at most, quantized or given back."""
         return max((work.result_bytes for work in self._works), default=0)
 
-    @property
+    @cached_property
     def batch_bytes(self) -> int:
-        """What results that are written together take at most: of one unit, or of small ones."""
+        """What results that are written together take at most: one, or those of small units."""
         return max(self.result_bytes, BATCH_BYTES if self.units else 0)
 
     @cached_property
     def read_bytes(self) -> int:
-        """What is read for a unit at most."""
+        """What is read at once at most, copies left out."""
         return max((work.source_bytes for work in self._works), default=0)
 
     @property

@@ -1,7 +1,7 @@
 """Write the shards of a plan: read, quantize, write, digest, a bounded number of units at a time.
 
-Each worker takes a unit through all steps in memory of its own that it keeps for the next unit, and
-after each digests what the file has got from its start on, if no other worker is at it. So the
+Each worker takes a unit, or a batch of small ones, through all steps in memory of its own that it
+keeps for the next, and then digests what the file has got from its start on, if no other is. So the
 digest needs no thread, reads what is still in memory, and is nearly done when the last unit is.
 Many workers outrun it: SHA-256 goes through a file from front to back. So while some filled shards
 are digested to their end and brought to disk, the workers are at the next.
@@ -131,7 +131,7 @@ class _Run(threading.local):
 
     @cached_property
     def _arena(self) -> Arena:
-        """Of one worker, for what it reads."""
+        """Of one worker, for what it reads; threads that read nothing need none."""
         return Arena(self._quantizer.allocate, self._plan.read_bytes)
 
     def fill(
@@ -238,18 +238,20 @@ class _Run(threading.local):
     def _convert(
         self, batch: Sequence[tuple[int, Item]], writer: ShardWriter, lost: dict[int, list[Loss]]
     ) -> None:
-        units = {number: unit for number, unit in batch if isinstance(unit, Unit)}
-        first = next(iter(units.values())).first_tensor(self._plan.dialect)
-        position = writer.position(first)
+        units = [(number, item) for number, item in batch if isinstance(item, Unit)]
+        assert len(units) == len(batch), batch
+        position = writer.position(units[0][1].first_tensor(self._plan.dialect))
         memory = self._results.borrow(position)
         tensors: dict[str, Tensor] = {}
-        for number, unit in units.items():
+        for number, unit in units:
             # A unit that failed has left something in it, and this thread may be asked for others.
             self._arena.clear()
             self._arena.begin_like(position)
             converted = convert_unit(
                 self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
             )
+            # Or it would have come alone (`Batches`).
+            assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name
             lost[number] = converted.losses
             tensors |= converted.tensors
         self._write(replace(converted, tensors=tensors), memory, writer)

@@ -175,11 +175,11 @@ class Unit:
 
     @property
     def working_bytes(self) -> int:
-        """Upper bound of the memory converting this unit takes."""
+        """Upper bound of the memory converting this unit takes beside its batch's results."""
         format = get_format(self.format)
         workspace = max(format.workspace_bytes(weight.info.shape) for weight in self.weights)
-        # Results exist twice, while tiles are joined and while codes are put in disk form.
-        return _reading_bytes(self.weights) + 2 * self.result_bytes + workspace
+        # Results exist once more while tiles are joined and while codes are put in disk form.
+        return _reading_bytes(self.weights) + self.result_bytes + workspace
 
     @property
     def result_bytes(self) -> int:
@@ -239,9 +239,9 @@ class Restored:
 
     @property
     def working_bytes(self) -> int:
-        """Upper bound of the memory restoring it takes."""
+        """Upper bound of the memory restoring it takes beside its result."""
         # In a stack, weights are joined and turned; float32 of a tile lies in between.
-        return 3 * self.source_bytes + 3 * self.result_bytes + _decoding_bytes(self.weights)
+        return 3 * self.source_bytes + 2 * self.result_bytes + _decoding_bytes(self.weights)
 
     @property
     def result_bytes(self) -> int:

@@ -386,12 +386,13 @@ class Int4Packed(Encoding):
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         codes = q.qdata.bitwise_xor_(_NIBBLE_SIGNS) if consume else q.qdata ^ _NIBBLE_SIGNS
         words = codes.view(torch.int32)
-        return words, q.scale, _logical_shape(*q.shape)
+        shape = _logical_shape(*q.shape)
+        return words, q.scale, shape if consume else shape.clone()
 
 
 @lru_cache(maxsize=1 << 10)
 def _logical_shape(N: int, K: int) -> Tensor:
-    """What `weight_shape` holds; kept, and so for nobody to change."""
+    """What `weight_shape` holds; kept, so it is for nobody to change."""
     return torch.tensor([N, K], dtype=torch.int64, device="cpu")
 
 

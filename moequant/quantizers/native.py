@@ -20,7 +20,7 @@ from moequant.quantizers.operands import LEAST_RUN, Operand, operand_of, run_of
 from moequant.quantizers.probes import check_bytes, check_decoding, check_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -230,7 +230,17 @@ def _run(
     for own, w, name in zip(kernels, weights, names, strict=True):
         specs = format.specs(w.shape, name)
         qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
-        tasks.append(_Task(own, w, operand_of(w), format.name, qdata, scale, name))
+        tasks.append(
+            _Task(
+                kernels=own,
+                w=w,
+                operand=operand_of(w),
+                format=format.name,
+                qdata=qdata,
+                scale=scale,
+                name=name,
+            )
+        )
     if not format.has_global_scale:
         for task in tasks:
             task.fill(0.0)
@@ -243,7 +253,9 @@ def _run(
         for task in tasks:
             task.fill(needed.number)
     likely.note(kind, needed)
-    return [task.result(needed.tensor) for task in tasks]
+    # What one caller does to it is nothing to the next.
+    global_scale = needed.tensor.clone()
+    return [task.result(global_scale) for task in tasks]
 
 
 class _LikelyScales:
@@ -255,21 +267,21 @@ class _LikelyScales:
     """
 
     def __init__(self) -> None:
-        self._last: dict[object, tuple[_GlobalScale, bool]] = {}
+        self._last: dict[Hashable, tuple[_GlobalScale, bool]] = {}
 
-    def get(self, kind: object) -> _GlobalScale | None:
+    def get(self, kind: Hashable) -> _GlobalScale | None:
         """The scale to try for sets of this kind; None if there is none."""
         last, repeated = self._last.get(kind, (None, False))
         return last if repeated else None
 
-    def note(self, kind: object, scale: _GlobalScale) -> None:
+    def note(self, kind: Hashable, scale: _GlobalScale) -> None:
         """What the global scale of a set was."""
         last, _ = self._last.get(kind, (None, False))
         self._last[kind] = scale, last is not None and last.number == scale.number
 
 
 class _GlobalScale(NamedTuple):
-    """What a fused set shares, as a tensor that nobody changes and as a number."""
+    """What a fused set shares, as a tensor that is copied and as a number."""
 
     tensor: Tensor
     number: float

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_a_unit_larger_than_a_batch_comes_alone():
     ],
     ids=["a copy", "part of a stack", "of a quantized source"],
 )
-def test_what_lies_in_other_memory_comes_alone(other):
+def test_what_is_no_plain_unit_comes_alone(other):
     small = [unit(f"expert{i}") for i in range(40)]
     items = [other, *small[:20], other, *small[20:]]
     batches = [[number for number, _ in batch] for batch in taken(Batches(items, 1))]
@@ -93,16 +94,26 @@ def test_all_workers_have_something_to_do_until_the_end(workers):
     assert left == 0
 
 
-def test_many_threads_take_each_item_once():
+@pytest.fixture
+def _threads_in_turn():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_threads_in_turn")
+def test_many_threads_take_each_item_once_and_neighbours_together():
     items = [unit(f"expert{i}") for i in range(2000)]
-    batches, found = Batches(items, workers=8), []
-    threads = [threading.Thread(target=lambda: found.extend(taken(batches))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(number for batch in found for number, _ in batch) == list(range(2000))
-    assert all(item is items[number] for batch in found for number, item in batch)
+    for _ in range(10):
+        batches = Batches(items, workers=8)
+        with ThreadPoolExecutor(8) as pool:
+            found = [b for of_one in pool.map(lambda b: [*taken(b)], [batches] * 8) for b in of_one]
+        numbers = [[number for number, _ in batch] for batch in found]
+        assert all(n == [*range(n[0], n[0] + len(n))] for n in numbers)
+        assert sorted(n for batch in numbers for n in batch) == list(range(2000))
+        assert all(item is items[number] for batch in found for number, item in batch)
 
 
 def test_nothing_is_taken_of_what_was_dropped():

@@ -19,6 +19,7 @@ from moequant.conversion import convert, plan, run
 from moequant.conversion.journal import Journal
 from moequant.conversion.run import _Results
 from moequant.errors import MoequantError
+from moequant.progress import SilentProgress
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "200KB"}
 
@@ -269,3 +270,37 @@ def test_an_interrupt_between_two_steps_leaves_no_unfinished_file(
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", workers=2, **SETTINGS)
     assert not list((tmp_path / "out").rglob("*.partial"))
+
+
+class Steps(SilentProgress):
+    """Notes how much was to be done, and was done of what."""
+
+    def __init__(self):
+        self.total, self.done = 0, {}
+
+    def start(self, description, total, *, unit="bytes"):
+        self.total += total
+
+    def advance(self, done, current):
+        self.done[current] = self.done.get(current, 0) + done
+
+
+def test_small_units_are_written_together_and_told_one_by_one(
+    make_checkpoint, tmp_path, monkeypatch
+):
+    source = make_checkpoint(experts=24)
+    written, original = [], ShardWriter.write_all
+
+    def write_all(self, tensors, release=None):
+        written.append(len(tensors))
+        original(self, tensors, release)
+
+    monkeypatch.setattr(ShardWriter, "write_all", write_all)
+    steps = Steps()
+    result = convert(source, tmp_path / "out", format="mxfp4", workers=1, progress=steps)
+    units = result.plan.units
+    # Codes and scales of gate and up, or of down.
+    assert sum(written) == sum(2 * len(unit.weights) for unit in units)
+    assert len(written) < len(units) / 2
+    assert steps.done == {item.name: item.source_bytes for item in result.plan.items}
+    assert sum(steps.done.values()) == steps.total

@@ -386,10 +386,21 @@ def test_largest_weights_are_not_looked_for_while_global_scales_stay_the_same(mo
         native._Task, "find_largest", lambda task: (looked.append(task.name), find(task))[1]
     )
     w = torch.randn(16, 64, generator=generator()).bfloat16()
+    down = 1024 * w[:8]
     for name, weight in {"a": w, "b": w, "c": w, "d": w, "e": 64 * w, "f": 64 * w}.items():
         quantizer.quantize_fused(fmt, [weight], fmt.resolve_options(), names=[name])
+        # Sets of another shape are other sets.
+        quantizer.quantize_fused(fmt, [down], fmt.resolve_options(), names=[f"{name} down"])
     # Of "c" and "d" it was known; of "e" another scale was tried, so "f" is not tried with its.
-    assert looked == ["a", "b", "f"]
+    assert looked == ["a", "a down", "b", "b down", "f"]
+
+
+def test_what_is_done_to_a_global_scale_is_nothing_to_other_sets(quantizer):
+    fmt, w = REGISTRY["nvfp4"], torch.ones(16, 64).bfloat16()
+    for _ in range(3):
+        (q,) = quantizer.quantize_fused(fmt, [w], fmt.resolve_options(), names=["w"])
+        q.global_scale.mul_(3)
+    assert_same(quantizer, fmt, fmt.resolve_options(), w)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
