@@ -343,7 +343,7 @@ def test_replaced_file_is_the_new_one(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "close"])
+@pytest.mark.parametrize("call", ["write", "fsync", "close"])
 def test_failed_replacement_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
