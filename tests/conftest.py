@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 
 import pytest
@@ -104,10 +105,8 @@ def write_checkpoint(
         "model.norm.weight": (hidden,),
         "lm_head.weight": (vocabulary, hidden),
     }
-    generator = torch.Generator().manual_seed(seed)
-    weights = {name: _random(name, shape, dtype, generator) for name, shape in shapes.items()}
     path.mkdir(parents=True, exist_ok=True)
-    _save_weights(path, weights, shard_bytes)
+    _save_weights(path, shapes, dtype, shard_bytes, torch.Generator().manual_seed(seed))
     for name, content in {"config.json": fields, **SIDECARS}.items():
         (path / name).write_text(json.dumps(content, indent=2))
     return path
@@ -115,27 +114,36 @@ def write_checkpoint(
 
 def _random(name, shape, dtype, generator):
     w = torch.randn(shape, generator=generator) * 0.02
-    if name.endswith("e_score_correction_bias"):
-        return w
-    if w.ndim == 1:
-        return (1 + w).to(dtype)
-    w[:, :2] *= 12
-    return w.to(dtype)
+    if w.ndim > 1:
+        w[:, :2] *= 12
+    elif not _is_correction(name):
+        w += 1
+    return w.to(_dtype(name, dtype))
 
 
-def _save_weights(path, weights, shard_bytes):
-    shards = [{}]
-    for name, w in weights.items():
-        if sum(t.nbytes for t in shards[-1].values()) + w.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = w
+def _is_correction(name):
+    return name.endswith("e_score_correction_bias")
+
+
+def _dtype(name, dtype):
+    return torch.float32 if _is_correction(name) else dtype
+
+
+def _save_weights(path, shapes, dtype, shard_bytes, generator):
+    """One shard is in memory at a time."""
+    sizes = {n: math.prod(s) * _dtype(n, dtype).itemsize for n, s in shapes.items()}
+    shards = [[]]
+    for name, size in sizes.items():
+        if sum(sizes[n] for n in shards[-1]) + size > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
     weight_map = {}
-    for i, shard in enumerate(shards, start=1):
+    for i, names in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(w.nbytes for w in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        weights = {name: _random(name, shapes[name], dtype, generator) for name in names}
+        save_file(weights, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
