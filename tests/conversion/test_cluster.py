@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -74,9 +75,26 @@ def start(source, output, code=CONVERT):
 
 
 def end(process):
-    stdout, stderr = process.communicate(timeout=300)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        kill_cluster(process)
     assert stdout, stderr
     return json.loads(stdout.splitlines()[-1])
+
+
+def kill_cluster(process):
+    """Kill a conversion that has not ended, with the cluster that it has started."""
+    import psutil
+
+    if process.poll() is not None:
+        return
+    cluster = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    for child in cluster:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def workers_of(process):
@@ -183,25 +201,12 @@ def test_a_cluster_that_is_killed_altogether_continues(source, whole, tmp_path, 
     shards = out / ".moequant" / "shards"
     while process.poll() is None and not list(shards.glob("*.safetensors")):
         time.sleep(0.01)
-    children = cluster_of(process)
-    process.kill()
-    process.communicate()
-    for pid in children:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    kill_cluster(process)
     done = len((out / ".moequant" / "journal.jsonl").read_text().splitlines())
     assert not (out / "config.json").exists()
     state, resumed, _ = end(start(source, out))
     assert (state, resumed) == ("converted", done)
     assert contents(out) == contents(whole)
-
-
-def cluster_of(process):
-    import psutil
-
-    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 @pytest.mark.full
