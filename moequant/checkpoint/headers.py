@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import chain
 from json.encoder import encode_basestring
 from operator import attrgetter
 from reprlib import repr as show
@@ -207,6 +208,14 @@ def _read_object(source: FixedFile, data_start: int) -> dict[str, Any]:
 def _check_metadata(path: Path, metadata: object) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _refusal(path, f"__metadata__ is {show(metadata)}, but strings by name are wanted")
+    try:
+        "".join(chain.from_iterable(metadata.items())).encode()
+    except UnicodeEncodeError as error:
+        # JSON can spell it, but it is no text, and other readers refuse the file.
+        half = show(error.object[error.start])
+        raise _refusal(
+            path, f"__metadata__ holds {half}, half of a surrogate pair, but text is wanted"
+        ) from error
 
 
 def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: int) -> TensorInfo:

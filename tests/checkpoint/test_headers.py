@@ -73,6 +73,8 @@ HOSTILE = {
         "'dtype' occurs twice",
     ),
     "metadata of numbers": (encoded({"__metadata__": {"a": 1}, "t": entry()}), "__metadata__"),
+    "metadata that is no text": (encoded({"__metadata__": {"a": "\ud800"}}), "'\\ud800'"),
+    "metadata named by no text": (encoded({"__metadata__": {"\udc00": "a"}}), "'\\udc00'"),
     "metadata not an object": (encoded({"__metadata__": None, "t": entry()}), "__metadata__"),
     "tensor not an object": (encoded({"t": 5}), "tensor 't': 5"),
     "field missing": (encoded({"t": {"dtype": "U8", "shape": [4]}}), "tensor 't'"),

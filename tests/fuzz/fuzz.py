@@ -403,7 +403,9 @@ class Fuzzer:
         documents = [p for p in source.glob("*.json") if b"quant" in p.read_bytes()]
         path = rng.choice(documents or sorted(source.glob("*.json")))
         kind = rng.random()
-        with contextlib.suppress(ValueError, RecursionError):
+        # What was damaged before may have no sense left to change.
+        senseless = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+        with contextlib.suppress(*senseless):
             if kind < 0.4:
                 document = json.loads(path.read_bytes())
                 key = next((k for k in document if "quant" in k), None)
