@@ -165,14 +165,24 @@ def _device_bytes(result: ConversionResult, workers: int) -> int:
 
 def _slowness(result: ConversionResult) -> Iterator[str]:
     """Every reason why something is not done by the fastest quantizer, wherever it is done."""
-    slower = "several times slower than the native quantizer, to the same bytes"
     for share in result.shares:
         if share.reason is not None:
             part = f"{len(share.shards)} of {count(len(result.plan.shards), 'shard')} "
-            yield f"{part}quantized by {_by(share.name, share.hosts)}, {slower}: {share.reason}"
+            by = _by(share.name, share.hosts)
+            yield f"{part}quantized by {by}, {_how_slow(share.name)}: {share.reason}"
     choice = result.quantizer
     if result.state == "planned" and choice is not None and choice.reason is not None:
-        yield f"quantized by {choice.quantizer.name}, {slower}: {choice.reason}"
+        name = choice.quantizer.name
+        yield f"quantized by {name}, {_how_slow(name)}: {choice.reason}"
+
+
+def _how_slow(quantizer: str) -> str:
+    """Of one that is not the fastest there is, or that others decode sources for."""
+    from moequant.quantizers import TorchQuantizer
+
+    if quantizer == TorchQuantizer.name:
+        return "several times slower than the native quantizer, to the same bytes"
+    return "slower than it could be, to the same bytes"
 
 
 def _by(name: str, places: Iterable[str]) -> str:

@@ -134,7 +134,7 @@ def _describe(error: BaseException, arguments: list[str], options: set[str]) -> 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Python has a type for it, threads and torch's allocator have words."""
-    words = ("can't start new thread", "can't allocate memory", "CUDA out of memory")
+    words = ("can't start new thread", "can't allocate memory", "bad_alloc", "CUDA out of memory")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 

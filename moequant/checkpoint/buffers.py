@@ -95,6 +95,14 @@ class Arena:
             self._keep(size_bytes)
         self._used = 0
 
+    def reserve(self, size_bytes: int) -> None:
+        """Before the first tensor: have room for so many bytes, each tensor's rounded up."""
+        assert self._used == 0, self._used
+        if size_bytes > self._kept_bytes:
+            # The old goes before the new comes.
+            self._keep(0)
+            self._keep(size_bytes)
+
     def begin_like(self, position: int) -> None:
         """Let the first tensor after `clear` lie in its page as `position` of a file does.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -193,8 +194,8 @@ def _unread(quantization_config: Mapping[str, Any] | None) -> str:
         return "no quantization_config in config.json says how"
     method = quantization_config.get("quant_method")
     if _find_dialect(quantization_config, ()) is None:
-        return f"moequant does not read quantization_config.quant_method = {method!r}"
-    return f"no weight that config.json describes ({method}) has it for a part"
+        return f"moequant does not read quantization_config.quant_method = {show(method)}"
+    return f"no weight that config.json describes ({show(method)}) has it for a part"
 
 
 def _is_of_activations(name: str, modules: set[str]) -> bool:

@@ -1,7 +1,7 @@
 """Safetensors files written piece by piece, in any order and from any thread.
 
 The header is known before any data exists, so every tensor has its place in the file from the
-start: nothing is gathered in memory, and slices of one tensor may come from several workers.
+start: no tensor waits for another, and slices of one tensor may come from several workers.
 """
 
 from __future__ import annotations

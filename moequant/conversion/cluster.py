@@ -31,7 +31,7 @@ from moequant.checkpoint.source import Checkpoint
 from moequant.conversion.journal import FinishedShard, Journal
 from moequant.conversion.recipe import Recipe
 from moequant.conversion.run import write_shards
-from moequant.errors import MoequantError
+from moequant.errors import CheckpointError, MoequantError
 from moequant.models import recorded_architecture
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
@@ -116,6 +116,7 @@ def write_shards_on_ray(
         workers=workers,
     )
     with _cluster(address):
+        _check_fits(workers)
         task = ray.remote(num_cpus=workers, max_retries=ATTEMPTS - 1, scheduling_strategy="SPREAD")(
             write_shard
         )
@@ -127,6 +128,9 @@ def write_shards_on_ray(
                 finished, partial = _result(done, shard, journal)
                 (journal.shards / partial).replace(journal.partial(shard.file))
                 journal.record(finished)
+                # Attempts that were lost hold all the space that was reserved for them.
+                for left in journal.shards.glob(f"{shard.file}.*.partial"):
+                    left.unlink(missing_ok=True)
                 progress.advance(shard.work_bytes, shard.file)
                 yield finished
         finally:
@@ -190,7 +194,7 @@ def _open(job: Job) -> tuple[Checkpoint, Plan, Choice]:
         )
     source = Checkpoint.open(Path(job.source))
     if _state(source) != job.source_state:
-        raise MoequantError(
+        raise CheckpointError(
             f"{host}: {job.source}: other sizes or times of files than where the conversion was "
             "begun; all machines must see one copy of the source"
         )
@@ -247,6 +251,11 @@ def _appears(path: Path, size_bytes: int) -> bool:
 def _cluster(address: str | None) -> Iterator[None]:
     """Be connected to the cluster, and leave it afterwards if we joined it."""
     if ray.is_initialized():
+        if address is not None:
+            raise MoequantError(
+                f"executor ray:{address}: this process has joined a cluster already; name it ray, "
+                "or leave that cluster first with ray.shutdown()"
+            )
         yield
         return
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -279,6 +288,20 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, OverflowError) as error:
         raise _no_cluster(address, error) from error
+
+
+def _check_fits(workers: int) -> None:
+    """Refuse a task that no machine holds: Ray would wait for one for ever, and say nothing.
+
+    Raises:
+        MoequantError: says how many CPUs there are.
+    """
+    most = max((int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]), default=0)
+    if workers > most:
+        raise MoequantError(
+            f"executor ray: {workers} workers a task, but no machine of the cluster has more than "
+            f"{most} CPUs; choose --workers {most} or fewer"
+        )
 
 
 def _no_cluster(address: str, error: Exception) -> MoequantError:

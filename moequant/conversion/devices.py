@@ -22,7 +22,13 @@ from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats.base import check_values
 from moequant.quantizers import Choice, Quantizer, TorchQuantizer, choose_quantizer
 from moequant.quantizers.base import UnavailableError
-from moequant.quantizers.launch import INFINITY, check_columns, quantize_on_device
+from moequant.quantizers.launch import (
+    INFINITY,
+    LAUNCHES,
+    check_columns,
+    device_bytes,
+    quantize_on_device,
+)
 from moequant.quantizers.probes import check_bytes
 
 if TYPE_CHECKING:
@@ -154,6 +160,8 @@ class DeviceQuantizer(Quantizer):
         key = format.name, tuple(sorted(options.items())), dtype
         if key in self._ready:
             return
+        if format.name not in LAUNCHES:
+            raise UnavailableError(f"it has no kernel for {format.name}")
         for device in self._devices:
             worker = _Worker(device)
             check_bytes(format, options, dtype, partial(self._run, worker), str(device))
@@ -203,6 +211,9 @@ class DeviceQuantizer(Quantizer):
         plain = [w for w in weights if isinstance(w, torch.Tensor)]
         assert len(plain) == len(weights), "they were decoded"
         with worker.at_work():
+            results_bytes = sum(s.size_bytes for w in plain for s in format.specs(w.shape).values())
+            weights_bytes = sum(w.nbytes for w in plain)
+            worker.memory.reserve(device_bytes(weights_bytes, results_bytes, len(plain)))
             there = [worker.bring(w.detach()) for w in plain]
             with self._launching:
                 results, largest = quantize_on_device(
@@ -276,11 +287,16 @@ def page_locked(size_bytes: int) -> Tensor:
     Not torch's own page-locked memory, which takes up to twice what it is asked for.
 
     Raises:
-        MoequantError: the system or the driver refuses.
+        MemoryError: the system refuses.
+        MoequantError: the driver refuses.
     """
     if size_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    memory = _PageLocked(-1, size_bytes)
+    try:
+        memory = _PageLocked(-1, size_bytes)
+    except OSError as error:
+        # As `Quantizer.allocate`.
+        raise MemoryError(f"{size_bytes} bytes: {error.strerror}") from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     memory.lock(tensor.data_ptr())
     return tensor

@@ -30,9 +30,11 @@ from moequant.conversion.used import UsedQuantizer
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+    from moequant.progress import Progress
 
 
 _DIGESTS_AT_ONCE = 4
@@ -150,18 +152,18 @@ class Journal:
         fsync_directory(self.shards)
         _append(self._lines, _line(shard))
 
-    def resume(self, files: Collection[str]) -> dict[str, FinishedShard]:
+    def resume(self, files: Collection[str], progress: Progress) -> dict[str, FinishedShard]:
         """Which shards of a plan need not be written again; each is read once for its digest.
 
         What else lies in `shards` is removed: a partial shard holds space that is wanted.
 
         Args:
             files: names of the plan's shards.
+            progress: told what is read.
         """
         entries = {e.file: e for line in self._read_lines() if (e := _parse(line)) is not None}
         entries = {file: entry for file, entry in entries.items() if file in files}
-        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
-            places = dict(zip(entries, pool.map(self.locate, entries.values()), strict=True))
+        places = self._places(entries, progress)
         self.shards.mkdir(exist_ok=True)
         for path in self.shards.iterdir():
             if path not in places.values():
@@ -172,6 +174,22 @@ class Journal:
         if self._read_lines() != lines:
             replace_file(self._lines, b"".join(lines))
         return finished
+
+    def _places(
+        self, entries: Mapping[str, FinishedShard], progress: Progress
+    ) -> dict[str, Path | None]:
+        def locate(shard: FinishedShard) -> Path | None:
+            place = self.locate(shard)
+            progress.advance(shard.bytes, shard.file)
+            return place
+
+        if not entries:
+            return {}
+        progress.start("checking finished shards", sum(e.bytes for e in entries.values()))
+        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
+            places = dict(zip(entries, pool.map(locate, entries.values()), strict=True))
+        progress.finish()
+        return places
 
     def locate(self, shard: FinishedShard) -> Path | None:
         """Where a finished shard lies: in the work folder or, after a commit began, the output."""

@@ -15,6 +15,7 @@ from moequant.checkpoint.converted import described_architectures
 from moequant.checkpoint.disk import explained
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.locate import locate
+from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.source import Checkpoint
 from moequant.checkpoint.source_model import source_config
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
@@ -149,6 +150,8 @@ def convert(
         plan = _mention_left_out(plan_checkpoint(checkpoint, chosen, own), checkpoint)
     # Now, so that a file that cannot come along is found before anything is written.
     sidecars = [f for f in checkpoint.sidecars() if f.name not in OTHER_QUANTIZATION]
+    for file in sidecars:
+        FixedFile.at(path / file).read(0, 0)
     target = _output_path(output)
     work = _Work(
         checkpoint=checkpoint,
@@ -171,7 +174,9 @@ def convert(
             plan=plan,
             state="planned",
             refusals=refusals,
-            quantizer=choose_device(device) if executor == LOCAL else None,
+            quantizer=None
+            if executor != LOCAL
+            else choose_device(device, [] if plan.refusals else plan.jobs()),
         )
     if plan.refusals:
         raise UnsupportedError("\n".join(plan.refusals))
@@ -249,7 +254,10 @@ def _refusals(work: _Work) -> list[str]:
     try:
         check_apart(work.checkpoint, work.journal.output)
         with explained(work.journal.output, "read"):
-            work.is_left()
+            if work.is_left():
+                state = source_state(work.checkpoint, work.sidecars)
+                # What is finished takes space that need not be found, all else gives it back.
+                _check_room(work, state, {}, freed_bytes=work.journal.shard_bytes())
     except MoequantError as error:
         return [str(error)]
     return []
@@ -274,7 +282,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
             journal.close()
             return result(state="already converted")
         state = source_state(work.checkpoint, work.sidecars)
-        finished = _resume_or_begin(work, state)
+        finished = _resume_or_begin(work, state, progress)
         resumed = len(finished)
         todo = [shard for shard in plan.shards if shard.file not in finished]
         progress.start("converting", sum(shard.work_bytes for shard in todo))
@@ -308,7 +316,9 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
     )
 
 
-def _resume_or_begin(work: _Work, state: Mapping[str, Any]) -> dict[str, FinishedShard]:
+def _resume_or_begin(
+    work: _Work, state: Mapping[str, Any], progress: Progress
+) -> dict[str, FinishedShard]:
     """Shards an earlier run of this plan has left; without such a run, a fresh work folder.
 
     Refuses an output without room or place for what is to be written.
@@ -317,7 +327,7 @@ def _resume_or_begin(work: _Work, state: Mapping[str, Any]) -> dict[str, Finishe
     record = {"plan_sha256": work.plan.digest, "source_state": state}
     recorded = journal.read_plan()
     if recorded == record:
-        finished = journal.resume([shard.file for shard in work.plan.shards])
+        finished = journal.resume([shard.file for shard in work.plan.shards], progress)
         _check_room(work, state, finished, freed_bytes=0)
         return finished
     if journal.exists and not work.overwrite:

@@ -8,6 +8,7 @@ import tomllib
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
@@ -36,7 +37,8 @@ KEEP = "keep"
 BF16 = "bf16"
 """In place of a format: give weights that the source holds in a quantized form back as BF16."""
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+# More digits would overflow a float, and no disk holds as much.
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -49,7 +51,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size_bytes < 1:
-        raise ValueError(f"{text!r} is not a size such as 5GB or 500MB")
+        raise ValueError(f"{show(text)} is not a size such as 5GB or 500MB")
     return size_bytes
 
 
@@ -60,13 +62,13 @@ def _regex(text: str) -> str:
 
 def _layer_slice(text: str) -> str:
     if not re.fullmatch(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?|-?[0-9]{1,6}", text):
-        raise ValueError(f'{text!r} is not a layer or a slice such as "3:" or ":-1"')
+        raise ValueError(f'{show(text)} is not a layer or a slice such as "3:" or ":-1"')
     return text
 
 
 def _integer(value: object) -> object:
     if type(value) is not int:
-        raise ValueError(f"{value!r} is not a number")
+        raise ValueError(f"{show(value)} is not a number")
     return value
 
 
@@ -111,6 +113,9 @@ class Rule(_Strict):
         try:
             if self.format not in (KEEP, BF16):
                 get_format(self.format).resolve_options(self.options)
+            elif self.options:
+                given = ", ".join(map(show, self.options))
+                raise ValueError(f"options {given}, but {self.format} takes none; leave them out")
         except MoequantError as error:
             raise ValueError(str(error)) from None
         return self

@@ -348,9 +348,11 @@ class _Results:
             self._changed.wait_for(lambda: self.has_room, seconds)
 
     def _take_back(self, memory: Arena) -> None:
-        memory.clear()
+        lent_bytes = memory.size_bytes
+        memory.clear()  # which may round up what it keeps
         with self._changed:
-            self._lent_bytes -= memory.size_bytes
+            self._lent_bytes -= lent_bytes
+            self._left_bytes -= memory.size_bytes - lent_bytes
             self._kept.append(memory)
             self._changed.notify_all()
 

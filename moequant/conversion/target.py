@@ -122,12 +122,13 @@ def check_places(output: Path, files: Iterable[str]) -> None:
 
 
 def check_space(output: Path, needed_bytes: int) -> None:
-    """Refuse to begin what the disk cannot hold.
+    """Refuse to begin what the disk cannot hold; `output` need not be there yet.
 
     Raises:
         MoequantError: says what is free and what is needed.
     """
-    free_bytes = shutil.disk_usage(output).free
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(there).free
     if free_bytes < needed_bytes:
         raise MoequantError(
             f"{output}: {free_bytes:,} bytes free, but {needed_bytes:,} are still to be written; "

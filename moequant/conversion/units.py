@@ -30,6 +30,7 @@ from moequant.formats import (
 )
 from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.formats.squares import TILE_ROWS
+from moequant.quantizers.launch import device_bytes
 from moequant.quantizers.tiles import TorchQuantizer
 
 if TYPE_CHECKING:
@@ -169,9 +170,8 @@ class Unit:
     @property
     def device_bytes(self) -> int:
         """Upper bound of the memory it takes on a GPU that quantizes it."""
-        # Each tensor begins at a multiple of 64 bytes: weights, their parts and a check's result.
         weights = sum(weight.decoded_bytes or weight.info.size_bytes for weight in self.weights)
-        return weights + self.result_bytes + 64 * (1 + 4 * len(self.weights))
+        return device_bytes(weights, self.result_bytes, len(self.weights))
 
     @property
     def working_bytes(self) -> int:

@@ -32,8 +32,9 @@ _COMMON_KEYS = {
     "layers": ["num_hidden_layers"],
     "activation": ["hidden_act"],
 }
-# No size in a real config comes near; a larger one is a damaged or hostile file.
+# No size or name in a real config comes near; a larger one is a damaged or hostile file.
 _LARGEST = 1_000_000
+_MOST_CHARACTERS = 250
 # As engines write them: no leading zeros, ASCII digits, and no number beyond _LARGEST.
 _NUMBER = "0|[1-9][0-9]{0,5}"
 _FIELDS = {"{layer}": f"(?P<layer>{_NUMBER})", "{expert}": f"(?P<expert>{_NUMBER})"}
@@ -296,8 +297,12 @@ class Architecture:
         name = self._act_fn.get("name") or self._value(config, "activation")
         if name is None:
             name = self._act_fn.get("default")
-        if not isinstance(name, str):
-            raise CheckpointError(f"config.json: {self._keys['activation'][0]} is {show(name)}")
+        if not isinstance(name, str) or len(name) > _MOST_CHARACTERS:
+            raise CheckpointError(
+                f"config.json: {self._keys['activation'][0]} is {show(name)}, but architecture "
+                f"{self.name!r} needs the name of a function there; "
+                f"{self.mend('`config.activation`')}"
+            )
         return ActivationConfig(
             name=self._act_fns.get(name, name),
             alpha=self._number(config, "alpha", default=1.0),

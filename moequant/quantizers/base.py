@@ -78,7 +78,11 @@ class Quantizer(ABC):
         # keeps blocks up to 32 MiB, for each thread, and who frees them is often not who asked.
         # Linux begins maps of whole huge pages at one.
         whole_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        memory = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            # Who writes files takes an OSError for the file's.
+            raise MemoryError(f"{whole_bytes} bytes: {error.strerror}") from error
         huge_bytes = _ask_for_huge_pages(memory, size_bytes)
         return torch.frombuffer(memory, dtype=torch.uint8, count=max(size_bytes, huge_bytes))
 

@@ -39,6 +39,14 @@ def check_columns(format: str, K: int, name: str) -> None:
         )
 
 
+def device_bytes(weights_bytes: int, results_bytes: int, weights: int) -> int:
+    """What `quantize_on_device` takes of a device, with so many weights in one set.
+
+    Each tensor begins at a multiple of 64 bytes: weights, their parts and the check's result.
+    """
+    return weights_bytes + results_bytes + 64 * (1 + 4 * weights)
+
+
 def quantize_on_device(
     format: Format,
     weights: Sequence[Tensor],
@@ -63,7 +71,7 @@ def quantize_on_device(
     lead = weights[0].shape[:-2] if format.has_global_scale else (1,)
     largest = empty(lead, dtype=torch.int32).zero_()
     results = [_allocate(format, w, empty) for w in weights]
-    _LAUNCHES[format.name](weights, results, largest, options)
+    LAUNCHES[format.name](weights, results, largest, options)
     return results, largest
 
 
@@ -149,4 +157,5 @@ def _w4a8(
         )
 
 
-_LAUNCHES = {"fp8_block": _fp8_block, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "w4a8": _w4a8}
+LAUNCHES = {"fp8_block": _fp8_block, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "w4a8": _w4a8}
+"""What starts the kernels of a format, by its name."""

@@ -42,7 +42,7 @@ class Findings:
 
     def add(self, check: Check, name: str, message: str) -> None:
         """Note that `name` is not as it must be."""
-        self.extend([Problem(check=check, name=_cut(name), message=_cut(message))])
+        self.extend([Problem(check=check, name=cut(name), message=cut(message))])
 
     def extend(self, problems: Iterable[Problem]) -> None:
         """Note several."""
@@ -52,7 +52,7 @@ class Findings:
                 self.problems.append(problem)
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     """A text of a lying file shall not fill the terminal."""
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "..."
 

@@ -29,7 +29,7 @@ from moequant.conversion.journal import Journal
 from moequant.errors import CheckpointError, MoequantError
 from moequant.preparation.manifest import read_manifest
 from moequant.progress import SilentProgress
-from moequant.verification.findings import Findings
+from moequant.verification.findings import Findings, cut
 from moequant.verification.folder import existing_directory, is_read_by_engines
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def _text(value: object) -> str | None:
     """A record may have been edited: NaN, for one, could not be printed as JSON."""
-    return value if isinstance(value, str) else None
+    return cut(value) if isinstance(value, str) else None
 
 
 def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Recorded]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -55,6 +56,25 @@ def test_an_arena_gives_the_same_memory_again():
         places.append([t.data_ptr() for t in tensors if t.numel()])
     # The first round found out how much there must be.
     assert places[1] == places[2]
+
+
+def test_an_arena_that_was_told_beforehand_never_holds_more():
+    held, most = [], []
+
+    def allocate(size_bytes):
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        held.append(weakref.ref(memory))
+        most.append(sum(len(m) for ref in held if (m := ref()) is not None))
+        return memory
+
+    arena = Arena(allocate)
+    for size_bytes in (1000, 3000, 2000):
+        arena.reserve(size_bytes + 128)
+        tensors = [arena.empty((size_bytes // 2,), dtype=torch.uint8) for _ in range(2)]
+        del tensors
+        arena.clear()
+    assert max(most) == 3128
+    assert arena.size_bytes == 3128
 
 
 ARENA_SPECS = [

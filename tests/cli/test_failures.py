@@ -59,7 +59,8 @@ def test_json_error_says_type_message_and_exit_code(run, convert_raises):
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("[enforce fail] "
-    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")],
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+    RuntimeError("std::bad_alloc")],
 )  # fmt: skip
 def test_too_little_memory_is_no_bug_and_says_what_to_do(run, convert_raises, error):
     convert_raises(error)

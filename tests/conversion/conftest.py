@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moequant.quantizers import NativeQuantizer
+from moequant.quantizers.base import UnavailableError
+
 
 @pytest.fixture(scope="session")
 def struck():
@@ -46,6 +49,17 @@ def large_source(make_checkpoint, tmp_path_factory):
     return make_checkpoint(
         path=path, layers=1, experts=2, hidden=1024, intermediate=1024, vocabulary=64
     )
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """A machine on which no kernel compiles."""
+
+    def refuse(text):
+        raise UnavailableError("no LLVM on this machine")
+
+    monkeypatch.setattr("moequant.quantizers.jit.compile_kernel", refuse)
+    monkeypatch.setattr("moequant.quantizers._native", NativeQuantizer)
 
 
 @pytest.fixture

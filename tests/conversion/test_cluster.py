@@ -28,16 +28,23 @@ from moequant.conversion.run import write_shards
 from moequant.conversion.units import Unit
 from moequant.conversion.used import UsedQuantizer
 from moequant.errors import MoequantError
-from moequant.quantizers import NativeQuantizer
-from moequant.quantizers.base import UnavailableError
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "2MB"}
 
 CONVERT = """
 import json, sys
-from moequant.conversion import convert
+from moequant.conversion import convert, pipeline
 from moequant.errors import MoequantError
 
+commit = pipeline.commit
+
+
+def commit_without_leftovers(source, plan, journal, *others):
+    assert not list(journal.shards.glob("*.partial")), "of attempts that were lost"
+    commit(source, plan, journal, *others)
+
+
+pipeline.commit = commit_without_leftovers
 source, output = sys.argv[1:3]
 settings = {"format": "nvfp4", "max_shard_size": "2MB", "workers": 1, "executor": "ray"}
 try:
@@ -233,6 +240,32 @@ def test_a_cluster_that_is_not_there_is_named(source, tmp_path):
         convert(source, tmp_path / "out", executor="ray:127.0.0.1:1", **SETTINGS)
 
 
+TOO_MANY = """
+import json, sys
+
+import ray
+from moequant.conversion import convert
+from moequant.errors import MoequantError
+
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+said = []
+for executor, workers in (("ray", 3), ("ray:127.0.0.1:1", 1)):
+    try:
+        convert(*sys.argv[1:3], format="nvfp4", workers=workers, executor=executor)
+    except MoequantError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_cluster")
+def test_a_task_that_no_machine_holds_and_a_second_cluster_are_refused(source, tmp_path):
+    too_large, second = end(start(source, tmp_path / "out", TOO_MANY))
+    assert "3 workers a task, but no machine of the cluster has more than 2 CPUs" in too_large
+    assert "executor ray:127.0.0.1:1: this process has joined a cluster already" in second
+
+
 @pytest.fixture
 def cluster(monkeypatch):
     """The module, with as much of Ray as a worker itself needs if Ray is not installed."""
@@ -244,17 +277,6 @@ def cluster(monkeypatch):
     monkeypatch.delitem(sys.modules, "moequant.conversion.cluster", raising=False)
     yield importlib.import_module("moequant.conversion.cluster")
     monkeypatch.delitem(sys.modules, "moequant.conversion.cluster", raising=False)
-
-
-@pytest.fixture
-def no_kernels(monkeypatch):
-    """A machine on which no kernel compiles."""
-
-    def refuse(text):
-        raise UnavailableError("no LLVM on this machine")
-
-    monkeypatch.setattr("moequant.quantizers.jit.compile_kernel", refuse)
-    monkeypatch.setattr("moequant.quantizers._native", NativeQuantizer)
 
 
 def write_as_a_worker(cluster, source, output, plan, file):

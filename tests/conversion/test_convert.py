@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,10 +120,18 @@ def test_bytes_do_not_depend_on_the_number_of_workers(source, tmp_path, format):
     assert outputs[0] == outputs[1]
 
 
-def test_a_conversion_leaves_torch_threads_as_they_were(source, tmp_path):
-    before = torch.get_num_threads()
+def test_a_conversion_leaves_torch_threads_as_they_were(source, tmp_path, monkeypatch):
+    calls = []
+
+    def noted(count):
+        calls.append((threading.current_thread(), count))
+
+    # Of the tests' own there is one already.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", noted)
     convert(source, tmp_path / "out", format="fp8_block", workers=3)
-    assert torch.get_num_threads() == before
+    assert calls[-1] == (threading.main_thread(), 3)
+    assert {count for _, count in calls[:-1]} == {1}
 
 
 def test_a_second_run_finds_the_work_done(source, tmp_path):
@@ -382,6 +392,42 @@ def test_a_file_that_cannot_come_along_is_found_before_the_old_output_goes(own_s
         with pytest.raises(CheckpointError, match=r"notes\.txt"):
             convert(own_source, out, format="nvfp4", overwrite=True, dry_run=dry_run)
         assert snapshot(out) == before
+
+
+def test_a_file_that_cannot_be_read_is_found_before_anything_is_written(
+    source, tmp_path, monkeypatch
+):
+    # Its permissions would stop nobody who is root.
+    original = os.open
+
+    def refuse(path, *arguments, **settings):
+        if str(path).endswith("tokenizer.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, *arguments, **settings)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for dry_run in (True, False):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json.*Permission denied"):
+            convert(source, tmp_path / "out", format="nvfp4", dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_that_the_disk_is_too_small(source, tmp_path, monkeypatch):
+    total, used = 10**9, 10**9
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=total - used))
+    out = tmp_path / "not" / "there"
+    refusals = convert(source, out, format="nvfp4", dry_run=True).refusals
+    assert [r for r in refusals if "0 bytes free" in r and str(out) in r]
+    assert not out.parent.exists()
+    with pytest.raises(MoequantError, match="0 bytes free"):
+        convert(source, out, format="nvfp4")
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_dry_run_says_which_quantizer_will_run(source, tmp_path):
+    for dry_run in (True, False):
+        chosen = convert(source, tmp_path / "out", format="nvfp4", dry_run=dry_run).quantizer
+        assert (chosen.quantizer.name, chosen.reason) == ("torch", "no LLVM on this machine")
 
 
 def test_the_record_repeats_the_conversion(source, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from moequant.conversion.journal import FinishedShard, Journal
 from moequant.conversion.used import UsedQuantizer
+from moequant.progress import SilentProgress
 
 FILES = ["a.safetensors", "b.safetensors"]
 
@@ -42,20 +43,20 @@ def lines_of(journal):
 
 
 def test_finished_shards_are_found_where_they_are(journal):
-    assert list(journal.resume(FILES)) == FILES
+    assert list(journal.resume(FILES, SilentProgress())) == FILES
     (journal.shards / FILES[0]).rename(journal.output / FILES[0])
-    assert list(journal.resume(FILES)) == FILES
+    assert list(journal.resume(FILES, SilentProgress())) == FILES
 
 
 def test_a_begun_shard_gives_its_space_back(journal):
     journal.partial("c.safetensors").write_bytes(bytes(1000))
     (journal.shards / "stray.safetensors").write_bytes(bytes(1000))
-    assert list(journal.resume([*FILES, "c.safetensors"])) == FILES
+    assert list(journal.resume([*FILES, "c.safetensors"], SilentProgress())) == FILES
     assert sorted(path.name for path in journal.shards.iterdir()) == FILES
 
 
 def test_a_shard_of_another_plan_is_not_finished(journal):
-    assert list(journal.resume(FILES[:1])) == FILES[:1]
+    assert list(journal.resume(FILES[:1], SilentProgress())) == FILES[:1]
     assert sorted(path.name for path in journal.shards.iterdir()) == FILES[:1]
 
 
@@ -63,16 +64,19 @@ def test_a_shard_of_another_plan_is_not_finished(journal):
 def test_a_torn_line_does_not_spoil_the_next(journal, tail):
     whole = lines_of(journal)
     (journal.folder / "journal.jsonl").write_bytes(whole + tail)
-    assert list(journal.resume(FILES)) == FILES
+    assert list(journal.resume(FILES, SilentProgress())) == FILES
     assert lines_of(journal) == whole
     write(journal, "c.safetensors", b"c")
-    assert list(journal.resume([*FILES, "c.safetensors"])) == [*FILES, "c.safetensors"]
+    assert list(journal.resume([*FILES, "c.safetensors"], SilentProgress())) == [
+        *FILES,
+        "c.safetensors",
+    ]
 
 
 def test_what_quantized_a_shard_is_kept(journal):
     used = UsedQuantizer(name="torch", reason="no LLVM", host="b")
     shard = write(journal, "c.safetensors", b"c", quantizer=used)
-    assert journal.resume([*FILES, shard.file])[shard.file] == shard
+    assert journal.resume([*FILES, shard.file], SilentProgress())[shard.file] == shard
 
 
 @pytest.mark.parametrize("quantizer", [5, {}, {"name": 5, "reason": None, "host": None}, "torch"])
@@ -81,19 +85,19 @@ def test_a_line_that_says_it_wrongly_is_no_line(journal, quantizer):
     lines[0]["quantizer"] = quantizer
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (journal.folder / "journal.jsonl").write_text(text)
-    assert list(journal.resume(FILES)) == FILES[1:]
+    assert list(journal.resume(FILES, SilentProgress())) == FILES[1:]
 
 
 def test_a_right_journal_is_not_written_again(journal):
     before = (journal.folder / "journal.jsonl").stat().st_ino
-    journal.resume(FILES)
+    journal.resume(FILES, SilentProgress())
     assert (journal.folder / "journal.jsonl").stat().st_ino == before
 
 
 def test_a_new_plan_stands_beside_nothing_of_the_old(journal):
     journal.begin({"plan_sha256": "y"})
     assert journal.read_plan() == {"plan_sha256": "y"}
-    assert journal.resume(FILES) == {}
+    assert journal.resume(FILES, SilentProgress()) == {}
     assert list(journal.shards.iterdir()) == []
 
 
@@ -102,9 +106,9 @@ def test_a_work_folder_without_its_journal_or_shards_is_resumed_from_nothing(jou
     for path in journal.shards.iterdir():
         path.unlink()
     journal.shards.rmdir()
-    assert journal.resume(FILES) == {}
+    assert journal.resume(FILES, SilentProgress()) == {}
     write(journal, FILES[0], b"a")
-    assert list(journal.resume(FILES)) == FILES[:1]
+    assert list(journal.resume(FILES, SilentProgress())) == FILES[:1]
 
 
 def test_closed_there_is_nothing(journal):
@@ -134,6 +138,6 @@ def test_the_last_of_two_lines_for_a_shard_holds(journal):
     entry = {"file": FILES[0], "bytes": 1, "sha256": "0" * 64}
     with (journal.folder / "journal.jsonl").open("a") as lines:
         lines.write(json.dumps(entry) + "\n")
-    assert list(journal.resume(FILES)) == FILES[1:]
+    assert list(journal.resume(FILES, SilentProgress())) == FILES[1:]
     write(journal, FILES[0], b"again")
-    assert sorted(journal.resume(FILES)) == FILES
+    assert sorted(journal.resume(FILES, SilentProgress())) == FILES

@@ -102,6 +102,14 @@ def test_match_is_over_the_whole_name():
             "format = 'fp8_block'",
             "not a size",
         ),
+        (
+            "[[rules]]\nroles = ['attention']\nformat = 'keep'\noptions = { sale = 'exact' }",
+            r"options 'sale', but keep takes none",
+        ),
+        (
+            "[[rules]]\nroles = ['attention']\nformat = 'bf16'\noptions = { sale = 'exact' }",
+            r"options 'sale', but bf16 takes none",
+        ),
     ],
 )
 def test_a_bad_recipe_is_refused_with_its_place(tmp_path, text, message):
@@ -167,7 +175,7 @@ def test_sizes_are_decimal(text, size_bytes):
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 GiB", "0", "nan", "1e9"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 GiB", "0", "nan", "1e9", "9" * 310])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)

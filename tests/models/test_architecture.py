@@ -173,7 +173,12 @@ def test_a_config_without_a_usable_number_is_refused(value):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("moe_layer_freq", 0), ("first_k_dense_replace", "1"), ("hidden_act", 3)],
+    [
+        ("moe_layer_freq", 0),
+        ("first_k_dense_replace", "1"),
+        ("hidden_act", 3),
+        ("hidden_act", "a" * 300),
+    ],
 )
 def test_a_config_with_a_wrong_type_is_refused(key, value):
     config = DEEPSEEK | {key: value}

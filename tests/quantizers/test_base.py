@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 
@@ -26,3 +29,14 @@ def test_memory_is_good_where_there_are_no_huge_pages(monkeypatch: pytest.Monkey
     memory = TorchQuantizer().allocate(2 * MIB - 1)
     assert len(memory) == 2 * MIB - 1
     assert (memory.fill_(7) == 7).all()
+
+
+def test_too_little_memory_is_not_taken_for_a_fault_of_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(MemoryError, match="4194304 bytes: Cannot allocate memory"):
+        TorchQuantizer().allocate(4 * MIB)
