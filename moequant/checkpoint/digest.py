@@ -62,6 +62,16 @@ class GrowingDigest:
                 self._kept[start] = _Kept(memory, release)
             self._note(start, start + memory.nbytes)
 
+    def forget(self, start: int, data: bytes) -> None:
+        """Read back what was written from `data` at `start`, if it is not digested by now.
+
+        The digest may come to it much later, and what is small is most of some files.
+        """
+        with self._noting:
+            kept = self._kept.get(start)
+            if kept is not None and kept.memory.obj is data:
+                self._kept.pop(start, None)  # who digests takes it without asking
+
     def catch_up(self, at_most_bytes: int) -> bool:
         """Digest what is in front of the first hole; nothing if another thread is at it.
 

@@ -37,7 +37,7 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 KEPT_BYTES = 1 << 16
 """Less than this is not lent: the digest may come to it much later, and memory would wait."""
 _GATHERED_BYTES = 4 << 20
-"""At most so much waits to be written through the cache."""
+"""At most so much waits to be written through the cache, and is kept for the digest."""
 
 
 class OutputFile:
@@ -80,8 +80,9 @@ class OutputFile:
             self._write_cached(position, view)
             self._digest.wrote(position, position + view.nbytes)
         else:
-            copy = self._gather(position, view)
+            copy = view.tobytes()
             self._digest.wrote_from(position, memoryview(copy), nothing)
+            self._gather(position, copy)
 
     def lend(self, position: int, view: memoryview, release: Callable[[], None]) -> None:
         """As `write`; `view` must stay as it is until `release` was called for the second time."""
@@ -92,8 +93,8 @@ class OutputFile:
         if self._direct is not None and start < stop:
             inner = position + start, view[start:stop]
             self._direct.begin(*inner, partial(self._wrote_direct, *inner, release))
-            self._gather(position, view[:start])
-            self._gather(position + stop, view[stop:])
+            self._gather(position, view[:start].tobytes())
+            self._gather(position + stop, view[stop:].tobytes())
         else:
             self._write_cached(position, view)
             release()
@@ -190,22 +191,22 @@ class OutputFile:
                 raise OSError(-result, os.strerror(-result))
         self._write_cached(position + max(result, 0), view[max(result, 0) :])
 
-    def _gather(self, position: int, view: memoryview) -> bytes:
-        """A copy of `view`, which will be written at `position`."""
-        copy = view.tobytes()
+    def _gather(self, position: int, data: bytes) -> None:
+        """Write `data` at `position` later."""
         with self._noting:
-            self._gathered.append((position, copy))
-            self._gathered_bytes += len(copy)
+            self._gathered.append((position, data))
+            self._gathered_bytes += len(data)
             full = self._gathered_bytes >= _GATHERED_BYTES
         if full:
             self._write_gathered()
-        return copy
 
     def _write_gathered(self) -> None:
         with self._noting:
             gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
         for position, data in _joined(sorted(gathered)):
             self._write_cached(position, memoryview(data))
+        for position, data in gathered:
+            self._digest.forget(position, data)
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
@@ -218,15 +219,15 @@ def _reserve(fd: int, size_bytes: int) -> None:
     os.ftruncate(fd, size_bytes)
 
 
-def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytearray]]:
     """Sorted pieces, those together that follow one another."""
     start, joined = 0, bytearray()
     for position, data in pieces:
         if position != start + len(joined):
-            yield start, bytes(joined)
+            yield start, joined
             start, joined = position, bytearray()
         joined += data
-    yield start, bytes(joined)
+    yield start, joined
 
 
 def nothing() -> None:

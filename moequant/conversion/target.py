@@ -14,7 +14,7 @@ from moequant.checkpoint.reader import FixedFile
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import Journal
@@ -89,17 +89,39 @@ def check_apart(source: Checkpoint, output: Path) -> None:
     """
     # Not Path.resolve, which fails at a loop of links.
     one, other = (Path(os.path.realpath(path)) for path in (source.path, output))
-    if one.is_relative_to(other) or other.is_relative_to(one):
+    if _lies_in(one, other) or _lies_in(other, one):
         raise MoequantError(
             f"{output}: lies in the source {source.path} or around it; choose a directory apart "
             "from it"
         )
-    for file in source.weight_files().values():
-        if file.path.resolve().is_relative_to(other):
+    # Of each folder one: there may be thousands of files.
+    for file in {path.parent: path for path in _linked_to(source)}.values():
+        if _lies_in(file, other):
             raise MoequantError(
-                f"{output}: holds {file.path.resolve()}, which the source {source.path} links to; "
-                "choose a directory apart from it"
+                f"{output}: holds {file}, which the source {source.path} links to; choose a "
+                "directory apart from it"
             )
+
+
+def _linked_to(source: Checkpoint) -> Iterator[Path]:
+    return (file.path.resolve() for file in source.weight_files().values())
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether it does, by name or, where something is mounted twice, as a file of the system."""
+    if path.is_relative_to(folder):
+        return True
+    wanted = _identity(folder)
+    return wanted is not None and wanted in map(_identity, (path, *path.parents))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None of what is not there, or not to be seen."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def check_places(output: Path, files: Iterable[str]) -> None:

@@ -165,6 +165,23 @@ def test_small_pieces_do_not_gather_for_ever(
     assert written.cached[2:] == [(240, 60)]
 
 
+def test_small_pieces_behind_a_hole_are_not_kept_for_the_digest(
+    tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_file, "_GATHERED_BYTES", 100)
+    content = os.urandom(100_060)
+    file = OutputFile(tmp_path / "file", len(content), past_cache=True)
+    most = 0
+    for at in range(60, len(content), 40):
+        file.write(at, memoryview(content[at : at + 40]))
+        file.digest(LARGE)
+        most = max(most, sum(len(kept.memory) for kept in file._digest._kept.values()))
+    assert most < 100 + 40
+    file.write(0, memoryview(content[:60]))
+    assert file.finish() == hashlib.sha256(content).hexdigest()
+    assert (tmp_path / "file").read_bytes() == content
+
+
 def report(monkeypatch: pytest.MonkeyPatch, result: int) -> None:
     """Let the system report so much of each piece past the cache, or an error of it."""
     begin = WritesUnderWay.begin

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,6 +395,27 @@ def test_a_file_that_cannot_come_along_is_found_before_the_old_output_goes(own_s
         with pytest.raises(CheckpointError, match=r"notes\.txt"):
             convert(own_source, out, format="nvfp4", overwrite=True, dry_run=dry_run)
         assert snapshot(out) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has such mounts")
+@pytest.mark.parametrize("where", ["", "inside"])
+def test_a_source_that_is_mounted_twice_stays_apart_from_the_output(own_source, tmp_path, where):
+    again = tmp_path / "again"
+    again.mkdir()
+    mount = ["mount", "--bind", str(own_source), str(again)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("nothing can be mounted here")
+    before = snapshot(own_source)
+    try:
+        for dry_run in (True, False):
+            settings = {"format": "nvfp4", "overwrite": True, "dry_run": dry_run}
+            with contextlib.suppress(MoequantError):
+                refusals = convert(own_source, again / where, **settings).refusals
+                assert dry_run
+                assert "apart" in refusals[0]
+    finally:
+        subprocess.run(["umount", str(again)], check=True)
+    assert snapshot(own_source) == before
 
 
 def test_a_file_that_cannot_be_read_is_found_before_anything_is_written(
