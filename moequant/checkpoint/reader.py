@@ -12,6 +12,7 @@ Decision / failure it prevents:
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import contextmanager
@@ -138,8 +139,16 @@ def _drop(buffers: list[memoryview], count: int) -> None:
         buffers[0] = buffers[0][count:]
 
 
+_TOO_MANY = "choose fewer --workers, or allow more open files (ulimit -n)"
+_FAILED = "the disk or the way to it failed; see the system's log before you run again"
+_ADVICE = {
+    errno.EMFILE: _TOO_MANY,
+    errno.ENFILE: _TOO_MANY,
+    errno.EIO: _FAILED,
+    errno.ESTALE: _FAILED,
+}
+
+
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: cannot be read: {error.strerror}; see that the file is there, complete and "
-        "open to you"
-    )
+    advice = _ADVICE.get(error.errno or 0, "see that the file is there, complete and open to you")
+    return CheckpointError(f"{path}: cannot be read: {error.strerror}; {advice}")

@@ -3,7 +3,7 @@
 Everything unfinished lies in OUTPUT/.moequant/:
 
     lock            held while a conversion runs
-    plan.json       which plan this is, and the state of the source files it was made from
+    plan.json       which plan this is, its recipe, and the state of the source files
     journal.jsonl   one line for each finished shard: file, size, SHA-256, what quantized it
     shards/         finished shards, and the partial ones being written
     staged/         during the commit: all other files of the output
@@ -133,6 +133,13 @@ class Journal:
                     f"{folder}: a {kind}, but unfinished work is kept in a folder there; remove it "
                     "and run again"
                 )
+        for file in (self._plan, self._lines):
+            # Nobody would ever answer who reads from a pipe.
+            if file.exists() and not file.is_file():
+                raise MoequantError(
+                    f"{file}: no file, but unfinished work is noted in one there; remove it and "
+                    "run again"
+                )
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the output directory against a second run.
@@ -167,7 +174,8 @@ class Journal:
         self.shards.mkdir(exist_ok=True)
         for path in self.shards.iterdir():
             if path not in places.values():
-                path.unlink()
+                with explained(path, "removed"):
+                    path.unlink()
         finished = {file: entry for file, entry in entries.items() if places[file] is not None}
         # Written anew where a line was torn or is wrong, so that the next one is not spoilt.
         lines = [_line(entry) for entry in finished.values()]

@@ -326,7 +326,7 @@ def _resume_or_begin(
     journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
     recorded = journal.read_plan()
-    if recorded == record:
+    if record.items() <= recorded.items():
         finished = journal.resume([shard.file for shard in work.plan.shards], progress)
         _check_room(work, state, finished, freed_bytes=0)
         return finished
@@ -337,8 +337,13 @@ def _resume_or_begin(
             "began; start over with --overwrite"
         )
     # First: a plan beside an earlier output would make an unfinished one of it.
-    _check_room(work, state, {}, freed_bytes=journal.shard_bytes())
-    journal.begin(record)
+    try:
+        _check_room(work, state, {}, freed_bytes=journal.shard_bytes())
+    except MoequantError:
+        if not journal.exists:
+            journal.close()  # it holds the lock and nothing else
+        raise
+    journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json")})
     return {}
 
 

@@ -11,7 +11,9 @@ from moequant.checkpoint.documents import read_document
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
 from moequant.checkpoint.folder import is_inner_name
 from moequant.checkpoint.reader import FixedFile
+from moequant.conversion.recipe import BF16
 from moequant.errors import MoequantError
+from moequant.formats import REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,23 +48,37 @@ def is_work_left(
     if overwrite or not output.exists():
         return True
     if journal.exists:
-        if journal.read_plan().get("plan_sha256") == plan_sha256:
+        begun = journal.read_plan()
+        if begun.get("plan_sha256") == plan_sha256:
             return True
         raise MoequantError(
-            f"{output}: holds an unfinished conversion with other settings or of another source, "
-            "interrupted or still at work; repeat its command to finish it, or start this one over "
-            "with --overwrite"
+            f"{output}: holds an unfinished conversion{_formats_of(begun)}, with other settings or "
+            "of another source, interrupted or still at work; repeat its command to finish it, or "
+            "start this one over with --overwrite"
         )
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True
     record = read_record(output)
     if record.get("plan_sha256") != plan_sha256 or not _is_of(record, source()):
+        holds = f"one{_formats_of(record)}, of other settings or another source"
         raise MoequantError(
-            f"{output}: not empty, and not this conversion of this source; choose another "
+            f"{output}: not empty, and not this conversion of this source, but "
+            f"{holds if record else 'nothing with a readable ' + RECORD_FILE}; choose another "
             "directory, or replace what is there with --overwrite"
         )
     _check_whole(output, record)
     return False
+
+
+def _formats_of(document: Mapping[str, Any]) -> str:
+    """What a record or a plan converts into, in words; it may have been edited."""
+    recipe = document.get("recipe")
+    rules = recipe.get("rules") if isinstance(recipe, dict) else None
+    if not isinstance(rules, list):
+        return ""
+    named = [rule.get("format") for rule in rules if isinstance(rule, dict)]
+    formats = [format for format in (*REGISTRY, BF16) if format in named]
+    return f" into {' and '.join(formats)}" if formats else ""
 
 
 def read_record(output: Path) -> dict[str, Any]:
@@ -171,9 +187,11 @@ def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
     for file, size in {**sizes, **others}.items():
         path = output / file
         if not path.is_file() or size not in (None, path.stat().st_size):
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "not there"
+            wanted = "the file" if size is None else f"{size} bytes"
             raise MoequantError(
-                f"{path}: missing or cut short since this conversion was finished; convert again "
-                "with --overwrite"
+                f"{path}: {found}, but when this conversion was finished {wanted} lay there; "
+                "convert again with --overwrite"
             )
 
 

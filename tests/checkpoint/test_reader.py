@@ -112,7 +112,7 @@ def test_failing_disk_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error; the disk or"):
         FixedFile.at(path).read(0, 10)
 
 

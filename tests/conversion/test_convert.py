@@ -31,6 +31,7 @@ from moequant.errors import (
     UnsupportedError,
 )
 from moequant.formats import REGISTRY, dequantize, get_format
+from moequant.progress import SilentProgress
 from moequant.verification import check_integrity, verify
 
 SHARDS = "1MB"
@@ -168,6 +169,65 @@ def test_other_settings_into_the_same_folder_are_refused_and_overwrite_replaces(
     convert(source, out, format="nvfp4", overwrite=True)
     fresh = snapshot(convert(source, tmp_path / "fresh", format="nvfp4").output)
     assert snapshot(out) == fresh | {"notes.txt": b"mine"}
+
+
+def test_a_refused_output_is_said_to_hold_what_it_holds(source, tmp_path):
+    out = convert(source, tmp_path / "out", format="mxfp4", max_shard_size=SHARDS).output
+    with pytest.raises(MoequantError, match="but one into mxfp4, of other settings"):
+        convert(source, out, format="nvfp4")
+    shard = min(out.glob("*.safetensors"))
+    size = shard.stat().st_size
+    shard.write_bytes(b"1234")
+    with pytest.raises(MoequantError, match=rf"{shard.name}: 4 bytes, but .* {size} bytes lay"):
+        convert(source, out, format="mxfp4", max_shard_size=SHARDS)
+    shard.unlink()
+    with pytest.raises(MoequantError, match=rf"{shard.name}: not there, but "):
+        convert(source, out, format="mxfp4", max_shard_size=SHARDS)
+
+
+@pytest.fixture
+def begun(source, tmp_path):
+    """An output into which a conversion was begun."""
+    out = tmp_path / "out"
+
+    class Interrupted(SilentProgress):
+        def advance(self, done_bytes, current):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, out, format="mxfp4", max_shard_size=SHARDS, progress=Interrupted())
+    assert (out / ".moequant" / "plan.json").exists()
+    return out
+
+
+def test_an_unfinished_output_is_said_to_hold_what_it_holds(source, begun):
+    with pytest.raises(MoequantError, match="unfinished conversion into mxfp4, with other"):
+        convert(source, begun, format="nvfp4")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+@pytest.mark.parametrize("name", ["plan.json", "journal.jsonl"])
+def test_notes_of_unfinished_work_that_are_no_files_are_named(
+    source, begun, put_no_file, name, kind
+):
+    path = begun / ".moequant" / name
+    path.unlink()
+    put_no_file(path, kind)
+    with pytest.raises(MoequantError, match=rf"{name}: no file.*remove it"):
+        convert(source, begun, format="mxfp4", max_shard_size=SHARDS)
+
+
+def test_a_folder_among_finished_shards_is_named(source, begun):
+    (begun / ".moequant" / "shards" / "mine").mkdir()
+    with pytest.raises(MoequantError, match="shards/mine: cannot be removed: Is a directory"):
+        convert(source, begun, format="mxfp4", max_shard_size=SHARDS)
+
+
+def test_an_output_without_room_is_left_as_it_was(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(MoequantError, match="0 bytes free"):
+        convert(source, tmp_path / "out", format="nvfp4")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_folder_with_something_else_in_it_is_refused(source, tmp_path):
