@@ -36,7 +36,7 @@ SECONDS = 20
 MEMORY_BYTES = 600 << 20
 """What a case may take beyond what the process has; no file is larger than a megabyte."""
 
-MOST_CHARACTERS = 200_000
+MOST_CHARACTERS = 20_000
 """What a case may print."""
 
 SHARDS = "30KB"
@@ -130,7 +130,10 @@ def without_quantizers(files):
 def write_json(rng, path, value):
     """Write a damaged form of a JSON value: of its meaning, or of its bytes."""
     if rng.random() < 0.75:
-        text = json.dumps(mutate_json(rng, value))
+        try:
+            text = json.dumps(mutate_json(rng, value))
+        except RecursionError:  # of places that were nested into one another
+            text = "[" * 5000
         if rng.random() < 0.05:
             text = text.replace("{", '{"a": 1, "a": 2, ', 1)
         path.write_bytes(text.encode())
