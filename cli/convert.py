@@ -75,7 +75,6 @@ def command(
     if (format is None) == (recipe is None):
         raise click.UsageError("give either --format or --recipe")
     from moequant.conversion import DEFAULT_WORKERS, convert
-    from moequant.errors import UnsupportedError
 
     out = Output(as_json=as_json, quiet=quiet)
     workers = workers or DEFAULT_WORKERS
@@ -98,8 +97,11 @@ def command(
     document = _describe(result, workers, time.monotonic() - started)
     for warning in _slowness(result):
         out.warn(warning)
-    if result.refusals:
-        raise FailedResult(UnsupportedError("\n".join(result.refusals)), document)
+    if result.error is not None:
+        # Of a plan that is refused nobody knows the bytes.
+        if not result.plan.refusals and not as_json:
+            out.result(document, _show_plan)
+        raise FailedResult(result.error, document)
     document["next"] = _next_command(source, output, settings["revision"])
     out.result(document, _show_plan if dry_run else _show_result)
 

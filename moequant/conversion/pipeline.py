@@ -59,6 +59,7 @@ class ConversionResult:
         state: "converted", "already converted" or, with `dry_run`, "planned".
         resumed_shards: finished shards an earlier, interrupted run had left.
         refusals: with `dry_run`, why the conversion would be refused.
+        error: with `dry_run`, what the conversion would raise; None if it would begin.
         quantizer: what quantizes on this machine, if that was asked for; None where nothing was to
             do here, as on a cluster.
         shares: which quantizer made which shards, those of earlier runs and of other machines too.
@@ -70,6 +71,7 @@ class ConversionResult:
     state: Literal["converted", "already converted", "planned"]
     resumed_shards: int = 0
     refusals: tuple[str, ...] = ()
+    error: MoequantError | None = None
     quantizer: Choice | None = None
     losses: tuple[Loss, ...] = ()
     shares: tuple[Share, ...] = ()
@@ -168,18 +170,20 @@ def convert(
     if on_plan is not None:
         on_plan(plan)
     if dry_run:
-        refusals = (*plan.refusals, *_refusals(work))
+        error = _refusal_of_output(work)
         return ConversionResult(
             output=target,
             plan=plan,
             state="planned",
-            refusals=refusals,
+            refusals=plan.refusals if error is None else (*plan.refusals, str(error)),
+            error=_refusal_of_plan(plan) or error,
             quantizer=None
             if executor != LOCAL
             else choose_device(device, [] if plan.refusals else plan.jobs()),
         )
-    if plan.refusals:
-        raise UnsupportedError("\n".join(plan.refusals))
+    refusal = _refusal_of_plan(plan)
+    if refusal is not None:
+        raise refusal
     check_apart(checkpoint, target)
     with explained(target, "written"):
         return _convert(work, workers, progress or SilentProgress())
@@ -249,7 +253,11 @@ class _Work:
         return source_digests(self.checkpoint, self.sidecars)
 
 
-def _refusals(work: _Work) -> list[str]:
+def _refusal_of_plan(plan: Plan) -> UnsupportedError | None:
+    return UnsupportedError("\n".join(plan.refusals)) if plan.refusals else None
+
+
+def _refusal_of_output(work: _Work) -> MoequantError | None:
     """Why the output directory would be refused; nothing is touched."""
     try:
         check_apart(work.checkpoint, work.journal.output)
@@ -259,8 +267,8 @@ def _refusals(work: _Work) -> list[str]:
                 # What is finished takes space that need not be found, all else gives it back.
                 _check_room(work, state, {}, freed_bytes=work.journal.shard_bytes())
     except MoequantError as error:
-        return [str(error)]
-    return []
+        return error
+    return None
 
 
 def _output_path(output: str | Path) -> Path:

@@ -58,6 +58,29 @@ def test_dry_run_with_refusals_prints_them_and_exits_4(run, make_checkpoint, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_dry_run_into_what_is_occupied_shows_the_plan_and_ends_as_the_conversion(
+    run, source, tmp_path, unfinished
+):
+    out = tmp_path / "out"
+    (out / ".moequant").mkdir(parents=True)
+    name = ".moequant/plan.json" if unfinished else "thesis.tex"
+    (out / name).write_text('{"plan_sha256": "of another"}')
+    arguments = ["convert", source, out, "--format", "nvfp4"]
+    real = run(*arguments)
+    planned = run(*arguments, "--dry-run")
+    assert (planned.exit_code, real.exit_code) == (1, 1)
+    assert planned.stderr == real.stderr
+    assert ("unfinished" if unfinished else "not empty") in real.stderr
+    assert "routed_experts   nvfp4" in planned.stdout
+    assert "peak memory" in planned.stdout
+    assert run(*arguments, "--dry-run", "--quiet").stdout == ""
+    result = run(*arguments, "--dry-run", "--json")
+    assert (result.exit_code, result.document["error"]["type"]) == (1, "MoequantError")
+    assert result.document["error"]["message"] in result.document["refusals"]
+    assert result.document["groups"]
+
+
 def test_warnings_go_to_stderr_and_into_the_document(run, source, tmp_path):
     result = run("convert", source, tmp_path / "out", "--format", "nvfp4", "--json", "--quiet")
     assert result.document["warnings"]

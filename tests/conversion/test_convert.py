@@ -611,6 +611,9 @@ def test_a_dry_run_says_that_the_output_would_be_refused(source, tmp_path):
     for output, reason in ((tmp_path / "out", "not empty"), (source / "inside", "apart")):
         result = convert(source, output, format="mxfp4", dry_run=True)
         assert any(reason in refusal for refusal in result.refusals)
+        with pytest.raises(MoequantError) as raised:
+            convert(source, output, format="mxfp4")
+        assert (type(result.error), str(result.error)) == (raised.type, str(raised.value))
     assert not convert(source, tmp_path / "new", format="mxfp4", dry_run=True).refusals
 
 
