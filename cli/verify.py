@@ -93,7 +93,7 @@ def _verify(out: Output, converted: str, source: str, asked: dict[str, Any]) -> 
             f"quantizer, to the same bytes: {report.quantizer.reason}"
         )
     if not report.ok:
-        message = _explain(report, f"against {report.source}")
+        message = _explain(out, report, f"against {report.source}")
         raise FailedResult(NumericsError(message), report.to_json())
     out.result(report.to_json(), _show)
 
@@ -105,7 +105,7 @@ def _check_integrity(out: Output, converted: str, asked: dict[str, Any]) -> None
     with out.progress() as progress:
         report = check_integrity(converted, progress=progress, **asked)
     if not report.ok:
-        message = _explain(report, "against its moequant.json")
+        message = _explain(out, report, "against its moequant.json")
         raise FailedResult(NumericsError(message), report.to_json())
     out.result(report.to_json(), _show_integrity)
 
@@ -117,12 +117,20 @@ def _show_integrity(out: Output, report: Mapping[str, Any]) -> None:
     )
 
 
-def _explain(report: Report | IntegrityReport, against: str) -> str:
+def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str:
     shown = [f"  {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
     left_out = report.problem_count - len(shown)
     more = [f"  and {left_out} more"] if left_out else []
     headline = f"{report.converted}: {count(report.problem_count, 'problem')} {against}"
-    return "\n".join([headline, *shown, *more])
+    # A document has the problems themselves, and whoever reads it knows what to do.
+    closing = [] if out.as_json else [f"To mend it: {_remedy(report)}"]
+    return "\n".join([headline, *shown, *more, *closing])
+
+
+def _remedy(report: Report | IntegrityReport) -> str:
+    if all(problem.check == "prepared" for problem in report.problems):
+        return "prepare again with --overwrite"
+    return "convert again with --overwrite, or copy the files again"
 
 
 _METHODS = {

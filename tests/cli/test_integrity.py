@@ -30,6 +30,8 @@ def test_damage_exits_5_with_the_reason(run, copy):
     assert result.document["error"]["exit_code"] == 5
     assert f"{shard.name}: SHA-256 is" in result.stderr
     assert "1 problem against its moequant.json" in result.stderr
+    shown = run("verify", copy, "--integrity").stderr.splitlines()
+    assert shown[-1] == "To mend it: convert again with --overwrite, or copy the files again"
 
 
 def test_without_a_record_exits_3(run, source):

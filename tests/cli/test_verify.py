@@ -70,6 +70,10 @@ def test_changed_weight_exits_5_and_is_named_even_if_quiet(run, source, copy):
     result = run("verify", copy, "--against", source, "--quiet")
     assert (result.exit_code, result.stdout) == (5, "")
     assert name in result.stderr
+    closing = "To mend it: convert again with --overwrite, or copy the files again"
+    assert result.stderr.splitlines()[-1] == closing
+    document = run("verify", copy, "--against", source, "--json").document
+    assert closing not in document["error"]["message"]
 
 
 def test_missing_source_exits_3(run, converted, tmp_path):
@@ -92,3 +96,5 @@ def test_prepared_folders_are_verified_too(run, source, copy):
     assert result.exit_code == 5
     (problem,) = result.document["problems"]
     assert (problem["check"], problem["name"]) == ("prepared", "sm100/layer-00001.safetensors")
+    shown = run("verify", copy, "--against", source).stderr.splitlines()
+    assert shown[-1] == "To mend it: prepare again with --overwrite"
