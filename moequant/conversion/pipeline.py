@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.checkpoint.converted import described_architectures
 from moequant.checkpoint.disk import explained
+from moequant.checkpoint.encoded import EncodedInfo
 from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.checkpoint.locate import locate
+from moequant.checkpoint.parts import PartInfo
 from moequant.checkpoint.reader import FixedFile
 from moequant.checkpoint.source import Checkpoint
 from moequant.checkpoint.source_model import source_config
@@ -33,13 +35,14 @@ from moequant.conversion.plan import Plan, make_plan
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
 from moequant.conversion.used import Share, shares
-from moequant.errors import MoequantError, RecipeError, UnsupportedError
+from moequant.errors import MoequantError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from moequant.checkpoint.headers import TensorInfo
     from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
     from moequant.models import Architecture
@@ -295,7 +298,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         todo = [shard for shard in plan.shards if shard.file not in finished]
         progress.start("converting", sum(shard.work_bytes for shard in todo))
         chosen = choose_device(work.device, plan.jobs())
-        with ThreadPoolExecutor(1, "moequant-sample") as beside:
+        with _saying_where(work), ThreadPoolExecutor(1, "moequant-sample") as beside:
             digests = beside.submit(work.digests)
             for shard in work.write_shards(
                 work.checkpoint,
@@ -322,6 +325,34 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         losses=losses,
         shares=tuple(shares(ordered)),
     )
+
+
+@contextmanager
+def _saying_where(work: _Work) -> Iterator[None]:
+    """Say of NaN and Inf which file has them, and how to go on once they are mended."""
+    try:
+        yield
+    except NonFiniteError as error:
+        # From a worker of a cluster only the message comes back; it begins with the name.
+        name = str(error).partition(": ")[0]
+        again = f"{error}, then start over with --overwrite"
+        raise NonFiniteError(f"{again}{_where(work, name)}") from error
+
+
+def _where(work: _Work, name: str) -> str:
+    """A sentence on the tensors of the source that hold a weight; nothing if none is known."""
+    path, weight = work.checkpoint.path, work.plan.source.weights.get(name)
+    parts: tuple[TensorInfo, ...]
+    match weight:
+        case None:
+            return ""
+        case PartInfo():
+            parts = (work.checkpoint.info(weight.place.tensor),)
+        case EncodedInfo():
+            parts = weight.parts
+        case _:
+            return f". It is in {path / weight.file}"
+    return f". It is in {' and '.join(f'{part.name} of {path / part.file}' for part in parts)}"
 
 
 def _resume_or_begin(

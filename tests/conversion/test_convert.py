@@ -364,10 +364,26 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_looks_whole(
     path, tensors = expert_shard(own_source, name)
     tensors[name][3, 5] = value
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(NonFiniteError, match=rf"{name}.*{value}.*\[3, 5\]"):
+    with pytest.raises(NonFiniteError, match=rf"{name}.*{value}.*\[3, 5\]") as raised:
         convert(own_source, tmp_path / "out", format=format)
+    closing = "fetch it again, then start over with --overwrite. It is in "
+    assert str(raised.value).endswith(f"{closing}{path}")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".moequant"]
     assert not list((tmp_path / "out").rglob("*.safetensors*"))
+
+
+@pytest.mark.parametrize("weight", ["gate_up_proj", "down_proj"])
+def test_a_part_of_a_stack_that_is_not_finite_is_named_with_its_tensor_and_file(
+    make_checkpoint, tmp_path, weight
+):
+    source = make_checkpoint(path=tmp_path / "source", model_type="gpt_oss", experts=2)
+    name = f"model.layers.1.mlp.experts.{weight}"
+    path, tensors = expert_shard(source, name)
+    tensors[name][1, 7, 3] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=r"^model\.layers\.1\.mlp\.experts\.1\.") as raised:
+        convert(source, tmp_path / "out", format="mxfp4")
+    assert str(raised.value).endswith(f"--overwrite. It is in {name} of {path}")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

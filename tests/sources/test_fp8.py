@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -274,8 +275,13 @@ def test_a_damaged_source_is_refused_by_name(make_fp8, edit, tmp_path, case, for
     edit(source.path, tensors)
     if format == "fp8_block" and ATTENTION in next(iter(tensors)):
         return  # copied bit for bit, as plain weights are
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         convert(source.path, tmp_path / "out", format=format)
+    if error is NonFiniteError:
+        assert re.search(
+            r"It is in \S+\.weight of \S+\.safetensors and \S+\.weight_scale_inv of \S+$",
+            str(raised.value),
+        )
     assert not (tmp_path / "out" / "config.json").exists()
 
 
