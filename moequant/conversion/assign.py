@@ -68,7 +68,7 @@ def assign(
             restored.add(name)
         elif rule.format not in (KEEP, BF16) and role.role in CONVERTIBLE_ROLES:
             chosen[name] = rule
-    _check_useful(chosen, restored, recipe, tensors, roles)
+    _check_useful(chosen, restored, recipe, tensors, roles, layer_count)
     formats = dict.fromkeys(restored, BF16) | {name: r.format for name, r in chosen.items()}
     check_whole_layers(formats, roles)
     warnings = [
@@ -94,6 +94,7 @@ def _check_useful(
     recipe: Recipe,
     tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
+    layer_count: int,
 ) -> None:
     """Refuse a recipe that leaves everything as it is.
 
@@ -111,8 +112,8 @@ def _check_useful(
         )
     example = next(name for name in tensors if roles[name].role == ROUTED_EXPERTS)
     raise RecipeError(
-        "the recipe converts nothing of this checkpoint; check roles and match, which is tried on "
-        f"names such as {example}"
+        "the recipe converts nothing of this checkpoint; check roles, layers (here 0 to "
+        f"{layer_count - 1}) and match, which is tried on names such as {example}"
     )
 
 

@@ -386,7 +386,7 @@ def _check_architecture(
     if recipe.architectures and not names & set(recipe.architectures):
         raise RecipeError(
             f"the recipe is for {', '.join(recipe.architectures)}, but this checkpoint is "
-            f"{', '.join(sorted(names))}"
+            f"{', '.join(sorted(names))}; choose another recipe, or add to its architectures"
         )
 
 

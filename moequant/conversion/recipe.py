@@ -24,6 +24,7 @@ from pydantic import (
 from moequant.dialects import get_dialect
 from moequant.dialects.regexes import compile_regex
 from moequant.errors import MoequantError, RecipeError
+from moequant.formats import REGISTRY as FORMATS
 from moequant.formats import get_format
 
 if TYPE_CHECKING:
@@ -38,20 +39,24 @@ BF16 = "bf16"
 """In place of a format: give weights that the source holds in a quantized form back as BF16."""
 
 # More digits would overflow a float, and no disk holds as much.
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)B?", re.IGNORECASE)
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])B?|B)", re.IGNORECASE)
+_UNITS = {None: 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "5GB" or "500MB"; decimal units, as on the hub.
 
     Raises:
-        ValueError: not a size, or zero.
+        ValueError: not a size, without a unit, or zero.
     """
     match = _SIZE.fullmatch(text.strip())
-    size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    # Without a unit 5 would be bytes, and nobody means that.
+    size_bytes = int(float(match[1]) * _UNITS[match[2] and match[2].upper()]) if match else 0
     if size_bytes < 1:
-        raise ValueError(f"{show(text)} is not a size such as 5GB or 500MB")
+        raise ValueError(
+            f"{show(text)} is not a size such as 5GB or 500MB: a number above zero and a unit, one "
+            "of B, KB, MB, GB, TB or K, M, G, T"
+        )
     return size_bytes
 
 
@@ -110,6 +115,9 @@ class Rule(_Strict):
     def _check(self) -> Rule:
         if not self.roles and self.match is None:
             raise ValueError("a rule needs roles or match")
+        if self.format not in (*FORMATS, BF16, KEEP):
+            known = ", ".join((*FORMATS, BF16, KEEP))
+            raise ValueError(f"no format is called {show(self.format)}; there are: {known}")
         try:
             if self.format not in (KEEP, BF16):
                 get_format(self.format).resolve_options(self.options)
@@ -249,7 +257,7 @@ def _explain(error: ValidationError) -> str:
     # A rule that is wrong also leaves pydantic without rules.
     wrong_rule = any(entry["loc"][:1] == ("rules",) and len(entry["loc"]) > 1 for entry in entries)
     problems = [
-        f"{field_path(entry['loc']) or 'the recipe'}: {_reason(entry['type'], entry['msg'])}"
+        f"{field_path(entry['loc']) or 'the recipe'}: {_reason(entry)}"
         for entry in entries
         if not (wrong_rule and entry["loc"] == ("rules",))
     ]
@@ -262,5 +270,15 @@ def field_path(location: Iterable[int | str]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _reason(kind: str, message: str) -> str:
-    return "unknown key" if kind == "extra_forbidden" else message.removeprefix("Value error, ")
+def _reason(entry: Mapping[str, object]) -> str:
+    message = str(entry["msg"])
+    match entry["type"]:
+        case "extra_forbidden":
+            return "unknown key; leave it out, or mend its name"
+        case "missing" if entry["loc"] == ("rules",):
+            return "missing; add a [[rules]] with roles or match, and a format"
+        case "missing":
+            return "missing; add it"
+        case "value_error":  # ours, which say themselves what was found
+            return message.removeprefix("Value error, ")
+    return f"{message}, but found {show(entry['input'])}"

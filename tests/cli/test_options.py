@@ -43,6 +43,7 @@ def test_recipes_complete_by_name_and_by_file():
         ["--format", "nvfp4", "--dialect", "gguf"],
         ["--format", "nvfp4", "--max-shard-size", "5 apples"],
         ["--format", "nvfp4", "--max-shard-size", "0"],
+        ["--format", "nvfp4", "--max-shard-size", "5"],
         ["--format", "nvfp4", "--workers", "0"],
         ["--format", "nvfp4", "--workers", "99999999999999999999"],
         ["--format", "nvfp4", "--no-such-option"],

@@ -71,7 +71,7 @@ def headers(dtype="BF16", **kwargs):
 def plan(recipe="fp8_block", *, tensors=None, config=None, dialect=None, max_shard_bytes=10**9):
     tensors = headers() if tensors is None else tensors
     recipe = Recipe.for_format(recipe) if isinstance(recipe, str) else recipe
-    recipe = recipe.with_output(dialect=dialect, max_shard_size=str(max_shard_bytes))
+    recipe = recipe.with_output(dialect=dialect, max_shard_size=f"{max_shard_bytes}B")
     return make_plan(
         tensors, CONFIG if config is None else config, {"model.safetensors": 10**9}, recipe
     )
@@ -222,6 +222,10 @@ def test_attention_projections_that_engines_merge_are_one_unit():
     ("rules", "message"),
     [
         ((Rule(roles=("shared_experts",), layers="0", format="mxfp4"),), "converts nothing"),
+        (
+            (Rule(roles=("routed_experts",), layers="99", format="mxfp4"),),
+            r"converts nothing .*; check roles, layers \(here 0 to 10\) and match, which",
+        ),
         ((Rule(match=r".*experts\.0\..*", format="mxfp4"),), "must share a format"),
         ((Rule(match=r".*experts\.\d+\.gate_proj.*", format="mxfp4"),), "must share a format"),
         ((Rule(match=r".*shared_expert\.up_proj.*", format="mxfp4"),), "merged by engines"),
@@ -246,7 +250,9 @@ def test_a_rule_without_effect_is_said():
 def test_a_recipe_for_another_architecture_is_refused():
     rules = (Rule(roles=("routed_experts",), format="fp8_block"),)
     assert plan(Recipe(rules=rules, architectures=("Qwen2MoeForCausalLM",))).shards
-    with pytest.raises(RecipeError, match="MixtralForCausalLM"):
+    with pytest.raises(
+        RecipeError, match=r"is for MixtralForCausalLM, .*; choose another recipe, or add"
+    ):
         plan(Recipe(rules=rules, architectures=("MixtralForCausalLM",)))
 
 

@@ -80,12 +80,19 @@ def test_match_is_over_the_whole_name():
     ("text", "message"),
     [
         ("nonsense", "not TOML"),
-        ("", "rules"),
-        ("schema_version = 2", "schema_version"),
+        ("", r"rules: missing; add a \[\[rules\]\] with roles or match, and a format$"),
+        ("[[rules]]\nroles = ['attention']", r"rules\[0\].format: missing; add it$"),
+        ("summary = 5", "summary: Input should be a valid string, but found 5"),
+        ("rules = 'all'", "rules: Input should be a valid tuple, but found 'all'"),
+        (f"summary = [{'5, ' * 100}]", r"but found \[5, 5, 5, 5, 5, 5, \.\.\.\]"),
+        ("schema_version = 2", "schema_version: Input should be 1, but found 2"),
         ("unknown = 1\n[[rules]]\nroles = ['attention']\nformat = 'fp8_block'", "unknown"),
         ("[[rules]]\nformat = 'fp8_block'", "needs roles or match"),
         ("[[rules]]\nroles = ['router']\nformat = 'fp8_block'", "roles"),
-        ("[[rules]]\nroles = ['attention']\nformat = 'fp9'", "no format is called 'fp9'"),
+        (
+            "[[rules]]\nroles = ['attention']\nformat = 'fp9'",
+            "no format is called 'fp9'.*w4a8, bf16, keep",
+        ),
         (
             "[[rules]]\nroles = ['attention']\nformat = 'fp8_block'\noptions.scale = 'x'",
             "scale = 'x'",
@@ -167,7 +174,8 @@ def test_what_is_no_slice_is_refused(layers):
         ("5GB", 5 * 10**9),
         ("500MB", 5 * 10**8),
         ("1.5G", 15 * 10**8),
-        ("1234", 1234),
+        ("1234B", 1234),
+        ("3 k", 3000),
         ("2 tb", 2 * 10**12),
     ],
 )
@@ -175,7 +183,9 @@ def test_sizes_are_decimal(text, size_bytes):
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 GiB", "0", "nan", "1e9", "9" * 310])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "5 GiB", "0", "nan", "1e9", "9" * 310, "5", "1.5", "0B"]
+)
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match="not a size"):
+    with pytest.raises(ValueError, match=r"not a size .* a unit, one of B, KB, MB, GB, TB or K"):
         parse_size(text)
