@@ -29,7 +29,7 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
+from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.encodings import (
     Encoding,
     Fp8Blocks,
@@ -263,7 +263,7 @@ def _read_groups(
     groups = mapping_field(config, "config_groups", _WHERE)
     found: list[tuple[str, str | UnsupportedError]] = []
     for name in groups:
-        where = f"{_WHERE}.config_groups.{name}"
+        where = f"{_WHERE}.config_groups.{key_text(name)}"
         group = as_mapping(groups[name], where)
         format = read_group(group, config, where)
         found += [(target, format) for target in names_field(group, "targets", where)]

@@ -8,6 +8,13 @@ from typing import Any
 
 from moequant.errors import CheckpointError
 
+_MOST_CHARACTERS = 250
+
+
+def key_text(key: str) -> str:
+    """A key as errors name it: whole, unless it is longer than any real one."""
+    return key if len(key) <= _MOST_CHARACTERS else show(key)
+
 
 def mapping_field(fields: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     """The object at `key`, empty if it is missing or null.

@@ -42,7 +42,7 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
+from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.encodings import Fp8BlocksFlexible, Fp8Channels, Nvfp4Multiplied
 from moequant.dialects.names import expert_block, kept_blocks
 from moequant.errors import UnsupportedError
@@ -219,7 +219,7 @@ def _algorithms(
         return lambda module: (overall, config.get("group_size"), _WHERE)
     where = f"{_WHERE}.quantized_layers"
     layers = {
-        name: as_mapping(entry, f"{where}[{name!r}]")
+        name: as_mapping(entry, f"{where}.{key_text(name)}")
         for name, entry in mapping_field(config, "quantized_layers", _WHERE).items()
     }
 
@@ -232,7 +232,11 @@ def _algorithms(
         name = next((name for name in _enclosing(module) if name in layers), None)
         if name is None:
             return None
-        return _algorithm_in(layers[name]), layers[name].get("group_size"), f"{where}[{name!r}]"
+        return (
+            _algorithm_in(layers[name]),
+            layers[name].get("group_size"),
+            f"{where}.{key_text(name)}",
+        )
 
     return of_layer
 
@@ -261,9 +265,9 @@ def _find_algorithm(module: str, name: str, group_size: object, where: str) -> _
     if algorithm is None:
         meaning = f" ({_UNREAD[name]})" if name in _UNREAD else ""
         raise UnsupportedError(
-            f"{module}: {where}.quant_algo is {name}{meaning}, and of Model-Optimizer moequant "
-            f"reads {', '.join(_ALGORITHMS)} and {_MIXED} of these; take a release in one of them, "
-            "or the unquantized one"
+            f"{module}: {where}.quant_algo is {key_text(name)}{meaning}, and of Model-Optimizer "
+            f"moequant reads {', '.join(_ALGORITHMS)} and {_MIXED} of these; take a release in one "
+            "of them, or the unquantized one"
         )
     # 0 and None stand for none in files of Model-Optimizer.
     if group_size and algorithm.group_size and group_size != algorithm.group_size:
@@ -282,7 +286,7 @@ def _quantizes_activations(config: Mapping[str, Any]) -> bool:
     """
     groups = mapping_field(config, "config_groups", _WHERE)
     where = f"{_WHERE}.config_groups"
-    found = [as_mapping(group, f"{where}.{name}") for name, group in groups.items()]
+    found = [as_mapping(group, f"{where}.{key_text(name)}") for name, group in groups.items()]
     return not found or any(group.get("input_activations") is not None for group in found)
 
 
