@@ -203,8 +203,8 @@ class OutputFile:
     def _write_gathered(self) -> None:
         with self._noting:
             gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        for position, data in _joined(sorted(gathered)):
-            self._write_cached(position, memoryview(data))
+        for position, joined in _joined(sorted(gathered)):
+            self._write_cached(position, memoryview(joined))
         for position, data in gathered:
             self._digest.forget(position, data)
 
