@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.checkpoint.documents import read_document
@@ -188,7 +189,7 @@ def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
         path = output / file
         if not path.is_file() or size not in (None, path.stat().st_size):
             found = f"{path.stat().st_size} bytes" if path.is_file() else "not there"
-            wanted = "the file" if size is None else f"{size} bytes"
+            wanted = "the file" if size is None else f"{show(size)} bytes"
             raise MoequantError(
                 f"{path}: {found}, but when this conversion was finished {wanted} lay there; "
                 "convert again with --overwrite"
