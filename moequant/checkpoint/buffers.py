@@ -88,12 +88,9 @@ class Arena:
 
     def clear(self) -> None:
         """Let go of all tensors, which must no longer be used, and keep their memory."""
-        if self._used > self._kept_bytes:
-            size_bytes = self.size_bytes
-            # The old goes before the new comes.
-            self._keep(0)
-            self._keep(size_bytes)
+        size_bytes = self.size_bytes
         self._used = 0
+        self.reserve(size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
         """Before the first tensor: have room for so many bytes, each tensor's rounded up."""

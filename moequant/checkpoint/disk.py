@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _NO_SPACE = "free space there or choose another output, then run again"
 _NO_RIGHT = "choose an output you may write to"
+DISK_FAILED = "the disk or the way to it failed; see the system's log before you run again"
 _ADVICE = {
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
@@ -22,7 +23,7 @@ _ADVICE = {
     errno.EACCES: _NO_RIGHT,
     errno.EPERM: _NO_RIGHT,
     errno.EFBIG: "files this large are refused there; choose a smaller --max-shard-size",
-    errno.EIO: "the disk or the way to it failed; see the system's log before you run again",
+    errno.EIO: DISK_FAILED,
 }
 
 

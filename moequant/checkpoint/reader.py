@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moequant.checkpoint.disk import DISK_FAILED
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -140,12 +141,11 @@ def _drop(buffers: list[memoryview], count: int) -> None:
 
 
 _TOO_MANY = "choose fewer --workers, or allow more open files (ulimit -n)"
-_FAILED = "the disk or the way to it failed; see the system's log before you run again"
 _ADVICE = {
     errno.EMFILE: _TOO_MANY,
     errno.ENFILE: _TOO_MANY,
-    errno.EIO: _FAILED,
-    errno.ESTALE: _FAILED,
+    errno.EIO: DISK_FAILED,
+    errno.ESTALE: DISK_FAILED,
 }
 
 

@@ -120,8 +120,8 @@ class Journal:
             if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
                 raise
 
-    def check_folders(self) -> None:
-        """Refuse a work folder that is none, or lies elsewhere: what is in it will be removed.
+    def check_work_folder(self) -> None:
+        """Refuse a work folder, or notes in it, that are none or lie elsewhere: all goes later.
 
         Raises:
             MoequantError: names what stands there.

@@ -45,7 +45,7 @@ def is_work_left(
             f"{output}: a link to {output.readlink()}, where nothing is; make that directory, or "
             "name another"
         )
-    journal.check_folders()
+    journal.check_work_folder()
     if overwrite or not output.exists():
         return True
     if journal.exists:
