@@ -202,8 +202,8 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
     What is refused has no form on disk: its bytes there are 0.
     """
-    from moequant.checkpoint.encoded import EncodedInfo
     from moequant.conversion.recipe import BF16
+    from moequant.weights.encoded import EncodedInfo
 
     groups: dict[tuple[str, str | None], list[int]] = defaultdict(lambda: [0, 0, 0])
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE
-from moequant.checkpoint.headers import dtype_name
-from moequant.checkpoint.writer import ShardWriter, lay_out
+from moequant.storage.files import CONFIG_FILE, INDEX_FILE
+from moequant.storage.headers import dtype_name
+from moequant.storage.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

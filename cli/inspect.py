@@ -14,10 +14,10 @@ from moequant.cli.output import Output, count, ranges, size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from moequant.checkpoint.converted import ConvertedCheckpoint
-    from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.source import Checkpoint
     from moequant.models import Architecture, MoeConfig, TensorRole
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.storage.headers import TensorInfo
+    from moequant.weights.converted import ConvertedCheckpoint
 
 
 @click.command("inspect", short_help="Say what a checkpoint is made of.")
@@ -34,10 +34,10 @@ def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: b
 
     Reads config.json and headers, no weights.
     """
-    from moequant.checkpoint.folder import is_prepared_folder
-    from moequant.checkpoint.locate import locate
-    from moequant.checkpoint.source import Checkpoint
     from moequant.preparation import PreparedCheckpoint
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.storage.folder import is_prepared_folder
+    from moequant.storage.locate import locate
 
     out = Output(as_json=as_json)
     # As a Path: what is no directory here is not looked for on the hub.
@@ -50,9 +50,9 @@ def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: b
 
 
 def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -> dict[str, Any]:
-    from moequant.checkpoint.converted import described_architectures
-    from moequant.checkpoint.source_model import seen_as_source
     from moequant.models import ROUTED_EXPERTS, find_architecture
+    from moequant.weights.converted import described_architectures
+    from moequant.weights.source_model import seen_as_source
 
     own = described_architectures(checkpoint.path, file)
     converted = seen_as_source(checkpoint, own)

@@ -19,7 +19,7 @@ def show(out: Output, prepared: PreparedCheckpoint, *, with_tensors: bool) -> No
 
 
 def _describe(prepared: PreparedCheckpoint, *, with_tensors: bool) -> dict[str, Any]:
-    from moequant.checkpoint.headers import read_header
+    from moequant.storage.headers import read_header
 
     manifest = prepared.manifest
     document: dict[str, Any] = {

@@ -99,8 +99,8 @@ def check_written_file(
         return None
     if not value.parent.is_dir():
         raise click.BadParameter(f"{value.parent} is no folder; make it first", ctx, param)
-    from moequant.checkpoint.writable import check_writable
     from moequant.errors import MoequantError
+    from moequant.storage.writable import check_writable
 
     try:
         check_writable(value)

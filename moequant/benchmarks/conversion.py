@@ -29,10 +29,10 @@ from moequant._version import __version__
 from moequant.benchmarks.moe_checkpoint import Extent, write_moe_checkpoint
 from moequant.benchmarks.one_conversion import TOOLS
 from moequant.benchmarks.room import check_room, need_of
-from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import convert
 from moequant.conversion.recipe import BF16
 from moequant.errors import MoequantError, UnsupportedError
+from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

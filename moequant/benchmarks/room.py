@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moequant.benchmarks.moe_checkpoint import HIDDEN, INTERMEDIATE
-from moequant.checkpoint.buffers import PAGE_BYTES
-from moequant.checkpoint.headers import MAX_HEADER_BYTES
 from moequant.conversion.plan import WRITE_BUFFER_BYTES
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import get_format
+from moequant.storage.buffers import PAGE_BYTES
+from moequant.storage.headers import MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

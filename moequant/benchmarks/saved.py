@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.disk import replace_file
 from moequant.errors import CheckpointError
+from moequant.storage.disk import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

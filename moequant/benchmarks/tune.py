@@ -17,10 +17,10 @@ from moequant.benchmarks.experts import RESTS_FROM, check_output, checked_tokens
 from moequant.benchmarks.layers import random_experts
 from moequant.benchmarks.machine import cuda_device
 from moequant.benchmarks.stages import BACKEND
-from moequant.checkpoint.writable import check_writable
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
+from moequant.storage.writable import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

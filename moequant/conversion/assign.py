@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.encoded import EncodedInfo
 from moequant.conversion.recipe import BF16, KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.errors import RecipeError
 from moequant.models import CONVERTIBLE_ROLES, EXPERT_BIAS, ROUTED_EXPERTS
+from moequant.weights.encoded import EncodedInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from moequant.checkpoint.parts import WeightInfo
     from moequant.conversion.recipe import Recipe, Rule
     from moequant.models import TensorRole
+    from moequant.weights.parts import WeightInfo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from moequant.checkpoint.source import Checkpoint
 from moequant.conversion.journal import FinishedShard, Journal
 from moequant.conversion.recipe import Recipe
 from moequant.conversion.run import write_shards
@@ -35,6 +34,7 @@ from moequant.errors import CheckpointError, MoequantError
 from moequant.models import recorded_architecture
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
+from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

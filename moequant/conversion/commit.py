@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
-from moequant.checkpoint.disk import explained, fsync_directory, write_file
-from moequant.checkpoint.files import (
+from moequant.conversion.losses import merged
+from moequant.conversion.target import read_record, recorded_sidecars
+from moequant.conversion.used import shares
+from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
+from moequant.errors import CheckpointError
+from moequant.storage.disk import explained, fsync_directory, write_file
+from moequant.storage.files import (
     CONFIG_FILE,
     HF_QUANT_CONFIG_FILE,
     INDEX_FILE,
     PREPARED_FOLDER,
     RECORD_FILE,
 )
-from moequant.checkpoint.reader import FixedFile
-from moequant.conversion.losses import merged
-from moequant.conversion.target import read_record, recorded_sidecars
-from moequant.conversion.used import shares
-from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
-from moequant.errors import CheckpointError
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import FinishedShard, Journal
     from moequant.conversion.plan import Plan
+    from moequant.storage.checkpoint import Checkpoint
 
 _CHUNK_BYTES = 8 << 20
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.checkpoint.buffers import Arena
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats.base import check_values
 from moequant.quantizers import Choice, Quantizer, TorchQuantizer, choose_quantizer
@@ -30,6 +29,7 @@ from moequant.quantizers.launch import (
     quantize_on_device,
 )
 from moequant.quantizers.probes import check_bytes
+from moequant.storage.buffers import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

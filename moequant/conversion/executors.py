@@ -14,11 +14,11 @@ from moequant.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import FinishedShard, Journal
     from moequant.conversion.plan import Plan, PlannedShard
     from moequant.progress import Progress
     from moequant.quantizers import Choice
+    from moequant.storage.checkpoint import Checkpoint
 
 LOCAL = "local"
 RAY = "ray"

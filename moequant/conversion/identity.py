@@ -13,17 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.files import CONFIG_FILE
-from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError
+from moequant.storage.files import CONFIG_FILE
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.source import Checkpoint
     from moequant.progress import Progress
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.storage.headers import TensorInfo
 
 SAMPLE_BYTES = 4096
 _RANGES_AT_ONCE = 128

@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.disk import explained, fsync_directory, replace_file, sha256_of
-from moequant.checkpoint.files import WORK_FOLDER
-from moequant.checkpoint.lock import exclusive
 from moequant.conversion.losses import Loss
 from moequant.conversion.used import UsedQuantizer
 from moequant.errors import MoequantError
+from moequant.storage.disk import explained, fsync_directory, replace_file, sha256_of
+from moequant.storage.files import WORK_FOLDER
+from moequant.storage.lock import exclusive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

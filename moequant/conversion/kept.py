@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.headers import dtype_name
 from moequant.errors import UnsupportedError
+from moequant.storage.headers import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from moequant.checkpoint.encoded import EncodedInfo
-    from moequant.checkpoint.source_model import SourceModel
     from moequant.dialects import Dialect
+    from moequant.weights.encoded import EncodedInfo
+    from moequant.weights.source_model import SourceModel
 
 
 def staying(

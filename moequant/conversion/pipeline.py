@@ -11,15 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moequant.checkpoint.converted import described_architectures
-from moequant.checkpoint.disk import explained
-from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.checkpoint.locate import locate
-from moequant.checkpoint.parts import PartInfo
-from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.source import Checkpoint
-from moequant.checkpoint.source_model import source_config
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
 from moequant.conversion.devices import CPU, choose_device
 from moequant.conversion.executors import LOCAL, choose_executor
@@ -38,16 +29,25 @@ from moequant.conversion.used import Share, shares
 from moequant.errors import MoequantError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
+from moequant.storage.checkpoint import Checkpoint
+from moequant.storage.disk import explained
+from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.storage.locate import locate
+from moequant.storage.reader import FixedFile
+from moequant.weights.converted import described_architectures
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.parts import PartInfo
+from moequant.weights.source_model import source_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from moequant.checkpoint.headers import TensorInfo
     from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
     from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.quantizers import Choice
+    from moequant.storage.headers import TensorInfo
 
 DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 

@@ -14,11 +14,6 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
-from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.headers import TensorInfo, bit_count, dtype_name
-from moequant.checkpoint.parts import PartInfo
-from moequant.checkpoint.source_model import read_source
-from moequant.checkpoint.writer import TensorSlot, lay_out
 from moequant.conversion.assign import assign, biases_of
 from moequant.conversion.batches import BATCH_BYTES
 from moequant.conversion.kept import staying
@@ -32,18 +27,23 @@ from moequant.dialects.plain import Plain
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.models import ROUTED_EXPERTS
+from moequant.storage.headers import TensorInfo, bit_count, dtype_name
+from moequant.storage.writer import TensorSlot, lay_out
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.parts import PartInfo
+from moequant.weights.source_model import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from moequant.checkpoint.parts import WeightInfo
-    from moequant.checkpoint.source_model import SourceModel
     from moequant.conversion.assign import Assignment
     from moequant.conversion.recipe import Recipe
     from moequant.conversion.units import Item, Weight
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture, Model, TensorRole
     from moequant.quantizers import Job
+    from moequant.weights.parts import WeightInfo
+    from moequant.weights.source_model import SourceModel
 
     _Output = tuple[str, str, tuple[int, ...]]
     """Name, or its last part, safetensors dtype and shape of a tensor to be written."""

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.buffers import Arena, tensor_bytes
-from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion.batches import Batches
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.losses import merged
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.units import Copy, Restored, Unit, check_bias, convert_unit, restore
 from moequant.conversion.used import UsedQuantizer
+from moequant.storage.buffers import Arena, tensor_bytes
+from moequant.storage.writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import Journal
     from moequant.conversion.losses import Loss
     from moequant.conversion.plan import Plan, PlannedShard
     from moequant.conversion.units import Converted, Item
     from moequant.progress import Progress
     from moequant.quantizers import Choice
+    from moequant.storage.checkpoint import Checkpoint
 
 _WORKERS_A_FINISHER = 4
 """To make a shard takes a core 1.5 to 2.6 times as long as to digest it."""

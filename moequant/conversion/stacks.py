@@ -11,8 +11,8 @@ from moequant.models import PROJECTIONS, ROUTED_EXPERTS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from moequant.checkpoint.encoded import EncodedInfo
     from moequant.models import Model
+    from moequant.weights.encoded import EncodedInfo
 
 
 def stack_of(name: str, model: Model) -> Stack | None:

@@ -8,19 +8,19 @@ from pathlib import Path
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.documents import read_document
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
-from moequant.checkpoint.folder import is_inner_name
-from moequant.checkpoint.reader import FixedFile
 from moequant.conversion.recipe import BF16
 from moequant.errors import MoequantError
 from moequant.formats import REGISTRY
+from moequant.storage.documents import read_document
+from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
+from moequant.storage.folder import is_inner_name
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.journal import Journal
+    from moequant.storage.checkpoint import Checkpoint
 
 
 def is_work_left(

@@ -14,10 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.buffers import Arena
-from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.headers import DTYPES, dtype_name
-from moequant.checkpoint.parts import PartInfo, decoded, read_stored
 from moequant.conversion.losses import Loss, measure, with_ratio
 from moequant.conversion.recipe import BF16
 from moequant.errors import NonFiniteError, UnsupportedError
@@ -32,18 +28,22 @@ from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.formats.squares import TILE_ROWS
 from moequant.quantizers.launch import device_bytes
 from moequant.quantizers.tiles import TorchQuantizer
+from moequant.storage.buffers import Arena
+from moequant.storage.headers import DTYPES, dtype_name
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.parts import PartInfo, decoded, read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.parts import WeightInfo
-    from moequant.checkpoint.source import Checkpoint
     from moequant.dialects.base import Dialect
     from moequant.formats import StoredWeight
     from moequant.quantizers import Job, Quantizer
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.storage.headers import TensorInfo
+    from moequant.weights.parts import WeightInfo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.progress import Progress
     from moequant.runtime.layer_reader import LayerReader
+    from moequant.weights.converted import ConvertedCheckpoint
 
 _GENERATION_CONFIG = "generation_config.json"
 _SAME = {

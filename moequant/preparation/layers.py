@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.buffers import tensor_bytes
-from moequant.checkpoint.disk import sha256_of
-from moequant.checkpoint.headers import DTYPES, dtype_name, read_header
-from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.writer import ShardWriter, lay_out
 from moequant.errors import CheckpointError
 from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 from moequant.preparation.manifest import OriginalsDigest, PreparedLayer
+from moequant.storage.buffers import tensor_bytes
+from moequant.storage.disk import sha256_of
+from moequant.storage.headers import DTYPES, dtype_name, read_header
+from moequant.storage.reader import FixedFile
+from moequant.storage.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.checkpoint.converted import ConvertedCheckpoint
-    from moequant.checkpoint.headers import TensorInfo
     from moequant.formats import QuantizedWeight
     from moequant.layouts.targets import KernelLayout
     from moequant.models import MoeConfig
     from moequant.progress import Progress
+    from moequant.storage.headers import TensorInfo
+    from moequant.weights.converted import ConvertedCheckpoint
 
 _REMEDY = "run moequant prepare --overwrite"
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moequant.checkpoint.buffers import tensor_bytes
-from moequant.checkpoint.files import MANIFEST_FILE
 from moequant.errors import CheckpointError
+from moequant.storage.buffers import tensor_bytes
+from moequant.storage.files import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moequant._version import __version__
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.disk import explained, fsync_directory, replace_file
-from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
-from moequant.checkpoint.lock import exclusive
-from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
 from moequant.layouts import gate_up
@@ -21,6 +16,11 @@ from moequant.layouts.targets import kernel_layout
 from moequant.preparation.layers import write_layer
 from moequant.preparation.manifest import Manifest, read_manifest
 from moequant.progress import SilentProgress
+from moequant.storage.disk import explained, fsync_directory, replace_file
+from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
+from moequant.storage.lock import exclusive
+from moequant.storage.reader import FixedFile
+from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.files import PREPARED_FOLDER
 from moequant.errors import CheckpointError, MoequantError
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
 from moequant.preparation.layers import LayerFile, check_size
 from moequant.preparation.manifest import Manifest, OriginalsDigest, read_manifest
+from moequant.storage.files import PREPARED_FOLDER
+from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

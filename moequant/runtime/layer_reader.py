@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from moequant.checkpoint.headers import DTYPES
 from moequant.errors import UnsupportedError
 from moequant.models import Place
 from moequant.runtime.act_fn import ActFn
@@ -34,15 +33,16 @@ from moequant.runtime.layer_source import (
 )
 from moequant.runtime.staging import Read, Staging
 from moequant.runtime.weights import ExpertWeights
+from moequant.storage.headers import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.formats import QuantizedWeight
     from moequant.preparation import PreparedCheckpoint
+    from moequant.weights.converted import ConvertedCheckpoint
 
 _ON_HOST_BYTES = 1 << 14
 """Tensors up to this size are read to the host: shapes, global scales, the scales of FP8 blocks.

@@ -10,24 +10,24 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from moequant.checkpoint.converted import stored_places
-from moequant.checkpoint.headers import DTYPES
-from moequant.checkpoint.source import Checkpoint
+from moequant.storage.checkpoint import Checkpoint
+from moequant.storage.headers import DTYPES
+from moequant.weights.converted import stored_places
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.checkpoint.buffers import Arena
-    from moequant.checkpoint.converted import ConvertedCheckpoint
-    from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.reader import FixedFile
     from moequant.formats import QuantizedWeight
     from moequant.layouts.targets import KernelLayout
     from moequant.models import Place
     from moequant.preparation import PreparedCheckpoint
     from moequant.preparation.layers import LayerFile
+    from moequant.storage.buffers import Arena
+    from moequant.storage.headers import TensorInfo
+    from moequant.storage.reader import FixedFile
+    from moequant.weights.converted import ConvertedCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

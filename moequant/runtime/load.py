@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.folder import is_prepared_folder
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.preparation import PreparedCheckpoint
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
+from moequant.storage.folder import is_prepared_folder
+from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

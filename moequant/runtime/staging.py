@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.buffers import tensor_bytes
+from moequant.storage.buffers import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.checkpoint.reader import FixedFile
+    from moequant.storage.reader import FixedFile
 
 SLOT_BYTES = 8 << 20
 SLOTS = 8

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.progress import Progress
     from moequant.runtime.experts import FusedExperts
+    from moequant.weights.converted import ConvertedCheckpoint
 
 
 Mode = Literal["full", "relax", "skip"]

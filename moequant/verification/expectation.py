@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from moequant._version import __version__
-from moequant.checkpoint.converted import stored_places
-from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.files import CONFIG_FILE, RECORD_FILE
-from moequant.checkpoint.parts import PartInfo
 from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
 from moequant.conversion.assign import biases_of, check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
@@ -30,19 +26,23 @@ from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
 from moequant.progress import SilentProgress
+from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.verification.differences import differences
+from moequant.weights.converted import stored_places
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.parts import PartInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.parts import WeightInfo
-    from moequant.checkpoint.source import Checkpoint
-    from moequant.checkpoint.source_model import SourceModel
     from moequant.conversion import Plan
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, Place, TensorRole
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
+    from moequant.weights.parts import WeightInfo
+    from moequant.weights.source_model import SourceModel
 
     FormatOf = Callable[[str], str | None]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moequant.checkpoint.folder import check_is_checkpoint
 from moequant.errors import CheckpointError
+from moequant.storage.folder import check_is_checkpoint
 
 # Notes and model cards may be added; no engine reads them.
 _NOTES = (".md", ".png", ".jpg")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.checkpoint.buffers import tensor_bytes
-from moequant.checkpoint.headers import DTYPE_BITS, DTYPES, dtype_name
+from moequant.storage.buffers import tensor_bytes
+from moequant.storage.headers import DTYPE_BITS, DTYPES, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

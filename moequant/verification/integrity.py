@@ -13,22 +13,22 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.documents import read_document
-from moequant.checkpoint.files import (
+from moequant.conversion import DEFAULT_WORKERS
+from moequant.conversion.journal import Journal
+from moequant.errors import CheckpointError, MoequantError
+from moequant.preparation.manifest import read_manifest
+from moequant.progress import SilentProgress
+from moequant.storage.checkpoint import natural_key
+from moequant.storage.documents import read_document
+from moequant.storage.files import (
     CONFIG_FILE,
     INDEX_FILE,
     PREPARED_FOLDER,
     RECORD_FILE,
     WORK_FOLDER,
 )
-from moequant.checkpoint.folder import is_inner_name, sidecar_files, weight_files
-from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.source import natural_key
-from moequant.conversion import DEFAULT_WORKERS
-from moequant.conversion.journal import Journal
-from moequant.errors import CheckpointError, MoequantError
-from moequant.preparation.manifest import read_manifest
-from moequant.progress import SilentProgress
+from moequant.storage.folder import is_inner_name, sidecar_files, weight_files
+from moequant.storage.reader import FixedFile
 from moequant.verification.findings import Findings, cut
 from moequant.verification.folder import existing_directory, is_read_by_engines
 

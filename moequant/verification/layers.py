@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.parts import read_weights
 from moequant.errors import MoequantError
 from moequant.formats import stack
 from moequant.models import ROUTED_EXPERTS
@@ -26,6 +25,7 @@ from moequant.runtime.layer_reader import act_fn_of
 from moequant.verification.decode import decode
 from moequant.verification.reference import activation, evaluate_layer
 from moequant.verification.report import LayerCheck
+from moequant.weights.parts import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.checkpoint.converted import ConvertedCheckpoint
-    from moequant.checkpoint.parts import WeightInfo
-    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.units import Unit
     from moequant.models import MoeConfig, TensorRole
     from moequant.progress import Progress
+    from moequant.storage.checkpoint import Checkpoint
     from moequant.verification.findings import Findings
+    from moequant.weights.converted import ConvertedCheckpoint
+    from moequant.weights.parts import WeightInfo
 
     Layers = Literal["all"] | int
 

@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.converted import ConvertedCheckpoint, recorded_architectures
-from moequant.checkpoint.files import RECORD_FILE
-from moequant.checkpoint.locate import locate
-from moequant.checkpoint.source import Checkpoint
-from moequant.checkpoint.source_model import read_source, source_config
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
 from moequant.conversion.units import quantizer_jobs
@@ -18,6 +13,9 @@ from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
+from moequant.storage.checkpoint import Checkpoint
+from moequant.storage.files import RECORD_FILE
+from moequant.storage.locate import locate
 from moequant.verification.expectation import expect_by_config, expect_by_record
 from moequant.verification.findings import Findings, WeightChecks
 from moequant.verification.folder import existing_directory
@@ -39,13 +37,14 @@ from moequant.verification.structure import (
     check_tensors,
 )
 from moequant.verification.weights import check_weights
+from moequant.weights.converted import ConvertedCheckpoint, recorded_architectures
+from moequant.weights.source_model import read_source, source_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from moequant.checkpoint.source_model import SourceModel
     from moequant.conversion.units import Restored, Unit
     from moequant.models import Architecture
     from moequant.progress import Progress
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from moequant.verification.layers import Layers
     from moequant.verification.report import LayerCheck
     from moequant.verification.stored import StoredCheckpoint
+    from moequant.weights.source_model import SourceModel
 
 
 def verify(

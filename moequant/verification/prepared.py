@@ -9,14 +9,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.disk import sha256_of
-from moequant.checkpoint.files import MANIFEST_FILE, PREPARED_FOLDER
-from moequant.checkpoint.source import natural_key
 from moequant.errors import MoequantError
 from moequant.layouts import gate_up
 from moequant.layouts.targets import kernel_layout
 from moequant.preparation.layers import LayerFile
 from moequant.preparation.manifest import OriginalsDigest, read_manifest
+from moequant.storage.checkpoint import natural_key
+from moequant.storage.disk import sha256_of
+from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.verification.differences import differences
 from moequant.verification.identity import compare_tensors
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from moequant.checkpoint.converted import ConvertedCheckpoint
     from moequant.layouts.targets import KernelLayout
     from moequant.preparation.manifest import Manifest, PreparedLayer
     from moequant.progress import Progress
     from moequant.verification.findings import Findings
+    from moequant.weights.converted import ConvertedCheckpoint
 
 
 def check_prepared(

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from moequant.checkpoint.documents import read_document
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.checkpoint.headers import read_header
-from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.source import Checkpoint, natural_key
 from moequant.errors import CheckpointError
+from moequant.storage.checkpoint import Checkpoint, natural_key
+from moequant.storage.documents import read_document
+from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.storage.headers import read_header
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from moequant.checkpoint.headers import TensorInfo
+    from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
     from moequant.verification.report import Check
 

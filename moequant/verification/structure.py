@@ -6,11 +6,11 @@ import filecmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.disk import sha256_of
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.checkpoint.folder import sidecar_files, weight_files
 from moequant.conversion.commit import OTHER_QUANTIZATION
 from moequant.errors import CheckpointError, MoequantError
+from moequant.storage.disk import sha256_of
+from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.storage.folder import sidecar_files, weight_files
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
 from moequant.verification.folder import is_read_by_engines
@@ -18,8 +18,8 @@ from moequant.verification.folder import is_read_by_engines
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion import Plan
+    from moequant.storage.checkpoint import Checkpoint
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings
     from moequant.verification.stored import StoredCheckpoint

@@ -14,8 +14,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.buffers import Arena
-from moequant.checkpoint.parts import read_places, read_stored
 from moequant.conversion.losses import Loss, measure, with_ratio
 from moequant.conversion.plan import COPY_CHUNK_BYTES
 from moequant.conversion.units import (
@@ -37,10 +35,12 @@ from moequant.formats import (
     sum_of_squares,
 )
 from moequant.formats.squares import TILE_ROWS
+from moequant.storage.buffers import Arena
 from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound, join_out_of_bound
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
 from moequant.verification.report import Problem, WeightCheck
+from moequant.weights.parts import read_places, read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.checkpoint.headers import TensorInfo
-    from moequant.checkpoint.source import Checkpoint
     from moequant.conversion.units import Stack, Weight
     from moequant.formats import StoredWeight
     from moequant.progress import Progress
     from moequant.quantizers import Quantizer
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.storage.headers import TensorInfo
     from moequant.verification.bounds import OutOfBound
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings

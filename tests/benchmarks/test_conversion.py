@@ -7,9 +7,9 @@ import pytest
 from moequant.benchmarks import conversion
 from moequant.benchmarks.conversion import bench_conversion
 from moequant.benchmarks.moe_checkpoint import EXPERT_BYTES, write_moe_checkpoint
-from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import convert
 from moequant.errors import MoequantError, UnsupportedError
+from moequant.storage.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")

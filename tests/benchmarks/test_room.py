@@ -11,9 +11,9 @@ from moequant.benchmarks import room
 from moequant.benchmarks.conversion import bench_conversion
 from moequant.benchmarks.moe_checkpoint import EXPERT_BYTES, Extent, write_moe_checkpoint
 from moequant.benchmarks.room import available_memory, check_room, need_of
-from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import convert
 from moequant.errors import MoequantError, UnsupportedError
+from moequant.storage.checkpoint import Checkpoint
 
 SETTINGS = {"workers": 2, "rounds": 1}
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moequant import dequantize, load_experts
-from moequant.checkpoint.converted import ConvertedCheckpoint
+from moequant.weights.converted import ConvertedCheckpoint
 
 FILE = """
 [[architecture]]

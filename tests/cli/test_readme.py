@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from moequant import convert
-from moequant.checkpoint.headers import read_header
 from moequant.cli import cli
 from moequant.cli.demo_checkpoint import write_demo_checkpoint
+from moequant.storage.headers import read_header
 
 README = Path(__file__).parents[2] / "README.md"
 VARIES = (

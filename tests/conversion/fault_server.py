@@ -28,8 +28,8 @@ import threading
 
 import torch
 
-from moequant.checkpoint.asynchronous import WritesUnderWay
 from moequant.conversion import convert
+from moequant.storage.asynchronous import WritesUnderWay
 
 PAST_CACHE = "io_submit"
 TAKES_SPACE = (

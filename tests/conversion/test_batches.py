@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.headers import TensorInfo
 from moequant.conversion.batches import BATCH_BYTES, Batches
 from moequant.conversion.units import Copy, Stack, Unit, Weight
+from moequant.storage.headers import TensorInfo
+from moequant.weights.encoded import EncodedInfo
 
 STACK = Stack(tensor="experts.down_proj", expert=0, experts=4, interleaved=False)
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from moequant.checkpoint.source import Checkpoint
 from moequant.cli import cli
 from moequant.conversion import convert
 from moequant.conversion.executors import choose_executor
@@ -28,6 +27,7 @@ from moequant.conversion.run import write_shards
 from moequant.conversion.units import Unit
 from moequant.conversion.used import UsedQuantizer
 from moequant.errors import MoequantError
+from moequant.storage.checkpoint import Checkpoint
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "2MB"}
 

@@ -18,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import Recipe, convert
 from moequant.conversion.journal import Journal
 from moequant.conversion.recipe import Rule
@@ -33,6 +32,7 @@ from moequant.errors import (
 from moequant.formats import REGISTRY, dequantize, get_format
 from moequant.progress import SilentProgress
 from moequant.verification import check_integrity, verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 SHARDS = "1MB"
 
@@ -640,11 +640,9 @@ def test_a_dry_run_says_that_the_output_cannot_be_read(source, tmp_path, monkeyp
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "iterdir", deny)
+    monkeypatch.setattr("moequant.storage.folder.entries", lambda folder: sorted(folder.glob("*")))
     monkeypatch.setattr(
-        "moequant.checkpoint.folder.entries", lambda folder: sorted(folder.glob("*"))
-    )
-    monkeypatch.setattr(
-        "moequant.checkpoint.source.entries", lambda folder: sorted(folder.glob("*"))
+        "moequant.storage.checkpoint.entries", lambda folder: sorted(folder.glob("*"))
     )
     (refusal,) = convert(source, tmp_path / "out", format="mxfp4", dry_run=True).refusals
     assert "Permission denied" in refusal

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 pytest.importorskip("triton")
 
-from moequant.checkpoint.buffers import Arena
 from moequant.cli import cli
 from moequant.conversion import convert, devices
 from moequant.conversion.devices import DeviceQuantizer, choose_device, page_locked
@@ -21,6 +20,7 @@ from moequant.errors import MoequantError, NonFiniteError, UnsupportedError
 from moequant.formats import REGISTRY, get_format
 from moequant.kernels.launch import INTERPRETED
 from moequant.quantizers.base import UnavailableError
+from moequant.storage.buffers import Arena
 
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 without_gpu = pytest.mark.skipif(not INTERPRETED, reason="there is one")

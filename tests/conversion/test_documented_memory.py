@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moequant.checkpoint.headers import TensorInfo
 from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe
 from moequant.formats import REGISTRY
+from moequant.storage.headers import TensorInfo
 
 GUIDE = Path(__file__).parents[2] / "docs" / "conversion.md"
 

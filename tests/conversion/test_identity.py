@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moequant.checkpoint.source import Checkpoint
 from moequant.conversion.identity import SAMPLE_BYTES, source_digests
+from moequant.storage.checkpoint import Checkpoint
 
 SIZES = {
     "many small tensors": [3] * 300,

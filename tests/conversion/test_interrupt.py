@@ -45,15 +45,15 @@ convert(source, output, format="nvfp4", max_shard_size="1MB", workers=2)
 
 MOMENTS = {
     "inside the first shard": (
-        "moequant.checkpoint.writer",
+        "moequant.storage.writer",
         "ShardWriter",
         "write_all",
         1,
         "after",
     ),
-    "inside a later shard": ("moequant.checkpoint.writer", "ShardWriter", "write_all", 9, "after"),
+    "inside a later shard": ("moequant.storage.writer", "ShardWriter", "write_all", 9, "after"),
     "inside a copied tensor": (
-        "moequant.checkpoint.writer",
+        "moequant.storage.writer",
         "ShardWriter",
         "write_bytes",
         2,

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from moequant.checkpoint.headers import DTYPE_BITS, TensorInfo
-from moequant.checkpoint.source import natural_key
 from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe, Rule
 from moequant.conversion.units import Copy
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
 from moequant.formats import REGISTRY
+from moequant.storage.checkpoint import natural_key
+from moequant.storage.headers import DTYPE_BITS, TensorInfo
 
 E, H, I, LAYERS = 3, 256, 384, 11
 CONFIG = {

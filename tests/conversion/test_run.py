@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moequant.checkpoint import writer
-from moequant.checkpoint.buffers import Arena
-from moequant.checkpoint.output_file import OutputFile
-from moequant.checkpoint.writer import ShardWriter
 from moequant.conversion import convert, plan, run
 from moequant.conversion.journal import Journal
 from moequant.conversion.run import _Results
 from moequant.errors import MoequantError
 from moequant.progress import SilentProgress
+from moequant.storage import writer
+from moequant.storage.buffers import Arena
+from moequant.storage.output_file import OutputFile
+from moequant.storage.writer import ShardWriter
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "200KB"}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from moequant.checkpoint.writer import ShardWriter
 from moequant.cli import cli
 from moequant.conversion import commit as commit_module
 from moequant.conversion import convert
 from moequant.conversion.journal import Journal
 from moequant.errors import CheckpointError
 from moequant.runtime import load_experts
+from moequant.storage.writer import ShardWriter
 from moequant.verification import check_integrity
 
 SETTINGS = {"format": "mxfp4", "max_shard_size": "600KB"}

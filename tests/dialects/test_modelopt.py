@@ -15,13 +15,13 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
 
 import moequant
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.cli import cli
 from moequant.conversion import Recipe, convert
 from moequant.dialects import get_dialect
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize, quantize
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 MODELOPT = get_dialect("modelopt")
 EXPERT = "model.layers.0.mlp.experts.1"

@@ -311,8 +311,8 @@ class Fuzzer:
         """The reader of safetensors headers; what it takes, safetensors takes too."""
         from safetensors import safe_open
 
-        from moequant.checkpoint.headers import read_header
         from moequant.errors import MoequantError
+        from moequant.storage.headers import read_header
 
         path = folder / "x.safetensors"
         shutil.copy(rng.choice(sorted(model.converted.glob("*.safetensors"))), path)
@@ -327,7 +327,7 @@ class Fuzzer:
 
     def index(self, rng, folder, model):
         """The reader of the index."""
-        from moequant.checkpoint.source import Checkpoint
+        from moequant.storage.checkpoint import Checkpoint
 
         copy = Path(shutil.copytree(model.source, folder / "source"))
         path = copy / "model.safetensors.index.json"

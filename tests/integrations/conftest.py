@@ -22,9 +22,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
 from moequant.formats import dequantize
+from moequant.weights.converted import ConvertedCheckpoint
 
 EXPERTS = 4
 VOCABULARY = 96

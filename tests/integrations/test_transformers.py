@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import REGISTRY, dequantize, get_format
 from moequant.integrations.transformers import load_model, replace_experts
 from moequant.preparation import prepare
 from moequant.runtime import FusedExperts
+from moequant.weights.converted import ConvertedCheckpoint
 
 ASKED_FOR = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 BESIDES = ("qwen2_moe", "olmoe", "deepseek_v2")

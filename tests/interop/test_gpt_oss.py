@@ -15,9 +15,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.source import Checkpoint
-from moequant.checkpoint.writer import ShardWriter
 from moequant.cli import cli
 from moequant.conversion import Recipe, convert
 from moequant.errors import CheckpointError, UnsupportedError
@@ -25,7 +22,10 @@ from moequant.formats import REGISTRY, dequantize, get_format
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
+from moequant.storage.checkpoint import Checkpoint
+from moequant.storage.writer import ShardWriter
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 EXPERTS, LAYERS, SIZE = 4, 2, 128
 DEFAULT_DIALECT = dict.fromkeys(REGISTRY, "moequant") | {"mxfp4": "gpt-oss"}

@@ -20,11 +20,11 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
 from moequant.formats import get_format
 from moequant.models import PROJECTIONS
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 E, H, I = 4, 128, 64
 SIZES = {

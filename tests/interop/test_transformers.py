@@ -19,12 +19,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
 from moequant.formats import REGISTRY, dequantize
 from moequant.models import PROJECTIONS
 from moequant.runtime import load_experts
 from moequant.verification.reference import evaluate_layer
+from moequant.weights.converted import ConvertedCheckpoint
 
 EXPERTS = 4
 SIZES = {

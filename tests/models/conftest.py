@@ -12,7 +12,7 @@ import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
 
-from moequant.checkpoint.source import Checkpoint
+from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

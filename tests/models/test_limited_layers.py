@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
 from moequant.formats import dequantize
 from moequant.runtime import load_experts
+from moequant.weights.converted import ConvertedCheckpoint
 
 
 def their_experts(case, converted, layer):

@@ -10,11 +10,11 @@ import transformers as t
 from safetensors.torch import load_file, save_file
 
 from moequant import convert, load_experts, prepare, verify
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.source import Checkpoint
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
 from moequant.models import read_model
+from moequant.storage.checkpoint import Checkpoint
+from moequant.weights.converted import ConvertedCheckpoint
 
 E, H = 4, 256
 PAIRS = [

@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.source import Checkpoint
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
@@ -23,7 +21,9 @@ from moequant.formats import dequantize
 from moequant.integrations.generation import Prompts
 from moequant.integrations.transformers import load_model, replace_experts
 from moequant.models import ROUTED_EXPERTS, architectures, read_model
+from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 53, 58, 9, 7, 9]])
 

@@ -10,11 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.folder import is_prepared_folder
-from moequant.checkpoint.headers import read_header
-from moequant.checkpoint.lock import exclusive
-from moequant.checkpoint.reader import FixedFile
 from moequant.conversion import Recipe, convert
 from moequant.conversion.recipe import Rule
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
@@ -25,7 +20,12 @@ from moequant.layouts.targets import TARGETS
 from moequant.models import PROJECTIONS
 from moequant.preparation import PreparedCheckpoint, prepare
 from moequant.runtime import load_experts
+from moequant.storage.folder import is_prepared_folder
+from moequant.storage.headers import read_header
+from moequant.storage.lock import exclusive
+from moequant.storage.reader import FixedFile
 from moequant.verification import check_integrity
+from moequant.weights.converted import ConvertedCheckpoint
 
 PREPARABLE = [(f, t) for f in REGISTRY for t in TARGETS if (f, t) != ("w4a8", "sm100")]
 

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moequant.checkpoint.buffers import Arena
 from moequant.errors import MoequantError, NonFiniteError, UnsupportedError
 from moequant.formats import REGISTRY, dtype_text
 from moequant.quantizers import NativeQuantizer, TorchQuantizer, choose_quantizer, jit, native
 from moequant.quantizers.elements import Source
 from moequant.quantizers.kernels import KERNELS
+from moequant.storage.buffers import Arena
 
 EVERY = [
     pytest.param(fmt, dict(zip(fmt.options, values, strict=True)), id=f"{fmt.name}-{values}")

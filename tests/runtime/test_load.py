@@ -10,8 +10,6 @@ import threading
 import pytest
 import torch
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.reader import FixedFile
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import REGISTRY, dequantize, quantize, stack
@@ -20,6 +18,8 @@ from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
 from moequant.runtime.layer_reader import LayerReader
+from moequant.storage.reader import FixedFile
+from moequant.weights.converted import ConvertedCheckpoint
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +201,11 @@ MEASURED = """
 import re, sys
 from pathlib import Path
 import torch
-from moequant.checkpoint.converted import ConvertedCheckpoint
-from moequant.checkpoint.reader import FixedFile
+from moequant.weights.converted import ConvertedCheckpoint
+from moequant.storage.reader import FixedFile
 from moequant.runtime.layer_reader import LayerReader
 from moequant.runtime.staging import Staging
-from moequant.checkpoint.folder import is_prepared_folder
+from moequant.storage.folder import is_prepared_folder
 from moequant.preparation import PreparedCheckpoint
 
 def resident(field):

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError
 from moequant.runtime.staging import THREADS, Read, Staging
+from moequant.storage.reader import FixedFile
 
 SIZE = 1000
 

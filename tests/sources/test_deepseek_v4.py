@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 
 def test_bf16_gives_every_number_back(deepseek_v4, read_tensors, config_of, tmp_path):

@@ -13,12 +13,12 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import AutoModelForCausalLM
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.cli import cli
 from moequant.conversion import Recipe, convert
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY, dequantize
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 NAMES = [
     "nvfp4-pack-quantized",

@@ -10,7 +10,6 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.cli import cli
 from moequant.conversion import Recipe, convert
 from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
@@ -18,6 +17,7 @@ from moequant.formats import get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import load_experts
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 MODELS = ["qwen3_moe", "deepseek_v3"]
 EXPERT = "model.layers.1.mlp.experts.1"

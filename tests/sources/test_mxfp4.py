@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from moequant.checkpoint.converted import ConvertedCheckpoint
 from moequant.conversion import Recipe, convert
 from moequant.errors import CheckpointError
 from moequant.formats import dequantize
 from moequant.verification import verify
+from moequant.weights.converted import ConvertedCheckpoint
 
 EXPERTS, LAYERS = 2, 2
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moequant.checkpoint.buffers import tensor_bytes
-from moequant.checkpoint.headers import dtype_name
+from moequant.storage.buffers import tensor_bytes
+from moequant.storage.headers import dtype_name
 from moequant.verification.identity import find_difference
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moequant.checkpoint.disk import sha256_of
-from moequant.checkpoint.files import PREPARED_FOLDER
-from moequant.checkpoint.headers import read_header
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.formats import REGISTRY
 from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.preparation import prepare
+from moequant.storage.disk import sha256_of
+from moequant.storage.files import PREPARED_FOLDER
+from moequant.storage.headers import read_header
 from moequant.verification import verify
 
 EXPERT = "model.layers.1.mlp.experts.2"

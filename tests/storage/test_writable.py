@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from moequant.checkpoint.writable import check_writable
 from moequant.errors import MoequantError
+from moequant.storage.writable import check_writable
 
 if TYPE_CHECKING:
     from pathlib import Path

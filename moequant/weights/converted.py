@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.documents import read_document
-from moequant.checkpoint.files import RECORD_FILE
-from moequant.checkpoint.parts import read_places
-from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.source import Checkpoint
 from moequant.dialects import find_dialect
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
@@ -20,6 +15,11 @@ from moequant.models import (
     read_architectures,
     recorded_architecture,
 )
+from moequant.storage.checkpoint import Checkpoint
+from moequant.storage.documents import read_document
+from moequant.storage.files import RECORD_FILE
+from moequant.storage.reader import FixedFile
+from moequant.weights.parts import read_places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

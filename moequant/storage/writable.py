@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.disk import explained
 from moequant.errors import MoequantError
+from moequant.storage.disk import explained
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.checkpoint.buffers import Arena
-from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.headers import TensorInfo, bit_count
 from moequant.errors import CheckpointError
 from moequant.formats import QuantizedWeight, dequantize_into
 from moequant.models.stacked import Place
+from moequant.storage.buffers import Arena
+from moequant.storage.headers import TensorInfo, bit_count
+from moequant.weights.encoded import EncodedInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from moequant.checkpoint.source import Checkpoint
     from moequant.formats import StoredWeight
     from moequant.models import Model
+    from moequant.storage.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from moequant.checkpoint import headers
-from moequant.checkpoint.disk import fsync_directory, replace_file, sha256_of
-from moequant.checkpoint.headers import DTYPES, dtype_name
-from moequant.checkpoint.writer import ShardWriter, lay_out
 from moequant.errors import MoequantError, UnsupportedError
+from moequant.storage import headers
+from moequant.storage.disk import fsync_directory, replace_file, sha256_of
+from moequant.storage.headers import DTYPES, dtype_name
+from moequant.storage.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.disk import DISK_FAILED
 from moequant.errors import CheckpointError
+from moequant.storage.disk import DISK_FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

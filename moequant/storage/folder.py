@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.files import (
+from moequant.errors import CheckpointError
+from moequant.storage.files import (
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
@@ -13,7 +14,6 @@ from moequant.checkpoint.files import (
     RECORD_FILE,
     WORK_FOLDER,
 )
-from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from moequant.checkpoint import asynchronous
-from moequant.checkpoint.asynchronous import WritesUnderWay
+from moequant.storage import asynchronous
+from moequant.storage.asynchronous import WritesUnderWay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moequant.checkpoint.buffers import Arena
-from moequant.checkpoint.parts import PartInfo, read_weights, unstacked
-from moequant.checkpoint.source import Checkpoint
 from moequant.models import Model, StackedExperts, find_architecture
 from moequant.models.experts import read_model
+from moequant.storage.buffers import Arena
+from moequant.storage.checkpoint import Checkpoint
+from moequant.weights.parts import PartInfo, read_weights, unstacked
 
 E, H, I = 3, 4, 4  # H = I: no shape tells how a stack lies
 CONFIG = {

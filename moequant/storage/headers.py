@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from moequant.checkpoint.buffers import PAGE_BYTES
-from moequant.checkpoint.documents import MAX_BYTES, parse_object
-from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.storage.buffers import PAGE_BYTES
+from moequant.storage.documents import MAX_BYTES, parse_object
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from moequant.checkpoint.writer import TensorSlot
+    from moequant.storage.writer import TensorSlot
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = MAX_BYTES

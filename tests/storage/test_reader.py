@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,13 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.checkpoint.converted import ConvertedCheckpoint, stored_places
-from moequant.checkpoint.documents import read_document
-from moequant.checkpoint.encoded import EncodedInfo
-from moequant.checkpoint.files import HF_QUANT_CONFIG_FILE
-from moequant.checkpoint.headers import DTYPE_BITS, DTYPES, TensorInfo, dtype_name
-from moequant.checkpoint.parts import unstacked
-from moequant.checkpoint.reader import FixedFile
 from moequant.dialects import SOURCES as DIALECTS
 from moequant.dialects import find_dialect
 from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
@@ -28,14 +21,21 @@ from moequant.dialects.modelopt import lacks_layers
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture, read_model
+from moequant.storage.documents import read_document
+from moequant.storage.files import HF_QUANT_CONFIG_FILE
+from moequant.storage.headers import DTYPE_BITS, DTYPES, TensorInfo, dtype_name
+from moequant.storage.reader import FixedFile
+from moequant.weights.converted import ConvertedCheckpoint, stored_places
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.parts import unstacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from moequant.checkpoint.parts import WeightInfo
-    from moequant.checkpoint.source import Checkpoint
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, MoeConfig
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.weights.parts import WeightInfo
 
     Tensors = Mapping[str, TensorInfo]
 

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from moequant.checkpoint import digest
-from moequant.checkpoint.digest import GrowingDigest
+from moequant.storage import digest
+from moequant.storage.digest import GrowingDigest
 
 CONTENT = random.Random(0).randbytes(100_000)  # noqa: S311 - no secret
 CUTS = sorted(random.Random(1).sample(range(1, len(CONTENT)), 60))  # noqa: S311

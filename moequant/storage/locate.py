@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moequant.checkpoint.files import CONFIG_FILE
-from moequant.checkpoint.folder import OTHER_WEIGHTS
 from moequant.errors import CheckpointError
+from moequant.storage.files import CONFIG_FILE
+from moequant.storage.folder import OTHER_WEIGHTS
 
 # Second copies of the weights: other frameworks', Meta's and Mistral's.
 _NOT_DOWNLOADED = [

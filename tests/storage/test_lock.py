@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from moequant.checkpoint.lock import exclusive
 from moequant.errors import MoequantError
+from moequant.storage.lock import exclusive
 
 
 def test_a_second_run_is_refused_until_the_first_is_done(tmp_path):
@@ -34,7 +34,7 @@ def test_a_failure_gives_the_folder_free(tmp_path):
 
 def test_a_process_that_dies_gives_the_folder_free(tmp_path):
     code = (
-        "import os, pathlib, sys; from moequant.checkpoint.lock import exclusive\n"
+        "import os, pathlib, sys; from moequant.storage.lock import exclusive\n"
         "with exclusive(pathlib.Path(sys.argv[1]), 'conversion'): os._exit(7)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == 7

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import save, save_file
 
-from moequant.checkpoint.headers import (
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.storage.headers import (
     DTYPE_BITS,
     DTYPES,
     MAX_HEADER_BYTES,
@@ -21,8 +22,7 @@ from moequant.checkpoint.headers import (
     dtype_name,
     read_header,
 )
-from moequant.checkpoint.writer import lay_out
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.storage.writer import lay_out
 
 if TYPE_CHECKING:
     from pathlib import Path

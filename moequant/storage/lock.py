@@ -14,8 +14,8 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.disk import explained
 from moequant.errors import MoequantError
+from moequant.storage.disk import explained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
-from moequant.checkpoint.buffers import Arena, tensor_bytes
-from moequant.checkpoint.documents import read_document
-from moequant.checkpoint.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from moequant.checkpoint.folder import (
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.storage.buffers import Arena, tensor_bytes
+from moequant.storage.documents import read_document
+from moequant.storage.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from moequant.storage.folder import (
     PICKLES,
     check_is_checkpoint,
     entries,
     sidecar_files,
     weight_files,
 )
-from moequant.checkpoint.headers import DTYPES, MAX_NAME, TensorInfo, read_header
-from moequant.checkpoint.reader import FixedFile
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.storage.headers import DTYPES, MAX_NAME, TensorInfo, read_header
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from moequant.checkpoint.reader import FixedFile
+    from moequant.storage.reader import FixedFile
 
 MAX_BYTES = 100_000_000
 """What safetensors accepts as a header; no real index or config comes near."""

@@ -2,8 +2,8 @@
 
 Decision / failure it prevents:
 
-* what is lent goes from its memory to the disk (`moequant.checkpoint.direct`), which does it on its
-  own (`moequant.checkpoint.asynchronous`) / a core waits for the disk, and before that copies into
+* what is lent goes from its memory to the disk (`moequant.storage.direct`), which does it on its
+  own (`moequant.storage.asynchronous`) / a core waits for the disk, and before that copies into
   pages that the kernel must find and clear: up to ten times the processor time;
 * what is small, or does not fill pages at an end of something large, is gathered and written
   through the cache at the end, neighbours together / thousands of calls for a few bytes each;
@@ -19,17 +19,17 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.asynchronous import NOT_NOW, address_of
-from moequant.checkpoint.digest import GrowingDigest
-from moequant.checkpoint.direct import direct_part, open_direct
-from moequant.checkpoint.disk import explained, write_all
 from moequant.errors import MoequantError
+from moequant.storage.asynchronous import NOT_NOW, address_of
+from moequant.storage.digest import GrowingDigest
+from moequant.storage.direct import direct_part, open_direct
+from moequant.storage.disk import explained, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from moequant.checkpoint.asynchronous import WritesUnderWay
+    from moequant.storage.asynchronous import WritesUnderWay
 
 # What file systems answer that cannot reserve space (ZFS says EINVAL).
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

@@ -14,8 +14,8 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moequant.checkpoint.asynchronous import WritesUnderWay
-from moequant.checkpoint.buffers import PAGE_BYTES
+from moequant.storage.asynchronous import WritesUnderWay
+from moequant.storage.buffers import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

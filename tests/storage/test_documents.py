@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from moequant.checkpoint import documents
-from moequant.checkpoint.documents import parse_object, read_document
-from moequant.checkpoint.reader import FixedFile
 from moequant.errors import CheckpointError
+from moequant.storage import documents
+from moequant.storage.documents import parse_object, read_document
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from pathlib import Path

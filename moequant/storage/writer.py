@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from moequant.checkpoint.buffers import joined_bytes
-from moequant.checkpoint.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
-from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile, nothing
+from moequant.storage.buffers import joined_bytes
+from moequant.storage.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
+from moequant.storage.output_file import KEPT_BYTES, OutputFile, nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moequant.checkpoint import direct, output_file
-from moequant.checkpoint.asynchronous import WritesUnderWay
-from moequant.checkpoint.buffers import PAGE_BYTES, Arena, tensor_bytes
-from moequant.checkpoint.direct import LEAST_BYTES, direct_part, open_direct
-from moequant.checkpoint.output_file import KEPT_BYTES, OutputFile
 from moequant.errors import MoequantError
+from moequant.storage import direct, output_file
+from moequant.storage.asynchronous import WritesUnderWay
+from moequant.storage.buffers import PAGE_BYTES, Arena, tensor_bytes
+from moequant.storage.direct import LEAST_BYTES, direct_part, open_direct
+from moequant.storage.output_file import KEPT_BYTES, OutputFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

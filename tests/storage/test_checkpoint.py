@@ -16,12 +16,12 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import save_file
 
-from moequant.checkpoint.files import INDEX_FILE
-from moequant.checkpoint.headers import DTYPES
-from moequant.checkpoint.locate import locate
-from moequant.checkpoint.reader import FixedFile
-from moequant.checkpoint.source import Checkpoint, natural_key
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.storage.checkpoint import Checkpoint, natural_key
+from moequant.storage.files import INDEX_FILE
+from moequant.storage.headers import DTYPES
+from moequant.storage.locate import locate
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -560,8 +560,8 @@ def test_hub_cache_serves_without_network(tmp_path: Path) -> None:
         blob = "weights" if name == "model.safetensors" else name.removesuffix(".json")
         (snapshot / name).symlink_to(f"../../blobs/{blob}")
     script = """
-        from moequant.checkpoint.locate import locate
-        from moequant.checkpoint.source import Checkpoint
+        from moequant.storage.locate import locate
+        from moequant.storage.checkpoint import Checkpoint
         from moequant.errors import CheckpointError
         checkpoint = Checkpoint.open(locate("owner/name"))
         print(checkpoint.path, checkpoint.read("w").tolist(), *checkpoint.sidecars())

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from moequant.checkpoint.buffers import PAGE_BYTES, Arena, tensor_bytes
-from moequant.checkpoint.headers import DTYPES
+from moequant.storage.buffers import PAGE_BYTES, Arena, tensor_bytes
+from moequant.storage.headers import DTYPES
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moequant.checkpoint.headers import TensorInfo
     from moequant.dialects import Dialect
     from moequant.models import Place
+    from moequant.storage.headers import TensorInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

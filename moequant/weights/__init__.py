@@ -1,0 +1,1 @@
+"""Which bytes are which expert's weight: locate, read and decode."""
