@@ -39,7 +39,8 @@ _ONE_SCALE = "fp8_channel"
 # Fields that decide what the tensors are, with the values we read; None where it may be missing.
 _WEIGHTS: dict[str, tuple[object, ...]] = {
     "weight_block_size": ([128, 128],),
-    "fmt": (None, "e4m3"),
+    # MiniMax-M2 was released with torch's name of the dtype.
+    "fmt": (None, "float8_e4m3fn", "e4m3"),
     "expert_dtype": (None, "fp8"),
     "store_dtype": (None,),
     "moe_quant_algo": (None,),

@@ -123,6 +123,27 @@ def test_experts_are_quantized_from_every_bit_of_the_source(
     assert report.ok, report.problems
 
 
+MINIMAX_M2 = {
+    "fmt": "float8_e4m3fn",
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}
+"""Where the quantization_config of MiniMax-M2 differs from DeepSeek-V3's."""
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+def test_the_quantization_config_of_minimax_m2_is_read(make_fp8, read_tensors, tmp_path, format):
+    source = make_fp8("qwen3_moe", config=MINIMAX_M2)
+    result = convert(source.path, tmp_path / "out", format=format)
+    assert all(loss.exact == loss.weights for loss in result.losses)
+    found = read_tensors(tmp_path / "out")
+    if format == "bf16":
+        assert all(torch.equal(found[n].double(), w) for n, w in source.numbers.items())
+    else:
+        before = read_tensors(source.path)
+        assert found.keys() == before.keys()
+        assert all(same(found[name], tensor) for name, tensor in before.items())
+
+
 @every_model
 @pytest.mark.parametrize("settings", SCALES[:2])
 def test_in_their_own_format_and_dialect_all_weights_stay_bit_for_bit(
