@@ -42,13 +42,6 @@ if TYPE_CHECKING:
     help="Record the SHA-256 of every weight file of SOURCE; reads them once more.",
 )
 @click.option(
-    "--device",
-    default="cpu",
-    metavar="DEVICE",
-    help="What quantizes: cpu; cuda, all GPUs; cuda:0,1, some of them; or auto, GPUs if there are "
-    "any.  [default: cpu]",
-)
-@click.option(
     "--executor",
     default="local",
     metavar="WHERE",
@@ -134,7 +127,6 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "resumed_shards": result.resumed_shards,
         "workers": workers,
         "peak_bytes": plan.peak_bytes(workers),
-        "device_bytes": _device_bytes(result, workers),
         "seconds": round(seconds, 3),
         "losses": [loss.to_json() for loss in result.losses],
         "quantizer": _quantizer(result.quantizer),
@@ -152,17 +144,11 @@ def _quantizer(choice: Choice | None) -> dict[str, Any] | None:
     return {
         "name": quantizer.name,
         "summary": quantizer.summary,
-        "devices": list(choice.devices),
         "reason": choice.reason,
     }
 
 
-def _device_bytes(result: ConversionResult, workers: int) -> int:
-    """Memory that GPUs give the workers, all of them together; 0 if there are none."""
-    choice = result.quantizer
-    if choice is None or choice.devices == ("cpu",):
-        return 0
-    return result.plan.device_bytes(workers)
+_SLOW = "several times slower than the native quantizer, to the same bytes"
 
 
 def _slowness(result: ConversionResult) -> Iterator[str]:
@@ -171,20 +157,10 @@ def _slowness(result: ConversionResult) -> Iterator[str]:
         if share.reason is not None:
             part = f"{len(share.shards)} of {count(len(result.plan.shards), 'shard')} "
             by = _by(share.name, share.hosts)
-            yield f"{part}quantized by {by}, {_how_slow(share.name)}: {share.reason}"
+            yield f"{part}quantized by {by}, {_SLOW}: {share.reason}"
     choice = result.quantizer
     if result.state == "planned" and choice is not None and choice.reason is not None:
-        name = choice.quantizer.name
-        yield f"quantized by {name}, {_how_slow(name)}: {choice.reason}"
-
-
-def _how_slow(quantizer: str) -> str:
-    """Of one that is not the fastest there is, or that others decode sources for."""
-    from moequant.quantizers import TorchQuantizer
-
-    if quantizer == TorchQuantizer.name:
-        return "several times slower than the native quantizer, to the same bytes"
-    return "slower than it could be, to the same bytes"
+        yield f"quantized by {choice.quantizer.name}, {_SLOW}: {choice.reason}"
 
 
 def _by(name: str, places: Iterable[str]) -> str:
@@ -264,11 +240,10 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
             "shards": plan["shards"],
             "dialect": plan["dialect"],
-            **_planned_quantizer(plan["quantizer"]),
+            "quantizer": _planned_quantizer(plan["quantizer"]),
             "peak memory": f"{size(plan['peak_bytes'])} with {count(plan['workers'], 'worker')}, "
             "besides torch and moequant",
         }
-        | _device_memory(plan)
     )
     if plan["engines"]:
         out.line()
@@ -285,19 +260,10 @@ _LOADS = {True: "yes", False: "no, see the warning", None: "not known"}
 _KNOWN = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
 
 
-def _planned_quantizer(quantizer: Mapping[str, Any] | None) -> dict[str, str]:
+def _planned_quantizer(quantizer: Mapping[str, Any] | None) -> str:
     if quantizer is None:
-        return {"quantizer": "chosen by each worker of the cluster"}
-    return {
-        "quantizer": f"{quantizer['name']}, {quantizer['summary']}",
-        "device": ", ".join(quantizer["devices"]),
-    }
-
-
-def _device_memory(plan: Mapping[str, Any]) -> dict[str, str]:
-    if not plan["device_bytes"]:
-        return {}
-    return {"GPU memory": f"{size(plan['device_bytes'])} on all devices, besides CUDA's own"}
+        return "chosen by each worker of the cluster"
+    return f"{quantizer['name']}, {quantizer['summary']}"
 
 
 def _show_result(out: Output, result: Mapping[str, Any]) -> None:
@@ -327,9 +293,7 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
 
 
 def _means(result: Mapping[str, Any]) -> str:
-    """What quantized, and where if that is not a CPU of this machine."""
-    devices = [] if result["quantizer"] is None else result["quantizer"]["devices"]
-    here = [] if devices == ["cpu"] else devices
+    """What quantized, and on which machines of a cluster."""
     return ", ".join(
-        _by(f"{share['name']} quantizer", share["hosts"] or here) for share in result["quantizers"]
+        _by(f"{share['name']} quantizer", share["hosts"]) for share in result["quantizers"]
     )

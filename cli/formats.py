@@ -110,7 +110,6 @@ def _quantizers() -> Iterator[dict[str, Any]]:
     for quantizer in (NativeQuantizer, TorchQuantizer):
         by_default = quantizer is type(chosen.quantizer)
         yield {
-            "device": "cpu",
             "quantizer": quantizer.name,
             "summary": quantizer.summary,
             "runs": by_default or quantizer is TorchQuantizer,
@@ -193,11 +192,8 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     )
     out.line()
     out.table(
-        ["device", "quantizer", "converts", "how"],
-        [
-            (row["device"], row["quantizer"], _verdict(row), row["summary"])
-            for row in document["quantizers"]
-        ],
+        ["quantizer", "converts", "how"],
+        [(row["quantizer"], _verdict(row), row["summary"]) for row in document["quantizers"]],
     )
     out.line()
     out.table(

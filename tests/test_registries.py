@@ -12,7 +12,6 @@ from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.models import architectures
 from moequant.quantizers.encoded import ENCODINGS
 from moequant.quantizers.kernels import KERNELS
-from moequant.quantizers.launch import LAUNCHES
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.verification.bounds import find_out_of_bound
 from moequant.verification.decode import decode
@@ -74,10 +73,6 @@ def test_every_target_has_a_layout_for_every_format_or_says_why_not(format, targ
 
 def test_every_format_has_a_kernel_of_the_native_quantizer():
     assert KERNELS.keys() == REGISTRY.keys()
-
-
-def test_every_format_has_a_kernel_on_gpus():
-    assert LAUNCHES.keys() == REGISTRY.keys()
 
 
 def test_the_native_quantizer_decodes_every_format():

@@ -94,7 +94,6 @@ def run_llmcompressor(source: str, output: str, format: str, workers: int) -> On
             scheme=scheme,
             ignore=["re:.*mlp.gate$", "re:.*embed_tokens$", "lm_head"],
             max_workers=workers,
-            device="cpu",
         )
     )
     return OneConversion(

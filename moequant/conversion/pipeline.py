@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
-from moequant.conversion.devices import CPU, choose_device
 from moequant.conversion.executors import LOCAL, choose_executor
 from moequant.conversion.identity import (
     check_unchanged,
@@ -29,6 +28,7 @@ from moequant.conversion.used import Share, shares
 from moequant.errors import MoequantError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
+from moequant.quantizers import choose_quantizer
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
@@ -94,7 +94,6 @@ def convert(
     overwrite: bool = False,
     hash_source: bool = False,
     executor: str = LOCAL,
-    device: str = CPU,
     dry_run: bool = False,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], object] | None = None,
@@ -121,8 +120,6 @@ def convert(
         hash_source: record the SHA-256 of every weight file of the source; reads it once more.
         executor: where shards are written: "local", or "ray" or "ray:ADDRESS" for a cluster, whose
             machines share the file systems of source and output.
-        device: what quantizes: "cpu"; "cuda", all GPUs of this machine; "cuda:0,2", some of them;
-            or "auto", GPUs if there are any. The bytes do not depend on it.
         dry_run: plan only; reads headers and writes nothing.
         progress: told what is done.
         on_plan: called with the plan, and its warnings, before anything is written.
@@ -136,13 +133,6 @@ def convert(
     """
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but at least one has to do the work")
-    if device != CPU and executor != LOCAL:
-        raise MoequantError(
-            f"device {device} with executor {executor}, but on a cluster CPUs quantize; leave out "
-            "one of them"
-        )
-    # Now, so that a device that is not there is found before anything is read.
-    choose_device(device)
     chosen = _choose_recipe(format, recipe).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
@@ -168,7 +158,6 @@ def convert(
         hash_source=hash_source,
         executor=executor,
         write_shards=choose_executor(executor),
-        device=device,
     )
     if on_plan is not None:
         on_plan(plan)
@@ -182,7 +171,7 @@ def convert(
             error=_refusal_of_plan(plan) or error,
             quantizer=None
             if executor != LOCAL
-            else choose_device(device, [] if plan.refusals else plan.jobs()),
+            else choose_quantizer([] if plan.refusals else plan.jobs()),
         )
     refusal = _refusal_of_plan(plan)
     if refusal is not None:
@@ -236,7 +225,6 @@ class _Work:
     hash_source: bool
     executor: str
     write_shards: WriteShards
-    device: str
 
     def files(self) -> list[str]:
         """Names of all files that the output will have."""
@@ -297,7 +285,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         resumed = len(finished)
         todo = [shard for shard in plan.shards if shard.file not in finished]
         progress.start("converting", sum(shard.work_bytes for shard in todo))
-        chosen = choose_device(work.device, plan.jobs())
+        chosen = choose_quantizer(plan.jobs())
         with _saying_where(work), ThreadPoolExecutor(1, "moequant-sample") as beside:
             digests = beside.submit(work.digests)
             for shard in work.write_shards(

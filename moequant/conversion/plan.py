@@ -188,12 +188,6 @@ class Plan:
     def _works(self) -> tuple[Unit | Restored, ...]:
         return (*self.units, *self.restored)
 
-    def device_bytes(self, workers: int) -> int:
-        """Memory `workers` may hold on GPUs at once, if these quantize; 0 if refused."""
-        if self.refusals:
-            return 0
-        return workers * max((unit.device_bytes for unit in self.units), default=0)
-
 
 _TENSOR_BYTES = 1200
 """For each tensor read or written. Measured of 45,000 to 90,000 read, those of DeepSeek-V3 in BF16

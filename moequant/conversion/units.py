@@ -26,7 +26,6 @@ from moequant.formats import (
 )
 from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.formats.squares import TILE_ROWS
-from moequant.quantizers.launch import device_bytes
 from moequant.quantizers.tiles import TorchQuantizer
 from moequant.storage.buffers import Arena
 from moequant.storage.headers import DTYPES, dtype_name
@@ -166,12 +165,6 @@ class Unit:
         """Name of the first tensor it makes, or of its part of one."""
         suffix = dialect.suffixes[self.format][0]
         return self.stack.piece(suffix) if self.stack else f"{self.weights[0].module}.{suffix}"
-
-    @property
-    def device_bytes(self) -> int:
-        """Upper bound of the memory it takes on a GPU that quantizes it."""
-        weights = sum(weight.decoded_bytes or weight.info.size_bytes for weight in self.weights)
-        return device_bytes(weights, self.result_bytes, len(self.weights))
 
     @property
     def working_bytes(self) -> int:

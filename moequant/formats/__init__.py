@@ -8,7 +8,6 @@ tests/test_registries.py fails for each of these that is left out:
 * `layouts/targets.py`: a row for each target whose kernels take it;
 * `quantizers/kernels.py`: a kernel, which a test compares with the file here; without one the
   conversion runs torch operations and warns;
-* `quantizers/launch.py`: what starts its kernel on a GPU; without one `--device cuda` refuses it;
 * `quantizers/encoded.py`: what its codes and scales are, so that kernels read it;
 * `verification/bounds.py`: how far rounding and clipping by other tools may go;
 * `verification/decode.py`: its block and elements once more, written from the standards;

@@ -33,12 +33,10 @@ class Choice:
     Attributes:
         quantizer: what runs.
         reason: why it is not the fastest; None if it is.
-        devices: where it runs, as torch calls them.
     """
 
     quantizer: Quantizer
     reason: str | None = None
-    devices: tuple[str, ...] = ("cpu",)
 
 
 def choose_quantizer(jobs: Iterable[Job] = (), *, comparing: bool = False) -> Choice:

@@ -18,7 +18,7 @@ README = Path(__file__).parents[2] / "README.md"
 VARIES = (
     (r"\d+\.\d s, [\d.]+ [kMG]B/s", "TIME"),
     (r"^peak memory .*", "PEAK"),  # by cores
-    (r"^(device|quantizer) .*", r"\1"),
+    (r"^(quantizer) .*", r"\1"),
 )
 
 
