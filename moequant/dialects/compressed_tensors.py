@@ -8,7 +8,9 @@ Decision / failure it prevents:
 * `ignore` has the full name of every kept module / SGLang stops at a linear layer that is neither
   ignored nor targeted, transformers waits for scales that do not exist;
 * a kept block of experts is ignored by a regex / SGLang asks for `experts.0.gate_proj` even of
-  Mixtral, where the file says `w1`.
+  Mixtral, where the file says `w1`;
+* a regex leaves the prefix of a name open / vLLM renames modules of vision models in plain names,
+  and not in regexes.
 
 Several formats in a checkpoint are one group each, which targets all children of a parent by a
 regex: SGLang asks for fused names such as `qkv_proj` too. Only `w4a8` keeps `Linear`, and gives
@@ -39,7 +41,7 @@ from moequant.dialects.encodings import (
     Mxfp4Packed,
     Nvfp4Packed,
 )
-from moequant.dialects.names import NamePatterns, block_pattern, kept_blocks, target_patterns
+from moequant.dialects.names import ModulePatterns, NamePatterns, kept_blocks
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -155,8 +157,9 @@ class CompressedTensors(Dialect):
         """As Dialect."""
         for module, format in formats.items():
             self._encoding(module, format)
-        targets = _targets(formats)
         blocks, others = kept_blocks(kept)
+        patterns = ModulePatterns.among((*formats, *blocks, *others))
+        targets = _targets(formats, patterns)
         return {
             "quant_method": "compressed-tensors",
             "format": _overall_format(targets),
@@ -165,7 +168,7 @@ class CompressedTensors(Dialect):
                 f"group_{i}": _group(_SCHEMES[format], targets[format])
                 for i, format in enumerate(targets)
             },
-            "ignore": [*others, *map(block_pattern, blocks)],
+            "ignore": [*others, *map(patterns.of_block, blocks)],
             "kv_cache_scheme": None,
         }
 
@@ -212,11 +215,11 @@ class CompressedTensors(Dialect):
         return format_of
 
 
-def _targets(formats: Mapping[str, str]) -> dict[str, list[str]]:
+def _targets(formats: Mapping[str, str], patterns: ModulePatterns) -> dict[str, list[str]]:
     """Targets by format, in the order of their groups."""
     if len(set(formats.values())) == 1:
         return {format: ["Linear"] for format in formats.values()}
-    targets = target_patterns(formats)
+    targets = patterns.of_formats(formats)
     if _LINEAR in targets:
         del targets[_LINEAR]
         targets[_LINEAR] = ["Linear"]

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
 from moequant.dialects.encodings import Fp8Blocks, Int4Packed, Mxfp4Packed, Nvfp4Packed
-from moequant.dialects.names import (
-    NamePatterns,
-    block_pattern,
-    kept_blocks,
-    target_patterns,
-)
+from moequant.dialects.names import ModulePatterns, NamePatterns, kept_blocks
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -53,11 +48,12 @@ class Moequant(Dialect):
         for module, format in formats.items():
             self._encoding(module, format)
         blocks, others = kept_blocks(kept)
+        patterns = ModulePatterns.among((*formats, *blocks, *others))
         return {
             "quant_method": "moequant",
             "schema_version": _SCHEMA_VERSION,
-            "targets": target_patterns(formats),
-            "ignore": [*others, *map(block_pattern, blocks)],
+            "targets": patterns.of_formats(formats),
+            "ignore": [*others, *map(patterns.of_block, blocks)],
         }
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.dialects.regexes import compile_regex
@@ -52,60 +54,113 @@ def kept_blocks(kept: Iterable[str]) -> tuple[list[str], list[str]]:
     return sorted(blocks), sorted(others)
 
 
-def block_pattern(block: str) -> str:
-    """A pattern for every module in a block of experts, by whatever name an engine asks."""
-    return rf"{REGEX}{re.escape(block)}\."
+@dataclass(frozen=True, slots=True)
+class ModulePatterns:
+    """Regular expressions for modules, by whatever prefix an engine asks for them.
 
+    vLLM's `WeightsMapper` renames plain names of a quantization config (`model.language_model.` to
+    `language_model.model.`), and leaves regular expressions as they are (its issue 28072). So the
+    prefix that most modules have, all that stands before `layers.3`, is left open in patterns.
+    Prefixes of other modules of the same kind, as of multi-token prediction, are excluded there.
 
-def target_patterns(formats: Mapping[str, str]) -> dict[str, list[str]]:
-    """Patterns by which engines tell the modules of several formats apart.
-
-    As wide as the formats allow: all children of a parent in all layers, else in one layer, else
-    single modules. Children that are not converted have to be ignored by name.
-
-    Args:
-        formats: format by converted module.
-
-    Returns:
-        Patterns by format, all sorted; no module matches those of two formats.
+    Attributes:
+        main: the prefix of most modules.
+        others: the other prefixes, by kind of module.
     """
-    patterns: dict[str, list[str]] = {}
-    left = dict(formats)
-    for widen in (_in_all_layers, _in_one_layer, str):
-        matched: dict[str, dict[str, str]] = {}
-        for module, format in left.items():
-            matched.setdefault(widen(module), {})[module] = format
-        left = {}
-        for pattern, modules in matched.items():
-            one, *others = dict.fromkeys(modules.values())
-            if others:
-                left |= modules
+
+    main: str
+    others: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def among(cls, modules: Iterable[str]) -> ModulePatterns:
+        """For a checkpoint that holds `modules`; a block of experts may stand for its modules."""
+        split = [_split_prefix(module) for module in modules]
+        counts = Counter(prefix for prefix, rest in split if rest)
+        main = max(counts, key=lambda prefix: (counts[prefix], prefix), default="")
+        others: dict[str, set[str]] = {}
+        for prefix, rest in split:
+            if prefix != main:
+                others.setdefault(_kind(rest), set()).add(prefix)
+        return cls(main=main, others={kind: frozenset(found) for kind, found in others.items()})
+
+    def of_block(self, block: str) -> str:
+        """A pattern for every module in a block of experts."""
+        prefix, rest = self._split(block)
+        return rf"{REGEX}{prefix}{re.escape(rest)}\."
+
+    def of_formats(self, formats: Mapping[str, str]) -> dict[str, list[str]]:
+        """Patterns by which engines tell the modules of several formats apart.
+
+        As wide as the formats allow: all children of a parent in all layers, else in one layer,
+        else single modules. Children that are not converted have to be ignored by name.
+
+        Args:
+            formats: format by converted module.
+
+        Returns:
+            Patterns by format, all sorted; no module matches those of two formats.
+        """
+        patterns: dict[str, list[str]] = {}
+        left = dict(formats)
+        for widen in (self._in_all_layers, self._in_one_layer, str):
+            matched: dict[str, dict[str, str]] = {}
+            for module, format in left.items():
+                matched.setdefault(widen(module), {})[module] = format
+            left = {}
+            for pattern, modules in matched.items():
+                one, *others = dict.fromkeys(modules.values())
+                if others:
+                    left |= modules
+                else:
+                    patterns.setdefault(one, []).append(pattern)
+        return {format: sorted(patterns[format]) for format in sorted(patterns)}
+
+    def _in_all_layers(self, module: str) -> str:
+        return self._siblings(module, fixed_numbers=0)
+
+    def _in_one_layer(self, module: str) -> str:
+        return self._siblings(module, fixed_numbers=1)
+
+    def _siblings(self, module: str, *, fixed_numbers: int) -> str:
+        """A pattern for a module and its siblings, wherever numbers after the first differ."""
+        prefix, rest = self._split(module)
+        parts, numbers = [], 0
+        for part in rest.split(".")[:-1]:
+            if part.isdecimal():
+                numbers += 1
+                parts.append(part if numbers <= fixed_numbers else r"\d+")
+            elif part == "shared_experts":
+                # transformers 5.23 takes a regex with the letters "experts" for the routed ones.
+                parts.append("shared_expert[s]")
             else:
-                patterns.setdefault(one, []).append(pattern)
-    return {format: sorted(patterns[format]) for format in sorted(patterns)}
+                parts.append(re.escape(part))
+        return REGEX + prefix + r"\.".join([*parts, "[^.]+$"])
+
+    def _split(self, module: str) -> tuple[str, str]:
+        """A pattern for the prefix of a module, and the rest of its name."""
+        prefix, rest = _split_prefix(module)
+        if prefix != self.main or not rest:
+            return "", module
+        first = rest.partition(".")[0]
+        others = [f"{other}{first}." for other in sorted(self.others.get(_kind(rest), ()))]
+        excluded = f"(?!{'|'.join(map(re.escape, others))})" if others else ""
+        return rf"{excluded}(?:.*\.)?", rest
 
 
-def _in_all_layers(module: str) -> str:
-    return _siblings(module, fixed_numbers=0)
+def _split_prefix(module: str) -> tuple[str, str]:
+    """`model.language_model.` and `layers.3.mlp.gate`; no rest where there is no number."""
+    parts = module.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdecimal()), 0)
+    if first == 0:
+        return module, ""
+    rest = ".".join(parts[first - 1 :])
+    return module.removesuffix(rest), rest
 
 
-def _in_one_layer(module: str) -> str:
-    return _siblings(module, fixed_numbers=1)
-
-
-def _siblings(module: str, *, fixed_numbers: int) -> str:
-    """A pattern for a module and its siblings, wherever numbers after the first ones differ."""
-    parts, numbers = [], 0
-    for part in module.split(".")[:-1]:
-        if part.isdecimal():
-            numbers += 1
-            parts.append(part if numbers <= fixed_numbers else r"\d+")
-        elif part == "shared_experts":
-            # transformers 5.23 takes a regex with the letters "experts" for the routed ones.
-            parts.append("shared_expert[s]")
-        else:
-            parts.append(re.escape(part))
-    return REGEX + r"\.".join([*parts, "[^.]+$"])
+def _kind(rest: str) -> str:
+    """The parent of a module, of an expert its block, with every number alike."""
+    block = rest if rest.endswith(".experts") else expert_block(rest)
+    return re.sub(r"\d+", "0", block or rest.rpartition(".")[0])
 
 
 class NamePatterns:
