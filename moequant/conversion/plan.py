@@ -284,10 +284,20 @@ def _engines(
         formats=frozenset(f for module, f in formats.items() if module not in experts),
         experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
         shapes=frozenset(tuple(info.shape) for m, info in experts.items() if m in formats),
+        dtype=_dtype(config),
         some_kept=any(module not in formats for module in experts),
         described=source.model.architecture.origin is not None,
     )
     return tuple(judge(written))
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """What config.json says that the model computes in, of a vision model its language model."""
+    text_config = config.get("text_config")
+    sections = (text_config if isinstance(text_config, dict) else {}, config)
+    # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
+    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    return next((dtype for dtype in named if isinstance(dtype, str)), None)
 
 
 def _dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Dialect:

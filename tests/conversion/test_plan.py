@@ -296,6 +296,21 @@ def test_a_stale_quantization_config_is_said():
     assert not any("quantization_config" in warning for warning in plan().warnings)
 
 
+@pytest.mark.parametrize(
+    ("fields", "warns"),
+    [
+        ({"torch_dtype": "float16"}, True),
+        ({"dtype": "float16"}, True),
+        ({"text_config": {"dtype": "float16"}, "dtype": "bfloat16"}, True),
+        ({"torch_dtype": "bfloat16"}, False),
+        ({"torch_dtype": 16}, False),
+    ],
+)
+def test_w4a8_of_a_model_in_float16_warns_of_vllm(fields, warns):
+    planned = plan("w4a8", config=CONFIG | fields)
+    assert any("--dtype bfloat16" in warning for warning in planned.warnings) == warns
+
+
 @pytest.mark.parametrize("classes", [[{}], [[]], "Qwen2MoeForCausalLM", None, [1, None]])
 def test_hostile_class_names_do_no_harm(classes):
     assert plan(config=CONFIG | {"architectures": classes}).shards

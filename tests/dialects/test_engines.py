@@ -59,6 +59,8 @@ def test_every_engine_has_a_word_about_every_pair(dialect, format):
         (written("compressed-tensors", "mxfp4"), True, True, False),
         (written("compressed-tensors", "w4a8"), True, True, True),
         (written("compressed-tensors", "w4a8", shape=(128, 384)), True, False, True),
+        (written("compressed-tensors", "w4a8", dtype="float16"), True, False, True),
+        (written("compressed-tensors", "w4a8", dtype="bfloat16"), True, True, True),
         (written("compressed-tensors", "w4a8", some_kept=True), False, True, True),
         (written("compressed-tensors", "mxfp4", "w4a8"), False, True, False),
         (written("gpt-oss", "mxfp4"), True, True, True),
@@ -98,6 +100,8 @@ def test_without_experts_nothing_is_known_and_nothing_said(dialect):
             written("compressed-tensors", "fp8_block", "w4a8", shape=(128, 384)),
             ["fails to load FP8", "more than one", "multiples of 256"],
         ),
+        (written("compressed-tensors", "w4a8", dtype="float16"), ["--dtype bfloat16"]),
+        (written("compressed-tensors", "mxfp4", dtype="float16"), ["all zero"]),
         (written("modelopt", "nvfp4"), ["stops at their size", "--moe-runner-backend marlin"]),
         (written("moequant", "mxfp4"), ["random experts", "vLLM 0.33 refuses", "SGLang"]),
         (
