@@ -32,6 +32,7 @@ from moequant.quantizers import choose_quantizer
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.storage.folder import is_adapter
 from moequant.storage.locate import locate
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import described_architectures
@@ -205,11 +206,20 @@ def plan_checkpoint(
 
 
 def _mention_left_out(plan: Plan, checkpoint: Checkpoint) -> Plan:
-    files = ", ".join(map(str, checkpoint.left_out()))
-    if not files:
-        return plan
-    warning = f"not read and not copied, for they are the weights in other forms: {files}"
-    return replace(plan, warnings=(*plan.warnings, warning))
+    left_out = checkpoint.left_out()
+    adapters = ", ".join(str(file) for file in left_out if is_adapter(file))
+    others = ", ".join(str(file) for file in left_out if not is_adapter(file))
+    warnings = []
+    if others:
+        warnings.append(
+            f"not read and not copied, for they are the weights in other forms: {others}"
+        )
+    if adapters:
+        warnings.append(
+            f"not applied and not copied, for they are an adapter: {adapters}. If the model needs "
+            "it, merge it into the weights first (merge_and_unload of peft)"
+        )
+    return replace(plan, warnings=(*plan.warnings, *warnings))
 
 
 @dataclass(frozen=True, kw_only=True)

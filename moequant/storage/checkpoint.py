@@ -3,7 +3,9 @@
 Which files are its weights:
 
 1. `model.safetensors.index.json`, if there, says it alone, and it must be right: every tensor of
-   its map lies in the file it names, and every tensor of those files is in the map.
+   its map lies in the file it names, and every tensor of those files is in the map. A
+   `model.safetensors` that the index does not name is refused: transformers loads that file,
+   engines the shards.
 2. Else `model.safetensors`, alone: what transformers would load.
 3. Else the only other *.safetensors file, or a complete set NAME-0000i-of-0000n.safetensors.
 4. Anything else is refused: a second copy under another name (Mistral's consolidated.safetensors)
@@ -194,7 +196,7 @@ class Checkpoint:
         return sidecar_files(self.path)
 
     def left_out(self) -> list[Path]:
-        """Weight files, relative to `path`, that are not read: copies in other forms."""
+        """Files, relative to `path`, that are not read: weights in other forms, adapters."""
         return [name for name in weight_files(self.path) if str(name) not in self._files]
 
 
@@ -215,7 +217,14 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     names = [entry.name for entry in entries(path)]
     if INDEX_FILE in names:
         weight_map = _read_weight_map(path / INDEX_FILE)
-        return weight_map, sorted(set(weight_map.values()), key=natural_key)
+        files = sorted(set(weight_map.values()), key=natural_key)
+        if SINGLE_FILE in names and SINGLE_FILE not in files:
+            raise CheckpointError(
+                f"{path}: holds both {SINGLE_FILE}, which transformers loads, and {INDEX_FILE} "
+                f"with {files[0]}{_and_more(files[1:])}, which engines load; move away the one "
+                "that is not wanted"
+            )
+        return weight_map, files
     if SINGLE_FILE in names:
         return None, [SINGLE_FILE]
     files = [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
@@ -229,6 +238,10 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
             "move away what does not belong"
         )
     return None, files
+
+
+def _and_more(files: Sequence[str]) -> str:
+    return f" and {len(files)} more" if files else ""
 
 
 def _no_weights(path: Path, names: Iterable[str]) -> CheckpointError | UnsupportedError:

@@ -5,6 +5,8 @@ HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
 """Where older releases of Model-Optimizer say what config.json should."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""Of an adapter (LoRA), whose weights are in adapter_model.safetensors or .bin."""
 
 RECORD_FILE = "moequant.json"
 """Written by a conversion: what it was made from, with which recipe, and every shard's digest."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError
 from moequant.storage.files import (
+    ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
@@ -87,8 +88,8 @@ def sidecar_files(root: Path) -> list[Path]:
 
     Raises:
         CheckpointError: a link leads out of the checkpoint (a hub cache's own blobs aside) or
-            nowhere, or is a folder: who converts a folder shall not publish another. Or a name is
-            one that a record could not hold; see `is_inner_name`.
+            nowhere: who converts a folder shall not publish another. Or a name is one that a record
+            could not hold; see `is_inner_name`.
     """
     names = [name for name in _walk(root) if not _is_weights(name)]
     for name in names:
@@ -97,8 +98,13 @@ def sidecar_files(root: Path) -> list[Path]:
 
 
 def weight_files(root: Path) -> list[Path]:
-    """Files, relative to `root`, that hold weights in whatever form, or index such files."""
+    """Files, relative to `root`, that hold weights in whatever form, or describe such files."""
     return [name for name in _walk(root) if _is_weights(name)]
+
+
+def is_adapter(name: Path) -> bool:
+    """Whether a file belongs to an adapter, which is loaded beside the weights."""
+    return name.name == ADAPTER_CONFIG_FILE or name.name.startswith("adapter_model.")
 
 
 def is_inner_name(name: str) -> bool:
@@ -128,21 +134,29 @@ def entries(folder: Path) -> list[Path]:
         ) from error
 
 
-def _walk(root: Path, folder: Path | None = None) -> Iterator[Path]:
-    """Every file under `root`, relative to it and sorted, that is neither hidden nor ours."""
-    for entry in entries(folder or root):
+def _walk(root: Path, folder: Path | None = None, within: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Every file under `root`, relative to it and sorted, that is neither hidden nor ours.
+
+    Links to folders of the checkpoint are followed, but not into a folder that they lie in.
+    """
+    folder = folder or root
+    within = (*within, folder.resolve())
+    for entry in entries(folder):
         name = entry.relative_to(root)
         if entry.name.startswith(".") or str(name) in _WRITTEN:
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            yield from _walk(root, entry)
-        else:
+        if not entry.is_dir():
             yield name
+        elif entry.is_symlink() and not entry.resolve().is_relative_to(within[0]):
+            yield name  # It leads out of the checkpoint, and is refused.
+        elif entry.resolve() not in within:
+            yield from _walk(root, entry, within)
 
 
 def _is_weights(name: Path) -> bool:
-    """Whether a file holds weights, in whatever form, or is the index of such files."""
-    return name.name.lower().removesuffix(".index.json").endswith((".safetensors", *OTHER_WEIGHTS))
+    """Whether a file holds weights, in whatever form, or describes such files."""
+    stem = name.name.lower().removesuffix(".index.json")
+    return stem == ADAPTER_CONFIG_FILE or stem.endswith((".safetensors", *OTHER_WEIGHTS))
 
 
 def _check_content(root: Path, name: Path) -> None:
@@ -152,7 +166,7 @@ def _check_content(root: Path, name: Path) -> None:
             f"{root}: holds {str(name)!r}, but names without control characters and backslashes "
             "are wanted; rename or remove it"
         )
-    if not path.is_file():
+    if not path.is_file() and not path.is_dir():
         raise CheckpointError(f"{path}: no file, nor a link to one; remove or replace it")
     homes = [home]
     if home.parent.name == "snapshots":  # the hub's cache: REPO/snapshots/COMMIT, REPO/blobs
@@ -160,6 +174,6 @@ def _check_content(root: Path, name: Path) -> None:
     target = path.resolve()
     if not any(target.is_relative_to(allowed) for allowed in homes):
         raise CheckpointError(
-            f"{path}: leads out of the checkpoint to {target}; put the file itself there, or "
+            f"{path}: leads out of the checkpoint to {target}; put what it leads to there, or "
             "remove the link"
         )

@@ -595,6 +595,31 @@ def test_weights_in_other_forms_are_mentioned_and_not_copied(own_source, tmp_pat
     assert not (result.output / "pytorch_model.bin").exists()
 
 
+def test_an_adapter_is_mentioned_and_not_copied(own_source, tmp_path):
+    """A config without the adapter would keep transformers from loading the output."""
+    files = ("adapter_config.json", "adapter_model.safetensors", "lora/adapter_config.json")
+    for file in files:
+        (own_source / file).parent.mkdir(exist_ok=True)
+        (own_source / file).write_text("{}")
+    result = convert(own_source, tmp_path / "out", format="mxfp4")
+    (warning,) = [w for w in result.plan.warnings if "adapter" in w]
+    assert warning.startswith("not applied and not copied")
+    assert "merge_and_unload" in warning
+    assert all(file in warning for file in files)
+    assert not any((result.output / file).exists() for file in files)
+    assert verify(result.output, against=own_source).ok
+
+
+def test_a_link_to_a_folder_does_not_stop_a_conversion(own_source, tmp_path):
+    (own_source / "code").mkdir()
+    (own_source / "code" / "model.py").write_text("pass")
+    (own_source / "alias").symlink_to("code")
+    result = convert(own_source, tmp_path / "out", format="mxfp4")
+    assert (result.output / "alias" / "model.py").read_text() == "pass"
+    assert not (result.output / "alias").is_symlink()
+    assert verify(result.output, against=own_source).ok
+
+
 @pytest.mark.parametrize("changed", ["weights", "config.json", "tokenizer.json"])
 def test_another_source_of_the_same_shapes_is_not_already_converted(
     make_checkpoint, own_source, tmp_path, changed

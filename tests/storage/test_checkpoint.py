@@ -199,6 +199,24 @@ def test_index_decides_and_other_files_are_left_out(folder: Path) -> None:
     assert checkpoint.left_out() == [Path("consolidated.safetensors")]
 
 
+def test_shards_beside_another_model_file_are_refused(folder: Path) -> None:
+    """transformers would load that one, and engines the shards."""
+    save_file(tensor("head"), folder / "model.safetensors")
+    message = refusal(folder)
+    assert "both model.safetensors" in message
+    assert f"model.safetensors.index.json with {A} and 1 more" in message
+    assert "move away the one that is not wanted" in message
+    for file in (A, B, "model.safetensors.index.json"):
+        (folder / file).unlink()
+    assert list(Checkpoint.open(folder).tensors) == ["head"]
+
+
+def test_an_index_may_name_the_model_file(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", {"model.safetensors": tensor("w")})
+    write_index(folder, {"w": "model.safetensors"})
+    assert list(Checkpoint.open(folder).tensors) == ["w"]
+
+
 @pytest.mark.parametrize(
     "files",
     [["model.safetensors"], ["weights.safetensors"], ["model-00001-of-00001.safetensors"], [A, B]],
@@ -391,7 +409,8 @@ def test_everything_that_is_neither_weights_nor_ours_comes_along(folder: Path) -
         "original/params.json", "tokenizer.json", "tokenizer.model",
     ]  # fmt: skip
     weights = [
-        "flax_model.msgpack", "model.ckpt", "model.gguf", "onnx/model.onnx", "onnx/model.onnx_data",
+        "adapter_config.json", "adapter_model.safetensors", "flax_model.msgpack", "model.ckpt",
+        "model.gguf", "onnx/model.onnx", "onnx/model.onnx_data",
         "original/consolidated.00.pth", "pytorch_model.bin", "pytorch_model.bin.index.json",
         "tf_model.h5", "training_args.bin", "vision/model.safetensors",
         "vision/model.safetensors.index.json", "weights.pt",
@@ -408,6 +427,17 @@ def test_link_inside_the_checkpoint_comes_along(folder: Path) -> None:
     touch(folder, "tokenizer.json")
     (folder / "alias.json").symlink_to("tokenizer.json")
     assert Checkpoint.open(folder).sidecars() == [Path("alias.json"), Path("tokenizer.json")]
+
+
+def test_a_link_to_a_folder_of_the_checkpoint_comes_along_as_what_it_holds(folder: Path) -> None:
+    touch(folder, "code/model.py", "code/more/x.py")
+    (folder / "alias").symlink_to("code")
+    (folder / "code/more/up").symlink_to("../..")
+    (folder / "code/here").symlink_to(".")
+    assert Checkpoint.open(folder).sidecars() == [
+        Path(name)
+        for name in ("alias/model.py", "alias/more/x.py", "code/model.py", "code/more/x.py")
+    ]
 
 
 def test_link_out_of_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
