@@ -1,8 +1,8 @@
-"""Writes past the page cache.
+"""Writes past the page cache, by threads that wait for the disk.
 
-Through it, every byte is copied into a page that is found, cleared and given back later: up to ten
-times the processor time of handing the memory itself to the disk, and it drives out of the cache
-what is still to be read. The file system must take part, and memory and file must lie alike:
+Through the cache, every byte is copied into a page that is found, cleared and given back later: up
+to ten times the processor time of handing the memory itself to the disk, and it drives out of the
+cache what is still to be read. The file system must take part, and memory and file must lie alike:
 address and position at the same place of a page.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moequant.storage.asynchronous import WritesUnderWay
 from moequant.storage.buffers import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -24,11 +24,69 @@ if TYPE_CHECKING:
 LEAST_BYTES = 1 << 18
 """Less than this the page cache gathers better than a disk."""
 
+_THREADS = 2
+"""One write is prepared while the disk does the other."""
 _FILE_SYSTEMS = {0xEF53: "ext4", 0x58465342: "XFS", 0x794C7630: "overlayfs"}
 """Those of local disks, by `f_type` of statfs; a network's gather writes in the cache."""
 
 
-def open_direct(path: Path, fd: int) -> WritesUnderWay | None:
+class DirectFile:
+    """Writes to one file in threads of its own, from memory that stays as it is until then.
+
+    Safe to use from several threads.
+
+    Args:
+        fd: of the file, open for writing; it is closed by `close`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._pool = ThreadPoolExecutor(_THREADS, "moequant-disk")
+        self._under_way: set[Future[None]] = set()
+
+    def begin(
+        self, position: int, view: memoryview, done: Callable[[int, OSError | None], None]
+    ) -> None:
+        """Begin to write `view` at `position`.
+
+        Args:
+            position: in the file.
+            view: what to write.
+            done: called by another thread with the number of bytes that are written, and why it is
+                none if the system refused.
+        """
+        future = self._pool.submit(self._write, position, view, done)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._under_way)
+
+    def wait(self) -> bool:
+        """Wait until a write that is under way is done; whether there was any."""
+        under_way = set(self._under_way)
+        wait(under_way, return_when=FIRST_COMPLETED)
+        return bool(under_way)
+
+    def close(self) -> None:
+        """Wait for all writes, and close the file."""
+        self._pool.shutdown()
+        os.close(self.fd)
+
+    def _write(
+        self, position: int, view: memoryview, done: Callable[[int, OSError | None], None]
+    ) -> None:
+        try:
+            count = os.pwrite(self.fd, view, position)
+        except OSError as error:
+            done(0, error)
+        else:
+            done(count, None)
+
+
+def open_direct(path: Path, fd: int) -> DirectFile | None:
     """The file at `path`, open as `fd`, opened once more for writes past the page cache.
 
     None where the system or the file system has no such thing.
@@ -36,28 +94,23 @@ def open_direct(path: Path, fd: int) -> WritesUnderWay | None:
     if not hasattr(os, "O_DIRECT") or _file_system()(fd) not in _FILE_SYSTEMS:
         return None
     try:
-        second = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        return DirectFile(os.open(path, os.O_WRONLY | os.O_DIRECT))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return None
-    try:
-        return WritesUnderWay(second)
-    except OSError:
-        os.close(second)
-        return None
 
 
-def direct_part(position: int, address: int, size_bytes: int) -> tuple[int, int]:
-    """Which bytes of so many can go past the cache, from and up to; (0, 0) if none.
+def direct_part(position: int, view: memoryview) -> tuple[int, int]:
+    """Which bytes of a writable `view` can go past the cache, from and up to; (0, 0) if none.
 
     Args:
         position: in the file, of the first byte.
-        address: in memory.
-        size_bytes: how many.
+        view: what is to be written there.
     """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     start = -position % PAGE_BYTES
-    stop = size_bytes - (position + size_bytes) % PAGE_BYTES
+    stop = view.nbytes - (position + view.nbytes) % PAGE_BYTES
     alike = (position - address) % PAGE_BYTES == 0
     return (start, stop) if alike and stop - start >= LEAST_BYTES else (0, 0)
 

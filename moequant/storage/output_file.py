@@ -2,9 +2,9 @@
 
 Decision / failure it prevents:
 
-* what is lent goes from its memory to the disk (`moequant.storage.direct`), which does it on its
-  own (`moequant.storage.asynchronous`) / a core waits for the disk, and before that copies into
-  pages that the kernel must find and clear: up to ten times the processor time;
+* what is lent goes from its memory to the disk (`moequant.storage.direct`) while its worker goes
+  on / a core waits for the disk, and before that copies into pages that the kernel must find and
+  clear: up to ten times the processor time;
 * what is small, or does not fill pages at an end of something large, is gathered and written
   through the cache at the end, neighbours together / thousands of calls for a few bytes each;
 * space is reserved at the start, where the file system can / a full disk shows when the work is
@@ -20,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError
-from moequant.storage.asynchronous import NOT_NOW, address_of
 from moequant.storage.digest import GrowingDigest
 from moequant.storage.direct import direct_part, open_direct
 from moequant.storage.disk import explained, write_all
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from moequant.storage.asynchronous import WritesUnderWay
+    from moequant.storage.direct import DirectFile
 
 # What file systems answer that cannot reserve space (ZFS says EINVAL).
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -56,7 +55,7 @@ class OutputFile:
     def __init__(self, path: Path, size_bytes: int, *, past_cache: bool) -> None:
         self.path = path
         self.size_bytes = size_bytes
-        self._direct: WritesUnderWay | None = None
+        self._direct: DirectFile | None = None
         self._failure: MoequantError | None = None
         self._gathered: list[tuple[int, bytes]] = []
         self._gathered_bytes = 0
@@ -86,10 +85,8 @@ class OutputFile:
 
     def lend(self, position: int, view: memoryview, release: Callable[[], None]) -> None:
         """As `write`; `view` must stay as it is until `release` was called for the second time."""
-        self._collect(wait=False)
-        start = stop = 0
-        if self._direct is not None:
-            start, stop = direct_part(position, address_of(view), view.nbytes)
+        self._raise_failure()
+        start, stop = direct_part(position, view)
         if self._direct is not None and start < stop:
             inner = position + start, view[start:stop]
             self._direct.begin(*inner, partial(self._wrote_direct, *inner, release))
@@ -115,7 +112,9 @@ class OutputFile:
         Returns:
             Whether there was any.
         """
-        return self._collect(wait=True)
+        was_any = self._direct is not None and self._direct.wait()
+        self._raise_failure()
+        return was_any
 
     @property
     def is_behind(self) -> bool:
@@ -123,7 +122,7 @@ class OutputFile:
 
         What is lent and waits for nothing of this lies beyond a hole, until that is filled.
         """
-        return self._digest.is_behind or self._collect(wait=False)
+        return self._digest.is_behind or (self._direct is not None and self._direct.is_busy)
 
     def finish(self) -> str:
         """Digest the rest of the file, bring it to disk and close it.
@@ -164,32 +163,30 @@ class OutputFile:
         with explained(self.path, "written"):
             write_all(self._descriptor(), position, view)
 
-    def _collect(self, *, wait: bool) -> bool:
-        """As `WritesUnderWay.collect`; raises what a write past the cache has met."""
-        with explained(self.path, "written"):
-            was_any = self._direct is not None and self._direct.collect(wait=wait)
+    def _raise_failure(self) -> None:
+        """Raise what a write past the cache has met."""
         if self._failure is not None:
             raise self._failure
-        return was_any
 
     def _wrote_direct(
-        self, position: int, view: memoryview, release: Callable[[], None], result: int
+        self,
+        position: int,
+        view: memoryview,
+        release: Callable[[], None],
+        count: int,
+        error: OSError | None,
     ) -> None:
-        """Note what became of a write past the cache; as `WritesUnderWay.begin` has it."""
+        """Write through the cache what a write past it has left; as `DirectFile.begin` has it."""
         try:
-            if result < view.nbytes:
-                self._complete(position, view, result)
-        except MoequantError as error:
-            self._failure = error
+            with explained(self.path, "written"):
+                # Some disks want more than whole pages.
+                if error is not None and error.errno != errno.EINVAL:
+                    raise error
+            self._write_cached(position + count, view[count:])
+        except MoequantError as failure:
+            self._failure = failure
         finally:
             release()
-
-    def _complete(self, position: int, view: memoryview, result: int) -> None:
-        """Write the rest of `view` through the cache; there is no room, or pages are not enough."""
-        with explained(self.path, "written"):
-            if result < 0 and -result not in (errno.EINVAL, *NOT_NOW):
-                raise OSError(-result, os.strerror(-result))
-        self._write_cached(position + max(result, 0), view[max(result, 0) :])
 
     def _gather(self, position: int, data: bytes) -> None:
         """Write `data` at `position` later."""

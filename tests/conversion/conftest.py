@@ -64,10 +64,10 @@ def no_kernels(monkeypatch):
 
 @pytest.fixture
 def past_cache():
-    """past_cache(calls): numbers of those that begin a write past the page cache."""
+    """past_cache(calls): numbers of those that write past the page cache."""
 
     def past_cache(calls):
-        numbers = [number for number, call in enumerate(calls, start=1) if call == "io_submit"]
+        numbers = [number for number, call in enumerate(calls, start=1) if call == "direct_pwrite"]
         if not numbers:
             pytest.skip("no writes past the page cache, by system or file system")
         return numbers

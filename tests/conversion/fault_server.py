@@ -18,6 +18,7 @@ end; `error`, its type, and `message` of one that did not; or `killed`.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -29,14 +30,18 @@ import threading
 import torch
 
 from moequant.conversion import convert
-from moequant.storage.asynchronous import WritesUnderWay
 
-PAST_CACHE = "io_submit"
+PAST_CACHE = "direct_pwrite"
 TAKES_SPACE = (
     "open", "write", "pwrite", "pwritev", "posix_fallocate", "ftruncate", "mkdir", PAST_CACHE,
 )  # fmt: skip
 CHANGES = (*TAKES_SPACE, "fsync", "replace", "rename", "unlink", "rmdir")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def is_direct(fd):
+    """Whether writes to the file go past the page cache."""
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0)
 
 
 class Striker:
@@ -49,16 +54,15 @@ class Striker:
         for name in CHANGES:
             if name != PAST_CACHE:
                 setattr(os, name, self._wrapped(name, getattr(os, name)))
-        # What the system call is made by: ctypes has no place for a name.
-        WritesUnderWay._submit = self._wrapped(PAST_CACHE, WritesUnderWay._submit)
 
     def _wrapped(self, name, original):
         def call(*args, **kwargs):
             if name == "open" and not (args[1] if len(args) > 1 else 0) & WRITES:
                 return original(*args, **kwargs)
+            made = PAST_CACHE if name == "pwrite" and is_direct(args[0]) else name
             with self._lock:
-                self.calls.append(name)
-                self._strike(name, len(self.calls))
+                self.calls.append(made)
+                self._strike(made, len(self.calls))
             return original(*args, **kwargs)
 
         return call

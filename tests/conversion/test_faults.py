@@ -65,7 +65,7 @@ def sweep(struck, source, whole, tmp_path, left, contents, code, stride, lasting
 
 
 TAKE_SPACE = (
-    "open", "write", "pwrite", "pwritev", "posix_fallocate", "ftruncate", "mkdir", "io_submit",
+    "open", "write", "pwrite", "pwritev", "posix_fallocate", "ftruncate", "mkdir", "direct_pwrite",
 )  # fmt: skip
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,13 +17,12 @@ from hypothesis import strategies as st
 
 from moequant.errors import MoequantError
 from moequant.storage import direct, output_file
-from moequant.storage.asynchronous import WritesUnderWay
 from moequant.storage.buffers import PAGE_BYTES, Arena, tensor_bytes
-from moequant.storage.direct import LEAST_BYTES, direct_part, open_direct
+from moequant.storage.direct import LEAST_BYTES, DirectFile, direct_part, open_direct
 from moequant.storage.output_file import KEPT_BYTES, OutputFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 LARGE = 3 * LEAST_BYTES
@@ -29,8 +31,8 @@ EXT4, NFS = 0xEF53, 0x6969
 
 @pytest.fixture(autouse=True)
 def with_or_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(path: Path, fd: int) -> WritesUnderWay:
-        return open_direct(path, fd) or WritesUnderWay(os.open(path, os.O_WRONLY))
+    def opened(path: Path, fd: int) -> DirectFile:
+        return open_direct(path, fd) or DirectFile(os.open(path, os.O_WRONLY))
 
     monkeypatch.setattr(output_file, "open_direct", opened)
 
@@ -41,18 +43,19 @@ class Written:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.past: list[tuple[int, int]] = []
         self.cached: list[tuple[int, int]] = []
-        begin, pwrite = WritesUnderWay.begin, os.pwrite
+        begin, write_all = DirectFile.begin, output_file.write_all
 
-        def began(file: WritesUnderWay, position: int, view: memoryview, done: Any) -> None:
+        def began(file: DirectFile, position: int, view: memoryview, done: Any) -> None:
             self.past.append((position, view.nbytes))
             begin(file, position, view, done)
 
-        def wrote(fd: int, view: memoryview, at: int) -> int:
-            self.cached.append((at, view.nbytes))
-            return pwrite(fd, view, at)
+        def wrote(fd: int, position: int, view: memoryview) -> None:
+            if view:
+                self.cached.append((position, view.nbytes))
+            write_all(fd, position, view)
 
-        monkeypatch.setattr(WritesUnderWay, "begin", began)
-        monkeypatch.setattr(os, "pwrite", wrote)
+        monkeypatch.setattr(DirectFile, "begin", began)
+        monkeypatch.setattr(output_file, "write_all", wrote)
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "address", "size_bytes", "part"),
+    ("position", "in_memory", "size_bytes", "part"),
     [
         (0, 8 * PAGE_BYTES, LEAST_BYTES, (0, LEAST_BYTES)),
         (0, 0, LEAST_BYTES - 1, (0, 0)),
@@ -86,9 +89,11 @@ def nothing() -> None:
     ],
 )
 def test_whole_pages_that_lie_alike_go_past_the_cache(
-    position: int, address: int, size_bytes: int, part: tuple[int, int]
+    position: int, in_memory: int, size_bytes: int, part: tuple[int, int]
 ) -> None:
-    assert direct_part(position, address, size_bytes) == part
+    start = in_memory % PAGE_BYTES
+    pages = memoryview(mmap.mmap(-1, size_bytes + PAGE_BYTES))  # which begins with a page
+    assert direct_part(position, pages[start : start + size_bytes]) == part
 
 
 def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
@@ -182,26 +187,27 @@ def test_small_pieces_behind_a_hole_are_not_kept_for_the_digest(
     assert (tmp_path / "file").read_bytes() == content
 
 
-def report(monkeypatch: pytest.MonkeyPatch, result: int) -> None:
-    """Let the system report so much of each piece past the cache, or an error of it."""
-    begin = WritesUnderWay.begin
+def answer(monkeypatch: pytest.MonkeyPatch, reply: int | OSError) -> None:
+    """Let the system write so much of each piece past the cache, or refuse with an error."""
 
-    def began(file: WritesUnderWay, position: int, view: memoryview, done: Any) -> None:
-        part = view[: max(result, PAGE_BYTES)]
-        begin(file, position, part, lambda _: done(result))
+    def written(file: DirectFile, position: int, view: memoryview, done: Any) -> None:
+        if isinstance(reply, OSError):
+            done(0, reply)
+        else:
+            done(os.pwrite(file.fd, view[:reply], position), None)
 
-    monkeypatch.setattr(WritesUnderWay, "begin", began)
+    monkeypatch.setattr(DirectFile, "_write", written)
 
 
 @pytest.mark.parametrize(
-    "result",
-    [-errno.EINVAL, -errno.EAGAIN, 0, PAGE_BYTES],
-    ids=["wants more than pages", "no room", "nothing", "a part"],
+    "reply",
+    [OSError(errno.EINVAL, os.strerror(errno.EINVAL)), 0, PAGE_BYTES],
+    ids=["wants more than pages", "nothing", "a part"],
 )
 def test_what_a_disk_leaves_is_written_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: int | OSError
 ) -> None:
-    report(monkeypatch, result)
+    answer(monkeypatch, reply)
     view = lent(0, LARGE)
     file = OutputFile(tmp_path / "file", LARGE, past_cache=True)
     file.lend(0, view, nothing)
@@ -214,13 +220,13 @@ def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
 ) -> None:
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
-    report(monkeypatch, -errno.EIO)
+    answer(monkeypatch, OSError(errno.EIO, os.strerror(errno.EIO)))
     released: list[int] = []
     file = OutputFile(tmp_path / "file", 2 * LARGE, past_cache=True)
     file.lend(0, lent(0, LARGE), lambda: released.append(1))
     file.digest(LARGE)
     assert file._direct is not None
-    while file._direct.collect(wait=True):
+    while file._direct.wait():
         pass
     next_step: dict[str, Callable[[], object]] = {
         "by the next piece": lambda: file.lend(LARGE, lent(LARGE, LARGE), nothing),
@@ -260,18 +266,68 @@ def test_a_file_system_without_such_writes_has_no_second_descriptor(
     os.close(fd)
 
 
-def test_a_system_without_asynchronous_writes_has_no_second_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: int) -> WritesUnderWay:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+@pytest.fixture
+def direct_file(tmp_path: Path) -> Iterator[DirectFile]:
+    file = DirectFile(os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT))
+    yield file
+    file.close()
 
-    path = tmp_path / "file"
-    path.touch()
-    fd = os.open(path, os.O_RDWR)
-    before = os.listdir("/proc/self/fd")  # noqa: PTH208
-    monkeypatch.setattr(direct, "WritesUnderWay", refuse)
-    monkeypatch.setattr(direct, "_file_system", lambda: lambda _: EXT4)
-    assert open_direct(path, fd) is None
-    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
-    os.close(fd)
+
+def test_many_threads_begin_writes_and_wait(direct_file: DirectFile) -> None:
+    reported: list[tuple[int, OSError | None]] = []
+    size_bytes, count = 8192, 400
+
+    def piece(number: int) -> memoryview:
+        return memoryview(bytearray([number % 251 + 1]) * size_bytes)
+
+    def work(number: int) -> None:
+        direct_file.begin(number * size_bytes, piece(number), lambda *r: reported.append(r))
+        if number % 3 == 0:
+            direct_file.wait()
+
+    assert not direct_file.wait()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(count)))
+    while direct_file.wait():
+        pass
+    assert not direct_file.is_busy
+    assert reported == [(size_bytes, None)] * count
+    content = os.pread(direct_file.fd, 1 << 30, 0)
+    assert content == b"".join(piece(i) for i in range(count))
+
+
+def test_a_write_is_busy_until_it_is_reported(direct_file: DirectFile) -> None:
+    go_on = threading.Event()
+    reported: list[int] = []
+
+    def done(count: int, error: OSError | None) -> None:
+        go_on.wait()
+        reported.append(count)
+
+    direct_file.begin(0, memoryview(b"abc"), done)
+    assert direct_file.is_busy
+    assert reported == []
+    go_on.set()
+    assert direct_file.wait()
+    assert reported == [3]
+
+
+def test_closing_waits_for_every_write(tmp_path: Path) -> None:
+    file = DirectFile(os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT))
+    reported: list[int] = []
+    for number in range(50):
+        file.begin(number, memoryview(b"x"), lambda count, _: reported.append(count))
+    file.close()
+    assert reported == [1] * 50
+    assert (tmp_path / "file").read_bytes() == b"x" * 50
+
+
+def test_what_the_system_refuses_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    file = DirectFile(os.open(tmp_path / "file", os.O_RDONLY))
+    reported: list[OSError | None] = []
+    file.begin(0, memoryview(b"abc"), lambda _, error: reported.append(error))
+    file.close()
+    (error,) = reported
+    assert error is not None
+    assert error.errno == errno.EBADF
