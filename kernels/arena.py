@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 256
 
 
-class Arena:
+class WorkspaceArena:
     """Hands out parts of `buffer`, one behind the other.
 
     Args:

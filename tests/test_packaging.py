@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,23 @@ def test_imports_point_one_way(name):
     allowed = ORDER[: ORDER.index(layer) + 1]
     own = {i for i in imports(MODULES[name]) if i.startswith("moequant.")}
     assert {i for i in own if i.split(".")[1] not in allowed} == set()
+
+
+def import_graph():
+    """By module, the modules of ours that it imports, also within functions and for types."""
+    graph = {}
+    for name, path in MODULES.items():
+        named = (i if i in MODULES else i.rpartition(".")[0] for i in imports(path))
+        graph[name] = {i for i in named if i in MODULES and i != name}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    try:
+        TopologicalSorter(import_graph()).prepare()
+    except CycleError as error:
+        # Each name is imported by the next.
+        pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
 def test_every_module_has_its_place_in_the_order():

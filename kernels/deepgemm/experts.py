@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.kernels.arena import Arena
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on, part_tokens, run_in_parts
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
 from moequant.kernels.fp8_block.copy_rows import copy_rows
@@ -94,20 +94,20 @@ def fused_experts(
     """
     T = topk_ids.shape[1]
 
-    def plan_for(tokens: int) -> Plan:
+    def plan_for(tokens: int) -> DeepGemmPlan:
         memory = workspace
         if memory is None:
             size_bytes = workspace_bytes(weights, tokens, T)
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-        return Plan(weights, tokens, T, Arena(memory))
+        return DeepGemmPlan(weights, tokens, T, WorkspaceArena(memory))
 
     return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
 
 
 def workspace_bytes(weights: DeepGemmWeights, tokens: int, topk: int) -> int:
     """Scratch memory of a call of [tokens, topk] slots."""
-    arena = Arena()
-    Plan(weights, part_tokens(tokens, topk), topk, arena)
+    arena = WorkspaceArena()
+    DeepGemmPlan(weights, part_tokens(tokens, topk), topk, arena)
     return arena.size_bytes
 
 
@@ -116,10 +116,12 @@ def rows_of(weights: DeepGemmWeights, tokens: int, topk: int) -> int:
     return max_rows(part_tokens(tokens, topk) * topk, weights.experts, ALIGNMENT)
 
 
-class Plan:
+class DeepGemmPlan:
     """Buffers for calls of exactly `tokens` tokens with `topk` slots each, in `arena`."""
 
-    def __init__(self, weights: DeepGemmWeights, tokens: int, topk: int, arena: Arena) -> None:
+    def __init__(
+        self, weights: DeepGemmWeights, tokens: int, topk: int, arena: WorkspaceArena
+    ) -> None:
         self.weights = weights
         slots = tokens * topk
         E, H, I = weights.w2.shape

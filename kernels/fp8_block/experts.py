@@ -5,8 +5,8 @@
     down             grouped GEMM, bfloat16
     weighted reduce  per token, float32, in the order of its slots
 
-A `Plan` is all of that for one number of tokens: buffers in a workspace, TMA descriptors, kernels.
-It reads nothing on the host, so a call can be captured in a CUDA graph.
+An `Fp8BlockPlan` holds all of that for one number of tokens: buffers in a workspace, TMA
+descriptors, kernels. It reads nothing on the host, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from moequant.kernels.arena import Arena
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.fp8_block.copy_rows import copy_rows
 from moequant.kernels.fp8_block.grouped_gemm import (
@@ -30,7 +30,7 @@ from moequant.kernels.fp8_block.quantize_permute import (
     prepare,
     sort_and_quantize,
 )
-from moequant.kernels.fp8_block.tuning import Problem, Tiling, tiling_for
+from moequant.kernels.fp8_block.tuning import Tiling, TuningProblem, tiling_for
 from moequant.kernels.launch import stream_of
 from moequant.kernels.routing import (
     ONE_LAUNCH_SLOTS,
@@ -78,7 +78,9 @@ class Fp8BlockWeights:
     beta: float = 1.0
     linear_beta: float | None = None
     source: object = None
-    _plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[tuple[int, ...], Fp8BlockPlan] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
     _workspace_bytes: dict[tuple[int, int], int] = field(
         default_factory=dict, init=False, repr=False
@@ -106,10 +108,10 @@ class Fp8BlockWeights:
             known[tokens, topk] = tiling_for(self.problem(tokens, topk))
         return known[tokens, topk]
 
-    def problem(self, tokens: int, topk: int) -> Problem:
+    def problem(self, tokens: int, topk: int) -> TuningProblem:
         """What a tiling is chosen for."""
         properties = torch.cuda.get_device_properties(self.w13.device)
-        return Problem(
+        return TuningProblem(
             gpu=properties.name,
             sms=properties.multi_processor_count,
             experts=self.experts,
@@ -155,7 +157,7 @@ def fused_experts(
     """
     T = topk_ids.shape[1]
 
-    def plan_for(tokens: int) -> Plan:
+    def plan_for(tokens: int) -> Fp8BlockPlan:
         return _plan(weights, tokens, T, workspace)
 
     return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
@@ -171,7 +173,7 @@ def workspace_bytes(
             own = weights.tiling(part_tokens(tokens, topk), topk)
             known[tokens, topk] = workspace_bytes(weights, tokens, topk, own)
         return known[tokens, topk]
-    arena = Arena()
+    arena = WorkspaceArena()
     Buffers.carve(weights, part_tokens(tokens, topk), topk, tiling, arena)
     return arena.size_bytes
 
@@ -191,17 +193,19 @@ def kernels_for(weights: Fp8BlockWeights, tokens: int, topk: int) -> tuple[objec
     return tiling, _routed(tiling, slots), sort, beside, multiples, tokens == 1, tokens <= 64, topk
 
 
-def _plan(weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor | None) -> Plan:
+def _plan(
+    weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor | None
+) -> Fp8BlockPlan:
     """A plan in `workspace`: one that was made before, where that has not moved."""
     if workspace is None:
         size_bytes = workspace_bytes(weights, tokens, topk)
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=weights.w13.device)
-        return Plan(weights, tokens, topk, workspace=buffer)
+        return Fp8BlockPlan(weights, tokens, topk, workspace=buffer)
     key = (tokens, topk, workspace.data_ptr())
     plans = weights._plans
     plan = plans.get(key)
     if plan is None:
-        plan = Plan(weights, tokens, topk, workspace=workspace)
+        plan = Fp8BlockPlan(weights, tokens, topk, workspace=workspace)
         if not torch.cuda.is_current_stream_capturing():  # that workspace is the graph's own
             # A copy, and pop: another thread may be at the same.
             for old, other in list(plans.items()):
@@ -234,7 +238,7 @@ class Buffers:
 
     @staticmethod
     def carve(
-        weights: Fp8BlockWeights, tokens: int, topk: int, tiling: Tiling, arena: Arena
+        weights: Fp8BlockWeights, tokens: int, topk: int, tiling: Tiling, arena: WorkspaceArena
     ) -> Buffers:
         """Those of a call of [tokens, topk] slots, at most MAX_SLOTS."""
         slots = tokens * topk
@@ -254,7 +258,7 @@ class Buffers:
         )
 
 
-class Plan:
+class Fp8BlockPlan:
     """Kernels and buffers for calls of exactly `tokens` tokens with `topk` slots each.
 
     Args:
@@ -276,7 +280,7 @@ class Plan:
     ) -> None:
         slots = tokens * topk
         self.tiling = weights.tiling(tokens, topk) if tiling is None else tiling
-        self.buffers = Buffers.carve(weights, tokens, topk, self.tiling, Arena(workspace))
+        self.buffers = Buffers.carve(weights, tokens, topk, self.tiling, WorkspaceArena(workspace))
         self.workspace = ref(workspace)
         self.grouping = _grouping(weights, self.tiling)
         self._routed = _routed(self.tiling, slots)

@@ -86,7 +86,7 @@ class Tiling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class TuningProblem:
     """What a tiling is for.
 
     Attributes:
@@ -108,7 +108,7 @@ class Problem:
     tokens: int
 
 
-def tiling_for(problem: Problem) -> Tiling:
+def tiling_for(problem: TuningProblem) -> Tiling:
     """The measured tiling, else the formula's."""
     shape = (problem.experts, problem.hidden, problem.intermediate, problem.topk)
     measured = _tables(problem.gpu, _user_folder()).get(shape, {})
@@ -122,7 +122,7 @@ def tiling_for(problem: Problem) -> Tiling:
     return default_tiling(problem)
 
 
-def default_tiling(problem: Problem) -> Tiling:
+def default_tiling(problem: TuningProblem) -> Tiling:
     """Rows that nearly all experts fit in under uniform routing; split while SMs are idle.
 
     Pairs where nearly all experts have two tiles of 65 rows or more: what is left over of one that
@@ -150,7 +150,7 @@ def default_tiling(problem: Problem) -> Tiling:
     )
 
 
-def candidates(problem: Problem) -> list[Tiling]:
+def candidates(problem: TuningProblem) -> list[Tiling]:
     """The tilings worth timing for a problem, the formula's first."""
     default = default_tiling(problem)
     at = _ROWS.index(default.rows)
@@ -166,7 +166,7 @@ def candidates(problem: Problem) -> list[Tiling]:
 
 
 def write_table(
-    gpu: str, measured: Iterable[tuple[Problem, Tiling, float]], path: Path | None = None
+    gpu: str, measured: Iterable[tuple[TuningProblem, Tiling, float]], path: Path | None = None
 ) -> Path:
     """Write the fastest tiling of each problem into a table, beside what it has of others.
 

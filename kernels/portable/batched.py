@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.arena import Arena
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on
 from moequant.kernels.portable.experts import TILE_ROWS, Middle, between_dtype
 from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
@@ -46,10 +46,10 @@ def batched_experts(
         scale=None if scale is None else scale.reshape(E * C, -1),
     )
     with on(qdata.device):
-        size = Arena()
+        size = WorkspaceArena()
         Middle(experts, E * C, dtype, size)
         memory = torch.empty(size.size_bytes, dtype=torch.uint8, device=qdata.device)
-        middle = Middle(experts, E * C, dtype, Arena(memory))(x, work)
+        middle = Middle(experts, E * C, dtype, WorkspaceArena(memory))(x, work)
         out = Rows(scheme="none", qdata=y.reshape(E * C, H), scale=None)
         grouped_gemm(middle, work, experts.down, out)
     return y

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.arena import Arena
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import out_dtype, part_tokens, run_in_parts
 from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
@@ -63,20 +63,20 @@ def fused_experts(
     if hidden_scale is not None:
         hidden = hidden.view(torch.uint8)
 
-    def plan_for(tokens: int) -> Plan:
+    def plan_for(tokens: int) -> PortablePlan:
         memory = workspace
         if memory is None:
             size_bytes = workspace_bytes(experts, tokens, T, dtype)
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-        return Plan(experts, tokens, T, dtype=dtype, arena=Arena(memory))
+        return PortablePlan(experts, tokens, T, dtype=dtype, arena=WorkspaceArena(memory))
 
     return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
 
 
 def workspace_bytes(experts: Experts, tokens: int, topk: int, dtype: torch.dtype) -> int:
     """Scratch memory of a call of [tokens, topk] slots; float32 hidden states take most."""
-    arena = Arena()
-    Plan(experts, part_tokens(tokens, topk), topk, dtype=dtype, arena=arena)
+    arena = WorkspaceArena()
+    PortablePlan(experts, part_tokens(tokens, topk), topk, dtype=dtype, arena=arena)
     return arena.size_bytes
 
 
@@ -93,7 +93,7 @@ def kernels_for(experts: Experts, tokens: int, topk: int) -> Hashable:
     return tile_rows, sort, slots % 16 == 0, slots == 1, tokens <= 64, topk
 
 
-class Plan:
+class PortablePlan:
     """Buffers for calls of exactly `tokens` tokens with `topk` slots each.
 
     Args:
@@ -112,7 +112,7 @@ class Plan:
         topk: int,
         *,
         dtype: torch.dtype,
-        arena: Arena,
+        arena: WorkspaceArena,
         tile_rows: int | None = None,
     ) -> None:
         self.experts, self.topk = experts, topk
@@ -176,7 +176,9 @@ class Plan:
 class Middle:
     """The first GEMM with what follows it, and the buffers of its result."""
 
-    def __init__(self, experts: Experts, rows: int, between: torch.dtype, arena: Arena) -> None:
+    def __init__(
+        self, experts: Experts, rows: int, between: torch.dtype, arena: WorkspaceArena
+    ) -> None:
         self.experts = experts
         I, scheme = experts.intermediate, experts.activations
         self.out = Rows.empty(scheme, rows, I, dtype=between, arena=arena)

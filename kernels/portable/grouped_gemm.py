@@ -35,7 +35,7 @@ from moequant.kernels.routing import TILE_FIELDS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.kernels.arena import Arena
+    from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.portable.weights import Act, Projection
 
 _SPLIT = {torch.float16: 2, torch.float32: 3}
@@ -64,7 +64,9 @@ class Rows:
     scale: Tensor | None
 
     @staticmethod
-    def empty(scheme: str, rows: int, columns: int, *, dtype: torch.dtype, arena: Arena) -> Rows:
+    def empty(
+        scheme: str, rows: int, columns: int, *, dtype: torch.dtype, arena: WorkspaceArena
+    ) -> Rows:
         """Room for `rows` rows; `dtype` is that of activations that are not quantized."""
         if scheme == "none":
             return Rows(scheme=scheme, qdata=arena.empty(rows, columns, dtype=dtype), scale=None)

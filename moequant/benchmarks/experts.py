@@ -78,7 +78,7 @@ class Cell:
         bytes_moved: that no kernel can spare.
         tb_per_s: those over our time.
         tflops: of the products over our time.
-        floor_us: see `Work.floor_us`.
+        floor_us: see `Roofline.floor_us`.
         share_of_floor: floor over our time; 1 is the limit.
         stages_us: of each launch of ours by itself, where asked for; else None.
         host_us: of an eager call of ours on the host, where asked for; else None.

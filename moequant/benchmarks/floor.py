@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Roofline:
     """What a call cannot do without, means over the inputs that were timed.
 
     Attributes:
@@ -38,7 +38,7 @@ class Work:
         return max(self.bytes_moved / ceilings.read_tb_per_s, self.flop / rate) / 1e6
 
 
-def work_of(weights: ExpertWeights, inputs: Sequence[Inputs]) -> Work:
+def work_of(weights: ExpertWeights, inputs: Sequence[Inputs]) -> Roofline:
     """The work of `inputs`, from the routing they have."""
     size_bytes = sum(tensor.nbytes for tensor in weights.tensors().values()) / weights.experts
     moved = [
@@ -48,7 +48,7 @@ def work_of(weights: ExpertWeights, inputs: Sequence[Inputs]) -> Work:
     matrices = len(weights.projections())
     slot = 2 * matrices * weights.hidden * weights.intermediate
     flop = [call.ids.numel() * slot for call in inputs]
-    return Work(bytes_moved=sum(moved) / len(moved), flop=sum(flop) / len(flop))
+    return Roofline(bytes_moved=sum(moved) / len(moved), flop=sum(flop) / len(flop))
 
 
 def _distinct(ids: Tensor) -> int:

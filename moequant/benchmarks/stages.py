@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moequant.benchmarks.layers import Inputs
-    from moequant.kernels.fp8_block.experts import Fp8BlockWeights, Plan
+    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, Fp8BlockWeights
     from moequant.runtime import FusedExperts
 
 BACKEND = "sm90_fp8_block"
@@ -50,7 +50,7 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
 
     In a call they overlap. The GEMMs' are with that of a launch which sets their counter to 0.
     """
-    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
 
     weights = cast("Fp8BlockWeights", experts.packed_weights())
     part = _part(experts, *call.ids.shape)
@@ -58,7 +58,7 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
     topk, out = ids.shape[1], torch.empty_like(hidden)
     size_bytes = workspace_bytes(weights, part, topk)
     workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-    plan = Plan(weights, part, topk, workspace=workspace)
+    plan = Fp8BlockPlan(weights, part, topk, workspace=workspace)
     plan(hidden, ids, topk_weights, out)
     stages = _stages(plan, (hidden, ids, topk_weights, out))
     times = time_interleaved({n: [stage] * _CALLS for n, stage in stages.items()}, rests=rests)
@@ -72,7 +72,7 @@ def _part(experts: FusedExperts, tokens: int, topk: int) -> int:
     return part_tokens(-(-tokens // parts_of(tokens, experts.max_tokens)), topk)
 
 
-def _stages(plan: Plan, call: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
+def _stages(plan: Fp8BlockPlan, call: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """The launches of a plan that has been called, by name; `sort` is a part of `prepare`."""
     from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS
     from moequant.kernels.routing import sort_routing

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from moequant.benchmarks.shapes import LayerShape
     from moequant.kernels.fp8_block.experts import Fp8BlockWeights
-    from moequant.kernels.fp8_block.tuning import Problem, Tiling
+    from moequant.kernels.fp8_block.tuning import Tiling, TuningProblem
     from moequant.progress import Progress
 
 _MARGIN = 0.99
@@ -75,7 +75,7 @@ class TuningResult:
 class Layer(Protocol):
     """A layer whose calls can be timed with any tiling."""
 
-    def problem(self, tokens: int) -> Problem:
+    def problem(self, tokens: int) -> TuningProblem:
         """What a tiling of calls of `tokens` tokens is for."""
 
     def times_us(self, tokens: int, tilings: Sequence[Tiling]) -> dict[Tiling, float]:
@@ -146,13 +146,13 @@ class CudaLayer:
         self._experts = FusedExperts(weights, backend=BACKEND)
         self._packed = cast("Fp8BlockWeights", self._experts.packed_weights())
 
-    def problem(self, tokens: int) -> Problem:
+    def problem(self, tokens: int) -> TuningProblem:
         """See `Layer`."""
         return self._packed.problem(tokens, self._shape.topk)
 
     def times_us(self, tokens: int, tilings: Sequence[Tiling]) -> dict[Tiling, float]:
         """See `Layer`; on a workspace of NaN, where a first call is compared with the reference."""
-        from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+        from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
 
         topk = self._shape.topk
         with torch.cuda.device(self._device):
@@ -165,7 +165,7 @@ class CudaLayer:
             out = torch.empty_like(inputs[0].hidden)
             calls = {}
             for tiling in tilings:
-                plan = Plan(self._packed, tokens, topk, workspace=workspace, tiling=tiling)
+                plan = Fp8BlockPlan(self._packed, tokens, topk, workspace=workspace, tiling=tiling)
                 workspace.fill_(0xFF)
                 out.fill_(float("nan"))
                 plan(*inputs[0].arguments, out)
@@ -214,11 +214,11 @@ def _check_can_be_written(path: Path) -> None:
     check_writable(path)
 
 
-def _problems(layer: Layer, tokens: Iterable[int]) -> list[tuple[Problem, Tiling]]:
+def _problems(layer: Layer, tokens: Iterable[int]) -> list[tuple[TuningProblem, Tiling]]:
     """What each M is, and the tiling that its calls have now."""
     from moequant.kernels.fp8_block.tuning import default_tiling, tiling_for
 
-    def now(problem: Problem) -> Tiling:
+    def now(problem: TuningProblem) -> Tiling:
         try:
             return tiling_for(problem)
         except MoequantError:  # of a broken table, which says to tune again
@@ -227,7 +227,7 @@ def _problems(layer: Layer, tokens: Iterable[int]) -> list[tuple[Problem, Tiling
     return [(problem, now(problem)) for problem in map(layer.problem, tokens)]
 
 
-def _tune(name: str, layer: Layer, problem: Problem, now: Tiling) -> tuple[Tuned, Tiling]:
+def _tune(name: str, layer: Layer, problem: TuningProblem, now: Tiling) -> tuple[Tuned, Tiling]:
     from moequant.kernels.fp8_block.tuning import candidates
 
     tilings = list(dict.fromkeys([now, *candidates(problem)]))

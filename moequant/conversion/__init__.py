@@ -4,9 +4,8 @@ from moequant.conversion.pipeline import (
     DEFAULT_WORKERS,
     ConversionResult,
     convert,
-    plan_checkpoint,
 )
-from moequant.conversion.plan import Plan
+from moequant.conversion.plan import Plan, plan_checkpoint
 from moequant.conversion.recipe import Recipe, load_recipe, shipped_recipes
 
 __all__ = [

@@ -28,6 +28,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 
 from moequant.conversion.journal import FinishedShard, Journal
+from moequant.conversion.plan import plan_checkpoint
 from moequant.conversion.recipe import Recipe
 from moequant.conversion.run import write_shards
 from moequant.errors import CheckpointError, MoequantError
@@ -53,7 +54,7 @@ _AGAIN = "What is finished is kept: the same command continues"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ClusterJob:
     """What a worker must know of a conversion; the rest it reads itself.
 
     Attributes:
@@ -105,7 +106,7 @@ def write_shards_on_ray(
         CheckpointError: a worker does not find the source as it is here.
         NonFiniteError: a weight holds NaN or Inf.
     """
-    job = Job(
+    job = ClusterJob(
         source=str(source.path.resolve()),
         output=str(journal.output.resolve()),
         recipe=plan.recipe.model_dump_json(),
@@ -141,7 +142,7 @@ def write_shards_on_ray(
                 ray.wait(list(tasks), num_returns=len(tasks), timeout=_CANCEL_S)
 
 
-def write_shard(job: Job, file: str) -> tuple[FinishedShard, str]:
+def write_shard(job: ClusterJob, file: str) -> tuple[FinishedShard, str]:
     """What a task does: write one shard under a name of its own, and bring it to disk.
 
     Returns:
@@ -182,10 +183,8 @@ class _Attempt(Journal):
 
 
 @cache
-def _open(job: Job) -> tuple[Checkpoint, Plan, Choice]:
+def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
     """Source, plan and what quantizes, once for a worker and not for each of its tasks."""
-    from moequant.conversion.pipeline import plan_checkpoint
-
     host = os.uname().nodename
     if torch.__version__ != job.torch:
         raise MoequantError(

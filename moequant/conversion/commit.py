@@ -218,7 +218,7 @@ def _record(
         "recipe": plan.recipe.model_dump(mode="json"),
         "plan_sha256": plan.digest,
         "shards": {s.file: {"bytes": s.bytes, "sha256": s.sha256} for s in shards},
-        "quantizers": [share.record() for share in shares(shards)],
+        "quantizers": [share.record() for share in shares({s.file: s.quantizer for s in shards})],
         "files": {
             file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for file, data in written.items()

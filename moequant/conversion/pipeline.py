@@ -21,7 +21,7 @@ from moequant.conversion.identity import (
 )
 from moequant.conversion.journal import Journal
 from moequant.conversion.losses import Loss, merged
-from moequant.conversion.plan import Plan, make_plan
+from moequant.conversion.plan import Plan, plan_checkpoint
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
 from moequant.conversion.used import Share, shares
@@ -38,14 +38,12 @@ from moequant.storage.reader import FixedFile
 from moequant.weights.converted import described_architectures
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.parts import PartInfo
-from moequant.weights.source_model import source_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from moequant.conversion.executors import WriteShards
     from moequant.conversion.journal import FinishedShard
-    from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.quantizers import Choice
     from moequant.storage.headers import TensorInfo
@@ -197,14 +195,6 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def plan_checkpoint(
-    checkpoint: Checkpoint, recipe: Recipe, own: Sequence[Architecture] = ()
-) -> Plan:
-    """The plan for an opened checkpoint; see `make_plan`."""
-    config = source_config(checkpoint)
-    return make_plan(checkpoint.tensors, config, checkpoint.file_bytes, recipe, own)
-
-
 def _mention_left_out(plan: Plan, checkpoint: Checkpoint) -> Plan:
     left_out = checkpoint.left_out()
     adapters = ", ".join(str(file) for file in left_out if is_adapter(file))
@@ -321,7 +311,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         resumed_shards=resumed,
         quantizer=chosen if work.executor == LOCAL else None,
         losses=losses,
-        shares=tuple(shares(ordered)),
+        shares=tuple(shares({s.file: s.quantizer for s in ordered})),
     )
 
 

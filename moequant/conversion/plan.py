@@ -27,11 +27,11 @@ from moequant.dialects.plain import Plain
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
 from moequant.models import ROUTED_EXPERTS
-from moequant.storage.headers import TensorInfo, bit_count, dtype_name
-from moequant.storage.writer import TensorSlot, lay_out
+from moequant.storage.headers import TensorInfo, TensorSlot, bit_count, dtype_name
+from moequant.storage.writer import lay_out
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.parts import PartInfo
-from moequant.weights.source_model import read_source
+from moequant.weights.source_model import read_source, source_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture, Model, TensorRole
     from moequant.quantizers import Job
+    from moequant.storage.checkpoint import Checkpoint
     from moequant.weights.parts import WeightInfo
     from moequant.weights.source_model import SourceModel
 
@@ -196,6 +197,14 @@ WRITE_BUFFER_BYTES = 8 << 20
 """For each worker, beside one batch: what a digest or a disk may be behind."""
 COPY_CHUNK_BYTES = 8 << 20
 """Copied tensors stream through buffers of this size."""
+
+
+def plan_checkpoint(
+    checkpoint: Checkpoint, recipe: Recipe, own: Sequence[Architecture] = ()
+) -> Plan:
+    """The plan for an opened checkpoint; see `make_plan`."""
+    config = source_config(checkpoint)
+    return make_plan(checkpoint.tensors, config, checkpoint.file_bytes, recipe, own)
 
 
 def make_plan(

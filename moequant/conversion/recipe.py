@@ -142,7 +142,7 @@ class Rule(_Strict):
         return self.layers is None or role.layer in _layers(self.layers, layer_count)
 
 
-class Output(_Strict):
+class OutputSettings(_Strict):
     """How the result is written.
 
     Attributes:
@@ -161,7 +161,7 @@ class Recipe(_Strict):
     summary: str = ""
     architectures: tuple[str, ...] = ()
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
-    output: Output = Output()
+    output: OutputSettings = OutputSettings()
 
     @classmethod
     def for_format(cls, format: str) -> Recipe:
@@ -190,7 +190,7 @@ class Recipe(_Strict):
         given = {"dialect": dialect, "max_shard_size": max_shard_size}
         changed = {key: value for key, value in given.items() if value is not None}
         try:
-            output = Output.model_validate(self.output.model_dump() | changed)
+            output = OutputSettings.model_validate(self.output.model_dump() | changed)
         except ValidationError as error:
             raise RecipeError(_explain(error)) from None
         return self.model_copy(update={"output": output})

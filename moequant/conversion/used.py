@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from moequant.conversion.journal import FinishedShard
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +56,22 @@ class Share:
         return {"name": self.name, "reason": self.reason, "shards": list(self.shards)}
 
 
-def shares(finished: Iterable[FinishedShard]) -> list[Share]:
-    """Who made which of the shards; those that are copied whole are left out."""
+def shares(quantizers: Mapping[str, UsedQuantizer | None]) -> list[Share]:
+    """Which quantizer made which shards.
+
+    Args:
+        quantizers: by name of the shard, in order; None for a shard that was only copied.
+    """
     files: dict[tuple[str, str | None], list[str]] = {}
     hosts: dict[tuple[str, str | None], set[str]] = {}
-    for shard in finished:
-        if shard.quantizer is None:
+    for file, used in quantizers.items():
+        if used is None:
             continue
-        kind = shard.quantizer.name, shard.quantizer.reason
-        files.setdefault(kind, []).append(shard.file)
+        kind = used.name, used.reason
+        files.setdefault(kind, []).append(file)
         hosts.setdefault(kind, set())
-        if shard.quantizer.host is not None:
-            hosts[kind].add(shard.quantizer.host)
+        if used.host is not None:
+            hosts[kind].add(used.host)
     return [
         Share(
             name=name, reason=reason, shards=tuple(made), hosts=tuple(sorted(hosts[name, reason]))

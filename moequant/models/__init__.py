@@ -3,11 +3,8 @@
 from moequant.models.architecture import (
     CONVERTIBLE_ROLES,
     EXPERT_BIAS,
-    PROJECTIONS,
     ROUTED_EXPERTS,
-    ActivationConfig,
     Architecture,
-    MoeConfig,
     TensorRole,
 )
 from moequant.models.experts import (
@@ -17,6 +14,7 @@ from moequant.models.experts import (
     classify_all,
     read_model,
 )
+from moequant.models.moe_config import PROJECTIONS, ActivationConfig, MoeConfig
 from moequant.models.orientation import orientation
 from moequant.models.stacked import Place, StackedExperts
 from moequant.models.table import (

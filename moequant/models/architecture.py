@@ -13,13 +13,12 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.models.moe_config import PROJECTIONS, ActivationConfig, MoeConfig
 from moequant.models.stacked import BIAS, StackedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-PROJECTIONS = ("gate", "up", "down")
-"""Of an expert, in this order; the first only where it is gated."""
 ROUTED_EXPERTS = "routed_experts"
 EXPERT_BIAS = "expert_bias"
 OTHER = "other"
@@ -52,72 +51,6 @@ class TensorRole:
     layer: int | None = None
     expert: int | None = None
     projection: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationConfig:
-    """The function between the GEMMs of an expert, in the words of `moequant.runtime.act_fn`.
-
-    Attributes:
-        name: its name there; what config.json says, where there is no such function.
-        alpha: factor within the sigmoid of swigluoai; 1 for the others.
-        limit: clamps gate, or what swiglustep makes of it, to at most this and up to +-this; None
-            does not.
-        gated: whether it is of gate, and times up; else there is no gate, and it is of up.
-    """
-
-    name: str
-    alpha: float = 1.0
-    limit: float | None = None
-    gated: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoeConfig:
-    """The sizes of a checkpoint's expert layers, from its config.json.
-
-    Attributes:
-        experts: routed experts a layer (E).
-        top_k: experts a token is sent to (T).
-        hidden: hidden size (H); gate and up are [I, H], down is [H, I].
-        intermediate: intermediate size of one expert (I).
-        layers: layers without multi-token-prediction layers.
-        sparse_layers: indices of the layers that hold experts.
-        optional_layers: further layers that may hold experts and may be absent (MTP).
-        act_fn: the function between the GEMMs, of all layers but the next.
-        limited: layers with experts that clamp, each with its function, in order; most models have
-            none.
-    """
-
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    layers: int
-    sparse_layers: tuple[int, ...]
-    optional_layers: tuple[int, ...]
-    act_fn: ActivationConfig
-    limited: tuple[tuple[int, ActivationConfig], ...] = ()
-
-    @property
-    def activation(self) -> str:
-        """Name of the function between the GEMMs, of layers that do not clamp on their own."""
-        return self.act_fn.name
-
-    def act_fn_of(self, layer: int) -> ActivationConfig:
-        """The function between the GEMMs of a layer."""
-        return dict(self.limited).get(layer, self.act_fn)
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        """What an expert has: gate, up and down, or up and down."""
-        return PROJECTIONS if self.act_fn.gated else PROJECTIONS[1:]
-
-    def shape(self, projection: str) -> tuple[int, int]:
-        """[N, K] of one expert's projection."""
-        if projection == "down":
-            return self.hidden, self.intermediate
-        return self.intermediate, self.hidden
 
 
 class Architecture:

@@ -12,7 +12,8 @@ from moequant.models.table import find_architecture
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from moequant.models.architecture import Architecture, MoeConfig
+    from moequant.models.architecture import Architecture
+    from moequant.models.moe_config import MoeConfig
     from moequant.models.stacked import Place, StackedExperts
 
 

@@ -15,7 +15,8 @@ from moequant.models.architecture import (
 )
 
 if TYPE_CHECKING:
-    from moequant.models.architecture import Architecture, MoeConfig, TensorRole
+    from moequant.models.architecture import Architecture, TensorRole
+    from moequant.models.moe_config import MoeConfig
     from moequant.models.stacked import StackedExperts
 
 _LINEAR_ROLES = (*CONVERTIBLE_ROLES, "router", "lm_head")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moequant.models.architecture import MoeConfig
+    from moequant.models.moe_config import MoeConfig
 
 BIAS = "_bias"
 """What the biases of a stack are called, after its name."""

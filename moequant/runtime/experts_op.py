@@ -6,7 +6,7 @@ An operator takes tensors and plain values only, so it names the module by a han
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,13 +16,19 @@ from moequant.errors import UnsupportedError
 from moequant.runtime.call import output_dtype
 
 if TYPE_CHECKING:
-    from moequant.runtime.experts import FusedExperts
+    from collections.abc import Callable
 
-_MODULES: WeakValueDictionary[int, FusedExperts] = WeakValueDictionary()
+
+class _Runnable(Protocol):
+    @property
+    def run(self) -> Callable[..., Tensor]: ...
+
+
+_MODULES: WeakValueDictionary[int, _Runnable] = WeakValueDictionary()
 _HANDLES = count()
 
 
-def handle_of(module: FusedExperts) -> int:
+def handle_of(module: _Runnable) -> int:
     """A number for `module` that no other module of this process has or had."""
     handle = next(_HANDLES)
     _MODULES[handle] = module

@@ -25,7 +25,7 @@ from moequant.runtime.act_fn import ActFn
 from moequant.runtime.layer_source import (
     LayerSource,
     PortableLayer,
-    PreparedLayer,
+    PreparedLayerSource,
     Range,
     module_ranges,
     range_of,
@@ -87,7 +87,7 @@ class LayerReader:
         if self._prepared is None:
             source = PortableLayer(converted=self.converted, layer=layer)
         else:
-            source = PreparedLayer.open(self._prepared, layer)
+            source = PreparedLayerSource.open(self._prepared, layer)
         # Tensors of that mode could not be written to outside of it.
         with torch.inference_mode(mode=False):
             weights = self._read_experts(source, experts, f"layer {layer}")

@@ -88,7 +88,7 @@ class PortableLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedLayer:
+class PreparedLayerSource:
     """A layer of a prepared folder."""
 
     converted: ConvertedCheckpoint
@@ -96,7 +96,7 @@ class PreparedLayer:
     layout: KernelLayout
 
     @classmethod
-    def open(cls, prepared: PreparedCheckpoint, layer: int) -> PreparedLayer:
+    def open(cls, prepared: PreparedCheckpoint, layer: int) -> PreparedLayerSource:
         """Errors as `PreparedCheckpoint.open_layer`."""
         file, layout = prepared.open_layer(layer)
         return cls(converted=prepared.converted, file=file, layout=layout)

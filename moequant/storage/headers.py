@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from moequant.storage.writer import TensorSlot
-
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = MAX_BYTES
 """What safetensors accepts; a larger header is refused unread."""
@@ -99,6 +97,24 @@ class TensorInfo(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes the tensor takes in the file."""
         return self.stop - self.start
+
+
+class TensorSlot(NamedTuple):
+    """The place of one tensor in a file that is being written.
+
+    Attributes:
+        name: full name.
+        dtype: safetensors name, a key of DTYPE_BITS.
+        shape: extents, in elements.
+        offset: of the first byte, relative to the data section.
+        size_bytes: what it takes in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
 
 
 def dtype_name(dtype: torch.dtype) -> str:

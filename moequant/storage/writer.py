@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from moequant.storage.buffers import joined_bytes
-from moequant.storage.headers import DTYPE_BITS, bit_count, dtype_name, encode_header
+from moequant.storage.headers import (
+    DTYPE_BITS,
+    TensorSlot,
+    bit_count,
+    dtype_name,
+    encode_header,
+)
 from moequant.storage.output_file import KEPT_BYTES, OutputFile, nothing
 
 if TYPE_CHECKING:
@@ -18,24 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from typing_extensions import Buffer
-
-
-class TensorSlot(NamedTuple):
-    """The place of one tensor in a file that is being written.
-
-    Attributes:
-        name: full name.
-        dtype: safetensors name, a key of DTYPE_BITS.
-        shape: extents, in elements.
-        offset: of the first byte, relative to the data section.
-        size_bytes: what it takes in the file.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
 
 
 def lay_out(

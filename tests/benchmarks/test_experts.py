@@ -19,7 +19,7 @@ from moequant.benchmarks.experts import (
     check_output,
     checked_tokens,
 )
-from moequant.benchmarks.floor import Work, work_of
+from moequant.benchmarks.floor import Roofline, work_of
 from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
 from moequant.benchmarks.saved import read_run, write_run
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
@@ -64,9 +64,9 @@ def test_work_counts_active_experts_input_output_and_products():
 
 
 def test_the_floor_is_the_longer_of_bytes_and_products():
-    moves = Work(bytes_moved=8e6, flop=1e9)
+    moves = Roofline(bytes_moved=8e6, flop=1e9)
     assert moves.floor_us(CEILINGS, fp8=True) == pytest.approx(2.0)
-    multiplies = Work(bytes_moved=8e6, flop=1e10)
+    multiplies = Roofline(bytes_moved=8e6, flop=1e10)
     assert multiplies.floor_us(CEILINGS, fp8=True) == pytest.approx(10.0)
     assert multiplies.floor_us(CEILINGS, fp8=False) == pytest.approx(20.0)
     without = Ceilings(read_tb_per_s=4.0, fp8_tflops=None, bf16_tflops=500.0)

@@ -16,7 +16,7 @@ from moequant.benchmarks.tune import tune
 from moequant.errors import MoequantError, NumericsError, UnsupportedError
 from moequant.kernels.fp8_block import tuning
 from moequant.kernels.fp8_block.tuning import (
-    Problem,
+    TuningProblem,
     candidates,
     default_tiling,
     tiling_for,
@@ -30,7 +30,9 @@ OTHER = LayerShape(experts=128, hidden=2048, intermediate=768, topk=8)
 
 def problem(tokens, shape=SMALL):
     E, H, I, T = shape.sizes
-    return Problem(gpu=GPU, sms=132, experts=E, hidden=H, intermediate=I, topk=T, tokens=tokens)
+    return TuningProblem(
+        gpu=GPU, sms=132, experts=E, hidden=H, intermediate=I, topk=T, tokens=tokens
+    )
 
 
 class FakeLayer:

@@ -75,7 +75,7 @@ def test_a_table_is_written_that_calls_look_into(run, tmp_path, monkeypatch):
     # A second shape goes beside the first.
     assert run("tune", "--shape", "8x1024x512x2", "--tokens", "1").exit_code == 0
     for cell in tuned:
-        problem = tuning.Problem(
+        problem = tuning.TuningProblem(
             gpu=torch.cuda.get_device_name(),
             sms=torch.cuda.get_device_properties(0).multi_processor_count,
             experts=16, hidden=1024, intermediate=512, topk=4, tokens=cell["tokens"],

@@ -281,7 +281,7 @@ def cluster(monkeypatch):
 
 def write_as_a_worker(cluster, source, output, plan, file):
     """What a task does, in this process."""
-    job = cluster.Job(
+    job = cluster.ClusterJob(
         source=str(source),
         output=str(output),
         recipe=plan.recipe.model_dump_json(),

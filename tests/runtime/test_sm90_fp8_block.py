@@ -343,7 +343,7 @@ def test_biases_count_for_silu_too(weights, inputs, M):
 )
 @pytest.mark.parametrize("shape", [SMALL, ODD])
 def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, byte):
-    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
     packed = REGISTRY[NAME].pack(weights(shape), "fp8_group128")
@@ -354,7 +354,7 @@ def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, 
         tiling = Tiling(**choice, split13=split, split2=split)
         size_bytes = workspace_bytes(packed, M, shape[3], tiling)
         workspace = torch.full((size_bytes,), byte, dtype=torch.uint8, device="cuda")
-        plan = Plan(packed, M, shape[3], workspace=workspace, tiling=tiling)
+        plan = Fp8BlockPlan(packed, M, shape[3], workspace=workspace, tiling=tiling)
         out = torch.full_like(hidden, torch.nan)
         plan(hidden, ids, topk_weights, out)
         assert bool(out.isfinite().all())
@@ -369,7 +369,7 @@ def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, 
     ids=lambda choice: "-".join(map(str, choice.values())),
 )
 def test_every_number_of_rows_behind_whole_tiles_counts(weights, inputs, shape, choice):
-    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
     packed = REGISTRY[NAME].pack(weights(shape), "fp8_group128")
@@ -382,7 +382,7 @@ def test_every_number_of_rows_behind_whole_tiles_counts(weights, inputs, shape, 
         size_bytes = workspace_bytes(packed, len(ids), 1, tiling)
         workspace = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
         out = torch.full_like(hidden, torch.nan)
-        Plan(packed, len(ids), 1, workspace=workspace, tiling=tiling)(*call, out)
+        Fp8BlockPlan(packed, len(ids), 1, workspace=workspace, tiling=tiling)(*call, out)
         want = FusedExperts(weights(shape), backend="torch_reference")(*call)
         for expert in range(8):
             rows = ids == expert
@@ -571,7 +571,7 @@ def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here
     ids=lambda choice: "-".join(map(str, choice.values())),
 )
 def test_they_do_with_every_way_to_prepare(weights, inputs, choice):
-    from moequant.kernels.fp8_block.experts import Plan, workspace_bytes
+    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
     packed = REGISTRY[NAME].pack(weights(SMALL), "fp8_group128")
@@ -581,7 +581,7 @@ def test_they_do_with_every_way_to_prepare(weights, inputs, choice):
     outs = []
     for call in ((hidden, None), (x.qdata, x.scale)):
         memory = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
-        plan = Plan(packed, 6, SMALL[3], workspace=memory, tiling=tiling)
+        plan = Fp8BlockPlan(packed, 6, SMALL[3], workspace=memory, tiling=tiling)
         outs.append(torch.empty_like(hidden))
         plan(call[0], ids, topk_weights, outs[-1], None, call[1])
     assert torch.equal(*outs)

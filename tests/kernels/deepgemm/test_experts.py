@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from moequant.benchmarks.experts import calc_diff
 from moequant.formats import quantize
-from moequant.kernels.arena import Arena
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.deepgemm import experts
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights, FusedExperts
@@ -149,8 +149,8 @@ def test_the_workspace_is_as_large_as_was_said_and_may_hold_anything():
 
 
 def test_the_plan_takes_nothing_but_the_arena():
-    packed, arena = pack(weights_of()), Arena()
-    plan = experts.Plan(packed, M, T, arena)
+    packed, arena = pack(weights_of()), WorkspaceArena()
+    plan = experts.DeepGemmPlan(packed, M, T, arena)
     assert {t.device.type for t in (plan.x, plan.x_scale, plan.gate_up, plan.act, plan.y)} == {
         "meta"
     }

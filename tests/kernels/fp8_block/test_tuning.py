@@ -9,8 +9,8 @@ import pytest
 from moequant.errors import MoequantError
 from moequant.kernels.fp8_block import tuning
 from moequant.kernels.fp8_block.tuning import (
-    Problem,
     Tiling,
+    TuningProblem,
     candidates,
     default_tiling,
     tiling_for,
@@ -20,7 +20,7 @@ from moequant.kernels.fp8_block.tuning import (
 
 def problem(tokens, **changes):
     sizes = {"experts": 8, "hidden": 4096, "intermediate": 14336, "topk": 2}
-    return Problem(**{"gpu": "A", "sms": 132, "tokens": tokens, **sizes, **changes})
+    return TuningProblem(**{"gpu": "A", "sms": 132, "tokens": tokens, **sizes, **changes})
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from moequant.formats import REGISTRY
-from moequant.kernels.arena import Arena
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.batched import batched_experts
-from moequant.kernels.portable.experts import TILE_ROWS, Plan, fused_experts, workspace_bytes
+from moequant.kernels.portable.experts import (
+    TILE_ROWS,
+    PortablePlan,
+    fused_experts,
+    workspace_bytes,
+)
 from moequant.kernels.portable.weights import KINDS
 from moequant.runtime import FusedExperts
 from moequant.runtime.act_fn import RELU2, SITU, SWIGLUOAI, ActFn
@@ -124,12 +129,14 @@ def test_no_buffer_is_read_before_it_is_written(weights, call, format, tile_rows
     w, (hidden, ids, topk_weights) = weights(format), call(M=40)
     scheme = get_format(format).activations
     packed = portable_experts(w, scheme)
-    size = Arena()
-    Plan(packed, 40, 2, dtype=torch.float32, arena=size, tile_rows=tile_rows)
+    size = WorkspaceArena()
+    PortablePlan(packed, 40, 2, dtype=torch.float32, arena=size, tile_rows=tile_rows)
     # Bytes of 0x7F are NaN in E4M3, huge numbers in float32, and absurd indices.
     for byte in (0x7F, 0xFF):
         memory = torch.full((size.size_bytes,), byte, dtype=torch.uint8, device=DEVICE)
-        plan = Plan(packed, 40, 2, dtype=torch.float32, arena=Arena(memory), tile_rows=tile_rows)
+        plan = PortablePlan(
+            packed, 40, 2, dtype=torch.float32, arena=WorkspaceArena(memory), tile_rows=tile_rows
+        )
         out = torch.full_like(hidden, torch.nan)
         plan(hidden, ids, topk_weights, out)
         check(out, FusedExperts(w, backend="torch_reference")(hidden, ids, topk_weights), scheme)

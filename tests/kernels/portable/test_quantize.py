@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moequant.kernels.arena import Arena
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.grouped_gemm import Rows
 from moequant.kernels.portable.quantize import quantize_rows
@@ -13,7 +13,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def room(scheme, R, K):
-    arena = Arena(torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device=DEVICE))
+    arena = WorkspaceArena(torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device=DEVICE))
     return Rows.empty(scheme, R, K, dtype=torch.float32, arena=arena)
 
 
