@@ -74,7 +74,7 @@ def _layout(architecture: Architecture) -> str:
             turned = [s for s in stacked.tensors if stacked.transposed(s)]
             words.append(f"{' and '.join(turned)} transposed")
         if stacked.interleaved:
-            words.append("gate and up in turns")
+            words.append("gate and up interleaved")
         if stacked.biased:
             words.append("biases")
     return ", ".join(words if architecture.gated else [*words, "no gate"])

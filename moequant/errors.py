@@ -1,12 +1,12 @@
-"""Every error moequant raises on purpose, with the exit code the command line gives it.
+"""Every error that moequant raises on purpose, with its exit code on the command line.
 
-MoequantError            1   anything else that was foreseen
-├── CheckpointError      3   a checkpoint is malformed, incomplete or contradicts itself
+MoequantError            1   any other expected failure
+├── CheckpointError      3   a checkpoint is malformed, incomplete or inconsistent
 │   └── NonFiniteError   3   a weight holds NaN or Inf
-├── UnsupportedError     4   well-formed, but not something we can do: a shape, an architecture
-├── NumericsError        5   numbers out of their budget, or bytes that are not what they must be
-├── RecipeError          6   a recipe, or an option of a format, that we do not understand
-└── ArchitectureError    6   a description of an architecture that we do not understand
+├── UnsupportedError     4   valid input that moequant does not support: a shape, an architecture
+├── NumericsError        5   an error beyond its limit, or bytes that differ from the expected ones
+├── RecipeError          6   an invalid recipe or format option
+└── ArchitectureError    6   an invalid description of an architecture
 
 Exit code 2 is click's for wrong usage, 130 for an interrupt. A message names the thing, the value
 found, the value wanted and the next step.
@@ -14,13 +14,13 @@ found, the value wanted and the next step.
 
 
 class MoequantError(Exception):
-    """Base of all errors below; `except MoequantError` catches what moequant foresaw."""
+    """Base class of all errors below; any other exception is a bug."""
 
     exit_code = 1
 
 
 class CheckpointError(MoequantError):
-    """A checkpoint is malformed, incomplete or contradicts itself."""
+    """A checkpoint is malformed, incomplete or inconsistent."""
 
     exit_code = 3
 
@@ -30,24 +30,24 @@ class NonFiniteError(CheckpointError):
 
 
 class UnsupportedError(MoequantError):
-    """Well-formed, but not something we can do: a shape, a dtype, an architecture, a device."""
+    """Valid input that moequant does not support: a shape, a dtype, an architecture, a device."""
 
     exit_code = 4
 
 
 class NumericsError(MoequantError):
-    """Numbers out of their budget, or bytes that are not what they must be."""
+    """An error beyond its limit, or bytes that differ from the expected ones."""
 
     exit_code = 5
 
 
 class RecipeError(MoequantError):
-    """A recipe, or an option of a format, that we do not understand."""
+    """An invalid recipe or format option."""
 
     exit_code = 6
 
 
 class ArchitectureError(MoequantError):
-    """A description of an architecture that we do not understand."""
+    """An invalid description of an architecture."""
 
     exit_code = 6

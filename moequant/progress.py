@@ -1,4 +1,4 @@
-"""How long work reports what it has done; the command line supplies bars, the library none."""
+"""The interface for progress reports; the command line implements it with progress bars."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives progress of one long task. Methods may be called from several threads."""
+    """Receives the progress of one long task. Methods may be called from several threads."""
 
     def start(self, description: str, total: int, *, unit: str = "bytes") -> None:
-        """A task begins that will move `total` bytes, or do as many of `unit`."""
+        """A task of `total` units begins; the unit is bytes unless `unit` says otherwise."""
 
     def advance(self, done: int, current: str) -> None:
-        """`done` more are done; `current` names what was just worked on."""
+        """`done` more units are done; `current` names the item just finished."""
 
     def finish(self) -> None:
         """The task ended."""

@@ -384,13 +384,13 @@ def _other_tensors(
     """All that a model without the experts of `layers` wants, on the device, named as on disk."""
     converted = reader.converted
     experts = tuple(_experts_prefix(converted, layer) for layer in layers)
-    # Layers behind the last are for multi-token prediction, which the model has no modules for.
-    behind = tuple(_experts_prefix(converted, layer) for layer in converted.moe.optional_layers)
-    is_kept = converted.architecture.is_kept
+    # transformers' models have no modules for multi-token prediction.
+    mtp = tuple(_experts_prefix(converted, layer) for layer in converted.moe.optional_layers)
+    has_role_pattern = converted.architecture.has_role_pattern
     names = [
         name
         for name in converted.checkpoint.tensors
-        if not name.startswith(experts + behind) or is_kept(name)
+        if not name.startswith(experts + mtp) or has_role_pattern(name)
     ]
     formats = {module: _format_of(converted, module) for module in map(_module_of, names)}
     modules = [module for module, format in formats.items() if format is not None]

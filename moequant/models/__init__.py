@@ -1,4 +1,4 @@
-"""Which tensor is what: data about architectures, no model code."""
+"""The role of every tensor in a checkpoint, from data about architectures; no model code."""
 
 from moequant.models.architecture import (
     CONVERTIBLE_ROLES,

@@ -1,7 +1,7 @@
-"""One architecture: tensor names into roles and back, and the sizes that config.json has.
+"""One architecture: maps tensor names to roles and back, and reads sizes from config.json.
 
-It is made of an entry of architectures.toml beside this file, whose head explains the schema, or of
-one in a user's file; `moequant.models.table` reads both.
+An architecture is built from an entry of architectures.toml, whose head explains the schema, or
+from an entry of a user's file. `moequant.models.table` reads both.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ ROUTED_EXPERTS = "routed_experts"
 EXPERT_BIAS = "expert_bias"
 OTHER = "other"
 CONVERTIBLE_ROLES = (ROUTED_EXPERTS, "shared_experts", "dense_mlp", "attention")
-"""Roles whose two-dimensional weights a recipe may give a format. Routers are never quantized."""
+"""Roles whose two-dimensional weights a recipe may quantize. Routers are never quantized."""
 
-# Keys of config.json every architecture in the table shares, unless it names its own.
+# Keys of config.json that an architecture uses unless it names its own.
 _COMMON_KEYS = {
     "hidden": ["hidden_size"],
     "layers": ["num_hidden_layers"],
     "activation": ["hidden_act"],
 }
-# No size or name in a real config comes near; a larger one is a damaged or hostile file.
-_LARGEST = 1_000_000
-_MOST_CHARACTERS = 250
-# As engines write them: no leading zeros, ASCII digits, and no number beyond _LARGEST.
+# Real configs stay far below these limits; a larger value means a damaged or hostile file.
+_MAX_SIZE = 1_000_000
+_MAX_NAME_LENGTH = 250
+# As engines write them: ASCII digits, no leading zeros, less than _MAX_SIZE.
 _NUMBER = "0|[1-9][0-9]{0,5}"
 _FIELDS = {"{layer}": f"(?P<layer>{_NUMBER})", "{expert}": f"(?P<expert>{_NUMBER})"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRole:
-    """What a tensor is: its role, and where it stands if it belongs to a layer or an expert.
+    """The role of a tensor, and its layer, expert and projection where it has them.
 
-    `projection` is gate, up or down; of a tensor that holds all experts of a layer, which has no
-    `expert`, it may be gate_up.
+    `projection` is gate, up or down. A tensor that stacks all experts of a layer has no `expert`,
+    and its `projection` may also be gate_up.
     """
 
     role: str
@@ -54,14 +54,14 @@ class TensorRole:
 
 
 class Architecture:
-    """One family of checkpoints: how tensors are called and which config keys hold the sizes.
+    """One family of checkpoints: its tensor names, and the config keys that hold its sizes.
 
     Args:
-        table: an entry of the table.
-        common: patterns by role that all entries share.
-        fused: sets of last name components of linear layers that engines merge into one.
+        table: an entry of the architecture table.
+        common: name patterns by role that all entries share.
+        fused: fused sets, each given by the last name components of its linear layers.
         act_fns: names of functions that are other words for those the runtime computes.
-        origin: the file or record that describes it, as errors call it; None for our own table.
+        origin: name of the user's file or record for error messages; None for our own table.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Architecture:
         self.name: str = table["name"]
         self.origin = origin
         self.definition: Mapping[str, Any] | None = None if origin is None else dict(table)
-        """What moequant.json records of it; None for what comes with moequant."""
+        """The entry as moequant.json records it; None for an architecture of our own table."""
         self.model_types: tuple[str, ...] = tuple(table["model_types"])
         self.projections: dict[str, str] = table["projections"]
         self._experts: str = table["experts"]
@@ -88,23 +88,24 @@ class Architecture:
         self._act_fn: dict[str, Any] = table.get("act_fn", {})
         self._act_fns = {**(act_fns or {}), **table.get("act_fns", {})}
         self.gated = "gate" in self.projections
-        """Whether an expert has a gate."""
+        """Whether experts have a gate projection."""
         pair = [self.projections[p] for p in PROJECTIONS[:2] if p in self.projections]
         self.fused = _disjoint([pair, *table.get("fused", ()), *fused])
-        """Sets of last name components of linear layers that engines merge into one."""
+        """Fused sets: linear layers that engines merge into one, by last name component."""
         self.routing: str | None = table.get("routing")
-        """What its router asks of experts that others do not, in words; None for nothing."""
+        """How its routing differs from what `FusedExperts` computes, in words; None if it does
+        not."""
         self.tested: Mapping[str, Mapping[str, str]] = table.get("tested", {})
-        """What no test has as its class saves it, `by_hand` or `read`, and what transformers does
-        not load, `not_loaded`; and why, by model_type."""
+        """Gaps in the tests, as {gap: {model_type: reason}}: `by_hand`, `read`, `not_loaded`; the
+        head of architectures.toml explains them."""
         self.stacked = StackedExperts(table["stacked"]) if "stacked" in table else None
-        """How a plain checkpoint stacks the experts of a layer; None where each has its tensors."""
+        """How a plain checkpoint stacks its experts; None if each expert has its own tensors."""
         self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])
-        """The only dialects in which a consumer loads it; None for all that serve any model."""
+        """The only dialects that engines load for this architecture; None if any will do."""
         self._roles = (table.get("roles", {}), common)
         self._projection_of = {leaf: name for name, leaf in self.projections.items()}
 
-    # Compiled when they are asked for: those of the whole table take longer than most plans.
+    # Compiled on first use: compiling the whole table takes longer than most plans.
     @cached_property
     def _expert_pattern(self) -> re.Pattern[str]:
         leaf_names = "|".join(re.escape(leaf) for leaf in self.projections.values())
@@ -127,7 +128,7 @@ class Architecture:
         """The role of the tensor called `name`.
 
         Raises:
-            UnsupportedError: no rule explains the name and it speaks of experts.
+            UnsupportedError: the name contains "expert" but matches no pattern.
         """
         if match := self._expert_pattern.fullmatch(name):
             return TensorRole(
@@ -146,10 +147,10 @@ class Architecture:
         if "expert" in name.lower():
             stacks = [] if self.stacked is None else self.stacked.tensors.values()
             raise UnsupportedError(
-                f"{name}: looks like an expert, but no rule of architecture {self.name!r} explains "
-                f"it; experts are expected as {' or '.join([self._experts, *stacks])}. Nothing was "
-                f"converted: {self.mend('`experts` or `stacked`')}; if it is no expert's weight "
-                'and is kept, add roles.NAME = ["PATTERN"] there'
+                f"{name}: looks like an expert, but matches no pattern of architecture "
+                f"{self.name!r}; experts are expected as {' or '.join([self._experts, *stacks])}. "
+                f"Nothing was converted: {self.how_to_fix('`experts` or `stacked`')}; if it is not "
+                'an expert weight, add roles.NAME = ["PATTERN"] there, and it is copied unchanged'
             )
         return TensorRole(role=OTHER)
 
@@ -158,13 +159,13 @@ class Architecture:
         leaf = self.projections[projection]
         return self._experts.format(layer=layer, expert=expert, projection=leaf)
 
-    def is_kept(self, name: str) -> bool:
-        """Whether a rule of its own explains a tensor that stands among those of experts."""
+    def has_role_pattern(self, name: str) -> bool:
+        """Whether a pattern under `roles` matches the name."""
         return any(pattern.fullmatch(name) for _, pattern in self._role_patterns)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Patterns of the names that experts have on disk, in a plain checkpoint."""
+        """Name patterns of the expert tensors in a plain checkpoint."""
         if self.stacked is not None:
             return tuple(self.stacked.tensors.values())
         leaves = (self.projections[p] for p in PROJECTIONS if p in self.projections)
@@ -172,30 +173,30 @@ class Architecture:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that it has patterns for, in order; those that all share come last."""
+        """Roles with patterns, in order; those common to all architectures come last."""
         return tuple(dict.fromkeys(role for role, _ in self._role_patterns))
 
-    def mend(self, key: str) -> str:
-        """What a user does to have `key` of this description otherwise; the end of an error."""
+    def how_to_fix(self, key: str) -> str:
+        """The next step for an error about `key` of this description, for the error's message."""
         if self.origin is not None:
             return f"change {key} in {self.origin}"
         return (
-            f"if the release is right, describe it in a file of yours, with {key} as it has it, "
-            "and name that: --architecture FILE.toml (docs/architectures.md)"
+            f"if the checkpoint is right, describe its architecture, with the right {key}, in a "
+            "file and pass it: --architecture FILE.toml (docs/architectures.md)"
         )
 
     def read_config(self, config: Mapping[str, Any]) -> MoeConfig:
         """The sizes of the expert layers.
 
         Raises:
-            CheckpointError: a key is missing or does not hold what it must.
+            CheckpointError: a key is missing or has an invalid value.
         """
         config = self._section_of(config)
         experts, top_k = self._positive(config, "experts"), self._positive(config, "top_k")
         if top_k > experts:
             raise CheckpointError(
-                f"config.json: {' or '.join(self._keys['top_k'])} is {top_k}, but there are "
-                f"{experts} experts to choose from; correct it"
+                f"config.json: {' or '.join(self._keys['top_k'])} is {top_k}, but there are only "
+                f"{experts} experts; correct config.json"
             )
         layers = self._layer_count(config)
         mtp_layers = self._positive(config, "mtp_layers", default=0)
@@ -215,14 +216,14 @@ class Architecture:
         )
 
     def _section_of(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of config.json that speaks of the language model."""
+        """The part of config.json that describes the language model."""
         if self._section is None:
             return config
         section = _at(config, self._section)
         if not isinstance(section, dict):
             raise CheckpointError(
                 f"config.json: {self._section} is {show(section)}, but architecture {self.name!r} "
-                "keeps its sizes in an object there"
+                "has its sizes in an object there; correct config.json"
             )
         return section
 
@@ -230,11 +231,11 @@ class Architecture:
         name = self._act_fn.get("name") or self._value(config, "activation")
         if name is None:
             name = self._act_fn.get("default")
-        if not isinstance(name, str) or len(name) > _MOST_CHARACTERS:
+        if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH:
             raise CheckpointError(
                 f"config.json: {self._keys['activation'][0]} is {show(name)}, but architecture "
                 f"{self.name!r} needs the name of a function there; "
-                f"{self.mend('`config.activation`')}"
+                f"{self.how_to_fix('`config.activation`')}"
             )
         return ActivationConfig(
             name=self._act_fns.get(name, name),
@@ -276,10 +277,10 @@ class Architecture:
 
     def _positive_number(self, value: Any, where: str, key: str) -> float:
         # No infinity, which JSON cannot spell but Python reads, and no NaN.
-        if type(value) not in (int, float) or not 0 < value < _LARGEST:
+        if type(value) not in (int, float) or not 0 < value < _MAX_SIZE:
             raise CheckpointError(
                 f"config.json: {where} is {show(value)}, but architecture {self.name!r} needs "
-                f"a positive number there; {self.mend(f'`{key}`')}"
+                f"a positive number there; {self.how_to_fix(f'`{key}`')}"
             )
         return float(value)
 
@@ -288,7 +289,7 @@ class Architecture:
         if kinds := self._kinds(config):
             behind, sparse = len(kinds), self._sparse_kinds
             return tuple(n for n in layers if n >= behind or str(kinds[n]) in sparse)
-        # Sets, for a hostile list may be as long as there are layers.
+        # Sets, because a hostile list may have as many entries as there are layers.
         if listed := _layers(config, rule.get("listed")):
             return tuple(layer for layer in layers if layer in listed)
         first = _integer(config, rule.get("first"), default=0, minimum=0)
@@ -307,9 +308,9 @@ class Architecture:
         )
 
     def _kinds(self, config: Mapping[str, Any]) -> Any:
-        """What kind each layer is; () where nothing says so.
+        """The kind of each layer: a list, or a text with one letter per layer; () if not given.
 
-        A list, or, where a kind that is wanted is a letter, a text with a letter for each layer.
+        A text counts only where the kinds of sparse layers are single letters.
         """
         letters = any(len(kind) == 1 for kind in self._sparse_kinds)
         for key in _names(self._sparse.get("kinds")):
@@ -327,11 +328,11 @@ class Architecture:
         return None
 
     def _layer_count(self, config: Mapping[str, Any]) -> int:
-        """How many layers: a number, or as many as something has an entry, or a letter, for."""
+        """The number of layers: an integer, or the length of a list or of a text of letters."""
         value = self._value(config, "layers")
-        # Other text is no row of letters, but a number in quotes.
+        # Any other text, such as a number in quotes, is an error.
         is_text = isinstance(value, str) and value == self._kinds(config)
-        if (is_text or isinstance(value, list)) and 0 < len(value) <= _LARGEST:
+        if (is_text or isinstance(value, list)) and 0 < len(value) <= _MAX_SIZE:
             return len(value)
         return self._positive(config, "layers")
 
@@ -342,17 +343,18 @@ class Architecture:
         if value is None and default is not None:
             return default
         minimum = 1 if default is None else 0
-        if type(value) is not int or not minimum <= value <= _LARGEST:
+        if type(value) is not int or not minimum <= value <= _MAX_SIZE:
             keys = " or ".join(self._keys[quantity])
             raise CheckpointError(
                 f"config.json: {keys} is {show(value)}, but architecture {self.name!r} needs an "
-                f"integer of {minimum} to {_LARGEST} there; {self.mend(f'`config.{quantity}`')}"
+                f"integer from {minimum} to {_MAX_SIZE} there; "
+                f"{self.how_to_fix(f'`config.{quantity}`')}"
             )
         return value
 
 
 def _stack_patterns(stacked: StackedExperts) -> list[tuple[str, str, re.Pattern[str]]]:
-    """Role, stack and pattern of every tensor that holds something of all experts of a layer."""
+    """Role, stack and name pattern of every tensor that stacks all experts of a layer."""
     suffixes = {ROUTED_EXPERTS: ""} | ({EXPERT_BIAS: BIAS} if stacked.biased else {})
     return [
         (role, stack, _compile(pattern + suffix))
@@ -362,7 +364,7 @@ def _stack_patterns(stacked: StackedExperts) -> list[tuple[str, str, re.Pattern[
 
 
 def _compile(pattern: str, **fields: str) -> re.Pattern[str]:
-    """A pattern of the table as a regular expression."""
+    """A name pattern of the table as a regular expression."""
     named = _FIELDS | {f"{{{name}}}": expression for name, expression in fields.items()}
     parts = re.split(r"(\{[^}]*\}|\*)", pattern)
     return re.compile("".join(_translate(part, named) for part in parts))
@@ -379,7 +381,7 @@ def _translate(part: str, named: Mapping[str, str]) -> str:
 
 
 def _disjoint(sets: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
-    """The sets, each without what one before it has; those of one name alone are none."""
+    """The sets, each without members of earlier sets; sets of fewer than two names are dropped."""
     taken: set[str] = set()
     kept = []
     for names in sets:
@@ -391,7 +393,7 @@ def _disjoint(sets: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, dots in which lead into objects; None where there is none."""
+    """The value at a dotted key such as `text_config.hidden_size`; None if it is missing."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -403,21 +405,21 @@ def _names(value: str | list[str] | None) -> list[str]:
 
 
 def _same(key: str, value: Any) -> Any:
-    """What a list with one entry a layer says of all layers; a value that is no list, as it is."""
+    """The common entry of a list with one entry per layer; any other value unchanged."""
     if not isinstance(value, list) or not value:
         return value
     other = next((entry for entry in value if entry != value[0]), None)
     if other is not None:
         raise CheckpointError(
             f"config.json: {key} is {show(value[0])} in one layer and {show(other)} in another, "
-            "but one value for all layers is wanted. Correct config.json if they are one; a model "
-            "where they differ cannot be converted"
+            "but all layers must have the same. Correct config.json if they do; models whose "
+            "layers differ are not supported"
         )
     return value[0]
 
 
 def _layers(config: Mapping[str, Any], key: str | None) -> set[int]:
-    """Indices of layers, a list or a text with commas; none where the key is missing."""
+    """Layer indices, from a list or a comma-separated text; empty if the key is missing."""
     listed = None if key is None else config.get(key)
     if isinstance(listed, str):
         return {int(layer) for layer in listed.split(",") if re.fullmatch(_NUMBER, layer.strip())}

@@ -1,4 +1,4 @@
-"""The experts of a checkpoint, checked to be complete and of the shapes its config promises."""
+"""The experts of a checkpoint, checked for completeness and for the shapes in config.json."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class HasShape(Protocol):
-    """What is known of a tensor from its header."""
+    """A tensor's entry in the header."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents as stored."""
+        """The shape as stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a checkpoint is, read from its config and headers.
+    """A checkpoint's architecture, sizes and tensor roles, from its config.json and headers.
 
     Attributes:
         architecture: the family it belongs to.
         moe: sizes of its expert layers.
-        roles: the role of every tensor; a tensor that stacks experts is not among them, each
-            weight in it is, under the name it has once it is converted.
-        layers: the layers that hold experts, each complete.
-        places: where the weights that are stacked lie, by name, in the order they lie there.
+        roles: the role of every tensor. In place of a stacked tensor there is an entry for each
+            weight in it, under the name that the converted weight gets.
+        layers: the layers with experts, each complete.
+        places: where each stacked weight lies, by name, in storage order.
     """
 
     architecture: Architecture
@@ -50,25 +50,25 @@ def read_model(
     tensors: Mapping[str, HasShape],
     own: Sequence[Architecture] = (),
 ) -> Model:
-    """Say what the tensors of a plain checkpoint are.
+    """Find the role of every tensor of a plain checkpoint, and check its experts.
 
     Args:
-        config: its config.json.
-        tensors: what its headers say.
-        own: architectures that a user's file or a record describes.
+        config: the checkpoint's config.json.
+        tensors: the entries of its headers, by name.
+        own: architectures from a user's file or a record, used instead of the table.
 
     Raises:
-        UnsupportedError: an unknown architecture, an expert that no rule explains, or a stack that
-            fits two orientations of which none is said to be right.
-        CheckpointError: experts are missing, too many, or not of the shapes config.json promises.
+        UnsupportedError: an unknown architecture, an expert that matches no pattern, or a stack
+            that fits two orientations while the description names neither.
+        CheckpointError: experts are missing, unexpected, or not of the shapes in config.json.
     """
     architecture = find_architecture(config, own)
     roles = classify_all(architecture, tensors)
     moe = architecture.read_config(config)
     places: dict[str, Place] = {}
     if architecture.stacked is not None:
-        turned = _check_stacks(architecture, architecture.stacked, moe, roles, tensors)
-        roles, places = _unstack(architecture, architecture.stacked, moe, roles, turned)
+        transposed = _check_stacks(architecture, architecture.stacked, moe, roles, tensors)
+        roles, places = _unstack(architecture, architecture.stacked, moe, roles, transposed)
     layers = check_complete(architecture, moe, roles)
     if architecture.stacked is not None and architecture.stacked.biased:
         _check_biases(architecture, architecture.stacked, moe, layers, roles, tensors)
@@ -83,12 +83,12 @@ def _unstack(
     stacked: StackedExperts,
     moe: MoeConfig,
     roles: Mapping[str, TensorRole],
-    turned: Mapping[str, bool],
+    transposed: Mapping[str, bool],
 ) -> tuple[dict[str, TensorRole], dict[str, Place]]:
-    """Roles with each weight of a stack in its place, and where those weights lie.
+    """Roles with each stack replaced by its weights, and where those weights lie.
 
     Raises:
-        CheckpointError: an expert is there twice, in a stack and on its own.
+        CheckpointError: an expert exists twice, in a stack and as a tensor of its own.
     """
     unstacked: dict[str, TensorRole] = {}
     places: dict[str, Place] = {}
@@ -101,13 +101,13 @@ def _unstack(
             weight = architecture.expert_tensor(role.layer, expert, projection)
             if weight in roles:
                 raise CheckpointError(
-                    f"{weight}: {name} holds this expert too; remove the one that does not belong"
+                    f"{weight}: {name} holds this expert as well; remove one of the two"
                 )
             unstacked[weight] = TensorRole(
                 role=ROUTED_EXPERTS, layer=role.layer, expert=expert, projection=projection
             )
             places[weight] = stacked.place(
-                role.layer, expert, projection, moe, transposed=turned[name]
+                role.layer, expert, projection, moe, transposed=transposed[name]
             )
     return unstacked, places
 
@@ -129,16 +129,16 @@ def _check_stacks(
     roles: Mapping[str, TensorRole],
     tensors: Mapping[str, HasShape],
 ) -> dict[str, bool]:
-    """Refuse stacks of other shapes than config.json has it, in other layers, or not all there.
+    """Check that every stack has the shape and layer that config.json gives, and none is missing.
 
     Returns:
-        Whether each stack lies transposed, by its name.
+        Whether each stack is transposed, by tensor name.
 
     Raises:
         CheckpointError: names the tensor.
         UnsupportedError: as `_is_transposed`.
     """
-    turned: dict[str, bool] = {}
+    transposed: dict[str, bool] = {}
     layers = {*moe.sparse_layers, *moe.optional_layers}
     for name, role in roles.items():
         if role.role != ROUTED_EXPERTS or role.expert is not None:
@@ -148,11 +148,11 @@ def _check_stacks(
         if role.layer not in layers:
             raise _surplus(name, architecture, moe)
         shape = tuple(tensors[name].shape)
-        turned[name] = _is_transposed(architecture, stacked, moe, name, role.projection, shape)
+        transposed[name] = _is_transposed(architecture, stacked, moe, name, role.projection, shape)
         for stack in stacked.tensors:
             if (other := stacked.tensor(role.layer, stack)) not in tensors:
                 raise _missing(other, architecture, moe)
-    return turned
+    return transposed
 
 
 def _is_transposed(
@@ -163,41 +163,41 @@ def _is_transposed(
     stack: str,
     shape: tuple[int, ...],
 ) -> bool:
-    """How a stack lies: as the table says, else as the sizes in config.json leave no other way.
+    """Whether a stack is transposed: as the description says, else as its shape tells.
 
     Raises:
-        CheckpointError: its shape is none that config.json makes it.
-        UnsupportedError: it fits both ways, and the table says neither.
+        CheckpointError: its shape does not fit the sizes in config.json.
+        UnsupportedError: it fits both orientations, and the description names neither.
     """
     shapes = {t: stacked.shape(stack, moe, transposed=t) for t in (False, True)}
     fitting = [t for t, wanted in shapes.items() if shape == wanted]
-    said = stacked.transposed(stack)
-    if said is None:
+    declared = stacked.transposed(stack)
+    if declared is None:
         if len(fitting) == 2:
             raise UnsupportedError(
-                f"{name}: shape {list(shape)} fits two orientations, for by config.json hidden "
-                f"size and rows are the same; no shape tells them apart. Say it: "
-                f"transposed = true, where the model computes x @ w, or false, where it computes "
-                f"x @ w.T, under `stacked` in {architecture.origin}"
+                f"{name}: shape {list(shape)} fits both orientations, [N, K] and [K, N], because "
+                "N equals K in config.json. Set `stacked.transposed` in "
+                f"{architecture.origin}: true if the model computes x @ w, false if it computes "
+                "x @ w.T"
             )
         if fitting:
             return fitting[0]
         raise CheckpointError(
-            f"{name}: shape {list(shape)}, but of all experts of a layer it is "
-            f"{list(shapes[False])} by config.json, or transposed {list(shapes[True])}; "
-            f"{architecture.mend('`stacked` or a key under `config`')}"
+            f"{name}: shape {list(shape)}, but by config.json all experts of a layer are "
+            f"{list(shapes[False])}, or {list(shapes[True])} if transposed; "
+            f"{architecture.how_to_fix('`stacked` or a key under `config`')}"
         )
-    if said not in fitting:
-        other = "" if not fitting else f", and not {_WAYS[not said]}"
+    if declared not in fitting:
+        found = f" (that is {_ORIENTATION[not declared]})" if fitting else ""
         raise CheckpointError(
-            f"{name}: shape {list(shape)}, but of all experts of a layer it is "
-            f"{list(shapes[said])} by config.json, {_WAYS[said]}{other}; fetch the checkpoint "
-            f"again, or {architecture.mend('`stacked.transposed` or a key under `config`')}"
+            f"{name}: shape {list(shape)}{found}, but by config.json all experts of a layer are "
+            f"{list(shapes[declared])} ({_ORIENTATION[declared]}); fetch the checkpoint again, or "
+            f"{architecture.how_to_fix('`stacked.transposed` or a key under `config`')}"
         )
-    return said
+    return declared
 
 
-_WAYS = {True: "transposed, [K, N]", False: "as [N, K]"}
+_ORIENTATION = {True: "transposed, [K, N]", False: "[N, K]"}
 
 
 def _check_biases(
@@ -208,7 +208,7 @@ def _check_biases(
     roles: Mapping[str, TensorRole],
     tensors: Mapping[str, HasShape],
 ) -> None:
-    """Refuse biases of other shapes or layers than those of the experts, and layers without.
+    """Check that every layer with experts has biases of the right shape, and no other layer has.
 
     Raises:
         CheckpointError: names the tensor.
@@ -230,8 +230,8 @@ def _check_biases(
 def _check_shape_of_all(name: str, info: HasShape, wanted: tuple[int, ...]) -> None:
     if tuple(info.shape) != wanted:
         raise CheckpointError(
-            f"{name}: shape {list(info.shape)}, but of all experts of a layer it is "
-            f"{list(wanted)} by config.json"
+            f"{name}: shape {list(info.shape)}, but by config.json the biases of all experts of a "
+            f"layer are {list(wanted)}; fetch the checkpoint again"
         )
 
 
@@ -247,19 +247,19 @@ def classify_all(architecture: Architecture, names: Mapping[str, object]) -> dic
 def check_complete(
     architecture: Architecture, moe: MoeConfig, roles: Mapping[str, TensorRole]
 ) -> tuple[int, ...]:
-    """The layers that hold experts, in order; each holds exactly the experts config.json says.
+    """The layers with experts, in order, each checked to hold the experts that config.json says.
 
-    `roles` has every expert on its own, those of a stack too.
+    `roles` has an entry for every single expert weight, also for stacked ones.
 
     Raises:
-        CheckpointError: an expert weight is missing, is one too many, or stands in a dense layer.
+        CheckpointError: an expert weight is missing or unexpected, or lies in a dense layer.
     """
     present = {r.layer for r in roles.values() if r.role == ROUTED_EXPERTS}
     optional = tuple(layer for layer in moe.optional_layers if layer in present)
     layers = moe.sparse_layers + optional
     experts = {n: role for n, role in roles.items() if role.role == ROUTED_EXPERTS}
     found = {(role.layer, role.expert, role.projection) for role in experts.values()}
-    # Lazily, for config.json may promise more experts than memory can name.
+    # A generator, because config.json may claim more experts than fit in memory.
     expected = (
         (layer, expert, projection)
         for layer in layers
@@ -277,7 +277,9 @@ def check_complete(
         surplus = (n for n, r in experts.items() if not _belongs(r, layers, moe))
         raise _surplus(next(surplus), architecture, moe)
     if not layers:
-        raise CheckpointError("config.json: no layer of this checkpoint holds experts")
+        raise CheckpointError(
+            "config.json: no layer has experts; moequant converts mixture-of-experts checkpoints"
+        )
     return layers
 
 
@@ -287,21 +289,21 @@ def _belongs(role: TensorRole, layers: tuple[int, ...], moe: MoeConfig) -> bool:
 
 def _missing(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
     return CheckpointError(
-        f"{name}: missing; {_promise(moe)}. Fetch the checkpoint again, or correct its "
-        f"config.json; or, where the release calls it otherwise, "
-        f"{architecture.mend('`experts` or `stacked`')}"
+        f"{name}: missing; {_expected_experts(moe)}. Fetch the checkpoint again, or correct its "
+        "config.json; if the tensor has another name there, "
+        f"{architecture.how_to_fix('`experts` or `stacked`')}"
     )
 
 
 def _surplus(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
     return CheckpointError(
-        f"{name}: not expected; {_promise(moe)}. Fetch the checkpoint again, or correct its "
-        f"config.json; or, where the release counts otherwise, "
-        f"{architecture.mend('`config.experts` or `sparse`')}"
+        f"{name}: not expected; {_expected_experts(moe)}. Fetch the checkpoint again, or correct "
+        "its config.json; if the count is read from the wrong key, "
+        f"{architecture.how_to_fix('`config.experts` or `sparse`')}"
     )
 
 
-def _promise(moe: MoeConfig) -> str:
+def _expected_experts(moe: MoeConfig) -> str:
     return (
         f"config.json says {moe.experts} experts in {len(moe.sparse_layers)} of {moe.layers} layers"
     )
@@ -313,7 +315,7 @@ def check_shapes(
     roles: Mapping[str, TensorRole],
     tensors: Mapping[str, HasShape],
 ) -> None:
-    """Refuse an expert weight that is not [N, K] as config.json has it.
+    """Check that every expert weight has the shape [N, K] that config.json gives.
 
     Raises:
         CheckpointError: names the tensor, the shape found and the shape wanted.
@@ -325,7 +327,7 @@ def check_shapes(
         wanted = moe.shape(role.projection)
         if tuple(info.shape) != wanted:
             raise CheckpointError(
-                f"{name}: shape {list(info.shape)}, but a {role.projection} projection is "
-                f"{list(wanted)} by config.json; fetch the checkpoint again, or "
-                f"{architecture.mend('`projections` or a key under `config`')}"
+                f"{name}: shape {list(info.shape)}, but by config.json a {role.projection} "
+                f"projection is {list(wanted)}; fetch the checkpoint again, or "
+                f"{architecture.how_to_fix('`projections` or a key under `config`')}"
             )

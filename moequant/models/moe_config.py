@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROJECTIONS = ("gate", "up", "down")
-"""Of an expert, in this order; the first only where it is gated."""
+"""The projections of an expert, in this order; `gate` exists only in gated experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +31,13 @@ class MoeConfig:
     """The sizes of a checkpoint's expert layers, from its config.json.
 
     Attributes:
-        experts: routed experts a layer (E).
-        top_k: experts a token is sent to (T).
+        experts: routed experts per layer (E).
+        top_k: experts per token (T).
         hidden: hidden size (H); gate and up are [I, H], down is [H, I].
         intermediate: intermediate size of one expert (I).
-        layers: layers without multi-token-prediction layers.
-        sparse_layers: indices of the layers that hold experts.
-        optional_layers: further layers that may hold experts and may be absent (MTP).
+        layers: number of layers, without multi-token-prediction (MTP) layers.
+        sparse_layers: indices of the layers with experts.
+        optional_layers: MTP layers with experts, which a checkpoint may omit.
         act_fn: the function between the GEMMs, of all layers but the next.
         limited: layers with experts that clamp, each with its function, in order; most models have
             none.
@@ -64,7 +64,7 @@ class MoeConfig:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """What an expert has: gate, up and down, or up and down."""
+        """The projections of an expert: gate, up and down, or up and down."""
         return PROJECTIONS if self.act_fn.gated else PROJECTIONS[1:]
 
     def shape(self, projection: str) -> tuple[int, int]:

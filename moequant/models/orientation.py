@@ -1,7 +1,7 @@
-"""How the numbers of a tensor lie, in words: for people, and for what reads `moequant inspect`.
+"""The orientation of a tensor in words, such as [E, K, N], for `moequant inspect`.
 
-N are rows, the outputs of a linear layer, K its columns; E is the experts of a layer. A product in
-brackets is one dimension: [E*N, K] are the experts one below the other.
+N is the output rows of a linear layer, K its input columns, E the experts of a layer. A product is
+one dimension: [E*N, K] holds the experts one below the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moequant.models.stacked import StackedExperts
 
 _LINEAR_ROLES = (*CONVERTIBLE_ROLES, "router", "lm_head")
-_WAYS = {False: ("N", "K"), True: ("K", "N")}
+_DIMENSIONS = {False: ("N", "K"), True: ("K", "N")}
 
 
 def orientation(
@@ -31,14 +31,14 @@ def orientation(
     *,
     converted: bool = False,
 ) -> str | None:
-    """How a tensor lies; None for what is no linear layer's.
+    """The orientation of a tensor; None if it does not belong to a linear layer.
 
     Args:
-        architecture: what it is of.
-        moe: its sizes.
-        role: the tensor's.
-        shape: its extents, which decide where the table leaves it open.
-        converted: whether it is a part of a converted weight; those are never transposed.
+        architecture: the checkpoint's architecture.
+        moe: the checkpoint's sizes.
+        role: the tensor's role.
+        shape: the tensor's shape, which decides where the description does not.
+        converted: whether it is part of a converted weight; those are never transposed.
     """
     stacked = architecture.stacked
     if stacked is not None and role.projection is not None and role.expert is None:
@@ -46,32 +46,32 @@ def orientation(
         if role.role == EXPERT_BIAS:
             return f"[E, N]{order}"
         if role.role == ROUTED_EXPERTS:
-            ways = [False] if converted else _ways(stacked, moe, role.projection, shape)
+            possible = [False] if converted else _possible(stacked, moe, role.projection, shape)
             flat = stacked.flat and not converted
-            return " or ".join(_dimensions(turned, flat) for turned in ways) + order
+            return " or ".join(_dimensions(transposed, flat) for transposed in possible) + order
     if role.role in _LINEAR_ROLES and (converted or len(shape) == 2):
         return "[N, K]"
     return None
 
 
-def _ways(
+def _possible(
     stacked: StackedExperts, moe: MoeConfig, stack: str, shape: tuple[int, ...]
 ) -> list[bool]:
-    """Whether it is transposed; both where nothing tells."""
-    said = stacked.transposed(stack)
-    if said is not None:
-        return [said]
-    ways = [t for t in (False, True) if stacked.shape(stack, moe, transposed=t) == shape]
-    return ways or [False, True]
+    """Whether the stack is transposed; both answers if neither table nor shape decides."""
+    declared = stacked.transposed(stack)
+    if declared is not None:
+        return [declared]
+    fitting = [t for t in (False, True) if stacked.shape(stack, moe, transposed=t) == shape]
+    return fitting or [False, True]
 
 
-def _dimensions(turned: bool, flat: bool) -> str:
-    rows, columns = _WAYS[turned]
+def _dimensions(transposed: bool, flat: bool) -> str:
+    rows, columns = _DIMENSIONS[transposed]
     return f"[E*{rows}, {columns}]" if flat else f"[E, {rows}, {columns}]"
 
 
 def _order(stacked: StackedExperts, stack: str) -> str:
-    """How the rows of gate and of up stand, where they share a tensor."""
+    """The order of gate and up rows where they share a tensor."""
     if stack != "gate_up":
         return ""
-    return ", N: gate and up in turns" if stacked.interleaved else ", N: gate, then up"
+    return ", N: gate and up interleaved" if stacked.interleaved else ", N: gate, then up"

@@ -1,11 +1,11 @@
-"""Experts of a layer stacked in one tensor: which expert, rows and orientation are whose.
+"""Where each expert's weight lies in a tensor that stacks all experts of a layer.
 
 `gate_up` is [E, 2I, H] or, transposed, [E, H, 2I]; `down` is [E, H, I] or, transposed, [E, I, H].
-Where `gate` and `up` have a tensor each, it is [E, I, H] or, transposed, [E, H, I]. Flat, the first
-two dimensions are one: [E * I, H].
-The rows of gate and up are interleaved (gate 0, up 0, gate 1, ...) or gate's come first. Nothing is
-told from shapes, for `down` fits either way where H = I: the architecture table says it. Where a
-user's does not, the sizes in config.json decide, and what they leave open is refused.
+Where `gate` and `up` have a tensor each, it is [E, I, H] or, transposed, [E, H, I]. A flat stack
+merges the first two dimensions: [E * I, H].
+The rows of gate and up are interleaved (gate 0, up 0, gate 1, ...), or all gate rows come first.
+The architecture table gives the orientation, because shapes cannot: `down` fits both if H = I. If a
+user's description omits it, the sizes in config.json decide, and an ambiguous shape is refused.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from moequant.models.moe_config import MoeConfig
 
 BIAS = "_bias"
-"""What the biases of a stack are called, after its name."""
+"""Suffix of the name of a stack's biases."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the values of one weight, or of one part of it, lie.
+    """Where one weight, or one part of it, lies in a tensor.
 
     Attributes:
         tensor: name of the tensor on disk.
-        expert: index in its first dimension; None where the tensor is this weight's alone.
-        rows: of the rows [N, ...] found there, those that are this weight's; None for all.
-        transposed: whether [K, N] lies there.
-        height: extent of each expert in the tensor's first dimension, where experts have no
-            dimension of their own: `expert` counts in steps of it.
-        extents: what the tensor's first dimensions must be, where that was not checked before.
+        expert: index in its first dimension; None if the tensor holds only this weight.
+        rows: which of the rows [N, ...] there belong to this weight; None for all.
+        transposed: whether it is stored as [K, N].
+        height: size of one expert along the first dimension of a flat stack, where expert e
+            begins at e * height; None if experts have a dimension of their own.
+        extents: the sizes that the tensor's first dimensions must have, if not yet checked.
     """
 
     tensor: str
@@ -50,14 +50,14 @@ class StackedExperts:
     def __init__(self, table: Mapping[str, Any]) -> None:
         stacks = ("gate_up", "gate", "up", "down")
         self.tensors: dict[str, str] = {k: table[k] for k in stacks if k in table}
-        """Pattern of the name, with {layer}, by what is stacked."""
+        """Name pattern, with {layer}, of each stack: gate_up, gate, up and down."""
         self._transposed: bool | list[str] | None = table.get("transposed")
         self.interleaved: bool = bool(table.get("interleaved"))
         self.biased: bool = table.get("biased", False)
         self.flat: bool = table.get("flat", False)
 
     def transposed(self, stack: str) -> bool | None:
-        """Whether one of `tensors` is [E, K, N]; None where nobody says so."""
+        """Whether a stack is [E, K, N]; None if the description does not say."""
         if isinstance(self._transposed, list):
             return stack in self._transposed
         return self._transposed
@@ -75,7 +75,7 @@ class StackedExperts:
         return self.tensor(layer, projection) + BIAS
 
     def rows(self, projection: str, intermediate: int) -> range | None:
-        """Which rows of what is stacked are those of gate, up or down; None for all."""
+        """Which rows of its stack belong to gate, up or down; None for all."""
         if projection in self.tensors:
             return None
         first = 0 if projection == "gate" else 1
@@ -86,7 +86,7 @@ class StackedExperts:
     def place(
         self, layer: int, expert: int, projection: str, moe: MoeConfig, *, transposed: bool
     ) -> Place:
-        """Where a plain checkpoint holds one expert's weight."""
+        """Where one expert's weight lies in a plain checkpoint."""
         stack = self.stack_of(projection)
         return Place(
             tensor=self.tensor(layer, projection),
@@ -97,17 +97,17 @@ class StackedExperts:
         )
 
     def shape(self, stack: str, moe: MoeConfig, *, transposed: bool) -> tuple[int, ...]:
-        """[E, ...] of one of `tensors` in a plain checkpoint; flat, [E * ..., ...]."""
+        """Shape of a stack in a plain checkpoint: [E, ...], or [E * ..., ...] if flat."""
         rows, columns = self._of_one(stack, moe, transposed)
         return (moe.experts * rows, columns) if self.flat else (moe.experts, rows, columns)
 
     def _of_one(self, stack: str, moe: MoeConfig, transposed: bool) -> tuple[int, int]:
-        """What one expert has of a stack, as it lies."""
+        """Shape of one expert in a stack, as stored."""
         N, K = moe.shape("gate" if stack == "gate_up" else stack)
         N = 2 * N if stack == "gate_up" else N
         return (K, N) if transposed else (N, K)
 
     def bias_shape(self, stack: str, moe: MoeConfig) -> tuple[int, int]:
-        """[E, N] of the biases of one of `tensors`."""
+        """Shape [E, N] of a stack's biases."""
         N, _ = self._of_one(stack, moe, transposed=False)
         return moe.experts, N

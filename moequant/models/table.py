@@ -1,8 +1,7 @@
-"""The table of architectures that comes with moequant, and files of users in the same schema.
+"""moequant's own table of architectures, and users' files in the same schema.
 
-A file adds what the table has not, or says otherwise of what it has: of a checkpoint whose
-`model_type` it names, it alone is asked. What was used goes into moequant.json whole, so that who
-reads the result needs the file no more.
+A user's file replaces the table for the conversion it is passed to. The description that was used
+is recorded in moequant.json, so that reading the output does not need the file.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 FLAG = "--architecture FILE.toml (docs/architectures.md)"
-"""How a user adds what the table has not."""
+"""The option by which a user describes an architecture, for error messages."""
 
 _OWN_ROLES = (ROUTED_EXPERTS, EXPERT_BIAS, OTHER)
-_MOST_STARS = 2
-"""In one pattern: each doubles the ways to match a name, and files may be hostile."""
+_MAX_STARS = 2
+"""Limit per pattern, because backtracking grows with every * and files may be hostile."""
 
 
 def _named(pattern: str, wanted: tuple[str, ...]) -> str:
     fields = re.findall(r"\{[^{}]*\}", pattern)
     if sorted(fields) != sorted(f"{{{field}}}" for field in wanted) or "*" in pattern:
         listed = " and ".join(f"{{{field}}}" for field in wanted)
-        raise ValueError(f"{pattern!r} needs {listed}, each once, and no other braces and no *")
+        raise ValueError(f"{pattern!r} needs {listed} exactly once each, no other braces and no *")
     return pattern
 
 
 def _expert_pattern(pattern: str) -> str:
     _named(pattern, ("layer", "expert", "projection"))
     if not pattern.endswith(".weight"):
-        raise ValueError(f"{pattern!r} does not end in .weight, as the name of a linear layer does")
+        raise ValueError(f"{pattern!r} must end in .weight, as linear layers' names do")
     return pattern
 
 
@@ -60,13 +59,13 @@ def _stack_pattern(pattern: str) -> str:
 
 
 def _role_pattern(pattern: str) -> str:
-    if not pattern or pattern.count("*") > _MOST_STARS:
-        raise ValueError(f"{pattern!r} is empty, or has more than {_MOST_STARS} *")
+    if not pattern or pattern.count("*") > _MAX_STARS:
+        raise ValueError(f"{pattern!r} is empty, or has more than {_MAX_STARS} *")
     if pattern.count("{layer}") > 1 or pattern.count("{expert}") > 1:
-        raise ValueError(f"{pattern!r}: {{layer}} and {{expert}} stand once")
+        raise ValueError(f"{pattern!r}: {{layer}} and {{expert}} may appear only once")
     rest = re.sub(r"\{(layer|expert|[^{}|]+(\|[^{}|]+)+)\}", "", pattern)
     if "{" in rest or "}" in rest:
-        raise ValueError(f"{pattern!r}: braces hold layer, expert, or names between |")
+        raise ValueError(f"{pattern!r}: braces must contain layer, expert, or names separated by |")
     return pattern
 
 
@@ -76,7 +75,7 @@ class _Strict(BaseModel):
 
 def _role_name(name: str) -> str:
     if name in _OWN_ROLES:
-        raise ValueError(f"role {name!r} is not given by a pattern: `experts` and `stacked` say it")
+        raise ValueError(f"role {name!r} has no patterns of its own: use `experts` and `stacked`")
     return name
 
 
@@ -110,7 +109,7 @@ class _ActFn(_Strict):
     @model_validator(mode="after")
     def _check(self) -> _ActFn:
         if (self.limits is None) != (self.limited is None):
-            raise ValueError("limits and limited go together")
+            raise ValueError("give both limits and limited, or neither")
         return self
 
 
@@ -127,17 +126,17 @@ class _Stacked(_Strict):
     @model_validator(mode="after")
     def _check(self) -> _Stacked:
         if (self.gate_up is None) == (self.up is None):
-            raise ValueError("name gate_up, or up (and gate), besides down")
+            raise ValueError("besides down, give either gate_up, or up (and gate)")
         if self.gate_up is not None and self.interleaved is None:
             raise ValueError(
-                "gate_up wants interleaved = true, where the rows of gate and up take turns, or "
-                "false, where gate's come first: no shape tells, the model's forward does"
+                "gate_up needs interleaved = true if the rows of gate and up alternate, or false "
+                "if all gate rows come first; see the model's forward, the shape does not tell"
             )
-        turned = self.transposed if isinstance(self.transposed, list) else []
-        if stray := [stack for stack in turned if getattr(self, stack) is None]:
-            raise ValueError(f"transposed names {stray[0]}, but no tensor is called so here")
+        transposed = self.transposed if isinstance(self.transposed, list) else []
+        if unknown := [stack for stack in transposed if getattr(self, stack) is None]:
+            raise ValueError(f"transposed names {unknown[0]}, but no such stack is given")
         if self.flat and self.biased:
-            raise ValueError("flat and biased together are nothing that is read")
+            raise ValueError("flat and biased together are not supported")
         return self
 
 
@@ -174,19 +173,19 @@ class _Entry(_Strict):
     @model_validator(mode="after")
     def _check(self) -> _Entry:
         if not {"up", "down"} <= self.projections.keys():
-            raise ValueError("projections names up and down, and gate where experts have one")
+            raise ValueError("projections needs up and down, and gate if experts are gated")
         if len(set(self.projections.values())) != len(self.projections):
-            raise ValueError("projections gives one name to two of them")
+            raise ValueError("projections gives two projections the same name")
         missing = {"experts", "top_k", "intermediate"} - self.config.keys()
         if missing:
             raise ValueError(f"config has no {', '.join(sorted(missing))}")
         if self.stacked is not None:
-            # A dialect that stacks has to know how, before it sees a tensor.
+            # A dialect that stacks experts needs their orientation before it sees a tensor.
             if self.dialects is not None and self.stacked.transposed is None:
-                raise ValueError("with dialects, stacked wants transposed = true or false")
+                raise ValueError("with dialects, stacked needs transposed = true or false")
             stacks_gate = self.stacked.gate_up is not None or self.stacked.gate is not None
             if stacks_gate != ("gate" in self.projections):
-                raise ValueError("stacked and projections disagree on whether there is a gate")
+                raise ValueError("only one of stacked and projections has a gate")
         return self
 
 
@@ -201,7 +200,7 @@ def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
     """The architectures of a user's file, in the schema of architectures.toml.
 
     Raises:
-        ArchitectureError: not to be read, not TOML, or not the schema; names the place in it.
+        ArchitectureError: the file is unreadable, not TOML, or against the schema; names the key.
     """
     path = Path(file)
     try:
@@ -209,7 +208,7 @@ def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ArchitectureError(
-            f"{path}: {reason}; an architecture is described in a TOML file: docs/architectures.md"
+            f"{path}: {reason}; describe the architecture in a TOML file: docs/architectures.md"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ArchitectureError(f"{path}: not TOML: {error}") from None
@@ -217,10 +216,10 @@ def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
 
 
 def recorded_architecture(definition: object, origin: str) -> Architecture:
-    """The architecture that a record holds, which errors call `origin`.
+    """The architecture recorded in a moequant.json, which error messages call `origin`.
 
     Raises:
-        ArchitectureError: it is not one; names the place in it.
+        ArchitectureError: the record is against the schema; names the key.
     """
     (architecture,) = _architectures_of({"architecture": [definition]}, origin)
     return architecture
@@ -230,14 +229,14 @@ def find_architecture(config: Mapping[str, Any], own: Sequence[Architecture] = (
     """The architecture of a checkpoint with this config.json.
 
     Args:
-        config: it.
-        own: what a user's file or a record describes; then the table is not asked.
+        config: the parsed config.json.
+        own: architectures from a user's file or a record, used instead of the table.
 
     Raises:
-        UnsupportedError: `model_type` is missing or not described; says by whom it could be.
+        UnsupportedError: `model_type` is missing or not described.
     """
     model_type = config.get("model_type")
-    for architecture in own or _that_may_be(model_type):
+    for architecture in own or _candidates(model_type):
         if model_type in architecture.model_types:
             return architecture
     known = ", ".join(sorted(t for a in own or architectures() for t in a.model_types))
@@ -247,8 +246,8 @@ def find_architecture(config: Mapping[str, Any], own: Sequence[Architecture] = (
             f"describes {known}; add it to model_types there, or add an [[architecture]]"
         )
     raise UnsupportedError(
-        f"config.json: model_type {show(model_type)} is not in the architecture table; known are "
-        f"{known}. Describe it in a file and name that: {FLAG}"
+        f"config.json: model_type {show(model_type)} is not in the architecture table, which has "
+        f"{known}. Describe the architecture in a file and pass it: {FLAG}"
     )
 
 
@@ -258,8 +257,8 @@ def architectures() -> tuple[Architecture, ...]:
     return tuple(_entry(text) for text in _texts()[1:])
 
 
-def _that_may_be(model_type: object) -> Iterable[Architecture]:
-    """Those of the table whose text has this word: to read them all takes ten times as long."""
+def _candidates(model_type: object) -> Iterable[Architecture]:
+    """Entries whose text contains the model_type; parsing all entries takes ten times longer."""
     return (_entry(text) for text in _texts()[1:] if f'"{model_type}"' in text)
 
 
@@ -279,14 +278,14 @@ def _head() -> dict[str, Any]:
 
 @cache
 def _texts() -> list[str]:
-    """The table in pieces: its head, and what stands under each [[architecture]]."""
+    """The text of the table, split into its head and the entries under [[architecture]]."""
     data = get_data(__name__, "architectures.toml")
     assert data is not None
     return data.decode().split("\n[[architecture]]\n")
 
 
 def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Architecture, ...]:
-    """What a file in our schema describes, each complete in itself."""
+    """The architectures of a document in our schema, each with the document's head merged in."""
     try:
         file = _File.model_validate(document)
     except ValidationError as error:
@@ -312,7 +311,7 @@ def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Archite
 
 
 def _whole(entry: dict[str, Any], file: _File) -> dict[str, Any]:
-    """An entry with what stands at the head of its file."""
+    """An entry with the settings at the head of its file merged in."""
     roles = {role: list(patterns) for role, patterns in entry.get("roles", {}).items()}
     for role, patterns in file.common.items():
         roles.setdefault(role, []).extend(patterns)
@@ -337,7 +336,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _place(location: Iterable[int | str]) -> str:
-    """Where in the file; entries of a list are counted from one."""
+    """The dotted key of an error's location; list entries are counted from one."""
     text = ""
     for part in location:
         text += f" {part + 1}" if isinstance(part, int) else f".{part}"

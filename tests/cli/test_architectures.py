@@ -54,7 +54,7 @@ def test_how_experts_lie_is_said(rows):
     layouts = {row["name"]: row["layout"] for row in rows}
     assert layouts["qwen3_moe"] == "one by one"
     assert layouts["nemotron_h"] == "one by one, no gate"
-    assert layouts["gpt_oss"] == "stacked, transposed, gate and up in turns, biases"
+    assert layouts["gpt_oss"] == "stacked, transposed, gate and up interleaved, biases"
     assert layouts["dbrx"] == "one below the other, gate and up apart, down transposed"
 
 

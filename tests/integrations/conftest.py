@@ -173,7 +173,7 @@ def decoded(sources, converted):
                 for p in ("gate", "up", "down")
             )
             experts = model.model.layers[layer].mlp.experts
-            if name == "gpt_oss":  # [E, H, 2I], gate and up in turns, and [E, I, H]
+            if name == "gpt_oss":  # [E, H, 2I], gate and up interleaved, and [E, I, H]
                 gate_up = torch.stack([gate, up], dim=2).flatten(1, 2).transpose(1, 2)
                 down = down.transpose(1, 2)
             else:

@@ -198,23 +198,23 @@ def test_a_file_that_is_of_another_model_says_what_to_add_to_it(own):
         find_architecture({"model_type": "other"}, own())
 
 
-def test_a_renamed_tensor_is_told_where_its_rule_goes(own):
+def test_an_unknown_expert_name_is_refused_with_the_key_to_change(own):
     renamed = singles(lin_g="gate")
     with pytest.raises(
         UnsupportedError,
         match=r"0.gate.weight: looks like an expert.*change `experts` or `stacked` in .*mine.toml; "
-        r"if it is no expert's weight and is kept, add roles.NAME",
+        r"if it is not an expert weight, add roles.NAME",
     ):
         read_model(CONFIG, renamed, own())
 
 
-def test_without_a_file_a_renamed_tensor_is_told_of_one():
+def test_an_unknown_expert_name_without_a_file_names_the_option():
     name = "model.layers.0.mlp.experts.0.gate.weight"
     with pytest.raises(UnsupportedError, match=r"looks like an expert.*--architecture FILE.toml"):
         find_architecture({"model_type": "qwen3_moe"}).classify(name)
 
 
-def test_an_expert_more_than_config_json_says_is_told_where_the_count_is_read(own):
+def test_an_unexpected_expert_names_the_key_of_the_count(own):
     with pytest.raises(
         CheckpointError,
         match=r"experts.2.lin_g.weight: not expected; config.json says 2 experts in 1 of 1 layers.*"
@@ -223,7 +223,7 @@ def test_an_expert_more_than_config_json_says_is_told_where_the_count_is_read(ow
         read_model(CONFIG, singles(experts=(0, 1, 2)), own())
 
 
-def test_a_size_that_config_json_does_not_have_is_told_where_its_keys_are(own):
+def test_a_missing_size_names_its_keys(own):
     with pytest.raises(
         CheckpointError,
         match=r"moe.count is None, but .* needs an integer.*change `config.experts` in .*mine.toml",
@@ -231,7 +231,7 @@ def test_a_size_that_config_json_does_not_have_is_told_where_its_keys_are(own):
         read_model({**CONFIG, "moe": {"active": 1, "width": 6}}, singles(), own())
 
 
-def test_an_expert_less_than_config_json_says_is_told_where_names_are_read(own):
+def test_a_missing_expert_names_the_key_of_the_names(own):
     with pytest.raises(
         CheckpointError,
         match=r"experts.1.lin_g.weight: missing; config.json says 2 .*change `experts` or `stacked`"
@@ -251,14 +251,14 @@ def stacks(gate_up, down):
     ("gate_up", "down", "turned"),
     [((2, 12, 8), (2, 8, 6), False), ((2, 8, 12), (2, 6, 8), True)],
 )
-def test_sizes_in_config_json_decide_how_a_stack_lies_where_the_file_does_not(
+def test_sizes_in_config_json_decide_the_orientation_if_the_file_does_not(
     own, gate_up, down, turned
 ):
     model = read_model(CONFIG, stacks(gate_up, down), own(FILE + STACKED))
     assert {place.transposed for place in model.places.values()} == {turned}
 
 
-def test_each_stack_may_lie_its_own_way(own):
+def test_each_stack_may_have_its_own_orientation(own):
     model = read_model(CONFIG, stacks((2, 12, 8), (2, 6, 8)), own(FILE + STACKED))
     assert model.places["net.0.ffn.experts.1.lin_d.weight"].transposed
     assert not model.places["net.0.ffn.experts.1.lin_u.weight"].transposed
@@ -272,7 +272,7 @@ def test_a_shape_that_fits_two_orientations_is_refused_until_the_file_says_which
     named = "w_out" if width == 8 else "w_in"
     with pytest.raises(
         UnsupportedError,
-        match=rf"{named}: shape \[2, 8, 8\] fits two orientations.*transposed = true.*mine.toml",
+        match=rf"{named}: shape \[2, 8, 8\] fits both orientations.*transposed.*mine.toml: true",
     ):
         read_model(config, headers, own(FILE + STACKED))
     model = read_model(config, headers, own(FILE + STACKED + "transposed = false\n"))
@@ -286,14 +286,14 @@ def test_a_shape_that_fits_two_orientations_is_refused_until_the_file_says_which
 @pytest.mark.parametrize(
     ("said", "gate_up", "message"),
     [
-        ("", (2, 9, 8), r"shape \[2, 9, 8\], but .* \[2, 12, 8\] by config.json, or transposed"),
-        ("transposed = true\n", (2, 12, 8), r"\[2, 8, 12\] by .* and not as \[N, K\]; .*mine.toml"),
-        ("transposed = false\n", (2, 8, 12), r"\[2, 12, 8\] by .* and not transposed, \[K, N\];"),
-        ("transposed = ['down']\n", (2, 8, 12), r"\[2, 12, 8\] by .* and not transposed"),
-        ("", (3, 12, 8), r"shape \[3, 12, 8\], but of all experts of a layer it is \[2, 12, 8\]"),
+        ("", (2, 9, 8), r"shape \[2, 9, 8\], but .* \[2, 12, 8\], or .* if transposed"),
+        ("transposed = true\n", (2, 12, 8), r"is \[N, K\]\), but .* \[2, 8, 12\] .*mine.toml"),
+        ("transposed = false\n", (2, 8, 12), r"transposed, \[K, N\]\), but .* \[2, 12, 8\]"),
+        ("transposed = ['down']\n", (2, 8, 12), r"transposed, \[K, N\]\), but .* \[2, 12, 8\]"),
+        ("", (3, 12, 8), r"shape \[3, 12, 8\], but by config.json .* are \[2, 12, 8\]"),
     ],
 )
-def test_a_stack_of_another_shape_is_told_what_would_fit(own, said, gate_up, message):
+def test_a_stack_of_another_shape_names_the_shape_wanted(own, said, gate_up, message):
     with pytest.raises(CheckpointError, match=message):
         read_model(CONFIG, stacks(gate_up, (2, 8, 6)), own(FILE + STACKED + said))
 
@@ -328,7 +328,7 @@ def test_experts_may_have_no_gate(own):
         (STACKED, (2, 12, 8), "[E, N, K], N: gate, then up"),
         (STACKED, (2, 8, 12), "[E, K, N], N: gate, then up"),
         (STACKED, (2, 9, 9), "[E, N, K] or [E, K, N], N: gate, then up"),
-        (STACKED.replace("false", "true"), (2, 12, 8), "[E, N, K], N: gate and up in turns"),
+        (STACKED.replace("false", "true"), (2, 12, 8), "[E, N, K], N: gate and up interleaved"),
         (STACKED + "flat = true\n", (24, 8), "[E*N, K], N: gate, then up"),
     ],
 )
@@ -374,33 +374,33 @@ def test_the_entry_that_is_changed_below_is_right():
         ("model_types", [], "architecture 1.model_types: "),
         ("model_types", "my_moe", "architecture 1.model_types: "),
         ("experts", "l.{layer}.{projection}.weight", r"needs \{layer\} and \{expert\} and"),
-        ("experts", "l.{layer}.{expert}.{projection}", "does not end in .weight"),
+        ("experts", "l.{layer}.{expert}.{projection}", "must end in .weight"),
         ("experts", "l.{layer}.*.{expert}.{projection}.weight", r"no \*"),
-        ("projections/up", None, "projections names up and down"),
-        ("projections/up", "w1", "one name to two"),
-        ("projections/gate", None, "disagree on whether there is a gate"),
+        ("projections/up", None, "projections needs up and down"),
+        ("projections/up", "w1", "two projections the same name"),
+        ("projections/gate", None, "only one of stacked and projections has a gate"),
         ("config/top_k", None, "config has no top_k"),
         ("config/width", ["i"], "architecture 1.config.width"),
-        ("stacked/interleaved", None, "interleaved = true, where the rows"),
-        ("stacked/gate_up", None, "name gate_up, or up"),
-        ("stacked/up", "l.{layer}.u", "name gate_up, or up"),
-        ("dialects", ["gpt-oss"], "with dialects, stacked wants transposed"),
+        ("stacked/interleaved", None, "interleaved = true if the rows"),
+        ("stacked/gate_up", None, "give either gate_up, or up"),
+        ("stacked/up", "l.{layer}.u", "give either gate_up, or up"),
+        ("dialects", ["gpt-oss"], "with dialects, stacked needs transposed"),
         ("stacked/down", "l.d", r"needs \{layer\}"),
         ("stacked/transposed", "yes", "architecture 1.stacked.transposed"),
         ("stacked/biased", 1, "architecture 1.stacked.biased"),
-        ("stacked/transposed", ["gate"], "transposed names gate, but no tensor"),
+        ("stacked/transposed", ["gate"], "transposed names gate, but no such stack"),
         ("sparse", {"offset": "1"}, "architecture 1.sparse.offset"),
-        ("act_fn", {"limits": "x"}, "limits and limited go together"),
-        ("roles", {"router": ["a.{b.weight"]}, "braces hold layer, expert, or names"),
+        ("act_fn", {"limits": "x"}, "both limits and limited, or neither"),
+        ("roles", {"router": ["a.{b.weight"]}, "braces must contain layer, expert, or names"),
         ("roles", {"router": ["a*b*c*"]}, r"more than 2 \*"),
         ("roles", {"router": "a"}, "architecture 1.roles.router"),
-        ("roles", {"router": ["{layer}.{layer}"]}, "stand once"),
-        ("roles", {"routed_experts": ["a"]}, "role 'routed_experts' is not given by a pattern"),
+        ("roles", {"router": ["{layer}.{layer}"]}, "may appear only once"),
+        ("roles", {"routed_experts": ["a"]}, "role 'routed_experts' has no patterns of its own"),
         ("act_fn", {"limit": float("nan")}, "architecture 1.act_fn.limit"),
         ("act_fn", {"alpha": -1}, "architecture 1.act_fn.alpha"),
     ],
 )
-def test_an_entry_that_is_none_is_refused_by_its_place(path, value, message):
+def test_an_invalid_entry_is_refused_by_its_key(path, value, message):
     with pytest.raises(ArchitectureError, match=f"^RECORD: .*{message}"):
         recorded_architecture(changed(path, value), "RECORD")
 
