@@ -26,6 +26,7 @@ from moequant.dialects.engines import Verdict, Written, judge, warnings_of
 from moequant.dialects.plain import Plain
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
 from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS
 from moequant.storage.headers import TensorInfo, TensorSlot, bit_count, dtype_name
 from moequant.storage.writer import lay_out
@@ -244,7 +245,7 @@ def make_plan(
     modules = (_module(name, info) for name, info in weights.items())
     kept = [module for module in modules if module is not None and module not in formats]
     items = tuple(_items(tensors, source, units, stay, stacked=isinstance(dialect, Plain)))
-    refusals = tuple(_refusals(units, dialect))
+    refusals = tuple(_refusals(units, dialect, model.architecture.fused))
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
     if not refusals:
@@ -293,6 +294,11 @@ def _engines(
         formats=frozenset(f for module, f in formats.items() if module not in experts),
         experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
         shapes=frozenset(tuple(info.shape) for m, info in experts.items() if m in formats),
+        ragged=any(
+            len(info.shape) == 2 and info.shape[0] % get_format(format).block[0]
+            for name, info in source.weights.items()
+            if (format := formats.get(name.removesuffix(".weight"))) is not None
+        ),
         dtype=_dtype(config),
         some_kept=any(module not in formats for module in experts),
         described=source.model.architecture.origin is not None,
@@ -443,13 +449,18 @@ def _module(name: str, info: WeightInfo) -> str | None:
     return f"{block}.experts" if dot and len(info.shape) > 2 else None
 
 
-def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
+def _refusals(
+    units: Iterable[Unit], dialect: Dialect, fused: Iterable[Sequence[str]]
+) -> Iterator[str]:
     """One line for each reason, with the first weight it concerns and how many there are."""
-    kinds: dict[tuple[str, str, tuple[int, ...], str], list[tuple[Unit, Weight]]] = {}
+    following = {leaf: {*leaves[i + 1 :]} for leaves in fused for i, leaf in enumerate(leaves)}
+    kinds: dict[tuple[object, ...], list[tuple[str, Weight, bool]]] = {}
     for unit in units:
+        leaves = {_leaf(weight) for weight in unit.weights}
         for weight in unit.weights:
-            kind = (unit.format, weight.role, weight.info.shape, weight.info.dtype)
-            kinds.setdefault(kind, []).append((unit, weight))
+            rows_follow = not leaves.isdisjoint(following.get(_leaf(weight), ()))
+            kind = (unit.format, weight.role, weight.info.shape, weight.info.dtype, rows_follow)
+            kinds.setdefault(kind, []).append((unit.format, weight, rows_follow))
     # Weights of one kind are refused for one reason, in messages that differ by name.
     for first, *others in kinds.values():
         if (reason := _refusal(*first, dialect)) is not None:
@@ -457,12 +468,16 @@ def _refusals(units: Iterable[Unit], dialect: Dialect) -> Iterator[str]:
             yield reason + more
 
 
-def _refusal(unit: Unit, weight: Weight, dialect: Dialect) -> str | None:
+def _leaf(weight: Weight) -> str:
+    return weight.module.rpartition(".")[2]
+
+
+def _refusal(format: str, weight: Weight, rows_follow: bool, dialect: Dialect) -> str | None:
     try:
         weight.check_dtype()
-        dialect.check(weight.module, unit.format, weight.info.shape)
+        dialect.check(weight.module, format, weight.info.shape, rows_follow=rows_follow)
     except UnsupportedError as error:
-        return f"{error}{_others(unit.format, weight)}"
+        return f"{error}{_others(format, weight)}"
     return None
 
 

@@ -45,13 +45,21 @@ class Dialect(ABC):
         """For each format it can carry: the names after `module.` that it writes, codes first."""
         return {format: encoding.suffixes for format, encoding in self.encodings.items()}
 
-    def check(self, module: str, format: str, shape: Sequence[int]) -> None:
+    def check(
+        self, module: str, format: str, shape: Sequence[int], *, rows_follow: bool = False
+    ) -> None:
         """Refuse a weight [N, K] that the consumers of this dialect would load wrong.
+
+        Args:
+            module: the weight's.
+            format: of the weight.
+            shape: its shape.
+            rows_follow: whether engines merge it with a layer whose rows come after its own.
 
         Raises:
             UnsupportedError: a format the dialect cannot carry, or such a shape; names the module.
         """
-        self._encoding(module, format).check(module, shape)
+        self._encoding(module, format).check(module, shape, rows_follow=rows_follow)
 
     def specs(self, module: str, format: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
         """What `to_disk` writes for a weight [N, K], in the order of `suffixes`.

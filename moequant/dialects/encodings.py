@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from moequant.dialects.names import is_expert
 from moequant.dialects.tensors import (
     cast_exactly,
     check_columns,
@@ -85,8 +86,13 @@ class Encoding(StoredEncoding):
     format: ClassVar[Format]
     """What it holds."""
 
-    def check(self, module: str, shape: Sequence[int]) -> None:
+    def check(self, module: str, shape: Sequence[int], *, rows_follow: bool = False) -> None:
         """Refuse a weight that is no [N, K] of this format, or that readers would get wrong.
+
+        Args:
+            module: the weight's.
+            shape: its shape.
+            rows_follow: whether engines merge it with a layer whose rows come after its own.
 
         Raises:
             UnsupportedError: names the module.
@@ -133,7 +139,8 @@ class Fp8Blocks(Encoding):
     """`fp8_block`: both parts as they are in memory; only their names are the dialect's.
 
     Other writers store the scale as BF16, FP16 or E8M0, which float32 holds exactly. Ragged last
-    blocks are read, though `check` refuses to write them unless they are `ragged` for consumers.
+    blocks are read, and written where consumers take them: rows of linear layers that are no
+    routed experts, as the 576 of DeepSeek's `kv_a_proj_with_mqa`; all of them if `ragged`.
     """
 
     format = get_format("fp8_block")
@@ -142,19 +149,21 @@ class Fp8Blocks(Encoding):
         self.suffixes = (codes, scale)
         self._ragged = ragged
 
-    def check(self, module: str, shape: Sequence[int]) -> None:
-        """As Encoding; N and K must be multiples of the block, unless ragged ones are taken."""
+    def check(self, module: str, shape: Sequence[int], *, rows_follow: bool = False) -> None:
+        """As Encoding; refuses ragged blocks that consumers do not take."""
         super().check(module, shape)
         if self._ragged:
             return
+        what = "an expert" if is_expert(module) else "a linear layer"
+        if rows_follow and not is_expert(module):
+            what = "a linear layer that they merge with the next"
         for axis, extent, multiple in zip("NK", shape, self.format.block, strict=True):
-            if extent % multiple:
+            if extent % multiple and (axis == "K" or rows_follow or is_expert(module)):
                 raise UnsupportedError(
-                    f"{module}: {axis} = {extent} is not a multiple of {multiple}; the format "
-                    "could hold the ragged block, but transformers reads it wrong without an "
-                    "error, and vLLM and SGLang refuse it in experts. Keep it in its source dtype "
-                    '(format = "keep" in a recipe), choose another format, or the dialect '
-                    "moequant, which moequant's own runtime alone loads"
+                    f"{module}: {axis} = {extent} is not a multiple of {multiple}, which vLLM and "
+                    f'SGLang want of {what}. Keep it in its source dtype (format = "keep" in a '
+                    "recipe), choose another format, or the dialect moequant, which moequant's own "
+                    "runtime alone loads"
                 )
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:

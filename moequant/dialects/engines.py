@@ -26,6 +26,7 @@ class Written:
         formats: of modules that are quantized and no routed experts.
         experts: formats of the routed experts, in the order they come.
         shapes: [N, K] of routed experts that are quantized.
+        ragged: whether rows of a linear layer do not fill the blocks of its format.
         dtype: of config.json, in which engines compute; None where it has none.
         some_kept: whether the experts of some layers are kept, and of others not.
         not_loaded: why transformers does not load this model from compressed-tensors; None if it
@@ -40,6 +41,7 @@ class Written:
     experts: tuple[str, ...]
     shapes: frozenset[tuple[int, ...]]
     some_kept: bool
+    ragged: bool = False
     dtype: str | None = None
     not_loaded: str | None = None
     described: bool = False
@@ -105,6 +107,8 @@ class _Rule:
             return written.not_loaded is not None
         if self.when == "several":
             return len(written.experts) > 1
+        if self.when == "ragged":
+            return written.ragged
         if self.when == "float16":
             return written.dtype == "float16"
         assert self.when == f"no multiple of {_W4A8_MULTIPLE}", self.when

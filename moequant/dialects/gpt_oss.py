@@ -44,9 +44,11 @@ class GptOss(Dialect):
     encodings = {_FORMAT: Mxfp4Blocks()}  # noqa: RUF012
     stacks = True
 
-    def check(self, module: str, format: str, shape: Sequence[int]) -> None:
+    def check(
+        self, module: str, format: str, shape: Sequence[int], *, rows_follow: bool = False
+    ) -> None:
         """As Dialect; only routed experts have a place in it."""
-        super().check(module, format, shape)
+        super().check(module, format, shape, rows_follow=rows_follow)
         if not is_expert(module):
             raise UnsupportedError(
                 f"{module}: the dialect {self.name} carries routed experts alone; keep all else in "

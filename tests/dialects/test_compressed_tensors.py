@@ -83,6 +83,14 @@ def test_the_library_agrees_on_every_pair_of_codes_and_every_scale(format):
     assert torch.equal(theirs, dequantize(q).to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("rows", [576, 192])
+def test_the_library_agrees_on_ragged_rows_of_fp8_blocks(rows):
+    # Scales differ from block to block, so that blocks of even shares would show.
+    w = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))
+    q = quantize(w * torch.logspace(0, 4, rows)[:, None], "fp8_block")
+    assert torch.equal(decompress("fp8_block", CT.to_disk("m", q)), dequantize(q))
+
+
 def test_the_library_agrees_on_an_exact_global_scale_to_one_bfloat16_step():
     q = quantize(random_weight(), "nvfp4", global_scale="exact")
     ours = dequantize(CT.from_disk("m", "nvfp4", CT.to_disk("m", q)))

@@ -54,6 +54,8 @@ def test_every_engine_has_a_word_about_every_pair(dialect, format):
     ("checkpoint", "transformers", "vllm", "sglang"),
     [
         (written("fp8", "fp8_block"), True, True, True),
+        (written("fp8", "fp8_block", ragged=True), False, True, True),
+        (written("compressed-tensors", "mxfp4", ragged=True), True, True, False),
         (written("compressed-tensors", "fp8_block"), False, True, True),
         (written("compressed-tensors", "nvfp4"), False, True, True),
         (written("compressed-tensors", "mxfp4"), True, True, False),

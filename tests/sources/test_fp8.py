@@ -191,6 +191,52 @@ def test_a_rule_keeps_attention_quantized_in_another_dialect(make_fp8, read_tens
     assert verify(tmp_path / "out", against=source.path).ok
 
 
+RECIPE_OF_THE_DOCS = [
+    {"roles": ["attention", "shared_experts", "dense_mlp"], "format": "fp8_block"},
+    {"roles": ["routed_experts"], "format": "nvfp4"},
+]
+
+
+def test_the_recipe_of_the_docs_keeps_the_attention_of_deepseek_v3_in_fp8(
+    make_fp8, by_hand, edit, read_tensors, tmp_path
+):
+    """With the 576 rows of `kv_a_proj_with_mqa`, which engines merge with `q_a_proj`."""
+    source = make_fp8("deepseek_v3", path=tmp_path / "source").path
+    generator = torch.Generator().manual_seed(0)
+    merged = {}
+    for layer in range(3):
+        shapes = {"q_a_proj": (128, 256), "kv_a_proj_with_mqa": (576, 256), "kv_b_proj": (256, 512)}
+        for leaf, shape in shapes.items():
+            encoded = by_hand.fp8_block(shape, generator)
+            module = f"model.layers.{layer}.self_attn.{leaf}"
+            merged |= {f"{module}.{suffix}": t for suffix, t in encoded.tensors.items()}
+    edit(source, {n: t for n, t in merged.items() if "q_a_proj" in n}, new=True)
+    edit(source, {n: t for n, t in merged.items() if "q_a_proj" not in n})
+    recipe = Recipe.model_validate({"rules": RECIPE_OF_THE_DOCS})
+    result = convert(source, tmp_path / "out", recipe=recipe)
+    losses = by_role(result.losses)
+    for role in ("attention", "shared_experts", "dense_mlp"):
+        assert losses[role].exact == losses[role].weights
+    after = read_tensors(tmp_path / "out")
+    for name, tensor in merged.items():
+        assert same(after[name.replace("weight_scale_inv", "weight_scale")], tensor)
+    assert verify(tmp_path / "out", against=source).ok
+
+
+def test_rows_that_do_not_fill_a_block_are_refused_where_engines_add_more(
+    make_fp8, by_hand, edit, tmp_path
+):
+    source = make_fp8("qwen3_moe", path=tmp_path / "source").path
+    encoded = by_hand.fp8_block((192, 256), torch.Generator().manual_seed(0)).tensors
+    module = "model.layers.0.self_attn.{}_proj.{}"
+    recipe = Recipe.model_validate({"rules": RECIPE_OF_THE_DOCS})
+    edit(source, {module.format("v", suffix): t for suffix, t in encoded.items()})
+    convert(source, tmp_path / "out", recipe=recipe)
+    edit(source, {module.format("k", suffix): t for suffix, t in encoded.items()})
+    with pytest.raises(UnsupportedError, match=r"k_proj: N = 192 .* that they merge with the next"):
+        convert(source, tmp_path / "other", recipe=recipe)
+
+
 def test_a_rule_gives_a_part_back_and_leaves_the_rest(make_fp8, read_tensors, config_of, tmp_path):
     source = make_fp8("qwen3_moe")
     recipe = Recipe.model_validate({"rules": [{"roles": ["attention"], "format": "bf16"}]})
