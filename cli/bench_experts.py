@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from moequant.cli import options
 from moequant.cli.output import Output, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-_SHOWING = ("saved", "output", "plot", "as_json")
-"""Parameters that hold for a run that was saved too."""
+    from collections.abc import Iterator, Mapping, Sequence
 
 TOKENS = "1,8,32,128,512,2048,8192"
 
@@ -46,6 +43,7 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
 @click.command("experts", short_help="Time fused experts on a GPU.")
 @click.option(
     "--shape",
+    required=True,
     metavar="all|NAME,...",
     help="Layers to time: models such as qwen3-30b, sizes such as 128x2048x768x8 (experts, hidden, "
     "intermediate, experts a token; gated SiLU without biases), or all models there are.",
@@ -70,17 +68,9 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
     callback=options.check_written_file,
     help="Also write the document that --json prints, after every layer.",
 )  # fmt: skip
-@click.option(
-    "--plot", metavar="FILE.png", type=click.Path(path_type=Path, dir_okay=False),
-    callback=options.check_written_file, help="Draw the times over the floor.",
-)  # fmt: skip
-@click.option(
-    "--from", "saved", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
-    help="Show what --output wrote before, instead of measuring.",
-)  # fmt: skip
 @options.json_option
 def command(
-    shape: str | None,
+    shape: str,
     tokens: list[int],
     format: str,
     backend: str | None,
@@ -89,53 +79,22 @@ def command(
     host: bool,
     device: str,
     output: Path | None,
-    plot: Path | None,
-    saved: Path | None,
     as_json: bool,
 ) -> None:
     """Time layers of random experts, from hidden states to output.
 
     Medians of CUDA-graph replays, beside the floor of the routing timed and this GPU's ceilings.
     """
-    from moequant.benchmarks.saved import read_run, write_run
+    from moequant.storage.disk import replace_file
 
     out = Output(as_json=as_json)
-    if (shape is None) == (saved is None):
-        raise click.UsageError("give --shape to measure, or --from to show what was measured")
-    if saved is not None:
-        _refuse_what_measures()
-    if plot is not None:
-        for flag, other in (("--output", output), ("--from", saved)):
-            if other is not None and other.resolve() == plot.resolve():
-                raise click.UsageError(f"--plot and {flag} are both {plot}; give each its own file")
-        from moequant.benchmarks.plot import check_plots
-
-        check_plots()
-    if saved is not None:
-        documents: Iterable[dict[str, Any]] = [read_run(saved)]
-    else:
-        assert shape is not None
-        names = [name for name in against.split(",") if name]
-        asked = {"tokens": tokens, "format": format, "backend": backend, "against": names}
-        documents = _measure(out, shape, device, {**asked, "stages": stages, "host": host})
-    for document in documents:  # after every layer: an interruption costs no more than one
+    names = [name for name in against.split(",") if name]
+    asked = {"tokens": tokens, "format": format, "backend": backend, "against": names}
+    # After every layer: an interruption costs no more than one.
+    for document in _measure(out, shape, device, {**asked, "stages": stages, "host": host}):
         if output is not None:
-            write_run(document, output)
-    if plot is not None:
-        from moequant.benchmarks.plot import plot_experts
-
-        plot_experts(document, plot)
+            replace_file(output, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
     out.result(document, _show)
-
-
-def _refuse_what_measures() -> None:
-    """Refuse options that say how to measure, where nothing is."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        assert parameter.name is not None
-        given = context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-        if given and parameter.name not in _SHOWING:
-            raise click.UsageError(f"{parameter.opts[0]} goes with --shape, and not with --from")
 
 
 def _measure(

@@ -7,7 +7,6 @@ depend on the values.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,36 +33,6 @@ _DISTINCT = 4
 """Random experts; the others repeat them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extent:
-    """How much of the model a checkpoint holds: `experts` in each of `layers`."""
-
-    layers: int
-    experts: int
-
-    @classmethod
-    def of(cls, size_bytes: int) -> Extent:
-        """About `size_bytes` of experts."""
-        total = max(1, round(size_bytes / EXPERT_BYTES))
-        layers = -(-total // MOST_EXPERTS)
-        return cls(layers=layers, experts=-(-total // layers))
-
-    @property
-    def tensors(self) -> int:
-        """Tensors of the file."""
-        return self.layers * (1 + 3 * self.experts) + 2
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of all experts."""
-        return self.layers * self.experts * EXPERT_BYTES
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of all that no conversion changes."""
-        return 2 * HIDDEN * (self.layers * self.experts + 2 * _VOCABULARY)
-
-
 def write_moe_checkpoint(folder: Path, size_bytes: int) -> int:
     """Write a checkpoint of about `size_bytes` into `folder`, created if need be.
 
@@ -73,8 +42,9 @@ def write_moe_checkpoint(folder: Path, size_bytes: int) -> int:
     Raises:
         MoequantError: it cannot be written.
     """
-    extent = Extent.of(size_bytes)
-    layers, experts = extent.layers, extent.experts
+    total = max(1, round(size_bytes / EXPERT_BYTES))
+    layers = -(-total // MOST_EXPERTS)
+    experts = -(-total // layers)
     with explained(folder, "created"):
         folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(_tensors(layers, experts))
@@ -85,7 +55,7 @@ def write_moe_checkpoint(folder: Path, size_bytes: int) -> int:
     writer.finish()
     with explained(folder, "written"):
         (folder / CONFIG_FILE).write_text(json.dumps(_config(layers, experts), indent=2), "utf-8")
-    return extent.expert_bytes
+    return layers * experts * EXPERT_BYTES
 
 
 def _tensors(layers: int, experts: int) -> Iterator[tuple[str, Tensor]]:

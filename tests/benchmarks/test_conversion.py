@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,3 +115,11 @@ def test_a_conversion_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("MOEQUANT_QUANTIZER", "abacus")
     with pytest.raises(MoequantError, match=r"(?s)did not convert to mxfp4.*abacus"):
         bench_conversion(["mxfp4"], size_bytes=1, workers=1, rounds=1, folder=tmp_path)
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    free = SimpleNamespace(free=4 * 10**9)
+    monkeypatch.setattr("moequant.benchmarks.conversion.shutil.disk_usage", lambda path: free)
+    with pytest.raises(MoequantError, match=r"4\.00 GB free, but 6\.00 GB are needed .* --folder"):
+        bench_conversion(["mxfp4"], size_bytes=3 * 10**9, workers=2, rounds=1, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
