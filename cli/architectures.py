@@ -83,9 +83,9 @@ def _layout(architecture: Architecture) -> str:
 def _dialects(architecture: Architecture) -> Iterator[tuple[str, str]]:
     """The dialect that each format is written in where none is named."""
     from moequant.conversion.plan import choose_dialect
-    from moequant.formats import REGISTRY
+    from moequant.formats import CONVERTIBLE
 
-    for format in REGISTRY:
+    for format in CONVERTIBLE:
         yield format, choose_dialect(None, [format], architecture).name
 
 

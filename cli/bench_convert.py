@@ -72,12 +72,11 @@ def command(
     """
     from moequant.benchmarks.conversion import bench_conversion
     from moequant.conversion import DEFAULT_WORKERS
-    from moequant.conversion.recipe import BF16
-    from moequant.formats import REGISTRY
+    from moequant.formats import CONVERTIBLE, WRITABLE
 
-    every = [*REGISTRY] if source_format is None else [*REGISTRY, BF16]
+    every = CONVERTIBLE if source_format is None else WRITABLE
     document = bench_conversion(
-        every if format is None else [format],
+        [*every] if format is None else [format],
         size_bytes=round(size_gb * 1e9),
         workers=workers or DEFAULT_WORKERS,
         rounds=rounds,

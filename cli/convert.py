@@ -178,7 +178,6 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
     What is refused has no form on disk: its bytes there are 0.
     """
-    from moequant.conversion.recipe import BF16
     from moequant.weights.encoded import EncodedInfo
 
     groups: dict[tuple[str, str | None], list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -195,15 +194,10 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         group = groups[role, format]
         group[:] = [old + new for old, new in zip(group, amounts, strict=True)]
 
-    for unit in plan.units:
+    for unit in (*plan.units, *plan.dequantized):
         for weight in unit.weights:
             written = 0 if plan.refusals else _written_bytes(plan, unit, weight)
             add(weight.role, unit.format, 1, weight.info.size_bytes, written)
-    for restored in plan.restored:
-        specs = restored.specs()
-        for weight in restored.weights:
-            written = specs[weight.info.name].size_bytes
-            add(weight.role, BF16, 1, weight.info.size_bytes, written)
     for copy in plan.copies:
         size_bytes = copy.info.size_bytes
         role = roles.get(copy.name) or plan.model.architecture.classify(copy.name).role

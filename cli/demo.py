@@ -40,7 +40,7 @@ def command(output: str, as_json: bool, quiet: bool) -> None:
     Each conversion is verified, prepared for the kernels of one target, and run.
     """
     from moequant.cli.demo_checkpoint import write_demo_checkpoint
-    from moequant.formats import REGISTRY
+    from moequant.formats import CONVERTIBLE
 
     out = Output(as_json=as_json, quiet=quiet)
     folder = Path(output)
@@ -48,7 +48,7 @@ def command(output: str, as_json: bool, quiet: bool) -> None:
     source = folder / "source"
     write_demo_checkpoint(source)
     with out.progress() as progress, _one_thread():
-        rows = [_run(source, folder / format, format, progress) for format in REGISTRY]
+        rows = [_run(source, folder / format, format, progress) for format in CONVERTIBLE]
     document = {"source": str(source), "formats": rows}
     (folder / RESULT_FILE).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
     out.result(document, _show)

@@ -37,12 +37,12 @@ def command(architectures: bool, markdown: bool, as_json: bool) -> None:
         _list_architectures(Output(as_json=as_json), as_markdown=markdown)
         return
     from moequant.dialects import REGISTRY as DIALECTS
-    from moequant.formats import REGISTRY as FORMATS
+    from moequant.formats import CONVERTIBLE as FORMATS
 
     document = {
         "formats": [_describe(format) for format in FORMATS.values()],
         "dialects": [
-            {"name": d.name, "summary": d.summary, "formats": list(d.suffixes)}
+            {"name": d.name, "summary": d.summary, "formats": list(d.carried)}
             for d in DIALECTS.values()
         ],
         "quantizers": list(_quantizers()),
@@ -53,10 +53,10 @@ def command(architectures: bool, markdown: bool, as_json: bool) -> None:
 
 def _list_architectures(out: Output, *, as_markdown: bool) -> None:
     from moequant.cli import architectures
-    from moequant.formats import REGISTRY
+    from moequant.formats import CONVERTIBLE
 
     document = {
-        "formats": list(REGISTRY),
+        "formats": list(CONVERTIBLE),
         "architectures": architectures.describe_architectures(),
     }
     if as_markdown:
@@ -120,7 +120,7 @@ def _quantizers() -> Iterator[dict[str, Any]]:
 
 def _backends() -> Iterator[dict[str, Any]]:
     """Whether each backend runs each format on each kind of device here, or why not."""
-    from moequant.formats import REGISTRY as FORMATS
+    from moequant.formats import CONVERTIBLE as FORMATS
     from moequant.runtime.backends import backends
 
     for device in _devices():

@@ -15,15 +15,15 @@ _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
 
 
 def _formats() -> Iterable[str]:
-    from moequant.formats import REGISTRY
+    from moequant.formats import CONVERTIBLE
 
-    return REGISTRY
+    return CONVERTIBLE
 
 
 def _targets_of_conversion() -> Iterable[str]:
-    from moequant.conversion.recipe import BF16
+    from moequant.formats import WRITABLE
 
-    return (*_formats(), BF16)
+    return WRITABLE
 
 
 def _dialects() -> Iterable[str]:

@@ -156,8 +156,8 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
             f"What its tensors are, {report['architecture_by']} says: architecture "
             f"{report['architecture']}."
         )
-    if counts["restored"]:
-        out.line(f"{count(counts['restored'], 'weight')} given back as BF16.")
+    if counts["dequantized"]:
+        out.line(f"{count(counts['dequantized'], 'weight')} dequantized to BF16.")
     if report["prepared"]:
         out.line(f"Prepared for {' and '.join(report['prepared'])}, with the same weights.")
     if report["formats"]:

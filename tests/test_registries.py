@@ -1,4 +1,4 @@
-"""Every table beside formats.REGISTRY has a row for each format, or a reason here why not."""
+"""Every table beside formats.CONVERTIBLE has a row for each format, or a reason here why not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from moequant import dialects
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY, STORED, quantize
+from moequant.formats import CONVERTIBLE, REGISTRY, quantize
 from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.models import architectures
 from moequant.quantizers.encoded import ENCODINGS
@@ -29,10 +29,11 @@ NOT_CARRIED = {
     ): "vLLM and SGLang want it by different names, and read the dialect fp8",
     ("modelopt", "mxfp4"): "no engine reads it in this dialect",
     ("modelopt", "w4a8"): "Model-Optimizer has it with smoothed weights alone",
+    **{("plain", format): "it is for what is not quantized" for format in CONVERTIBLE},
 }
 NO_KERNEL = {("w4a8", "sm100"): "the CUTLASS kernel for INT4 x FP8 is written for SM90"}
 
-every_format = pytest.mark.parametrize("format", REGISTRY)
+every_format = pytest.mark.parametrize("format", CONVERTIBLE)
 
 
 def weight(format):
@@ -43,8 +44,8 @@ def weight(format):
 @pytest.mark.parametrize("dialect", dialects.REGISTRY)
 def test_every_dialect_carries_every_format_or_says_why_not(dialect):
     left_out = {f for d, f in NOT_CARRIED if d == dialect}
-    carried = dialects.get_dialect(dialect).encodings.keys()
-    assert carried == REGISTRY.keys() - left_out
+    carried = {*dialects.get_dialect(dialect).carried}
+    assert carried == CONVERTIBLE.keys() - left_out
 
 
 @every_format
@@ -72,16 +73,16 @@ def test_every_target_has_a_layout_for_every_format_or_says_why_not(format, targ
 
 
 def test_every_format_has_a_kernel_of_the_native_quantizer():
-    assert KERNELS.keys() == REGISTRY.keys()
+    assert KERNELS.keys() == CONVERTIBLE.keys()
 
 
 def test_the_native_quantizer_decodes_every_format():
-    assert ENCODINGS.keys() == REGISTRY.keys() | STORED.keys()
+    assert ENCODINGS.keys() == {n for n, f in REGISTRY.items() if "read" in f.uses}
 
 
 def test_exceptions_are_about_what_there_is():
-    assert NOT_CARRIED.keys() <= {(d, f) for d in dialects.REGISTRY for f in REGISTRY}
-    assert NO_KERNEL.keys() <= {(f, t) for f in REGISTRY for t in TARGETS}
+    assert NOT_CARRIED.keys() <= {(d, f) for d in dialects.REGISTRY for f in CONVERTIBLE}
+    assert NO_KERNEL.keys() <= {(f, t) for f in CONVERTIBLE for t in TARGETS}
 
 
 @every_format
@@ -94,11 +95,11 @@ def test_verification_bounds_every_format(format):
 def test_verification_decodes_every_format_by_its_own_tables(format):
     _, q = weight(format)
     # Default scales are powers of two, or leave room in float32: nothing is rounded.
-    assert torch.equal(decode(q), REGISTRY[format].dequantize(q).double())
+    assert torch.equal(decode(q), CONVERTIBLE[format].dequantize(q).double())
 
 
 @every_format
 def test_the_runtime_knows_how_every_format_s_activations_are_fed(format):
-    scheme = REGISTRY[format].activations
+    scheme = CONVERTIBLE[format].activations
     assert scheme in SCHEMES
     assert quantize_activations(torch.ones(3, 256), scheme).dequantize().shape == (3, 256)

@@ -29,8 +29,8 @@ from moequant._version import __version__
 from moequant.benchmarks.moe_checkpoint import write_moe_checkpoint
 from moequant.benchmarks.one_conversion import TOOLS
 from moequant.conversion import convert
-from moequant.conversion.recipe import BF16
 from moequant.errors import MoequantError, UnsupportedError
+from moequant.formats import get_format
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def bench_conversion(
         ]
     return {
         "machine": _machine(against),
-        "source_format": source_format or BF16,
+        "source_format": source_format or "bf16",
         "weights": source.weights,
         "input_bytes": source.expert_bytes,
         "rounds": rounds,
@@ -290,10 +290,9 @@ def _weight_bytes(folder: Path) -> int:
 def _check_source(
     source_format: str | None, formats: Sequence[str], against: Sequence[str]
 ) -> None:
-    if source_format is None and BF16 in formats:
+    if source_format is None and any(get_format(name).is_plain for name in formats):
         raise UnsupportedError(
-            "bf16 gives back what is quantized, but the checkpoint is BF16; name its format with "
-            "--source-format"
+            "bf16 dequantizes, but the checkpoint is BF16; name its format with --source-format"
         )
     if source_format is not None and against:
         raise UnsupportedError(

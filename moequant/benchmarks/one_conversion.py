@@ -58,14 +58,13 @@ def run_moequant(
     import torch
 
     from moequant.conversion import convert
-    from moequant.conversion.recipe import BF16
     from moequant.formats import get_format
     from moequant.quantizers import choose_quantizer
 
     imported = time.process_time()
-    chosen = None if format == BF16 else get_format(format)
-    options = {} if chosen is None else chosen.resolve_options()
-    choice = choose_quantizer([(chosen, options, source_format or torch.bfloat16)])
+    wanted = get_format(format)
+    options = wanted.resolve_options()
+    choice = choose_quantizer([(wanted, options, source_format or torch.bfloat16)])
     prepared = time.process_time()
     cpu_seconds, seconds = _timed(lambda: convert(source, output, format=format, workers=workers))
     return OneConversion(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moequant.conversion.recipe import BF16, KEEP
+from moequant.conversion.recipe import KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.errors import RecipeError
+from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES, EXPERT_BIAS, ROUTED_EXPERTS
 from moequant.weights.encoded import EncodedInfo
 
@@ -25,12 +26,12 @@ class Assignment:
 
     Attributes:
         units: what is converted, in natural order.
-        restored: names of weights that are stored in a quantized form and given back as BF16.
+        dequantized: format by name of the quantized weights that are dequantized.
         warnings: a sentence each.
     """
 
     units: list[Unit]
-    restored: set[str]
+    dequantized: dict[str, str]
     warnings: list[str]
 
 
@@ -41,7 +42,7 @@ def assign(
     layer_count: int,
     fused: Iterable[Sequence[str]],
 ) -> Assignment:
-    """Apply the recipe's rules to the convertible weights, and "bf16" to all quantized ones.
+    """Apply the recipe's rules to the convertible weights, and plain formats to quantized ones.
 
     Args:
         tensors: what is known of every weight.
@@ -54,7 +55,7 @@ def assign(
         RecipeError: nothing matches, or the recipe splits weights that engines keep in one format.
     """
     chosen: dict[str, Rule] = {}
-    restored: set[str] = set()
+    dequantized: dict[str, str] = {}
     used: set[int] = set()
     for name, info in tensors.items():
         role, encoded = roles[name], isinstance(info, EncodedInfo)
@@ -64,12 +65,15 @@ def assign(
         if rule is None:
             continue
         used.add(id(rule))
-        if rule.format == BF16 and encoded:
-            restored.add(name)
-        elif rule.format not in (KEEP, BF16) and role.role in CONVERTIBLE_ROLES:
+        if rule.format == KEEP:
+            continue
+        if get_format(rule.format).is_plain:
+            if encoded:
+                dequantized[name] = rule.format
+        elif role.role in CONVERTIBLE_ROLES:
             chosen[name] = rule
-    _check_useful(chosen, restored, recipe, tensors, roles, layer_count)
-    formats = dict.fromkeys(restored, BF16) | {name: r.format for name, r in chosen.items()}
+    _check_useful(chosen, dequantized, recipe, tensors, roles, layer_count)
+    formats = dequantized | {name: r.format for name, r in chosen.items()}
     check_whole_layers(formats, roles)
     warnings = [
         f"rules[{i}] of the recipe decides about no tensor of this checkpoint"
@@ -78,8 +82,8 @@ def assign(
     ]
     groups = group_fused(tensors, roles, fused)
     units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))]
-    _check_restored_together(groups, restored, tensors)
-    return Assignment(units=units, restored=restored, warnings=warnings)
+    _check_dequantized_together(groups, dequantized, tensors)
+    return Assignment(units=units, dequantized=dequantized, warnings=warnings)
 
 
 def biases_of(names: Iterable[str], roles: Mapping[str, TensorRole]) -> set[str]:
@@ -90,7 +94,7 @@ def biases_of(names: Iterable[str], roles: Mapping[str, TensorRole]) -> set[str]
 
 def _check_useful(
     chosen: Mapping[str, Rule],
-    restored: set[str],
+    dequantized: Mapping[str, str],
     recipe: Recipe,
     tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
@@ -101,14 +105,14 @@ def _check_useful(
     Raises:
         RecipeError: says why it does.
     """
-    if chosen or restored:
+    if chosen or dequantized:
         return
-    if all(rule.format == BF16 for rule in recipe.rules) and not any(
-        isinstance(info, EncodedInfo) for info in tensors.values()
-    ):
+    formats = {rule.format for rule in recipe.rules}
+    plain = all(f != KEEP and get_format(f).is_plain for f in formats)
+    if plain and not any(isinstance(info, EncodedInfo) for info in tensors.values()):
         raise RecipeError(
-            "bf16 gives quantized weights back as BF16, and this checkpoint has none; name a "
-            "format to convert into"
+            f"{', '.join(formats)} dequantizes weights, and this checkpoint has no quantized ones; "
+            "name a format to convert into"
         )
     example = next(name for name in tensors if roles[name].role == ROUTED_EXPERTS)
     raise RecipeError(
@@ -117,22 +121,24 @@ def _check_useful(
     )
 
 
-def _check_restored_together(
-    groups: Iterable[Sequence[str]], restored: set[str], tensors: Mapping[str, WeightInfo]
+def _check_dequantized_together(
+    groups: Iterable[Sequence[str]],
+    dequantized: Mapping[str, str],
+    tensors: Mapping[str, WeightInfo],
 ) -> None:
-    """Refuse to restore a part of what engines merge while another stays quantized.
+    """Refuse to dequantize a part of what engines merge while another stays quantized.
 
     Raises:
         RecipeError: names two weights that differ.
     """
     for names in groups:
         quantized = [name for name in names if isinstance(tensors[name], EncodedInfo)]
-        left = [name for name in quantized if name not in restored]
+        left = [name for name in quantized if name not in dequantized]
         if left and len(left) < len(quantized):
-            given_back = next(name for name in quantized if name in restored)
+            plain = next(name for name in quantized if name in dequantized)
             raise RecipeError(
-                f"{given_back} would become BF16 and {left[0]} stay quantized, but engines merge "
-                "them; widen the rule to both"
+                f"{plain} would become {dequantized[plain]} and {left[0]} stay quantized, but "
+                "engines merge them; widen the rule to both"
             )
 
 

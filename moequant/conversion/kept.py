@@ -2,7 +2,7 @@
 
 They do, bit for bit, where the output is in the source's dialect and its `quantization_config`
 describes them as they lie: every engine that loaded them from the source then loads them from the
-output. In another dialect they are restored to BF16, which all engines load beside any format;
+output. In another dialect they are dequantized to BF16, which all engines load beside any format;
 a rule that gives them a format of that dialect keeps them quantized, exactly if it is their own.
 
 | stored | stays in the same dialect | because |
@@ -50,9 +50,9 @@ def _is_ours(info: EncodedInfo, dialect: Dialect, format_of: Callable[[str], str
         described = format_of(info.module)
     except UnsupportedError:
         return False
-    if described != info.format or info.format not in dialect.encodings:
+    if described != info.format or info.format not in dialect.carried:
         return False
-    written = dialect.encodings[info.format].specs(info.module, info.shape)
+    written = dialect.encoding(info.format).specs(info.module, info.shape)
     stored = dict(zip(info.places, info.parts, strict=True))
     return written.keys() == stored.keys() and all(
         stored[name].dtype == dtype_name(spec.dtype) for name, spec in written.items()

@@ -26,7 +26,7 @@ class Loss:
     Attributes:
         role: of the weights, in the architecture table.
         source: format they are stored in.
-        format: format they were written in, or "bf16".
+        format: format they were written in.
         weights: how many they are.
         exact: of how many every number is as it was.
         signal: sum of squares of the source's numbers.
@@ -80,7 +80,7 @@ def measure(
         after: what was written.
         quantizer: decodes and compares; whichever it is, the sums are the same.
         role: of the weight.
-        format: format it was written in, or "bf16".
+        format: format it was written in.
     """
     signal, noise = quantizer.compare(before, after)
     return Loss(

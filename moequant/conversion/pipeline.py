@@ -106,7 +106,7 @@ def convert(
         source: directory, or id of a repository on the Hugging Face hub.
         output: directory to write; created if need be.
         format: convert the routed experts, and nothing else, into this format; or "bf16", which
-            gives every weight that the source holds in a quantized form back as BF16.
+            dequantizes every quantized weight of the source.
         recipe: or a recipe: a `Recipe`, the name of one that comes with moequant, or a TOML file.
         dialect: overrides the recipe's and the format's own.
         architecture: a TOML file that describes the source's architecture, in place of our table;

@@ -18,15 +18,13 @@ from moequant.conversion.assign import assign, biases_of
 from moequant.conversion.batches import BATCH_BYTES
 from moequant.conversion.kept import staying
 from moequant.conversion.recipe import parse_size
-from moequant.conversion.stacks import restored_items, stack_of
-from moequant.conversion.units import Copy, Restored, Stack, Unit, quantizer_jobs
+from moequant.conversion.stacks import dequantizing_units, stack_of
+from moequant.conversion.units import Copy, Stack, Unit, quantizer_jobs
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import get_dialect
 from moequant.dialects.engines import Verdict, Written, judge, warnings_of
-from moequant.dialects.plain import Plain
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
-from moequant.formats import REGISTRY as FORMATS
-from moequant.formats import get_format
+from moequant.formats import CONVERTIBLE, get_format
 from moequant.models import ROUTED_EXPERTS
 from moequant.storage.headers import TensorInfo, TensorSlot, bit_count, dtype_name
 from moequant.storage.writer import lay_out
@@ -88,7 +86,7 @@ class Plan:
         model: what the source is.
         recipe: what was asked for, complete.
         dialect: whose names and config the output has.
-        items: what is converted, what is restored and what is copied, in order.
+        items: what is quantized, what is dequantized and what is copied, in order.
         shards: the output files; none if there are refusals.
         quantization_config: the new entry of config.json; empty for none.
         source: what is known of the source's weights.
@@ -115,13 +113,13 @@ class Plan:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is converted, in order."""
-        return tuple(item for item in self.items if isinstance(item, Unit))
+        """What is quantized, in order."""
+        return tuple(unit for unit in self._works if not unit.is_plain)
 
     @property
-    def restored(self) -> tuple[Restored, ...]:
-        """What is given back as BF16, in order."""
-        return tuple(item for item in self.items if isinstance(item, Restored))
+    def dequantized(self) -> tuple[Unit, ...]:
+        """What is dequantized, in order."""
+        return tuple(unit for unit in self._works if unit.is_plain)
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -173,7 +171,7 @@ class Plan:
 
     @cached_property
     def result_bytes(self) -> int:
-        """What the weights of a unit take at most, quantized or given back."""
+        """What the weights of a unit take at most."""
         return max((work.result_bytes for work in self._works), default=0)
 
     @cached_property
@@ -187,10 +185,13 @@ class Plan:
         return max((work.source_bytes for work in self._works), default=0)
 
     @property
-    def _works(self) -> tuple[Unit | Restored, ...]:
-        return (*self.units, *self.restored)
+    def _works(self) -> tuple[Unit, ...]:
+        return tuple(item for item in self.items if isinstance(item, Unit))
 
 
+_PLAIN_DIALECT = "plain"
+_BESIDE_QUANTIZED = "bf16"
+"""What quantized weights become that no rule speaks of and that cannot stay as they are."""
 _TENSOR_BYTES = 1200
 """For each tensor read or written. Measured of 45,000 to 90,000 read, those of DeepSeek-V3 in BF16
 and in FP8, and as many to 134,000 written: 930 to 1090; a tenth more for other names."""
@@ -244,7 +245,8 @@ def make_plan(
     formats = converted | {info.module: info.format for info in stay.values()}
     modules = (_module(name, info) for name, info in weights.items())
     kept = [module for module in modules if module is not None and module not in formats]
-    items = tuple(_items(tensors, source, units, stay, stacked=isinstance(dialect, Plain)))
+    plain = dialect.name == _PLAIN_DIALECT
+    items = tuple(_items(tensors, source, units, assigned, stay, stacked=plain))
     refusals = tuple(_refusals(units, dialect, model.architecture.fused))
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
@@ -254,7 +256,7 @@ def make_plan(
     source_files = _describe_files(tensors, file_bytes)
     back = [info for name, info in left.items() if name not in stay]
     warnings += _warnings_of_source(source, back, config)
-    if isinstance(dialect, Plain):
+    if plain:
         warnings += _warnings_of_experts_apart(items, model)
     engines = _engines(formats, source, dialect, config)
     warnings += warnings_of(engines)
@@ -278,7 +280,7 @@ def _engines(
     formats: Mapping[str, str], source: SourceModel, dialect: Dialect, config: Mapping[str, Any]
 ) -> tuple[Verdict, ...]:
     """What engines do with the output: `formats` by module of all that is quantized in it."""
-    if isinstance(dialect, Plain):
+    if not formats:
         return ()
     roles, layers = source.model.roles, source.model.moe.sparse_layers
     experts = {
@@ -325,12 +327,12 @@ def _dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Diale
     if formats:
         return choose_dialect(name, formats, source.model.architecture)
     encoded = {n for n, info in source.weights.items() if isinstance(info, EncodedInfo)}
-    if encoded == assigned.restored:
-        if name is not None:
+    if encoded == assigned.dequantized.keys():
+        if name not in (None, _PLAIN_DIALECT):
             raise RecipeError(
-                f"dialect {name!r}, but every weight becomes BF16, which needs none; leave it out"
+                f"dialect {name!r}, but every weight is dequantized, which needs none; leave it out"
             )
-        return Plain()
+        return get_dialect(_PLAIN_DIALECT)
     assert source.dialect is not None, "of a source with quantized weights"
     if name is None and source.dialect.name not in DIALECTS:
         raise RecipeError(
@@ -343,7 +345,7 @@ def _dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Diale
 def _left(source: SourceModel, assigned: Assignment) -> dict[str, EncodedInfo]:
     """Quantized weights that no rule speaks of, by name."""
     taken = {weight.info.name for unit in assigned.units for weight in unit.weights}
-    taken |= assigned.restored
+    taken |= assigned.dequantized.keys()
     return {
         name: info
         for name, info in source.weights.items()
@@ -380,7 +382,7 @@ def _warnings_of_experts_apart(items: Iterable[Item], model: Model) -> list[str]
     names = [
         item.name
         for item in items
-        if isinstance(item, Copy) or (isinstance(item, Restored) and item.stack is None)
+        if isinstance(item, Copy) or (item.is_plain and item.stack is None)
     ]
     apart = [name for name in names if name in model.roles and _is_one_expert_s(model.roles[name])]
     if model.architecture.stacked is None or not apart:
@@ -419,9 +421,9 @@ def choose_dialect(name: str | None, formats: Sequence[str], architecture: Archi
     if name is not None:
         dialect = get_dialect(name)
         if name not in serving:
-            carrying = [d for d in serving.values() if {*formats} <= d.suffixes.keys()]
+            carrying = [d for d in serving.values() if {*formats} <= {*d.carried}]
             choice = "; or ".join(
-                f"{d.name}, which carries {', '.join(d.suffixes)} ({d.summary})"
+                f"{d.name}, which carries {', '.join(d.carried)} ({d.summary})"
                 for d in carrying or serving.values()
             )
             raise UnsupportedError(
@@ -430,7 +432,7 @@ def choose_dialect(name: str | None, formats: Sequence[str], architecture: Archi
             )
         return dialect
     for dialect in serving.values():
-        if all(format in dialect.suffixes for format in formats):
+        if {*formats} <= {*dialect.carried}:
             return dialect
     raise UnsupportedError(f"no dialect carries all of {', '.join(formats)} in one checkpoint")
 
@@ -484,7 +486,7 @@ def _refusal(format: str, weight: Weight, rows_follow: bool, dialect: Dialect) -
 def _others(format: str, weight: Weight) -> str:
     """Which formats could hold a weight that `format` cannot for its shape."""
     if not _holds(format, weight):
-        others = [name for name in FORMATS if _holds(name, weight)]
+        others = [name for name in CONVERTIBLE if _holds(name, weight)]
         if others:
             return f", or choose a format that holds this shape: {', '.join(others)}"
     return ""
@@ -492,7 +494,7 @@ def _others(format: str, weight: Weight) -> str:
 
 def _holds(format: str, weight: Weight) -> bool:
     try:
-        FORMATS[format].check_shape(weight.info.shape)
+        CONVERTIBLE[format].check_shape(weight.info.shape)
     except UnsupportedError:
         return False
     return True
@@ -502,6 +504,7 @@ def _items(
     tensors: Mapping[str, TensorInfo],
     source: SourceModel,
     units: Sequence[Unit],
+    assigned: Assignment,
     stay: Mapping[str, EncodedInfo],
     *,
     stacked: bool,
@@ -509,17 +512,22 @@ def _items(
     """Units where their first weight stands, and everything else, in natural order.
 
     A tensor that holds several weights stands for those that no unit takes. What is quantized and
-    neither converted nor staying is restored, with `stacked` as the plain release has it. Biases of
-    experts that change come along, and are looked at.
+    neither converted nor staying is dequantized, with `stacked` as the plain release has it. Biases
+    of experts that change come along, and are looked at.
     """
-    item_of: dict[str, Unit | Restored] = {w.info.name: u for u in units for w in u.weights}
+    item_of = {w.info.name: u for u in units for w in u.weights}
     left = [
         info
         for name, info in source.weights.items()
         if isinstance(info, EncodedInfo) and name not in item_of and name not in stay
     ]
-    given_back = restored_items(left, source.model, stacked=stacked)
-    item_of |= {w.info.name: item for item in given_back for w in item.weights}
+    plain: dict[str, list[EncodedInfo]] = {}
+    for weight in left:
+        format = assigned.dequantized.get(weight.name, _BESIDE_QUANTIZED)
+        plain.setdefault(format, []).append(weight)
+    for format, infos in plain.items():
+        dequantizing = dequantizing_units(infos, source.model, format, stacked=stacked)
+        item_of |= {w.info.name: unit for unit in dequantizing for w in unit.weights}
     biases = biases_of(item_of, source.model.roles)
     copied: set[str] = set()
     for name, info in source.weights.items():
@@ -545,37 +553,38 @@ def _outputs(items: Sequence[Item], dialect: Dialect) -> list[_Output]:
     first = items[0]
     if isinstance(first, Copy):
         return [(first.info.name, first.info.dtype, first.info.shape)]
-    if isinstance(first, Restored):
-        assert len(items) == (1 if first.stack is None else first.stack.experts), first.name
-        return [(name, *what) for name, what in first.outputs().items()]
-    if first.stack is None:
+    assert len(items) == (1 if first.stack is None else first.stack.experts), first.name
+    return unit_outputs(first, dialect)
+
+
+def unit_outputs(unit: Unit, dialect: Dialect) -> list[_Output]:
+    """The tensors that a unit makes, or those of the stack that it makes a part of."""
+    if unit.stack is None:
         return [
             (f"{weight.module}.{suffix}", dtype, shape)
-            for weight in first.weights
-            for suffix, dtype, shape in _stored(dialect, first.format, weight.info.shape)
+            for weight in unit.weights
+            for suffix, dtype, shape in _stored(dialect, unit.format, weight.info.shape)
         ]
-    assert len(items) == first.stack.experts, first.name
-    rows = sum(weight.info.shape[0] for weight in first.weights)
+    parts = [_stored(dialect, unit.format, weight.info.shape) for weight in unit.weights]
     return [
-        (first.stack.name(suffix), dtype, (first.stack.experts, rows, *shape[1:]))
-        for suffix, dtype, shape in _stored(dialect, first.format, first.weights[0].info.shape)
+        (
+            unit.stack.name(suffix),
+            dtype,
+            unit.stack.shape(unit.stack.joined_shape([own[i][2] for own in parts])),
+        )
+        for i, (suffix, dtype, _) in enumerate(parts[0])
     ]
 
 
 @lru_cache(maxsize=1 << 10)
 def _stored(dialect: Dialect, format: str, shape: tuple[int, ...]) -> tuple[_Output, ...]:
     """Last name, safetensors dtype and shape of the tensors that a weight becomes."""
-    encoding = dialect.encodings[format]
+    encoding = dialect.encoding(format)
     specs = encoding.specs("weight", shape).values()
     return tuple(
         (suffix, dtype_name(spec.dtype), spec.shape)
         for suffix, spec in zip(encoding.suffixes, specs, strict=True)
     )
-
-
-def _suffixes(item: Unit | Restored, dialect: Dialect) -> Sequence[str]:
-    """Last names of what is written of a weight in a stack."""
-    return ("",) if isinstance(item, Restored) else dialect.suffixes[item.format]
 
 
 def _shards(
@@ -630,7 +639,7 @@ def _shard(
     pieces = dict(slots)
     for item in items:
         if not isinstance(item, Copy) and item.stack is not None:
-            for suffix in _suffixes(item, dialect):
+            for suffix in dialect.encoding(item.format).suffixes:
                 name = item.stack.name(suffix)
                 pieces.pop(name, None)
                 pieces[item.stack.piece(suffix)] = _piece(item.stack, suffix, slots[name])

@@ -23,9 +23,8 @@ from pydantic import (
 
 from moequant.dialects import get_dialect
 from moequant.dialects.regexes import compile_regex
-from moequant.errors import MoequantError, RecipeError
-from moequant.formats import REGISTRY as FORMATS
-from moequant.formats import get_format
+from moequant.errors import MoequantError, RecipeError, UnsupportedError
+from moequant.formats import WRITABLE, get_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 KEEP = "keep"
 """In place of a format: leave these tensors as they are, whatever later rules say."""
-
-BF16 = "bf16"
-"""In place of a format: give weights that the source holds in a quantized form back as BF16."""
 
 # More digits would overflow a float, and no disk holds as much.
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])B?|B)", re.IGNORECASE)
@@ -101,7 +97,7 @@ class Rule(_Strict):
         roles: roles of the architecture table.
         match: regular expression over the whole tensor name.
         layers: a layer or a slice of layers, counted as Python does.
-        format: a format, "keep" or "bf16".
+        format: a format that can be written, such as "nvfp4" or "bf16", or "keep".
         options: values of the format's options.
     """
 
@@ -115,11 +111,11 @@ class Rule(_Strict):
     def _check(self) -> Rule:
         if not self.roles and self.match is None:
             raise ValueError("a rule needs roles or match")
-        if self.format not in (*FORMATS, BF16, KEEP):
-            known = ", ".join((*FORMATS, BF16, KEEP))
+        if self.format not in (*WRITABLE, KEEP):
+            known = ", ".join((*WRITABLE, KEEP))
             raise ValueError(f"no format is called {show(self.format)}; there are: {known}")
         try:
-            if self.format not in (KEEP, BF16):
+            if self.format != KEEP and not get_format(self.format).is_plain:
                 get_format(self.format).resolve_options(self.options)
             elif self.options:
                 given = ", ".join(map(show, self.options))
@@ -165,17 +161,20 @@ class Recipe(_Strict):
 
     @classmethod
     def for_format(cls, format: str) -> Recipe:
-        """The routed experts into `format`, and nothing else; "bf16" gives every weight back.
+        """The routed experts into `format`; of "bf16" every quantized weight, dequantized.
 
         Raises:
             UnsupportedError: there is no such format.
         """
-        if format == BF16:
+        if format not in WRITABLE:
+            raise UnsupportedError(
+                f"no format to convert into is called {format!r}; there are: {', '.join(WRITABLE)}"
+            )
+        if WRITABLE[format].is_plain:
             return cls(
                 summary="Every quantized weight back to BF16.",
-                rules=(Rule(match=".*", format=BF16),),
+                rules=(Rule(match=".*", format=format),),
             )
-        get_format(format)
         return cls(
             summary=f"Routed experts to {format}.",
             rules=(Rule(roles=("routed_experts",), format=format),),

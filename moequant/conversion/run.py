@@ -23,7 +23,7 @@ from moequant.conversion.batches import Batches
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.losses import merged
 from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.units import Copy, Restored, Unit, check_bias, convert_unit, restore
+from moequant.conversion.units import Copy, Unit, check_bias, convert_unit
 from moequant.conversion.used import UsedQuantizer
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.writer import ShardWriter
@@ -225,11 +225,9 @@ class _Run(threading.local):
     def _make(
         self, batch: Sequence[tuple[int, Item]], writer: ShardWriter, lost: dict[int, list[Loss]]
     ) -> None:
-        number, item = batch[0]
+        _, item = batch[0]
         if isinstance(item, Unit):
             self._convert(batch, writer, lost)
-        elif isinstance(item, Restored):
-            lost[number] = self._restore(item, writer)
         else:
             if item.is_bias:
                 check_bias(self._source, item.info)
@@ -262,12 +260,6 @@ class _Run(threading.local):
         while release is None and writer.wait_for_disk():
             release = self._results.lend(memory)
         return release
-
-    def _restore(self, item: Restored, writer: ShardWriter) -> list[Loss]:
-        memory = self._results.borrow(writer.position(item.first_tensor))
-        converted = restore(self._source, item, self._quantizer, self._arena, memory)
-        self._write(converted, memory, writer)
-        return converted.losses
 
     def _write(self, converted: Converted, memory: Arena, writer: ShardWriter) -> None:
         if converted.as_stored:

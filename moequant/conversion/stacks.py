@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moequant.conversion.units import Restored, Stack, Weight
+from moequant.conversion.units import Stack, Unit, Weight
 from moequant.models import PROJECTIONS, ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def stack_of(name: str, model: Model) -> Stack | None:
     )
 
 
-def restored_items(
-    infos: Iterable[EncodedInfo], model: Model, *, stacked: bool
-) -> Iterator[Restored]:
-    """Quantized weights as they are given back: those from a stack in the plain form's stack.
+def dequantizing_units(
+    infos: Iterable[EncodedInfo], model: Model, format: str, *, stacked: bool
+) -> Iterator[Unit]:
+    """Units that write quantized weights in a plain format: those from a stack in its stack.
 
     With `stacked`, so are experts that the source has one by one and the plain release stacks, for
     classes of transformers that know no others: where the architecture says how the stack lies.
@@ -48,8 +48,10 @@ def restored_items(
     for of_one in together.values():
         # Gate's rows come before up's, whatever their names are.
         of_one.sort(key=lambda one: _order(model.roles[one[0].name].projection))
-        yield Restored(
+        yield Unit(
             weights=tuple(Weight(info=i, role=model.roles[i.name].role) for i, _ in of_one),
+            format=format,
+            options={},
             stack=of_one[0][1],
         )
 

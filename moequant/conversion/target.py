@@ -8,9 +8,8 @@ from pathlib import Path
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion.recipe import BF16
 from moequant.errors import MoequantError
-from moequant.formats import REGISTRY
+from moequant.formats import WRITABLE
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
 from moequant.storage.folder import is_inner_name
@@ -78,7 +77,7 @@ def _formats_of(document: Mapping[str, Any]) -> str:
     if not isinstance(rules, list):
         return ""
     named = [rule.get("format") for rule in rules if isinstance(rule, dict)]
-    formats = [format for format in (*REGISTRY, BF16) if format in named]
+    formats = [format for format in WRITABLE if format in named]
     return f" into {' and '.join(formats)}" if formats else ""
 
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.conversion.losses import Loss, measure, with_ratio
-from moequant.conversion.recipe import BF16
 from moequant.errors import NonFiniteError, UnsupportedError
 from moequant.formats import (
     QuantizedWeight,
-    TensorSpec,
     get_format,
+    plain_weight,
     recode,
     tile_bytes,
 )
@@ -28,7 +27,7 @@ from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.formats.squares import TILE_ROWS
 from moequant.quantizers.tiles import TorchQuantizer
 from moequant.storage.buffers import Arena
-from moequant.storage.headers import DTYPES, dtype_name
+from moequant.storage.headers import DTYPES
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.parts import PartInfo, decoded, read_stored
 
@@ -102,8 +101,8 @@ class Stack:
     flat: bool = False
 
     def name(self, suffix: str) -> str:
-        """Name of the tensor on disk that holds parts called `suffix`; "" for plain weights."""
-        return f"{self.tensor}_{suffix}" if suffix else self.tensor
+        """Name of the tensor on disk that holds parts called `suffix`; plain weights alone."""
+        return self.tensor if suffix == "weight" else f"{self.tensor}_{suffix}"
 
     def piece(self, suffix: str) -> str:
         """What this expert's part of that tensor is called while it is written."""
@@ -114,6 +113,11 @@ class Stack:
         if self.flat:
             return (self.experts * of_one[0], *of_one[1:])
         return (self.experts, *of_one)
+
+    def joined_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Of what `join` makes of parts of these shapes."""
+        rows, *rest = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return (*reversed(rest), rows) if self.transposed else (rows, *rest)
 
     def shape_of_one(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What of such a tensor one expert has."""
@@ -157,18 +161,26 @@ class Unit:
         return self.weights[0].info.name
 
     @property
+    def is_plain(self) -> bool:
+        """Whether quantized weights are dequantized, rather than weights quantized."""
+        return get_format(self.format).is_plain
+
+    @property
     def source_bytes(self) -> int:
         """Bytes read."""
         return sum(weight.info.size_bytes for weight in self.weights)
 
     def first_tensor(self, dialect: Dialect) -> str:
         """Name of the first tensor it makes, or of its part of one."""
-        suffix = dialect.suffixes[self.format][0]
+        suffix = dialect.encoding(self.format).suffixes[0]
         return self.stack.piece(suffix) if self.stack else f"{self.weights[0].module}.{suffix}"
 
     @property
     def working_bytes(self) -> int:
         """Upper bound of the memory converting this unit takes beside its batch's results."""
+        if self.is_plain:
+            # In a stack, weights are joined and turned; float32 of a tile lies in between.
+            return 3 * self.source_bytes + 2 * self.result_bytes + _decoding_bytes(self.weights)
         format = get_format(self.format)
         workspace = max(format.workspace_bytes(weight.info.shape) for weight in self.weights)
         # Results exist once more while tiles are joined and while codes are put in disk form.
@@ -176,7 +188,7 @@ class Unit:
 
     @property
     def result_bytes(self) -> int:
-        """What its quantized weights take."""
+        """What its weights take in their format."""
         return sum(_quantized_bytes(self.format, weight.info.shape) for weight in self.weights)
 
 
@@ -203,69 +215,14 @@ class Copy:
         return self.info.size_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """Weights that the source holds in a quantized form and that are written as BF16.
-
-    Attributes:
-        weights: one, or those of one expert that lie side by side in a stack.
-        stack: where they go, if not into tensors on their own.
-    """
-
-    weights: tuple[Weight, ...]
-    stack: Stack | None = None
-
-    @property
-    def name(self) -> str:
-        """Its first tensor's name."""
-        return self.weights[0].info.name
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes read."""
-        return sum(weight.info.size_bytes for weight in self.weights)
-
-    @property
-    def first_tensor(self) -> str:
-        """Name of the first tensor it makes, or of its part of one."""
-        return self.stack.piece("") if self.stack else self.name
-
-    @property
-    def working_bytes(self) -> int:
-        """Upper bound of the memory restoring it takes beside its result."""
-        # In a stack, weights are joined and turned; float32 of a tile lies in between.
-        return 3 * self.source_bytes + 2 * self.result_bytes + _decoding_bytes(self.weights)
-
-    @property
-    def result_bytes(self) -> int:
-        """What its weights take in BF16."""
-        return sum(spec.size_bytes for spec in self.specs().values())
-
-    def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype, as a header has it, and shape of the tensors on disk, by name."""
-        specs = self.specs()
-        if self.stack is None:
-            return {name: (dtype_name(spec.dtype), spec.shape) for name, spec in specs.items()}
-        N, K = sum(spec.shape[0] for spec in specs.values()), self.weights[0].info.shape[1]
-        shape = (K, N) if self.stack.transposed else (N, K)
-        return {self.stack.name(""): (dtype_name(torch.bfloat16), self.stack.shape(shape))}
-
-    def joined(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The weights as they are written: one by one, or the one part of a stack they make."""
-        return [*weights] if self.stack is None else [self.stack.join(weights)]
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """What becomes of each weight, by name."""
-        return {
-            weight.info.name: TensorSpec(dtype=torch.bfloat16, shape=tuple(weight.info.shape))
-            for weight in self.weights
-        }
-
-
 @lru_cache(maxsize=1 << 10)
 def _quantized_bytes(format: str, shape: tuple[int, int]) -> int:
     """Of a weight [N, K]; kept, for nearly all weights of a model have the same few shapes."""
-    return sum(spec.size_bytes for spec in get_format(format).specs(shape).values())
+    wanted = get_format(format)
+    specs = wanted.specs(shape)
+    return (
+        specs["qdata"].size_bytes if wanted.is_plain else sum(s.size_bytes for s in specs.values())
+    )
 
 
 def check_bias(source: Checkpoint, info: TensorInfo) -> None:
@@ -286,13 +243,13 @@ def check_bias(source: Checkpoint, info: TensorInfo) -> None:
         )
 
 
-Item = Unit | Restored | Copy
+Item = Unit | Copy
 """A piece of work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What became of a unit, or of weights that are given back.
+    """What became of a unit.
 
     Attributes:
         tensors: as they go to disk, by name; good until the memory they lie in is cleared.
@@ -331,22 +288,15 @@ def _stands_alone(info: WeightInfo) -> bool:
 def quantizer_jobs(items: Iterable[Item]) -> list[Job]:
     """What a quantizer will be asked for, each once; of items that none refuses."""
     kinds = {
-        (*_wanted(item), weight.stored_format, weight.info.dtype)
+        (item.format, tuple(sorted(item.options.items())), weight.stored_format, weight.info.dtype)
         for item in items
         if not isinstance(item, Copy)
         for weight in item.weights
     }
     return [
-        (None if name == BF16 else get_format(name), dict(options), stored or DTYPES[dtype])
+        (get_format(name), dict(options), stored or DTYPES[dtype])
         for name, options, stored, dtype in sorted(kinds, key=str)
     ]
-
-
-def _wanted(item: Unit | Restored) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Name of a format, or BF16, and options."""
-    if isinstance(item, Restored):
-        return BF16, ()
-    return item.format, tuple(sorted(item.options.items()))
 
 
 def convert_unit(
@@ -357,12 +307,12 @@ def convert_unit(
     arena: Arena,
     results: Arena,
 ) -> Converted:
-    """Read and quantize a unit.
+    """Read and quantize, or dequantize, a unit.
 
     What is read is in the memory of `arena`, results may lie in that of `results`.
 
     Raises:
-        NonFiniteError: a weight holds NaN or Inf.
+        NonFiniteError: a weight holds NaN or Inf, or a number beyond the wanted format.
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
@@ -376,7 +326,7 @@ def convert_unit(
         unit.stack.piece(suffix): unit.stack.join(
             [tensors[f"{weight.module}.{suffix}"] for weight in unit.weights]
         )
-        for suffix in dialect.suffixes[unit.format]
+        for suffix in dialect.encoding(unit.format).suffixes
     }
     return Converted(tensors=stacked, losses=losses, joined=True)
 
@@ -422,13 +372,15 @@ def _quantize(
     arena: Arena,
     results: Arena,
 ) -> list[QuantizedWeight]:
+    format, names = get_format(unit.format), [weight.info.name for weight in unit.weights]
+    if format.is_plain:
+        return [
+            plain_weight(quantizer.decode(q, format.qdata_dtype, name=name, empty=results.empty))
+            for q, name in zip(weights, names, strict=True)
+            if isinstance(q, QuantizedWeight)
+        ]
     return quantizer.quantize_fused(
-        get_format(unit.format),
-        weights,
-        unit.options,
-        names=[weight.info.name for weight in unit.weights],
-        empty=results.empty,
-        scratch=arena.empty,
+        format, weights, unit.options, names=names, empty=results.empty, scratch=arena.empty
     )
 
 
@@ -443,46 +395,6 @@ def encode_unit(
     for weight, q in zip(unit.weights, quantized, strict=True):
         tensors.update(dialect.to_disk(weight.module, q, consume=True))
     return tensors
-
-
-def restore(
-    source: Checkpoint, item: Restored, quantizer: Quantizer, arena: Arena, results: Arena
-) -> Converted:
-    """Read and decode weights: BF16, by the names of what is written.
-
-    What is read is in the memory of `arena`, results may lie in that of `results`.
-
-    Raises:
-        NonFiniteError: a weight holds NaN or Inf, or numbers that BF16 has no room for.
-        CheckpointError: the source cannot be read.
-    """
-    weights = read_stored(source, [weight.info for weight in item.weights], arena)
-    numbers, losses = restored(weights, item, quantizer, results)
-    names = [weight.info.name for weight in item.weights]
-    pieces = names if item.stack is None else [item.stack.piece("")]
-    tensors = dict(zip(pieces, item.joined(numbers), strict=True))
-    return Converted(tensors=tensors, losses=losses, joined=item.stack is not None)
-
-
-def restored(
-    weights: Sequence[StoredWeight], item: Restored, quantizer: Quantizer, results: Arena
-) -> tuple[list[Tensor], list[Loss]]:
-    """Weights [N, K] in bfloat16, rounded to nearest even, and what was lost.
-
-    By `quantizer`, in the memory of `results`.
-
-    Raises:
-        NonFiniteError: one holds NaN or Inf, or a number that bfloat16 has no room for.
-    """
-    written, losses = [], []
-    for weight, w in zip(item.weights, weights, strict=True):
-        name = weight.info.name
-        assert isinstance(w, QuantizedWeight), name
-        numbers = quantizer.decode(w, torch.bfloat16, name=name, empty=results.empty)
-        loss = measure(w, numbers, quantizer=quantizer, role=weight.role, format=BF16)
-        losses.append(with_ratio(loss, 1 / source_ratio(weight, w)))
-        written.append(numbers)
-    return written, losses
 
 
 def source_ratio(weight: Weight, stored: QuantizedWeight) -> float:

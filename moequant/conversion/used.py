@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UsedQuantizer:
-    """What quantized the weights of a shard, or decoded those that are given back as BF16.
+    """What quantized the weights of a shard, or dequantized them.
 
     Attributes:
         name: of the quantizer.

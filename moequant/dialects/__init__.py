@@ -15,17 +15,18 @@ from moequant.dialects.fp8 import Fp8
 from moequant.dialects.gpt_oss import GptOss
 from moequant.dialects.modelopt import ModelOpt
 from moequant.dialects.moequant import Moequant
+from moequant.dialects.plain import Plain
 from moequant.errors import CheckpointError, UnsupportedError
 
 REGISTRY: dict[str, Dialect] = {
-    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant())
+    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant(), Plain())
 }
 """By name; of two that carry a format, the one more engines load comes first, for most models."""
 
 
-SOURCES: dict[str, Dialect] = {d.name: d for d in (*REGISTRY.values(), DeepseekV4())}
-"""By name, those that a source may be in; some are read and not written. Of two that claim one,
-that whose names its tensors have."""
+SOURCES: dict[str, Dialect] = {d.name: d for d in (*REGISTRY.values(), DeepseekV4()) if d.encodings}
+"""By name, those that quantized weights of a source may be in; some are read-only. Of two that
+claim one, that whose names its tensors have."""
 
 
 def get_dialect(name: str) -> Dialect:
@@ -46,7 +47,7 @@ def default_dialect(format: str) -> str:
         UnsupportedError: none carries it.
     """
     for dialect in REGISTRY.values():
-        if format in dialect.suffixes:
+        if format in dialect.carried:
             return dialect.name
     raise UnsupportedError(f"no dialect carries the format {format!r}")
 
@@ -69,7 +70,7 @@ def find_dialect(quantization_config: object) -> Dialect:
             return dialect
     raise UnsupportedError(
         f"quantization_config.quant_method is {show(config.get('quant_method'))}; moequant reads "
-        f"{', '.join(REGISTRY)}"
+        f"{', '.join(name for name in REGISTRY if name in SOURCES)}"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moequant.dialects.encodings import Plain
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.dialects.encodings import Encoding, StoredEncoding
+    from moequant.dialects.encodings import Encoding
     from moequant.formats import QuantizedWeight, TensorSpec
+
+_PLAIN = Plain()
 
 
 class Dialect(ABC):
@@ -30,9 +33,7 @@ class Dialect(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     encodings: ClassVar[Mapping[str, Encoding]]
-    """How the parts of each format it can carry lie on disk."""
-    foreign: ClassVar[Mapping[str, StoredEncoding]] = {}
-    """Likewise what others write in it and we read as a source alone."""
+    """How the parts of each quantized format it knows lie on disk; some are read-only."""
     stacks: ClassVar[bool] = False
     """Whether the experts of a layer lie stacked in tensors that the architecture table names.
 
@@ -41,9 +42,13 @@ class Dialect(ABC):
     """
 
     @property
-    def suffixes(self) -> dict[str, tuple[str, ...]]:
-        """For each format it can carry: the names after `module.` that it writes, codes first."""
-        return {format: encoding.suffixes for format, encoding in self.encodings.items()}
+    def carried(self) -> tuple[str, ...]:
+        """The quantized formats it can write; BF16 lies in every dialect as in none."""
+        return tuple(name for name, e in self.encodings.items() if not e.read_only)
+
+    def encoding(self, format: str) -> Encoding:
+        """How the parts of a format that it knows lie on disk."""
+        return _PLAIN if format == _PLAIN.format.name else self.encodings[format]
 
     def check(
         self, module: str, format: str, shape: Sequence[int], *, rows_follow: bool = False
@@ -62,7 +67,7 @@ class Dialect(ABC):
         self._encoding(module, format).check(module, shape, rows_follow=rows_follow)
 
     def specs(self, module: str, format: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
-        """What `to_disk` writes for a weight [N, K], in the order of `suffixes`.
+        """What `to_disk` writes for a weight [N, K], in the order of its encoding's suffixes.
 
         Raises:
             UnsupportedError: as `check`.
@@ -91,50 +96,34 @@ class Dialect(ABC):
     def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Inverse of `to_disk`; also reads what other writers leave, as the encoding says.
 
-        `tensors` may hold more than this module's.
+        `tensors` may hold more than this module's, and headers on the meta device.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
-            UnsupportedError: a format the dialect cannot carry, or a scale with values that the
+            UnsupportedError: a format the dialect does not know, or a scale with values that the
                 format's scale dtype cannot hold.
         """
+        if format in self.encodings:
+            return self.encodings[format].decode(module, tensors)
         return self._encoding(module, format).decode(module, tensors)
-
-    def from_source(
-        self, module: str, format: str, tensors: Mapping[str, Tensor]
-    ) -> QuantizedWeight:
-        """As `from_disk`, of a format that is carried or foreign; headers on the meta device too.
-
-        Raises:
-            CheckpointError: as `from_disk`.
-            UnsupportedError: as `from_disk`.
-        """
-        if format in self.foreign:
-            return self.foreign[format].decode(module, tensors)
-        return self.from_disk(module, format, tensors)
 
     def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
         """What `from_disk` makes of `q` once `to_disk` has written it."""
-        return self._stored_encoding(q.format).as_read(q)
+        return self.encoding(q.format).as_read(q)
 
     def stored_ratio(self, q: QuantizedWeight) -> float:
         """The numbers on disk over those of `q` as it is read: 1 where no reciprocal rounds."""
-        return self._stored_encoding(q.format).stored_ratio(q)
-
-    def stored_suffixes(self, format: str) -> tuple[str, ...]:
-        """Names after `module.` of a format that it carries or that is foreign, codes first."""
-        return self._stored_encoding(format).suffixes
-
-    def _stored_encoding(self, format: str) -> StoredEncoding:
-        return self.foreign.get(format) or self.encodings[format]
+        return self.encoding(q.format).stored_ratio(q)
 
     def _encoding(self, module: str, format: str) -> Encoding:
-        if format not in self.encodings:
+        """The encoding that a format is written in."""
+        if format not in (*self.carried, _PLAIN.format.name):
+            carried = ", ".join((*self.carried, _PLAIN.format.name))
             raise UnsupportedError(
-                f"{module}: the dialect {self.name} does not carry {format}, only "
-                f"{', '.join(self.encodings)}; choose another dialect or format"
+                f"{module}: the dialect {self.name} does not carry {format}, only {carried}; "
+                "choose another dialect or format"
             )
-        return self.encodings[format]
+        return self.encoding(format)
 
     @abstractmethod
     def quantization_config(
@@ -174,15 +163,18 @@ class Dialect(ABC):
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
         """As `reader`, for whoever wants the numbers of weights alone.
 
-        What engines do with activations makes no difference then, and foreign formats are known.
+        What engines do with activations makes no difference then, and read-only formats are known.
         """
         return self.reader(quantization_config)
 
 
 class SourceDialect(Dialect):
-    """One that is read and never written: its formats are foreign, all of them."""
+    """One that is read and never written, whatever its encodings could do."""
 
-    encodings = {}  # noqa: RUF012
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """None."""
+        return ()
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]

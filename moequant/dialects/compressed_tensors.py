@@ -148,8 +148,11 @@ class CompressedTensors(Dialect):
 
     name = "compressed-tensors"
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
-    encodings = {name: scheme.encoding for name, scheme in _SCHEMES.items()}  # noqa: RUF012
-    foreign = {"fp8_channel": Fp8Channels("weight_scale"), "int4": Int4Groups()}  # noqa: RUF012
+    encodings = {  # noqa: RUF012
+        **{name: scheme.encoding for name, scheme in _SCHEMES.items()},
+        "fp8_channel": Fp8Channels("weight_scale"),
+        "int4": Int4Groups(),
+    }
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]

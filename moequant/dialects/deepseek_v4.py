@@ -33,7 +33,7 @@ class DeepseekV4(SourceDialect):
 
     name = "deepseek-v4"
     summary = "DeepSeek-V4's FP8 and MXFP4; as a source alone"
-    foreign = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes(scale="scale")}  # noqa: RUF012
+    encodings = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes(scale="scale")}  # noqa: RUF012
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """As Dialect."""

@@ -8,8 +8,9 @@
 | Mxfp4Packed | U8 [N, K/2] | U8 [N, K/32], the E8M0 byte | |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
+| Plain | BF16 [N, K], the weight itself | | |
 
-Read only, from sources: Fp8Channels, E4M3 with a scale a row or one in all; Fp8BlocksFlexible, as
+Read-only: Fp8Channels, E4M3 with a scale a row or one in all; Fp8BlocksFlexible, as
 Fp8Blocks by either name of the scale, also in four dimensions; Int4Groups, as Int4Packed with
 groups of any width; Mxfp4Bytes, I8 [N, K/2] with E8M0.
 
@@ -37,7 +38,7 @@ from moequant.dialects.tensors import (
     read_tensor,
 )
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import QuantizedWeight, TensorSpec, get_format
+from moequant.formats import QuantizedWeight, TensorSpec, get_format, plain_weight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,9 +49,16 @@ if TYPE_CHECKING:
 _NIBBLE_SIGNS = 0x88
 
 
-class StoredEncoding(ABC):
-    """Names, dtypes and shapes of the tensors of weights alike in a dialect, to be read."""
+class Encoding(ABC):
+    """Names, dtypes and shapes of the tensors that hold a weight of one format in a dialect.
 
+    `decode` is the inverse of `encode`, and reads what other writers of the same scheme leave.
+    """
+
+    format: ClassVar[Format]
+    """What it holds."""
+    read_only: ClassVar[bool] = False
+    """Whether weights are read and never written so; `check`, `specs` and `encode` then refuse."""
     suffixes: tuple[str, ...]
     """Names after `module.` in the order they are written, the codes first."""
 
@@ -73,19 +81,6 @@ class StoredEncoding(ABC):
         """The numbers on disk over those of `q` as it is read: 1 where no reciprocal rounds."""
         return 1.0
 
-    def _names(self, module: str) -> list[str]:
-        return [f"{module}.{suffix}" for suffix in self.suffixes]
-
-
-class Encoding(StoredEncoding):
-    """Those of one format, both ways; `decode` is the inverse of `encode`.
-
-    It also reads what other writers of the same scheme leave.
-    """
-
-    format: ClassVar[Format]
-    """What it holds."""
-
     def check(self, module: str, shape: Sequence[int], *, rows_follow: bool = False) -> None:
         """Refuse a weight that is no [N, K] of this format, or that readers would get wrong.
 
@@ -97,6 +92,7 @@ class Encoding(StoredEncoding):
         Raises:
             UnsupportedError: names the module.
         """
+        assert not self.read_only, type(self).__name__
         self.format.check_shape(shape, module)
         if len(shape) != 2:
             raise UnsupportedError(f"{module}: shape {list(shape)}; a dialect writes single [N, K]")
@@ -112,15 +108,18 @@ class Encoding(StoredEncoding):
         """The tensors of one weight [N, K], by full name; `consume` as `Dialect.to_disk`."""
         return dict(zip(self._names(module), self._encode(q, consume=consume), strict=True))
 
-    @abstractmethod
+    def _names(self, module: str) -> list[str]:
+        return [f"{module}.{suffix}" for suffix in self.suffixes]
+
     def _specs(
         self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
     ) -> tuple[TensorSpec, ...]:
         """In the order of `suffixes`, given the specs of QuantizedWeight's fields."""
+        raise NotImplementedError(f"{type(self).__name__} is read-only")
 
-    @abstractmethod
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         """In the order of `suffixes`; only with `consume` are the codes changed where they lie."""
+        raise NotImplementedError(f"{type(self).__name__} is read-only")
 
     def _read_scale(
         self,
@@ -209,12 +208,12 @@ class Nvfp4Packed(Encoding):
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
 
     def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
-        """As StoredEncoding: the reciprocal of the reciprocal, each rounded to float32."""
+        """As Encoding: the reciprocal of the reciprocal, each rounded to float32."""
         assert q.global_scale is not None
         return replace(q, global_scale=q.global_scale.reciprocal().reciprocal())
 
     def stored_ratio(self, q: QuantizedWeight) -> float:
-        """As StoredEncoding: 1 / (g * r), whose product float64 holds; r = 1 / g is on disk."""
+        """As Encoding: 1 / (g * r), whose product float64 holds; r = 1 / g is on disk."""
         assert q.global_scale is not None
         return 1 / (q.global_scale.item() * q.global_scale.reciprocal().item())
 
@@ -405,14 +404,17 @@ def _logical_shape(N: int, K: int) -> Tensor:
     return torch.tensor([N, K], dtype=torch.int64, device="cpu")
 
 
-class Fp8Channels(StoredEncoding):
+class Fp8Channels(Encoding):
     """`fp8_channel`: E4M3 codes, a scale for each row, [N, 1] or [N], or one for all of them."""
+
+    format = get_format("fp8_channel")
+    read_only = True
 
     def __init__(self, *scales: str) -> None:
         self.suffixes = ("weight", *scales)
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As StoredEncoding; of several names of the scale one must be there."""
+        """As Encoding; of several names of the scale one must be there."""
         weight, *names = self._names(module)
         scale = _only_one(tensors, names)
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
@@ -420,7 +422,7 @@ class Fp8Channels(StoredEncoding):
         values = read_tensor(tensors, scale, torch.float32, torch.bfloat16, torch.float16)
         check_shape(scale, values, (N, 1), (N,), (1,), ())
         return QuantizedWeight(
-            format="fp8_channel",
+            format=self.format.name,
             qdata=qdata,
             scale=values.float().reshape(-1, 1).expand(N, 1),
             global_scale=None,
@@ -428,26 +430,29 @@ class Fp8Channels(StoredEncoding):
         )
 
 
-class Fp8BlocksFlexible(StoredEncoding):
+class Fp8BlocksFlexible(Encoding):
     """`fp8_block` as Model-Optimizer leaves it, and what others made of that.
 
     The scale is called `weight_scale`, [ceil(N/128), ceil(K/128)] or [.., 1, .., 1], of a single
     block [], or `weight_scale_inv`; it multiplies by either name.
     """
 
+    format = get_format("fp8_block")
+    read_only = True
+
     suffixes = ("weight", "weight_scale", "weight_scale_inv")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As StoredEncoding; one of the two scales must be there, and not the other."""
+        """As Encoding; one of the two scales must be there, and not the other."""
         weight, *names = self._names(module)
         name = _only_one(tensors, names)
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
         values = read_tensor(tensors, name, torch.float32, torch.bfloat16, torch.float16)
-        rows, columns = get_format("fp8_block").specs(qdata.shape)["scale"].shape
+        rows, columns = self.format.specs(qdata.shape)["scale"].shape
         scalar = [()] if rows == columns == 1 else []
         check_shape(name, values, (rows, columns), (rows, 1, columns, 1), *scalar)
         return QuantizedWeight(
-            format="fp8_block",
+            format=self.format.name,
             qdata=qdata,
             scale=values.float().reshape(rows, columns),
             global_scale=None,
@@ -455,13 +460,16 @@ class Fp8BlocksFlexible(StoredEncoding):
         )
 
 
-class Int4Groups(StoredEncoding):
+class Int4Groups(Encoding):
     """`int4`: as `Int4Packed`, with groups of any width, in a scale of any float dtype."""
+
+    format = get_format("int4")
+    read_only = True
 
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As StoredEncoding; the shape may be missing."""
+        """As Encoding; the shape may be missing."""
         packed, scale, shape = self._names(module)
         words = read_matrix(tensors, packed, torch.int32)
         N, K = words.shape[0], 8 * words.shape[1]
@@ -473,7 +481,7 @@ class Int4Groups(StoredEncoding):
             )
         _check_logical_shape(tensors, shape, (N, K))
         return QuantizedWeight(
-            format="int4",
+            format=self.format.name,
             qdata=_codes_of(words),
             scale=values.float(),
             global_scale=None,
@@ -481,28 +489,51 @@ class Int4Groups(StoredEncoding):
         )
 
 
-class Mxfp4Bytes(StoredEncoding):
+class Mxfp4Bytes(Encoding):
     """`mxfp4` as DeepSeek-V4 was released: codes I8 [N, K/2], scale E8M0 or its byte [N, K/32]."""
+
+    format = get_format("mxfp4")
+    read_only = True
 
     def __init__(self, scale: str) -> None:
         self.suffixes = ("weight", scale)
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As StoredEncoding."""
+        """As Encoding."""
         weight, scale = self._names(module)
         codes = read_matrix(tensors, weight, torch.int8, torch.uint8)
         N, K = codes.shape[0], 2 * codes.shape[1]
-        group = get_format("mxfp4").block[1]
+        group = self.format.block[1]
         check_columns(weight, K, group)
         values = read_tensor(tensors, scale, torch.float8_e8m0fnu, torch.uint8)
         check_shape(scale, values, (N, K // group))
         return QuantizedWeight(
-            format="mxfp4",
+            format=self.format.name,
             qdata=codes.view(torch.uint8),
             scale=values.view(torch.float8_e8m0fnu),
             global_scale=None,
             shape=torch.Size((N, K)),
         )
+
+
+class Plain(Encoding):
+    """`bf16`: the weight itself, as any model that is not quantized has it."""
+
+    format = get_format("bf16")
+    suffixes = ("weight",)
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding."""
+        (weight,) = self._names(module)
+        return plain_weight(read_matrix(tensors, weight, torch.bfloat16))
+
+    def _specs(
+        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
+    ) -> tuple[TensorSpec, ...]:
+        return (parts["qdata"],)
+
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
+        return (q.qdata,)
 
 
 def _only_one(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:

@@ -56,8 +56,8 @@ class Fp8(Dialect):
 
     name = "fp8"
     summary = "vLLM, SGLang and transformers; how DeepSeek-V3 and Qwen3 FP8 were released"
-    encodings = {_FORMAT: Fp8Blocks(scale="weight_scale_inv")}  # noqa: RUF012
-    foreign = {  # noqa: RUF012
+    encodings = {  # noqa: RUF012
+        _FORMAT: Fp8Blocks(scale="weight_scale_inv"),
         _EXPERTS: Mxfp4Bytes(scale="weight_scale_inv"),
         # By vLLM's name and transformers', both a multiplier.
         _ONE_SCALE: Fp8Channels("weight_scale", "weight_scale_inv"),

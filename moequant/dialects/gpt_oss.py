@@ -49,7 +49,7 @@ class GptOss(Dialect):
     ) -> None:
         """As Dialect; only routed experts have a place in it."""
         super().check(module, format, shape, rows_follow=rows_follow)
-        if not is_expert(module):
+        if format in self.encodings and not is_expert(module):
             raise UnsupportedError(
                 f"{module}: the dialect {self.name} carries routed experts alone; keep all else in "
                 'its source dtype (format = "keep" in a recipe), or choose the dialect moequant'

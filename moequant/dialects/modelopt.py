@@ -102,8 +102,8 @@ class ModelOpt(Dialect):
 
     name = "modelopt"
     summary = "vLLM and SGLang; what NVIDIA Model-Optimizer writes"
-    encodings = {_FORMAT: Nvfp4Multiplied()}  # noqa: RUF012
-    foreign = {  # noqa: RUF012
+    encodings = {  # noqa: RUF012
+        _FORMAT: Nvfp4Multiplied(),
         "fp8_channel": Fp8Channels("weight_scale"),
         "fp8_block": Fp8BlocksFlexible(),
     }

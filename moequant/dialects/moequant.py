@@ -84,10 +84,10 @@ class Moequant(Dialect):
                     f"{module}: {_WHERE}.schema_version is {show(version)}, and this moequant "
                     f"reads {_SCHEMA_VERSION}; update moequant"
                 )
-            if format not in self.encodings:
+            if format not in self.carried:
                 raise UnsupportedError(
                     f"{module}: {where} says {show(format)}, and this moequant reads "
-                    f"{', '.join(self.encodings)}; update moequant"
+                    f"{', '.join(self.carried)}; update moequant"
                 )
             return format
 

@@ -1,6 +1,7 @@
-"""No quantization at all: what `bf16` makes, for engines that load the model in BF16.
+"""No quantization at all: BF16 weights, which every engine that knows the model loads.
 
-It is no dialect of the registry: nobody asks for it, and no checkpoint is recognised by it.
+What is dequantized completely is written in it. No checkpoint is recognised by it: a config.json
+without `quantization_config` does not say where the weights come from.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Plain(Dialect):
-    """Weights as they are, and no `quantization_config`."""
+    """Weights in BF16, and no `quantization_config`."""
 
     name = "plain"
     summary = "no quantization: every engine that loads the model in BF16"
@@ -24,7 +25,8 @@ class Plain(Dialect):
         self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
         """As Dialect; empty, which stands for none."""
-        assert not formats, formats
+        for module, format in formats.items():
+            self._encoding(module, format)
         return {}
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:

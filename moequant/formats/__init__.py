@@ -32,14 +32,17 @@ from moequant.formats.base import (
     stack,
 )
 from moequant.formats.fp8_block import Fp8Block
+from moequant.formats.fp8_channel import Fp8Channel
+from moequant.formats.fp8_tensor import Fp8Tensor
+from moequant.formats.int4 import Int4
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.nvfp4 import Nvfp4
+from moequant.formats.plain import Bf16, Fp16, Fp32, plain_weight
 from moequant.formats.recode import recode
 from moequant.formats.squares import TILE_ROWS, sum_of_squares
-from moequant.formats.stored import Fp8Channel, Int4, StoredFormat
-from moequant.formats.tiles import Decoder, tile_bytes, tile_rows
 from moequant.formats.tiles import dequantize_into as _dequantize_into
 from moequant.formats.tiles import row_tiles as _row_tiles
+from moequant.formats.tiles import tile_bytes, tile_rows
 from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
@@ -47,10 +50,32 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-REGISTRY: dict[str, Format] = {f.name: f for f in (Fp8Block(), Nvfp4(), Mxfp4(), W4A8())}
+REGISTRY: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Fp8Block(),
+        Nvfp4(),
+        Mxfp4(),
+        W4A8(),
+        Fp8Channel(),
+        Fp8Tensor(),
+        Int4(),
+        Bf16(),
+        Fp16(),
+        Fp32(),
+    )
+}
 
-STORED: dict[str, StoredFormat] = {f.name: f for f in (Fp8Channel(), Int4())}
-"""What is read from sources alone."""
+CONVERTIBLE: dict[str, Format] = {n: f for n, f in REGISTRY.items() if "convert" in f.uses}
+"""Those that weights of any source can be quantized to."""
+
+WRITABLE: dict[str, Format] = {
+    n: f for n, f in REGISTRY.items() if f.uses & {"convert", "dequantize"}
+}
+"""Those that a recipe may name: CONVERTIBLE, and what quantized weights are dequantized to."""
+
+RUNNABLE: dict[str, Format] = {n: f for n, f in REGISTRY.items() if "run" in f.uses}
+"""Those that `FusedExperts` takes."""
 
 
 def get_format(name: str) -> Format:
@@ -71,11 +96,7 @@ def quantize(w: Tensor, format: str, *, name: str = "weight", **options: str) ->
 
 def dequantize(q: QuantizedWeight) -> Tensor:
     """Decode to [..., N, K] float32: code times scale, and times global scale if there is one."""
-    return _decoder(q.format).dequantize(q)
-
-
-def _decoder(name: str) -> Decoder:
-    return STORED[name] if name in STORED else get_format(name)
+    return get_format(q.format).dequantize(q)
 
 
 def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
@@ -83,7 +104,7 @@ def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
 
     Takes a few MB besides, whatever the weight.
     """
-    _dequantize_into(q, _decoder(q.format), out)
+    _dequantize_into(q, get_format(q.format), out)
 
 
 def row_tiles(
@@ -96,15 +117,13 @@ def row_tiles(
         multiple: all but the last have a multiple of so many rows, itself one of the rows of a
             block; these by default.
     """
-    format = _decoder(q.format)
+    format = get_format(q.format)
     return _row_tiles(q, format, multiple or format.block[0])
 
 
 def scale_block(q: QuantizedWeight) -> tuple[int, int]:
     """Rows and columns of a weight [N, K] that share a scale."""
-    if q.format in STORED:
-        return 1, q.shape[1] // q.scale.shape[1]
-    return get_format(q.format).block
+    return get_format(q.format).block_of(q)
 
 
 def signal_and_noise(before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
@@ -151,8 +170,10 @@ def check_parts(
 
 
 __all__ = [
+    "CONVERTIBLE",
     "REGISTRY",
-    "STORED",
+    "RUNNABLE",
+    "WRITABLE",
     "Format",
     "QuantizedWeight",
     "StoredWeight",
@@ -165,6 +186,7 @@ __all__ = [
     "effective_weight",
     "float_tiles",
     "get_format",
+    "plain_weight",
     "quantize",
     "recode",
     "row_tiles",

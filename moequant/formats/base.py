@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+WHOLE = 1 << 30
+"""Rows or columns of a block that spans the matrix."""
+
+Use = Literal["convert", "dequantize", "read", "run"]
+"""What can be done with a format.
+
+* convert: a recipe names it, and weights of any source are quantized to it;
+* dequantize: a recipe names it, and quantized weights of a source are written in it;
+* read: the quantized weights of a source may be in it;
+* run: `FusedExperts` takes weights in it.
+"""
 
 # A float32 tile of 1 MiB stays in the second-level cache with its few temporaries.
 _TILE_ELEMENTS = 1 << 18
@@ -130,6 +141,7 @@ class Format(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    uses: ClassVar[frozenset[Use]] = frozenset({"convert", "read", "run"})
     block: ClassVar[tuple[int, int]]
     """Rows and columns that share a scale."""
     ragged: ClassVar[bool] = False
@@ -143,6 +155,17 @@ class Format(ABC):
     """What the format's GEMM is fed: "fp8_group128", "fp8_token" or "none" (weight only)."""
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Allowed values of each option, the default first."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its codes are the numbers themselves, not quantized."""
+        return self.qdata_dtype in SOURCE_DTYPES
+
+    def block_of(self, q: QuantizedWeight) -> tuple[int, int]:
+        """Rows and columns of a weight [..., N, K] that share a scale."""
+        N, K = q.shape[-2:]
+        block_n, block_k = self.block
+        return min(block_n, max(N, 1)), min(block_k, max(K, 1))
 
     def resolve_options(self, options: Mapping[str, str] | None = None) -> dict[str, str]:
         """All options with their values, defaults filled in.
@@ -265,11 +288,11 @@ class Format(ABC):
         """
         raise NotImplementedError(f"{self.name} has no global scale")
 
-    @abstractmethod
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
     ) -> QuantizedWeight:
         """Quantize checked, contiguous [..., N, K] float32 with resolved options."""
+        raise UnsupportedError(f"{self.name} is read-only; convert to another format")
 
     @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-
-class Decoder(Protocol):
-    """What of a format decoding needs."""
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
-
-    def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """Decode to float32."""
+    from moequant.formats.base import Format
 
 
 _TILE_ELEMENTS = 1 << 18
@@ -41,7 +32,7 @@ def tile_bytes(K: int, multiple: int) -> int:
 
 
 def row_tiles(
-    q: QuantizedWeight, format: Decoder, multiple: int
+    q: QuantizedWeight, format: Format, multiple: int
 ) -> Iterator[tuple[slice, QuantizedWeight]]:
     """Parts of a weight [N, K] of `format`: which rows, and what decodes to them; no copies."""
     N, K = q.shape
@@ -61,7 +52,7 @@ def row_tiles(
         )
 
 
-def dequantize_into(q: QuantizedWeight, format: Decoder, out: Tensor) -> None:
+def dequantize_into(q: QuantizedWeight, format: Format, out: Tensor) -> None:
     """Decode a weight [N, K] into `out`, [N, K] of any floating-point dtype, rounded to that."""
     for rows, tile in row_tiles(q, format, format.block[0]):
         out[rows] = format.dequantize(tile)

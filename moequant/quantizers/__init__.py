@@ -60,7 +60,7 @@ def choose_quantizer(jobs: Iterable[Job] = (), *, comparing: bool = False) -> Ch
         quantizer = _native()
         for format, options, stored in jobs:
             quantizer.prepare(format, options, stored)
-            if comparing and format is not None:
+            if comparing and not format.is_plain:
                 quantizer.prepare_comparing(stored, format.name)
     except UnavailableError as error:
         return Choice(quantizer=TorchQuantizer(), reason=str(error))

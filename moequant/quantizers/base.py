@@ -29,9 +29,9 @@ Allocator = Callable[..., Tensor]
 Stored = torch.dtype | str
 """How weights are stored: the dtype of plain ones, the name of the format of quantized ones."""
 
-Job = tuple[Format | None, Mapping[str, str], Stored]
-"""What a quantizer is made ready for: a format, all its options, and how the weights are stored; no
-format where those in a quantized form are given back as bfloat16."""
+Job = tuple[Format, Mapping[str, str], Stored]
+"""What a quantizer is made ready for: a format, all its options, and how the weights are stored.
+To a plain format, quantized weights are decoded."""
 
 _MAPPED_BYTES = 1 << 20
 """From so many on, memory is a map of its own."""
@@ -87,7 +87,7 @@ class Quantizer(ABC):
         return torch.frombuffer(memory, dtype=torch.uint8, count=max(size_bytes, huge_bytes))
 
     @abstractmethod
-    def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
+    def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
         """Make ready for a `Job`; after that, several threads may do it.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.formats import QuantizedWeight, dequantize, dtype_text
+from moequant.formats import QuantizedWeight, dequantize, dtype_text, get_format
 from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.quantizers import decoding, jit
 from moequant.quantizers.base import Quantizer, Stored, UnavailableError
@@ -59,15 +59,15 @@ class NativeQuantizer(Quantizer):
         self._comparers: dict[tuple[Stored, Stored], jit.Kernel] = {}
         self._likely = _LikelyScales()
 
-    def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
+    def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
         """As Quantizer; kernels are compared with the reference before they are used."""
-        if format is not None:
+        if not format.is_plain:
             self._prepare_quantizing(format, options, stored)
             if isinstance(stored, str):
                 self.prepare_comparing(stored, format.name)
         elif isinstance(stored, str):
-            self.prepare_decoding(stored, torch.bfloat16)
-            self.prepare_comparing(stored, torch.bfloat16)
+            self.prepare_decoding(stored, format.qdata_dtype)
+            self.prepare_comparing(stored, format.qdata_dtype)
 
     def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:
         """As Quantizer; as `prepare`."""
@@ -329,12 +329,16 @@ def _source(stored: Stored, operand: str = "") -> Source:
 
 
 def _stored(w: StoredWeight) -> Stored:
-    return w.format if isinstance(w, QuantizedWeight) else w.dtype
+    if not isinstance(w, QuantizedWeight):
+        return w.dtype
+    return w.qdata.dtype if get_format(w.format).is_plain else w.format
 
 
 def _is_read(w: StoredWeight) -> bool:
     """Whether kernels read the weight as it is."""
-    return not isinstance(w, QuantizedWeight) or run_of(w) >= LEAST_RUN
+    if not isinstance(w, QuantizedWeight) or get_format(w.format).is_plain:
+        return True
+    return run_of(w) >= LEAST_RUN
 
 
 def _check_kind(w: StoredWeight, format: Format, name: str) -> None:

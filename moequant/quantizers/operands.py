@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from moequant.formats import QuantizedWeight, scale_block
+from moequant.formats import QuantizedWeight, get_format, scale_block
 from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def operand_of(weight: Tensor | QuantizedWeight) -> Operand:
     """A weight [N, K], as kernels read it; of codes `run_of` is at least LEAST_RUN."""
     if not isinstance(weight, QuantizedWeight):
         return Operand(data=weight.contiguous())
+    if get_format(weight.format).is_plain:
+        return Operand(data=weight.qdata.contiguous())
     run = run_of(weight)
     return Operand(
         data=weight.qdata.contiguous(),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moequant.formats import (
-    REGISTRY,
     QuantizedWeight,
     dequantize,
     get_format,
@@ -128,24 +127,15 @@ def _plain(dtype: torch.dtype) -> Iterator[Tensor]:
 
 def _encoded(format: str) -> Iterator[QuantizedWeight]:
     """Every code but NaN, under scales of every exponent with which all numbers are finite."""
-    N, K = _SHAPE
-    if format in REGISTRY:
-        specs = get_format(format).specs(_SHAPE)
-        codes, scale = specs["qdata"], specs["scale"]
-        kinds = (codes.dtype, codes.shape, scale.dtype, scale.shape)
-    elif format == "int4":
-        kinds = (torch.uint8, (N, K // 2), torch.float32, (N, K // 32))
-    else:
-        kinds = (torch.float8_e4m3fn, (N, K), torch.float32, (N, 1))
-    qdata_dtype, qdata_shape, scale_dtype, scale_shape = kinds
+    specs = get_format(format).specs(_SHAPE)
+    qdata, scale = specs["qdata"], specs["scale"]
     for turn in (1, _ODD):
-        qdata = _pattern(qdata_dtype, qdata_shape, turn)
         yield QuantizedWeight(
             format=format,
-            qdata=qdata,
-            scale=_pattern(scale_dtype, scale_shape, turn),
+            qdata=_pattern(qdata.dtype, qdata.shape, turn),
+            scale=_pattern(scale.dtype, scale.shape, turn),
             # No power of two, so that a product is rounded.
-            global_scale=torch.tensor(0.003) if format == "nvfp4" else None,
+            global_scale=torch.tensor(0.003) if "global_scale" in specs else None,
             shape=torch.Size(_SHAPE),
         )
 

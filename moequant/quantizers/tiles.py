@@ -21,7 +21,7 @@ class TorchQuantizer(Quantizer):
     name = "torch"
     summary = "the reference functions, one torch operation after the other"
 
-    def prepare(self, format: Format | None, options: Mapping[str, str], stored: Stored) -> None:
+    def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
         """As Quantizer; nothing to do."""
 
     def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:

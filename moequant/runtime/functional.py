@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 from moequant.errors import UnsupportedError
+from moequant.formats import check_parts
 from moequant.runtime.act_fn import SILU, ActFn
 from moequant.runtime.backends import REGISTRY, FusedBackend, Workload
 from moequant.runtime.backends.triton_portable import act_of
 from moequant.runtime.call import run_fused
 from moequant.runtime.experts import FusedExperts
-from moequant.runtime.formats import check_parts
 from moequant.runtime.inputs import check_expert_map, check_inputs
 
 if TYPE_CHECKING:

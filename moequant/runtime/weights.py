@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import QuantizedWeight
+from moequant.formats import RUNNABLE, QuantizedWeight, check_parts, get_format
 from moequant.runtime.act_fn import SILU, ActFn
-from moequant.runtime.formats import check_parts, get_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -185,6 +184,12 @@ def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
         raise UnsupportedError(
             f"the projections of a layer share one format, but here: {found}; "
             "convert all three by one rule"
+        )
+    format = next(iter(formats.values()))
+    if format not in RUNNABLE:
+        get_format(format)
+        raise UnsupportedError(
+            f"no experts run in {format}, but in {', '.join(RUNNABLE)}; convert them"
         )
 
 

@@ -17,11 +17,11 @@ from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
 from moequant.conversion.assign import biases_of, check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
 from moequant.conversion.identity import content_digests, source_digests
+from moequant.conversion.plan import unit_outputs
 from moequant.conversion.recipe import field_path
-from moequant.conversion.stacks import restored_items
-from moequant.conversion.units import Restored, Unit, Weight
-from moequant.dialects import find_dialect
-from moequant.dialects.plain import Plain
+from moequant.conversion.stacks import dequantizing_units
+from moequant.conversion.units import Unit, Weight
+from moequant.dialects import find_dialect, get_dialect
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
@@ -62,8 +62,8 @@ class Expectation:
         plan: where it could be made again, and everything is known to the last byte; else None.
         original: what the source is.
         dialect: whose names the tensors have.
-        units: what is converted.
-        restored: what is given back as BF16.
+        units: what is quantized.
+        dequantized: what is dequantized.
         copies: tensors of the source that come along bit for bit.
         tensors: dtype and shape, as a header has them, of every tensor known beforehand.
         possible: names of tensors whose dtype and shape the dialect judges when it reads them.
@@ -74,7 +74,7 @@ class Expectation:
     original: SourceModel
     dialect: Dialect
     units: tuple[Unit, ...]
-    restored: tuple[Restored, ...]
+    dequantized: tuple[Unit, ...]
     copies: tuple[TensorInfo, ...]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
@@ -92,7 +92,7 @@ class Expectation:
 
     def biases(self) -> set[str]:
         """Names of copies in which NaN and Inf are refused, for their experts are converted."""
-        items: tuple[Unit | Restored, ...] = (*self.units, *self.restored)
+        items = (*self.units, *self.dequantized)
         names = [weight.info.name for item in items for weight in item.weights]
         return biases_of(names, self.model.roles)
 
@@ -127,7 +127,7 @@ def expect_by_record(
         original=plan.source,
         dialect=plan.dialect,
         units=plan.units,
-        restored=plan.restored,
+        dequantized=plan.dequantized,
         copies=tuple(copy.info for copy in plan.copies),
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
@@ -198,7 +198,7 @@ def expect_by_config(
     quantization_config = stored.config.get("quantization_config")
     try:
         plain = quantization_config is None and original.dialect is not None
-        dialect = Plain() if plain else find_dialect(quantization_config)
+        dialect = get_dialect("plain") if plain else find_dialect(quantization_config)
         format_of = dialect.reader(quantization_config or {})
         formats = _formats(weights, roles, stored, format_of)
     except MoequantError as error:
@@ -209,17 +209,17 @@ def expect_by_config(
     except RecipeError as error:
         findings.add("config", CONFIG_FILE, str(error))
     units = _units(weights, model, formats, findings)
-    restored = tuple(_restored(original, formats, stored, plain=plain))
-    copies = tuple(_copies(source, original, formats, restored))
+    dequantized = tuple(_dequantized(original, formats, stored, plain=plain))
+    copies = tuple(_copies(source, original, formats, dequantized))
     return Expectation(
         plan=None,
         original=original,
         dialect=dialect,
         units=units,
-        restored=restored,
+        dequantized=dequantized,
         copies=copies,
         tensors={info.name: (info.dtype, info.shape) for info in copies}
-        | {name: spec for item in restored for name, spec in item.outputs().items()},
+        | {name: spec for unit in dequantized for name, spec in _outputs(unit, dialect).items()},
         possible=frozenset(
             place.tensor
             for unit in units
@@ -232,9 +232,9 @@ def expect_by_config(
     )
 
 
-def _restored(
+def _dequantized(
     original: SourceModel, formats: Mapping[str, str], stored: Checkpoint, *, plain: bool
-) -> Iterator[Restored]:
+) -> Iterator[Unit]:
     """Quantized weights of the source that the result has in plain form."""
     infos = [
         info
@@ -245,18 +245,23 @@ def _restored(
     ]
     experts = (i for i in infos if original.model.roles[i.name].role == ROUTED_EXPERTS)
     one_by_one = any(info.name in stored.tensors for info in experts)
-    return restored_items(infos, original.model, stacked=plain and not one_by_one)
+    return dequantizing_units(infos, original.model, "bf16", stacked=plain and not one_by_one)
+
+
+def _outputs(unit: Unit, dialect: Dialect) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of the tensors that a dequantizing unit makes, or that it is part of."""
+    return {name: (dtype, shape) for name, dtype, shape in unit_outputs(unit, dialect)}
 
 
 def _copies(
     source: Checkpoint,
     original: SourceModel,
     formats: Mapping[str, str],
-    restored: Iterable[Restored],
+    dequantized: Iterable[Unit],
 ) -> Iterator[TensorInfo]:
-    """Tensors of the source that no converted or restored weight lies in."""
+    """Tensors of the source that no quantized or dequantized weight lies in."""
     taken = {info.name for info in original.dropped}
-    for name in (*formats, *(weight.info.name for item in restored for weight in item.weights)):
+    for name in (*formats, *(weight.info.name for unit in dequantized for weight in unit.weights)):
         info = original.weights[name]
         if isinstance(info, EncodedInfo):
             taken |= {part.name for part in info.parts}

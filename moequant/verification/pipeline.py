@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from moequant.conversion.units import Restored, Unit
     from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.quantizers import Choice
@@ -117,7 +116,7 @@ def verify(
     if expected is not None:
         _check_structure(source, stored, expected, findings)
         task = progress or SilentProgress()
-        items: tuple[Unit | Restored, ...] = (*expected.units, *expected.restored)
+        items = (*expected.units, *expected.dequantized)
         choice = choose_quantizer(quantizer_jobs(items), comparing=True)
         with worker_pool(workers) as pool:
             measured = _check_numbers(
@@ -242,6 +241,6 @@ def _count(stored: StoredCheckpoint, expected: Expectation | None) -> dict[str, 
         "tensors": len(tensors),
         "bytes": sum(info.size_bytes for info in tensors.values()),
         "copied": len(expected.copies) if expected else 0,
-        "restored": sum(len(r.weights) for r in expected.restored) if expected else 0,
+        "dequantized": sum(len(u.weights) for u in expected.dequantized) if expected else 0,
         "converted": sum(len(unit.weights) for unit in expected.units) if expected else 0,
     }

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moequant.conversion.losses import Loss, measure, with_ratio
-from moequant.conversion.plan import COPY_CHUNK_BYTES
+from moequant.conversion.plan import COPY_CHUNK_BYTES, unit_outputs
 from moequant.conversion.units import (
-    Restored,
     Unit,
     check_bias,
+    convert_unit,
     encode_unit,
     quantize_unit,
-    restored,
     source_ratio,
 )
 from moequant.errors import MoequantError
@@ -99,14 +98,14 @@ def check_weights(
     """
     own, biases = threading.local(), expected.biases()
 
-    def check(item: Unit | Restored | TensorInfo) -> _Result:
-        if isinstance(item, Unit):
+    def check(item: Unit | TensorInfo) -> _Result:
+        if isinstance(item, Unit) and not item.is_plain:
             arena = own.__dict__.setdefault("arena", Arena(quantizer.allocate))
             result = _check_unit(source, stored, expected, item, quantizer, arena)
             arena.clear()
             progress.advance(item.source_bytes, item.name)
-        elif isinstance(item, Restored):
-            result = _check_restored(source, stored.checkpoint, item, quantizer)
+        elif isinstance(item, Unit):
+            result = _check_dequantized(source, stored.checkpoint, expected, item, quantizer)
             progress.advance(item.source_bytes, item.name)
         else:
             result = _check_copy(source, stored.checkpoint, item, is_bias=item.name in biases)
@@ -115,7 +114,7 @@ def check_weights(
 
     checks = WeightChecks()
     progress.start("weights", sum(info.size_bytes for info in source.tensors.values()))
-    for result in pool.map(check, (*expected.copies, *expected.units, *expected.restored)):
+    for result in pool.map(check, (*expected.copies, *expected.units, *expected.dequantized)):
         findings.extend(result.problems)
         for weight in result.checks:
             checks.add(weight)
@@ -174,25 +173,27 @@ def _check_unit(
     return result
 
 
-def _check_restored(
-    source: Checkpoint, stored: Checkpoint, item: Restored, quantizer: Quantizer
+def _check_dequantized(
+    source: Checkpoint,
+    stored: Checkpoint,
+    expected: Expectation,
+    unit: Unit,
+    quantizer: Quantizer,
 ) -> _Result:
-    """Weights given back as BF16: what the source's codes and scales say, rounded to that."""
+    """Dequantized weights: what the source's codes and scales say, rounded to the plain format."""
     result = _Result()
-    before = read_stored(source, [weight.info for weight in item.weights])
-    wanted, losses = restored(before, item, quantizer, Arena())
-    result.losses += losses
-    for (name, what), w in zip(item.outputs().items(), item.joined(wanted), strict=True):
+    converted = convert_unit(source, unit, expected.dialect, quantizer, Arena(), Arena())
+    result.losses += converted.losses
+    outputs = unit_outputs(unit, expected.dialect)
+    for (name, *what), (piece, w) in zip(outputs, converted.tensors.items(), strict=True):
         info = stored.tensors.get(name)
-        if info is None or (info.dtype, info.shape) != what:
+        if info is None or [info.dtype, info.shape] != what:
             continue  # named before
-        if item.stack is None:
-            found = stored.read(name)
-        else:
-            found = _part_of(stored, item.stack, name, w.shape)
+        found = (
+            stored.read(name) if unit.stack is None else _part_of(stored, unit.stack, name, w.shape)
+        )
         if difference := compare_tensors(found, w):
-            where = name if item.stack is None else item.stack.piece("")
-            result.add(where, difference)
+            result.add(piece, difference)
     return result
 
 

@@ -131,8 +131,8 @@ class ConvertedCheckpoint:
     def _part_of_stack(self, name: str) -> tuple[TensorRole, str] | None:
         if not self.dialect.stacks:
             return None
-        for format, suffixes in self.dialect.suffixes.items():
-            for suffix in suffixes:
+        for format in self.dialect.carried:
+            for suffix in self.dialect.encoding(format).suffixes:
                 # The name without is that of the plain stack.
                 stack = name.removesuffix(f"_{suffix}")
                 role = self.architecture.classify(stack) if stack != name else None
@@ -237,7 +237,7 @@ def stored_places(
     architecture: Architecture, moe: MoeConfig, dialect: Dialect, module: str, format: str
 ) -> dict[str, Place]:
     """Where each tensor of a converted module lies, by the name its dialect has for it."""
-    names = {suffix: f"{module}.{suffix}" for suffix in dialect.stored_suffixes(format)}
+    names = {suffix: f"{module}.{suffix}" for suffix in dialect.encoding(format).suffixes}
     role = architecture.classify(f"{module}.weight") if dialect.stacks else None
     if role is None or role.expert is None:
         return {name: Place(tensor=name) for name in names.values()}

@@ -96,7 +96,7 @@ def read_stored(
     for info, of_one in zip(infos, places, strict=True):
         tensors = {name: next(read) for name in of_one}
         if isinstance(info, EncodedInfo):
-            found.append(info.dialect.from_source(info.module, info.format, tensors))
+            found.append(info.dialect.from_disk(info.module, info.format, tensors))
         else:
             found.append(tensors[info.name])
     return found

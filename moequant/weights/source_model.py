@@ -260,7 +260,7 @@ def _on_their_own(
                 f"{name}: says that its weight is quantized, but quantization_config says that it "
                 f"was kept as it was; {_NEXT}"
             )
-        names = [f"{module}.{suffix}" for suffix in dialect.stored_suffixes(format)]
+        names = [f"{module}.{suffix}" for suffix in dialect.encoding(format).suffixes]
         parts = {n: tensors[n] for n in names if n in tensors}
         yield EncodedInfo(
             name=f"{module}.weight",
@@ -275,8 +275,7 @@ def _on_their_own(
 
 def _telling_suffixes(dialect: Dialect) -> set[str]:
     """Last names that no plain tensor has."""
-    formats = (*dialect.encodings, *dialect.foreign)
-    return {suffix for f in formats for suffix in dialect.stored_suffixes(f)} - {"weight"}
+    return {suffix for e in dialect.encodings.values() for suffix in e.suffixes} - {"weight"}
 
 
 def _shape_of(
@@ -318,7 +317,7 @@ def _decode_headers(
         if dtype not in DTYPES:
             raise UnsupportedError(f"{module}.{suffix}: dtype {dtype}; torch has no such dtype")
         tensors[f"{module}.{suffix}"] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-    N, K = dialect.from_source(module, format, tensors).shape
+    N, K = dialect.from_disk(module, format, tensors).shape
     return N, K
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.models import architectures
 
 README = Path(__file__).parents[2] / "README.md"

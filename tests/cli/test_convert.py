@@ -7,7 +7,7 @@ import pytest
 
 from moequant.cli.output import Output
 from moequant.conversion import shipped_recipes
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.progress import SilentProgress
 
 
@@ -15,7 +15,7 @@ def read_files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_format_converts_the_routed_experts_and_says_what_it_wrote(run, source, tmp_path, format):
     result = run("convert", source, tmp_path / "out", "--format", format, "--json")
     assert result.exit_code == 0

@@ -4,7 +4,7 @@ import pytest
 
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import default_dialect
-from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.runtime.backends import REGISTRY as BACKENDS
 
 
@@ -29,7 +29,7 @@ def test_bits_a_weight_count_codes_and_scales(document):
 
 def test_every_dialect_is_listed_with_what_it_carries(document):
     assert {d["name"]: d["formats"] for d in document["dialects"]} == {
-        name: list(dialect.suffixes) for name, dialect in DIALECTS.items()
+        name: list(dialect.carried) for name, dialect in DIALECTS.items()
     }
 
 

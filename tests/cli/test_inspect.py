@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from moequant import convert, prepare
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 
 
 def group(document, role, format=None):
@@ -41,7 +41,7 @@ def test_source_is_described_by_config_and_headers(run, source):
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_converted_checkpoint_shows_formats_and_every_tensor(
     run, make_checkpoint, tmp_path, model_type, format
 ):

@@ -6,7 +6,7 @@ from click.shell_completion import ShellComplete
 from moequant.cli import cli
 from moequant.conversion import shipped_recipes
 from moequant.dialects import REGISTRY as DIALECTS
-from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.layouts.targets import TARGETS
 
 

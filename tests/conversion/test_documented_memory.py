@@ -9,7 +9,7 @@ import pytest
 
 from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.storage.headers import TensorInfo
 
 GUIDE = Path(__file__).parents[2] / "docs" / "conversion.md"
@@ -106,7 +106,7 @@ def test_the_guide_prints_what_the_plan_does(model):
     # Two bytes an element of gate and up.
     assert unit == f"{2 * elements / 1e6:.1f} MB"
     # A plan that refuses, as W4A8 does 2880 columns, has no peak.
-    plans = [plan(config, shapes, format) for format in REGISTRY]
+    plans = [plan(config, shapes, format) for format in CONVERTIBLE]
     planned = [p.peak_bytes(workers=1) and p.peak_bytes(workers=1) - p.own_bytes for p in plans]
     assert peaks == [f"{peak / 1e6:.0f} MB" if peak else "" for peak in planned]
 
@@ -115,4 +115,4 @@ def test_the_table_has_these_models_alone():
     head, _, *models = table()
     assert head == "model"
     assert models == list(MODELS)
-    assert [format.strip("`") for format in table()[head][1:]] == list(REGISTRY)
+    assert [format.strip("`") for format in table()[head][1:]] == list(CONVERTIBLE)

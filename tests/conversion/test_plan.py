@@ -11,7 +11,7 @@ from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe, Rule
 from moequant.conversion.units import Copy
 from moequant.errors import CheckpointError, RecipeError, UnsupportedError
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.headers import DTYPE_BITS, TensorInfo
 
@@ -85,7 +85,7 @@ def routed():
     return {name for name, _ in shapes() if ".experts." in name}
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_a_format_converts_the_routed_experts_and_nothing_else(format):
     planned = plan(format)
     assert experts_named(planned) == routed()
@@ -93,7 +93,7 @@ def test_a_format_converts_the_routed_experts_and_nothing_else(format):
     assert copied == {name for name, _ in shapes()} - routed()
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_gate_and_up_of_an_expert_are_one_unit_and_down_another(format):
     leaves = [
         tuple(w.module.rpartition(".")[2] for w in unit.weights) for unit in plan(format).units
@@ -102,7 +102,7 @@ def test_gate_and_up_of_an_expert_are_one_unit_and_down_another(format):
     assert len(leaves) == 2 * E * (LAYERS - 1)
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 @pytest.mark.parametrize("max_shard_bytes", [1, 300_000, 10**9])
 def test_units_stay_in_one_shard_and_shards_within_their_limit(format, max_shard_bytes):
     planned = plan(format, max_shard_bytes=max_shard_bytes)
@@ -256,7 +256,7 @@ def test_a_recipe_for_another_architecture_is_refused():
         plan(Recipe(rules=rules, architectures=("MixtralForCausalLM",)))
 
 
-@pytest.mark.parametrize("format", sorted(set(REGISTRY)))
+@pytest.mark.parametrize("format", sorted(set(CONVERTIBLE)))
 def test_a_shape_the_format_or_dialect_cannot_hold_is_refused_before_anything_is_written(format):
     odd = 392  # neither a multiple of 16 nor of 128
     planned = plan(
@@ -358,8 +358,8 @@ def test_every_kind_of_job_is_named_once():
     tensors[name] = tensors[name]._replace(dtype="F16")
     options = {"global_scale": "power_of_two", "search": "none"}
     assert plan("nvfp4", tensors=tensors).jobs() == [
-        (REGISTRY["nvfp4"], options, torch.bfloat16),
-        (REGISTRY["nvfp4"], options, torch.float16),
+        (CONVERTIBLE["nvfp4"], options, torch.bfloat16),
+        (CONVERTIBLE["nvfp4"], options, torch.float16),
     ]
 
 

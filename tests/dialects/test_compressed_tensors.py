@@ -47,7 +47,7 @@ def random_weight():
 
 
 def test_every_format_carried_has_a_preset_here():
-    assert PRESETS.keys() == CT.suffixes.keys()
+    assert PRESETS.keys() == set(CT.carried)
 
 
 @pytest.mark.parametrize("format", PRESETS)

@@ -7,10 +7,10 @@ import pytest
 from moequant.dialects import REGISTRY
 from moequant.dialects.engines import Written, judge, warnings_of
 from moequant.dialects.engines import _table as table
-from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.models import architectures
 
-PAIRS = [(d, f) for d, dialect in REGISTRY.items() for f in dialect.encodings]
+PAIRS = [(d, f) for d, dialect in REGISTRY.items() for f in dialect.carried]
 
 
 def written(dialect, *experts, formats=(), shape=(256, 512), **settings):

@@ -7,7 +7,7 @@ import torch
 
 from moequant.dialects import find_dialect, get_dialect
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY, dequantize, quantize
+from moequant.formats import CONVERTIBLE, dequantize, quantize
 
 DIALECT = get_dialect("moequant")
 EXPERT = "model.layers.3.mlp.experts.7.down_proj"
@@ -22,7 +22,7 @@ def test_ragged_blocks_come_back_as_they_were():
 
 
 def test_formats_may_differ_from_layer_to_layer():
-    layers = dict(enumerate(REGISTRY))
+    layers = dict(enumerate(CONVERTIBLE))
     formats = {f"model.layers.{i}.mlp.experts.0.up_proj": f for i, f in layers.items()}
     config = DIALECT.quantization_config(formats, [ROUTER])
     format_of = find_dialect(config).reader(config)

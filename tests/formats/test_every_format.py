@@ -1,4 +1,4 @@
-"""What holds for every format, over REGISTRY: a new format is covered unless a table below says no.
+"""What holds for every format, over CONVERTIBLE: a new one is covered unless a table below says no.
 
 Hand-computed numbers and what only one format promises lie in test_<format>.py.
 """
@@ -13,7 +13,7 @@ import torch
 
 from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.formats import (
-    REGISTRY,
+    CONVERTIBLE,
     Format,
     QuantizedWeight,
     check_parts,
@@ -43,7 +43,7 @@ NOT_IDEMPOTENT = {
 
 
 def every_case(exceptions: Container[object] = ()) -> Iterator[object]:
-    for name, fmt in REGISTRY.items():
+    for name, fmt in CONVERTIBLE.items():
         for values in itertools.product(*fmt.options.values()):
             if name in exceptions or (name, *values) in exceptions:
                 continue
@@ -53,7 +53,7 @@ def every_case(exceptions: Container[object] = ()) -> Iterator[object]:
 
 def every_format_but(exceptions: Container[object]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "fmt", [pytest.param(f, id=n) for n, f in REGISTRY.items() if n not in exceptions]
+        "fmt", [pytest.param(f, id=n) for n, f in CONVERTIBLE.items() if n not in exceptions]
     )
 
 
@@ -284,7 +284,7 @@ def test_the_first_value_of_an_option_is_its_default(fmt: Format) -> None:
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnsupportedError, match=f"'fp5'; there are: {', '.join(REGISTRY)}"):
+    with pytest.raises(UnsupportedError, match=f"'fp5'; there are: {', '.join(CONVERTIBLE)}"):
         get_format("fp5")
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY, dequantize, get_format
+from moequant.formats import CONVERTIBLE, dequantize, get_format
 from moequant.integrations.transformers import load_model, replace_experts
 from moequant.preparation import prepare
 from moequant.runtime import FusedExperts
@@ -26,7 +26,7 @@ from moequant.weights.converted import ConvertedCheckpoint
 
 ASKED_FOR = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 BESIDES = ("qwen2_moe", "olmoe", "deepseek_v2")
-CASES = [(n, f) for n in ASKED_FOR for f in REGISTRY] + [(n, "fp8_block") for n in BESIDES]
+CASES = [(n, f) for n in ASKED_FOR for f in CONVERTIBLE] + [(n, "fp8_block") for n in BESIDES]
 
 every_case = pytest.mark.parametrize(("name", "format"), CASES)
 on_cuda = [
@@ -92,7 +92,7 @@ def test_quantized_activations_cost_what_e4m3_rounds(
     assert 0 < error <= 2 * 0.027 * math.sqrt(2 * layers)
 
 
-@pytest.mark.parametrize("format", [f for f in REGISTRY if get_format(f).activations == "none"])
+@pytest.mark.parametrize("format", [f for f in CONVERTIBLE if get_format(f).activations == "none"])
 def test_weight_only_formats_run_the_same_either_way(converted, prompt, format):
     path = converted("mixtral", format)
     plain, asked = (load_model(path, activations=a)(prompt).logits for a in ("none", "format"))
@@ -370,7 +370,7 @@ class TestErrors:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 @pytest.mark.parametrize("name", ASKED_FOR)
 def test_the_best_backend_of_a_device_gives_the_logits_of_the_reference(
     converted, decoded, prompt, name, format, record_property

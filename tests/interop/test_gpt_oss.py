@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 from moequant.cli import cli
 from moequant.conversion import Recipe, convert
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY, dequantize, get_format
+from moequant.formats import CONVERTIBLE, dequantize, get_format
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
@@ -28,7 +28,7 @@ from moequant.verification import verify
 from moequant.weights.converted import ConvertedCheckpoint
 
 EXPERTS, LAYERS, SIZE = 4, 2, 128
-DEFAULT_DIALECT = dict.fromkeys(REGISTRY, "moequant") | {"mxfp4": "gpt-oss"}
+DEFAULT_DIALECT = dict.fromkeys(CONVERTIBLE, "moequant") | {"mxfp4": "gpt-oss"}
 WAYS = [*DEFAULT_DIALECT.items(), ("mxfp4", "moequant")]
 SHARDS = "100KB"
 
@@ -387,7 +387,7 @@ def test_the_gpt_oss_dialect_carries_mxfp4_experts_alone(source, tmp_path):
         convert(source, tmp_path / "out", format="fp8_block", dialect="gpt-oss")
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_sizes_that_are_no_multiples_of_128_work_or_are_refused(tmp_path, format):
     # As 2880: of 32, and not of 128.
     build(size=160).save_pretrained(tmp_path / "source")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers.integrations import deepgemm
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.layouts.deepgemm_scale import (
     align_mn_major,
     aligned_shape,
@@ -19,7 +19,7 @@ from moequant.layouts.deepgemm_scale import (
 )
 
 EXPONENT_SCALED = [
-    f for f in REGISTRY.values() if f.scale_dtype in (torch.float32, torch.float8_e8m0fnu)
+    f for f in CONVERTIBLE.values() if f.scale_dtype in (torch.float32, torch.float8_e8m0fnu)
 ]
 
 
@@ -200,7 +200,7 @@ def test_scales_of_a_format_come_back(fmt):
 
 def test_free_float_scales_are_refused_and_told_the_option():
     w = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    scale = REGISTRY["fp8_block"].quantize(w, {"scale": "float32"}).scale
+    scale = CONVERTIBLE["fp8_block"].quantize(w, {"scale": "float32"}).scale
     with pytest.raises(
         UnsupportedError, match='convert the checkpoint with scale = "power_of_two"'
     ):

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY, QuantizedWeight, dequantize, stack
+from moequant.formats import CONVERTIBLE, QuantizedWeight, dequantize, stack
 from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
 
-FORMATS = pytest.mark.parametrize("fmt", REGISTRY.values(), ids=lambda f: f.name)
+FORMATS = pytest.mark.parametrize("fmt", CONVERTIBLE.values(), ids=lambda f: f.name)
 
 
 def quantized_pair(fmt, *lead: int, rows: int, groups: int = 1):
@@ -76,7 +76,7 @@ def test_stacking_a_batch_equals_stacking_each_expert(fmt):
 
 def test_ragged_fp8_blocks_hand_computed():
     ones = torch.ones(130, 128)
-    gate, up = REGISTRY["fp8_block"].quantize_fused([ones, 2 * ones], names=["gate", "up"])
+    gate, up = CONVERTIBLE["fp8_block"].quantize_fused([ones, 2 * ones], names=["gate", "up"])
     w13 = stack_gate_up(gate, up)
     assert w13.shape == (512, 128)
     # 1 / 448 rounds up to 2**-8; gate and up have two blocks of rows each.
@@ -124,7 +124,7 @@ def test_global_scales_that_differ_are_refused_with_both_values(gate_scale, up_s
 
 
 @pytest.mark.parametrize(
-    "fmt", [f for f in REGISTRY.values() if f.has_global_scale], ids=lambda f: f.name
+    "fmt", [f for f in CONVERTIBLE.values() if f.has_global_scale], ids=lambda f: f.name
 )
 def test_gate_and_up_quantized_apart_are_refused(fmt):
     w = torch.randn(64, 4 * fmt.block[1], generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ def test_gate_and_up_quantized_apart_are_refused(fmt):
 
 
 def test_shapes_and_formats_that_differ_are_refused():
-    fmt = REGISTRY["fp8_block"]
+    fmt = CONVERTIBLE["fp8_block"]
     gate, up = quantized_pair(fmt, rows=128)
     wider = fmt.quantize(torch.ones(128, 256))
     with pytest.raises(CheckpointError, match=r"\[128, 128\], up is \[128, 256\]"):
@@ -146,14 +146,14 @@ def test_shapes_and_formats_that_differ_are_refused():
 
 
 def test_split_refuses_another_intermediate_size():
-    w13 = stack_gate_up(*quantized_pair(REGISTRY["fp8_block"], rows=128))
+    w13 = stack_gate_up(*quantized_pair(CONVERTIBLE["fp8_block"], rows=128))
     with pytest.raises(CheckpointError, match="256 rows, but gate and up of 129 rows make 512"):
         split_gate_up(w13, 129)
 
 
 @pytest.mark.parametrize("row", [100, 255])
 def test_split_refuses_padding_that_is_not_zero(row):
-    w13 = stack_gate_up(*quantized_pair(REGISTRY["fp8_block"], rows=100))
+    w13 = stack_gate_up(*quantized_pair(CONVERTIBLE["fp8_block"], rows=100))
     w13.qdata.view(torch.uint8)[row, 3] = 0x80  # -0 counts: the bytes are not ours
     with pytest.raises(CheckpointError, match="rows below row 100 of a half are padding"):
         split_gate_up(w13, 100)

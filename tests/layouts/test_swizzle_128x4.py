@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.layouts.swizzle_128x4 import swizzle, swizzled_shape, unswizzle
 
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-BYTE_SCALED = [f for f in REGISTRY.values() if f.scale_dtype.itemsize == 1]
+BYTE_SCALED = [f for f in CONVERTIBLE.values() if f.scale_dtype.itemsize == 1]
 
 
 def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY, quantize
+from moequant.formats import CONVERTIBLE, quantize
 from moequant.layouts.targets import TARGETS, kernel_layout
 
-PREPARABLE = [(f, t) for f in REGISTRY for t in TARGETS if (f, t) != ("w4a8", "sm100")]
+PREPARABLE = [(f, t) for f in CONVERTIBLE for t in TARGETS if (f, t) != ("w4a8", "sm100")]
 EVERY_LAYOUT = pytest.mark.parametrize(("format", "target"), PREPARABLE)
 
 

@@ -16,7 +16,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.formats import dequantize
 from moequant.integrations.generation import Prompts
 from moequant.integrations.transformers import load_model, replace_experts

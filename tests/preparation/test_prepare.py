@@ -13,7 +13,7 @@ import torch
 from moequant.conversion import Recipe, convert
 from moequant.conversion.recipe import Rule
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.layouts.gate_up import padded_rows
 from moequant.layouts.swizzle_128x4 import swizzle
 from moequant.layouts.targets import TARGETS
@@ -27,7 +27,7 @@ from moequant.storage.reader import FixedFile
 from moequant.verification import check_integrity
 from moequant.weights.converted import ConvertedCheckpoint
 
-PREPARABLE = [(f, t) for f in REGISTRY for t in TARGETS if (f, t) != ("w4a8", "sm100")]
+PREPARABLE = [(f, t) for f in CONVERTIBLE for t in TARGETS if (f, t) != ("w4a8", "sm100")]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def converted(make_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     return {
         format: convert(make_checkpoint(), folder / format, format=format).output
-        for format in REGISTRY
+        for format in CONVERTIBLE
     }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from moequant.errors import NonFiniteError
 from moequant.formats import (
-    REGISTRY,
+    CONVERTIBLE,
     QuantizedWeight,
     dequantize,
     dtype_text,
@@ -33,7 +33,7 @@ from moequant.quantizers.kernels import KERNELS, amax
 
 DTYPES = (torch.float32, torch.bfloat16)
 every_stored = pytest.mark.parametrize("stored", ENCODINGS)
-every_format = pytest.mark.parametrize("fmt", REGISTRY.values(), ids=REGISTRY)
+every_format = pytest.mark.parametrize("fmt", CONVERTIBLE.values(), ids=CONVERTIBLE)
 # N and K: one block, several, ragged, runs of 16, 32 and 64 columns that share a scale.
 SHAPES = {
     "fp8_block": [(128, 128), (130, 1152), (3, 16), (257, 48), (5, 2880)],
@@ -165,7 +165,7 @@ def test_columns_that_fill_no_vector_decode_by_the_reference(quantizer, stored, 
     found = quantizer.decode(q, dtype, name="w")
     assert torch.equal(bits(found), bits(dequantize(q).to(dtype)))
     assert quantizer.compare(q, found) == signal_and_noise(q, found)
-    fmt = REGISTRY["fp8_block"]
+    fmt = CONVERTIBLE["fp8_block"]
     (made,) = quantizer.quantize_fused(fmt, [q], fmt.resolve_options(), names=["w"])
     assert_same([made], fmt.quantize_fused([dequantize(q)], names=["w"]))
 
@@ -188,7 +188,7 @@ def test_nan_inf_and_what_rounds_to_inf_are_refused_by_index(quantizer, stored, 
         with pytest.raises(NonFiniteError) as found:
             quantizer.decode(q, dtype, name="w")
         assert str(found.value) == str(wanted.value)
-        for fmt in REGISTRY.values() if dtype == torch.float32 else ():
+        for fmt in CONVERTIBLE.values() if dtype == torch.float32 else ():
             both = [random_weight(stored, (130, 256)), q]
             with pytest.raises(NonFiniteError) as wanted:
                 TorchQuantizer().quantize_fused(fmt, both, fmt.resolve_options(), names="vw")
@@ -212,7 +212,7 @@ def assert_same(found, wanted):
     [
         pytest.param(stored, shape, fmt, id=f"{stored}-{shape}-{fmt.name}")
         for stored, shape in STORED_SHAPES
-        for fmt in REGISTRY.values()
+        for fmt in CONVERTIBLE.values()
         if takes(fmt, shape)
     ],
 )
@@ -265,7 +265,7 @@ def test_sums_are_the_reference_sums_to_the_last_bit(quantizer, stored, shape):
     others = [random_weight(stored, shape, seed=1), before]
     numbers = dequantize(before)
     others += [(numbers * 1.01).to(dtype) for dtype in (*DTYPES, torch.float16)]
-    others += [quantize(numbers, name) for name, fmt in REGISTRY.items() if takes(fmt, shape)]
+    others += [quantize(numbers, name) for name, fmt in CONVERTIBLE.items() if takes(fmt, shape)]
     for after in others:
         found = quantizer.compare(before, after)
         assert found == signal_and_noise(before, after) == TorchQuantizer().compare(before, after)
@@ -354,7 +354,7 @@ def test_code_for_the_least_processor_gives_the_reference_bytes(monkeypatch, sto
     assert torch.equal(made.decode(q, torch.float32, name="w"), dequantize(q))
     after = random_weight("nvfp4", (130, 256))
     assert made.compare(q, after) == signal_and_noise(q, after)
-    fmt = REGISTRY["nvfp4"]
+    fmt = CONVERTIBLE["nvfp4"]
     found = made.quantize_fused(fmt, [q], fmt.resolve_options(), names=["w"])
     assert_same(found, fmt.quantize_fused([dequantize(q)], names=["w"]))
 
@@ -371,7 +371,7 @@ def test_a_kernel_with_other_numbers_is_not_used(fresh, monkeypatch):
     choice = choose_quantizer([(None, {}, "mxfp4")])
     assert isinstance(choice.quantizer, TorchQuantizer)
     assert re.match("decoding mxfp4, .* gives other numbers than the reference", choice.reason)
-    fmt = REGISTRY["w4a8"]
+    fmt = CONVERTIBLE["w4a8"]
     choice = choose_quantizer([(fmt, fmt.resolve_options(), "mxfp4")])
     assert re.match("w4a8 of mxfp4, .* gives other bytes than the reference", choice.reason)
 
@@ -387,7 +387,7 @@ def test_a_kernel_with_other_sums_is_not_used(fresh, monkeypatch):
 
 def test_a_format_that_kernels_cannot_read_is_decoded_by_torch(fresh, monkeypatch):
     monkeypatch.setattr(native, "ENCODINGS", {})
-    fmt = REGISTRY["fp8_block"]
+    fmt = CONVERTIBLE["fp8_block"]
     for job in ((None, {}, "mxfp4"), (fmt, fmt.resolve_options(), "mxfp4")):
         choice = choose_quantizer([job])
         assert isinstance(choice.quantizer, TorchQuantizer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moequant.errors import MoequantError, NonFiniteError, UnsupportedError
-from moequant.formats import REGISTRY, dtype_text
+from moequant.formats import CONVERTIBLE, dtype_text
 from moequant.quantizers import NativeQuantizer, TorchQuantizer, choose_quantizer, jit, native
 from moequant.quantizers.elements import Source
 from moequant.quantizers.kernels import KERNELS
@@ -18,7 +18,7 @@ from moequant.storage.buffers import Arena
 
 EVERY = [
     pytest.param(fmt, dict(zip(fmt.options, values, strict=True)), id=f"{fmt.name}-{values}")
-    for fmt in map(REGISTRY.get, KERNELS)
+    for fmt in map(CONVERTIBLE.get, KERNELS)
     for values in itertools.product(*fmt.options.values())
 ]
 every_option = pytest.mark.parametrize(("fmt", "options"), EVERY)
@@ -137,16 +137,16 @@ def test_shapes_that_fill_no_vector_give_the_reference_bytes(quantizer, fmt, opt
     assert_same(quantizer, fmt, options, w, w * 3)
 
 
-@pytest.mark.parametrize("scale", REGISTRY["fp8_block"].options["scale"])
+@pytest.mark.parametrize("scale", CONVERTIBLE["fp8_block"].options["scale"])
 @pytest.mark.parametrize("shape", [(1, 1), (127, 1), (1, 31), (200, 161), (128, 129), (300, 33)])
 def test_ragged_blocks_give_the_reference_bytes(quantizer, scale, shape):
     w = torch.randn(shape, generator=generator(5)).bfloat16()
-    assert_same(quantizer, REGISTRY["fp8_block"], {"scale": scale}, w)
+    assert_same(quantizer, CONVERTIBLE["fp8_block"], {"scale": scale}, w)
 
 
-@pytest.mark.parametrize("rule", REGISTRY["nvfp4"].options["global_scale"])
+@pytest.mark.parametrize("rule", CONVERTIBLE["nvfp4"].options["global_scale"])
 def test_a_fused_set_shares_its_global_scale(quantizer, rule):
-    fmt = REGISTRY["nvfp4"]
+    fmt = CONVERTIBLE["nvfp4"]
     options = fmt.resolve_options({"global_scale": rule})
     gate, up = (torch.randn(64, 256, generator=generator(s)).bfloat16() for s in (6, 7))
     up[3, 5] = 1000.0
@@ -179,7 +179,7 @@ def test_values_that_are_not_finite_are_refused_as_the_reference_refuses_them(
         assert str(found.value) == str(wanted.value)
 
 
-@pytest.mark.parametrize("fmt", [REGISTRY[name] for name in KERNELS], ids=KERNELS)
+@pytest.mark.parametrize("fmt", [CONVERTIBLE[name] for name in KERNELS], ids=KERNELS)
 def test_other_dtypes_and_shapes_are_refused(quantizer, fmt):
     options = fmt.resolve_options()
     for w in (torch.ones(128, 128, dtype=torch.float64), torch.ones(2, 128, 128), torch.ones(128)):
@@ -201,7 +201,7 @@ def test_results_lie_in_the_memory_they_were_given(quantizer, fmt, options):
 
 
 def test_threads_may_share_a_quantizer(quantizer):
-    fmt = REGISTRY["mxfp4"]
+    fmt = CONVERTIBLE["mxfp4"]
     options = fmt.resolve_options()
     weights = [torch.randn(64, 512, generator=generator(s)).bfloat16() for s in range(32)]
     with ThreadPoolExecutor(8) as pool:
@@ -262,7 +262,7 @@ def test_arm_code_needs_no_library(fmt, options, dtype):
 
 
 def test_the_native_quantizer_is_chosen_where_it_runs():
-    fmt = REGISTRY["fp8_block"]
+    fmt = CONVERTIBLE["fp8_block"]
     choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
     assert isinstance(choice.quantizer, NativeQuantizer)
     assert choice.reason is None
@@ -285,9 +285,9 @@ HARDENED = """
 import ctypes, torch
 if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, of Linux 6.3
     raise SystemExit("no such call")
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.quantizers import choose_quantizer
-fmt = REGISTRY["mxfp4"]
+fmt = CONVERTIBLE["mxfp4"]
 print(choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)]).reason)
 """
 
@@ -304,7 +304,7 @@ def test_where_new_code_may_not_run_torch_quantizes():
 def test_a_kernel_with_other_bytes_is_not_used(fresh, monkeypatch):
     wrong = {**KERNELS, "mxfp4": lambda source, _: KERNELS["mxfp4"](source, {"scale_rule": "ceil"})}
     monkeypatch.setattr(native, "KERNELS", wrong)
-    fmt = REGISTRY["mxfp4"]
+    fmt = CONVERTIBLE["mxfp4"]
     choice = choose_quantizer([(fmt, {"scale_rule": "even"}, torch.bfloat16)])
     assert isinstance(choice.quantizer, TorchQuantizer)
     assert "gives other bytes than the reference" in choice.reason
@@ -312,7 +312,7 @@ def test_a_kernel_with_other_bytes_is_not_used(fresh, monkeypatch):
 
 def test_a_format_without_a_kernel_is_quantized_by_torch(fresh, monkeypatch):
     monkeypatch.setattr(native, "KERNELS", {})
-    fmt = REGISTRY["mxfp4"]
+    fmt = CONVERTIBLE["mxfp4"]
     choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
     assert isinstance(choice.quantizer, TorchQuantizer)
     assert choice.reason == "it has no kernel for mxfp4"
@@ -320,7 +320,7 @@ def test_a_format_without_a_kernel_is_quantized_by_torch(fresh, monkeypatch):
 
 def test_code_that_does_not_compile_is_a_reason(fresh, monkeypatch):
     monkeypatch.setattr(jit, "_machine", failing_after(1, jit._machine))
-    fmt = REGISTRY["w4a8"]
+    fmt = CONVERTIBLE["w4a8"]
     choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
     assert choice.reason == "LLVM does not compile here: no such target"
 
@@ -361,8 +361,8 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("global_scale", REGISTRY["nvfp4"].options["global_scale"])
-@pytest.mark.parametrize("search", REGISTRY["nvfp4"].options["search"])
+@pytest.mark.parametrize("global_scale", CONVERTIBLE["nvfp4"].options["global_scale"])
+@pytest.mark.parametrize("search", CONVERTIBLE["nvfp4"].options["search"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_a_set_is_quantized_as_it_would_be_alone_whatever_came_before_it(
     quantizer, sizes, global_scale, search
@@ -374,12 +374,12 @@ def test_a_set_is_quantized_as_it_would_be_alone_whatever_came_before_it(
             for i in range(2)
         )
         # Its own largest weight may be in either.
-        assert_same(quantizer, REGISTRY["nvfp4"], options, gate, up / 8)
-        assert_same(quantizer, REGISTRY["nvfp4"], options, gate / 8, up)
+        assert_same(quantizer, CONVERTIBLE["nvfp4"], options, gate, up / 8)
+        assert_same(quantizer, CONVERTIBLE["nvfp4"], options, gate / 8, up)
 
 
 def test_largest_weights_are_not_looked_for_while_global_scales_stay_the_same(monkeypatch):
-    quantizer, looked, fmt = NativeQuantizer(), [], REGISTRY["nvfp4"]
+    quantizer, looked, fmt = NativeQuantizer(), [], CONVERTIBLE["nvfp4"]
     quantizer.prepare(fmt, fmt.resolve_options(), torch.bfloat16)
     find = native._Task.find_largest
     monkeypatch.setattr(
@@ -396,7 +396,7 @@ def test_largest_weights_are_not_looked_for_while_global_scales_stay_the_same(mo
 
 
 def test_what_is_done_to_a_global_scale_is_nothing_to_other_sets(quantizer):
-    fmt, w = REGISTRY["nvfp4"], torch.ones(16, 64).bfloat16()
+    fmt, w = CONVERTIBLE["nvfp4"], torch.ones(16, 64).bfloat16()
     for _ in range(3):
         (q,) = quantizer.quantize_fused(fmt, [w], fmt.resolve_options(), names=["w"])
         q.global_scale.mul_(3)
@@ -405,7 +405,7 @@ def test_what_is_done_to_a_global_scale_is_nothing_to_other_sets(quantizer):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_named_where_its_scale_was_tried(quantizer, bad):
-    fmt, w = REGISTRY["nvfp4"], torch.ones(16, 64).bfloat16()
+    fmt, w = CONVERTIBLE["nvfp4"], torch.ones(16, 64).bfloat16()
     for _ in range(3):
         quantizer.quantize_fused(fmt, [w, w], fmt.resolve_options(), names=["gate", "up"])
     spoilt = w.clone()

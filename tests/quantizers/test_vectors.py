@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.quantizers import jit
 from moequant.quantizers.elements import Source
 from moequant.quantizers.encoded import Encoded
@@ -15,7 +15,7 @@ from moequant.quantizers.vectors import F32, F64, I32, I64, Type
 
 
 @pytest.mark.parametrize("stored", [Source("bfloat16"), Encoded("nvfp4", "w_")])
-@pytest.mark.parametrize("fmt", [REGISTRY[name] for name in KERNELS], ids=KERNELS)
+@pytest.mark.parametrize("fmt", [CONVERTIBLE[name] for name in KERNELS], ids=KERNELS)
 def test_kernels_round_as_ieee_754_says(fmt, stored):
     text = KERNELS[fmt.name](stored, fmt.resolve_options()).text()
     operations = re.findall(r"= (f(?:add|sub|mul|div)\b[^<\n]*?)(?:<|float)", text)

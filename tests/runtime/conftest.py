@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from moequant.formats import REGISTRY, dequantize, get_format
+from moequant.formats import CONVERTIBLE, dequantize, get_format
 from moequant.runtime import ExpertWeights
 from moequant.verification.reference import evaluate_layer
 
@@ -92,7 +92,7 @@ class Layers:
         )
 
 
-@pytest.fixture(params=list(REGISTRY))
+@pytest.fixture(params=list(CONVERTIBLE))
 def every_format(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moequant.formats import REGISTRY, dequantize, get_format
+from moequant.formats import CONVERTIBLE, dequantize, get_format
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.verification.reference import Bounded, exact, project, swiglu
@@ -15,7 +15,7 @@ from moequant.verification.reference import Bounded, exact, project, swiglu
 E4M3 = ml_dtypes.float8_e4m3fn
 U = 2.0**-24
 
-QUANTIZED = [name for name, fmt in REGISTRY.items() if fmt.activations != "none"]
+QUANTIZED = [name for name, fmt in CONVERTIBLE.items() if fmt.activations != "none"]
 
 DYNAMIC = [s for s in SCHEMES if s != "fp8_static"]  # whose scales are computed
 
@@ -191,7 +191,7 @@ def test_layer_with_quantized_activations_equals_a_loop_written_by_hand(
     assert ((unquantized - output).abs() > bound).double().mean() > 0.5
 
 
-@pytest.mark.parametrize("format", [n for n, fmt in REGISTRY.items() if fmt.ragged])
+@pytest.mark.parametrize("format", [n for n, fmt in CONVERTIBLE.items() if fmt.ragged])
 def test_layer_with_ragged_groups_equals_a_loop_written_by_hand(layers, format):
     layer = layers.make(format, H=200, I=150)
     output, bound = emulate(layer)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import RUNNABLE, get_format
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.act_fn import RELU2, SWIGLUOAI, ActFn
 from moequant.runtime.activations import SCHEMES, quantize_activations
@@ -21,7 +21,6 @@ from moequant.runtime.batched import (
     largest_batch,
     prepare_batched,
 )
-from moequant.runtime.formats import RUNTIME_ONLY, get_format
 from moequant.runtime.routing import Routing, route
 
 CUDA = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -174,7 +173,7 @@ def test_what_the_ranks_compute_adds_up(layers):
     assert (total - whole).norm() <= 1e-6 * whole.norm()
 
 
-@pytest.mark.parametrize("format", [*FORMATS, *RUNTIME_ONLY])
+@pytest.mark.parametrize("format", RUNNABLE)
 def test_naive_batched_gives_the_bits_of_the_reference(layers, format):
     layer = layers.make("fp8_block")
     weights = layer.weights
@@ -236,7 +235,7 @@ def test_naive_batched_looks_at_no_row_beyond_the_counts(layers):
 
 @on_gpu
 @pytest.mark.parametrize("activations", ["format", "none"])
-@pytest.mark.parametrize("format", [*FORMATS, *RUNTIME_ONLY])
+@pytest.mark.parametrize("format", RUNNABLE)
 def test_triton_batched_computes_what_naive_batched_does(format, activations):
     g = torch.Generator("cuda").manual_seed(0)
     sizes = {"gate": (8, 256, 512), "up": (8, 256, 512), "down": (8, 512, 256)}

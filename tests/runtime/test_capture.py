@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
+from moequant.formats import get_format
 from moequant.runtime import FusedExperts, call, experts
 from moequant.runtime.backends import REGISTRY, naive_batched, torch_reference
 from moequant.runtime.call import Call
-from moequant.runtime.formats import get_format
 
 ANYWHERE = ["torch_reference", "naive_batched"]
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)

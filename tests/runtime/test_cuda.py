@@ -7,7 +7,7 @@ import torch
 
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY, dequantize, quantize
+from moequant.formats import CONVERTIBLE, dequantize, quantize
 from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.runtime import load_experts
 
@@ -29,18 +29,18 @@ def bytes_of(tensor):
     return tensor.cpu().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_a_device_quantizes_to_the_same_bytes(format):
     w = weight()
-    for choice in zip(*REGISTRY[format].options.values(), strict=False):
-        options = dict(zip(REGISTRY[format].options, choice, strict=True))
+    for choice in zip(*CONVERTIBLE[format].options.values(), strict=False):
+        options = dict(zip(CONVERTIBLE[format].options, choice, strict=True))
         here, there = quantize(w, format, **options), quantize(w.cuda(), format, **options)
         for part, tensor in here.tensors().items():
             assert torch.equal(bytes_of(there.tensors()[part]), bytes_of(tensor)), (options, part)
         assert torch.equal(dequantize(there).cpu(), dequantize(here))
 
 
-@pytest.mark.parametrize(("format", "target"), [(f, t) for f in REGISTRY for t in TARGETS])
+@pytest.mark.parametrize(("format", "target"), [(f, t) for f in CONVERTIBLE for t in TARGETS])
 def test_a_device_packs_to_the_same_bytes(format, target):
     try:
         layout = kernel_layout(format, target)
@@ -57,7 +57,7 @@ def test_a_device_packs_to_the_same_bytes(format, target):
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_the_reference_runs_on_a_device_when_it_is_named(
     make_checkpoint, tmp_path, format, activations
 ):

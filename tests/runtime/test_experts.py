@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY, dequantize
+from moequant.formats import CONVERTIBLE, dequantize
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.backends import torch_reference
 
@@ -64,7 +64,7 @@ def test_everything_between_input_and_output_is_float32(layers, every_format):
     assert error < (2.1 * H**0.5 + I**0.5 + T**0.5 + 10) * U
 
 
-@pytest.mark.parametrize("format", [name for name, fmt in REGISTRY.items() if fmt.ragged])
+@pytest.mark.parametrize("format", [name for name, fmt in CONVERTIBLE.items() if fmt.ragged])
 @pytest.mark.parametrize(("H", "I"), [(200, 72), (129, 1), (1, 130)])
 def test_ragged_blocks_give_the_same_numbers(layers, format, H, I):
     layer = layers.make(format, H=H, I=I)
@@ -291,7 +291,7 @@ def test_tokens_split_over_two_calls_give_the_same_bits(layers, every_format, ac
 
 
 @rows_are_independent
-@pytest.mark.parametrize("format", [name for name, fmt in REGISTRY.items() if fmt.ragged])
+@pytest.mark.parametrize("format", [name for name, fmt in CONVERTIBLE.items() if fmt.ragged])
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_split_over_two_calls_give_the_same_bits_at_odd_sizes(layers, format, seed):
     # 16 rows of 131 do not fill whole vectors, so that elementwise loops end in scalar code, which

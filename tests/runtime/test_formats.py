@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import QuantizedWeight
+from moequant.formats import REGISTRY, QuantizedWeight, check_parts, dequantize, get_format
 from moequant.runtime import ExpertWeights, FusedExperts
-from moequant.runtime.formats import RUNTIME_ONLY, check_parts, dequantize, get_format
 
 UNQUANTIZED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -63,5 +62,5 @@ def test_experts_run_on_the_very_weights(layers, format, dtype):
 
 
 def test_every_one_says_what_it_is():
-    assert {name: f.name for name, f in RUNTIME_ONLY.items()} == {n: n for n in RUNTIME_ONLY}
-    assert len({f.summary for f in RUNTIME_ONLY.values()}) == len(RUNTIME_ONLY)
+    assert {name: f.name for name, f in REGISTRY.items()} == {n: n for n in REGISTRY}
+    assert len({f.summary for f in REGISTRY.values()}) == len(REGISTRY)

@@ -12,7 +12,7 @@ import torch
 
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import REGISTRY, dequantize, quantize, stack
+from moequant.formats import CONVERTIBLE, dequantize, quantize, stack
 from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
@@ -59,7 +59,7 @@ def assert_holds(experts, path, layer, indices):
 
 
 @pytest.mark.parametrize("where", [lambda path: path, prepared], ids=["portable", "prepared"])
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_what_is_loaded_is_what_lies_on_disk(converted, format, where):
     path = converted(format)
     assert_holds(load_experts(where(path), 1), path, 1, range(4))
@@ -69,7 +69,7 @@ def test_what_is_loaded_is_what_lies_on_disk(converted, format, where):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("target", [None, *TARGETS])
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_what_is_loaded_to_a_device_is_what_lies_on_disk(converted, format, target):
     path = folder = converted(format)
     if target is not None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import dequantize, get_format
 from moequant.runtime import ExpertWeights, FusedExperts, backends, fused_experts
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, FusedBackend
-from moequant.runtime.formats import dequantize, get_format
 from moequant.runtime.select import check_takes_quantized
 
 ANYWHERE = ["torch_reference", "naive_batched"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.backends import REGISTRY as BACKENDS
 from moequant.runtime.backends import Workload
@@ -23,7 +23,7 @@ ON_CUDA = replace(WORKLOAD, device=torch.device("cuda", 0))
 
 
 def test_the_reference_is_the_default_on_a_cpu_for_every_format():
-    for name, fmt in REGISTRY.items():
+    for name, fmt in CONVERTIBLE.items():
         for activations in ("none", fmt.activations):
             workload = replace(WORKLOAD, format=name, activations=activations)
             assert select(workload).name == "torch_reference"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY as FORMATS
+from moequant.formats import CONVERTIBLE as FORMATS
+from moequant.formats import RUNNABLE, get_format
 from moequant.runtime import ExpertWeights, FusedExperts, select
 from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
-from moequant.runtime.formats import RUNTIME_ONLY, get_format
 from moequant.runtime.warm_up import warm_up
 
 NAME = "triton"
@@ -26,7 +26,7 @@ WORKLOAD = Workload(
     intermediate=128,
     device=torch.device("cuda", 0),
 )
-EVERY = [*FORMATS, *RUNTIME_ONLY]
+EVERY = RUNNABLE
 
 # E, H, I, T.
 SMALL = (16, 1024, 512, 4)
@@ -35,7 +35,7 @@ ODD = {
     "fp8_block": (8, 720, 336, 2),
     "w4a8": (8, 640, 384, 2),
     **dict.fromkeys(("nvfp4", "mxfp4"), (8, 736, 352, 2)),
-    **dict.fromkeys(RUNTIME_ONLY, (8, 717, 333, 2)),
+    **dict.fromkeys(RUNNABLE.keys() - FORMATS.keys(), (8, 717, 333, 2)),
 }
 
 # For float32 hidden states nothing is rounded but sums. As a random walk of K <= 1024 terms a sum

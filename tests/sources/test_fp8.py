@@ -300,8 +300,8 @@ def test_a_result_without_record_is_compared_too(make_fp8, tmp_path):
         assert report.ok, report.problems
         assert report.method == "bounds"
         others = [name for name in source.numbers if ".experts." not in name]
-        restored = {"bf16": len(source.numbers), "nvfp4": len(others), "fp8_block": 0}
-        assert report.counts["restored"] == restored[format]
+        dequantized = {"bf16": len(source.numbers), "nvfp4": len(others), "fp8_block": 0}
+        assert report.counts["dequantized"] == dequantized[format]
 
 
 BAD = {
@@ -378,7 +378,7 @@ FP8_OF_OTHERS = {
 
 
 def test_bf16_of_a_plain_source_is_refused(make_checkpoint, tmp_path):
-    with pytest.raises(RecipeError, match="this checkpoint has none"):
+    with pytest.raises(RecipeError, match="this checkpoint has no quantized ones"):
         convert(make_checkpoint(), tmp_path / "out", format="bf16")
 
 
@@ -410,7 +410,7 @@ def test_the_command_says_what_is_exact(make_fp8, tmp_path):
     assert [loss["role"] for loss in record["losses"]] == ["routed_experts", "attention"]
     checked = CliRunner().invoke(cli, ["verify", str(tmp_path / "out"), "--against", source])
     assert checked.exit_code == 0
-    assert "given back as BF16" in checked.stdout
+    assert "dequantized to BF16" in checked.stdout
 
 
 def test_transformers_loads_kept_fp8_layers_as_it_loads_the_source(make_fp8, tmp_path):

@@ -175,23 +175,23 @@ def test_the_scale_of_a_single_block_may_be_a_scalar_and_no_other(by_hand):
         tensors = by_hand.fp8_block(shape, torch.Generator()).tensors
         stored = {"m.weight": tensors["weight"], "m.weight_scale": torch.tensor(0.5)}
         if fits:
-            assert dialect.from_source("m", "fp8_block", stored).scale.tolist() == [[0.5]]
+            assert dialect.from_disk("m", "fp8_block", stored).scale.tolist() == [[0.5]]
         else:
             with pytest.raises(CheckpointError, match=r"m\.weight_scale: shape \[\], not \[1, 2\]"):
-                dialect.from_source("m", "fp8_block", stored)
+                dialect.from_disk("m", "fp8_block", stored)
 
 
 def test_two_scales_of_one_weight_are_refused(by_hand):
     tensors = by_hand.fp8_block((256, 128), torch.Generator()).tensors
     dialect = get_dialect("modelopt")
     stored = {f"m.{name}": tensor for name, tensor in tensors.items()}
-    assert dialect.from_source("m", "fp8_block", stored).scale.shape == (2, 1)
+    assert dialect.from_disk("m", "fp8_block", stored).scale.shape == (2, 1)
     stored["m.weight_scale"] = stored["m.weight_scale_inv"]
     with pytest.raises(CheckpointError, match=r"m\.weight_scale and m\.weight_scale_inv are both"):
-        dialect.from_source("m", "fp8_block", stored)
+        dialect.from_disk("m", "fp8_block", stored)
     del stored["m.weight_scale"], stored["m.weight_scale_inv"]
     with pytest.raises(CheckpointError, match=r"m\.weight_scale is missing"):
-        dialect.from_source("m", "fp8_block", stored)
+        dialect.from_disk("m", "fp8_block", stored)
 
 
 def test_the_json_of_a_mixed_source_names_both_formats(mixed):

@@ -12,7 +12,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 
 from moequant.dialects import get_dialect
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY, QuantizedWeight, get_format, quantize
+from moequant.formats import CONVERTIBLE, QuantizedWeight, get_format, quantize
 from moequant.formats.elements import pack_nibbles
 from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
 from moequant.verification.decode import decode
@@ -51,7 +51,7 @@ def allows(format, value, code, scale=1.0, others=(), loss_db=NO_LOSS):
 
 CASES = [
     (name, {key: value})
-    for name, format in REGISTRY.items()
+    for name, format in CONVERTIBLE.items()
     for key, values in format.options.items()
     for value in values
     # Scales of w4a8's search are rounded after the search, so that clipping may just not pay.
@@ -66,7 +66,7 @@ def test_what_our_quantizer_makes_with_any_option_is_within_the_bound(format, op
     assert find_out_of_bound(w, q, quantize(w, format)) is None
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_the_bound_lies_halfway_between_neighbouring_codes(format):
     codes = range(256 if get_format(format).codes_per_byte == 1 else 16)
     values = {decode(block_of(format, [code]))[0, 0].item(): code for code in codes}

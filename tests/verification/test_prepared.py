@@ -11,7 +11,7 @@ import torch
 
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
-from moequant.formats import REGISTRY
+from moequant.formats import CONVERTIBLE
 from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.preparation import prepare
 from moequant.storage.disk import sha256_of
@@ -83,7 +83,7 @@ def edit_layer(folder, layer, tensor, change):
     edit_manifest(folder, lambda m: m["layers"][str(layer)].update(sha256=sha256_of(folder / file)))
 
 
-@pytest.mark.parametrize("format", REGISTRY)
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_what_prepare_makes_passes(source, clean, format):
     report = verify(clean(format), against=source, layers=0)
     assert report.ok, report.problems

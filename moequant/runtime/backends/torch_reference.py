@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear, pad
 
+from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.runtime.backends.base import ExpertsBackend, Workload
 from moequant.runtime.capture import capturing
-from moequant.runtime.formats import dequantize
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,10 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moequant.formats import get_format
 from moequant.kernels.portable import experts, grouped_gemm, quantize
 from moequant.runtime import ExpertWeights
 from moequant.runtime.backends.triton_portable import portable_experts
-from moequant.runtime.formats import get_format
 
 POINTERS = {
     torch.bfloat16: "*bf16",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from moequant.formats import REGISTRY
+from moequant.formats import RUNNABLE, get_format
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.batched import batched_experts
@@ -21,7 +21,6 @@ from moequant.runtime.act_fn import RELU2, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends.triton_portable import portable_experts
 from moequant.runtime.batched import finalize_batched, lay_out, prepare_batched
-from moequant.runtime.formats import RUNTIME_ONLY, get_format
 from moequant.runtime.routing import route
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -52,7 +51,7 @@ def run(weights, call, activations="format", **options):
 
 
 def test_every_format_that_experts_run_in_is_decoded():
-    assert KINDS.keys() == REGISTRY.keys() | RUNTIME_ONLY.keys()
+    assert KINDS.keys() == RUNNABLE.keys()
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])

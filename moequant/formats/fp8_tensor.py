@@ -1,0 +1,19 @@
+"""FP8 E4M3 weights with one FP32 scale per matrix."""
+
+from __future__ import annotations
+
+from moequant.formats.base import WHOLE
+from moequant.formats.fp8_channel import Fp8Channel
+
+
+class Fp8Tensor(Fp8Channel):
+    """`w = qdata * scale`, the scale amax / 448 of the whole matrix.
+
+    Its activations may have one scale for all tokens instead of one each: "fp8_static", whose
+    scale comes with the weights (`ExpertWeights.gate_up_input_scale`).
+    """
+
+    name = "fp8_tensor"
+    summary = "FP8 E4M3, one FP32 scale per matrix, FP8 activations per token"
+    uses = frozenset({"run"})
+    block = (WHOLE, WHOLE)

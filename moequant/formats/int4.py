@@ -1,0 +1,41 @@
+"""INT4 weights with one FP32 scale per group of columns, the group of any width; read-only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.formats.base import Format
+from moequant.formats.blocks import grouped
+from moequant.formats.elements import decode_int4, unpack_nibbles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moequant.formats.base import QuantizedWeight
+
+
+class Int4(Format):
+    """`w = qdata * scale`, as in compressed-tensors' W4A16 and Kimi-K2-Thinking.
+
+    The width of the groups is that of the checkpoint: K over the scale's columns.
+    """
+
+    name = "int4"
+    summary = "INT4, one scale per group of columns or per row, weight only"
+    uses = frozenset({"read"})
+    block = (1, 32)
+    qdata_dtype = torch.uint8
+    codes_per_byte = 2
+    scale_dtype = torch.float32
+    activations = "none"
+
+    def block_of(self, q: QuantizedWeight) -> tuple[int, int]:
+        """As Format; the columns follow from the scale."""
+        return 1, q.shape[-1] // q.scale.shape[-1]
+
+    def dequantize(self, q: QuantizedWeight) -> Tensor:
+        """[..., N, K] float32, exact where the scale has at most 20 significant bits."""
+        codes = grouped(decode_int4(unpack_nibbles(q.qdata)), self.block_of(q)[1])
+        return (codes * q.scale.unsqueeze(-1)).reshape(q.shape)

@@ -1,0 +1,80 @@
+"""Weights that are not quantized: BF16, FP16 and FP32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moequant.errors import UnsupportedError
+from moequant.formats.base import WHOLE, Format, QuantizedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class _Plain(Format):
+    """Weights rounded to a dtype, to nearest even; the scale is 1."""
+
+    block = (WHOLE, WHOLE)
+    ragged = True
+    codes_per_byte = 1
+    scale_dtype = torch.float32
+    activations = "none"
+
+    def _quantize(
+        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+    ) -> QuantizedWeight:
+        qdata = w.to(self.qdata_dtype)
+        if not qdata.isfinite().all():
+            raise UnsupportedError(
+                f"a weight of {w.abs().max().item():g} is beyond {self.qdata_dtype}, which ends at "
+                f"{torch.finfo(self.qdata_dtype).max:g}; use bf16 or fp32"
+            )
+        return plain_weight(qdata)
+
+    def dequantize(self, q: QuantizedWeight) -> Tensor:
+        """[..., N, K] float32, exact."""
+        return q.qdata.float() * q.scale
+
+
+class Bf16(_Plain):
+    """bfloat16; what weights that a checkpoint has in a quantized form can be dequantized to."""
+
+    name = "bf16"
+    summary = "BF16, not quantized"
+    uses = frozenset({"dequantize", "run"})
+    qdata_dtype = torch.bfloat16
+
+
+class Fp16(_Plain):
+    """float16; a weight beyond 65504 is an error."""
+
+    name = "fp16"
+    summary = "FP16, not quantized"
+    uses = frozenset({"run"})
+    qdata_dtype = torch.float16
+
+
+class Fp32(_Plain):
+    """float32."""
+
+    name = "fp32"
+    summary = "FP32, not quantized"
+    uses = frozenset({"run"})
+    qdata_dtype = torch.float32
+
+
+_NAMES = {format.qdata_dtype: format.name for format in (Bf16, Fp16, Fp32)}
+
+
+def plain_weight(w: Tensor) -> QuantizedWeight:
+    """A weight [..., N, K] of bfloat16, float16 or float32 in the format of its dtype; no copy."""
+    return QuantizedWeight(
+        format=_NAMES[w.dtype],
+        qdata=w,
+        scale=torch.ones(*w.shape[:-2], 1, 1, dtype=torch.float32, device=w.device),
+        global_scale=None,
+        shape=w.shape,
+    )
