@@ -138,7 +138,7 @@ def test_an_fp8_scale_in_a_narrower_dtype_is_read(dialect, name, dtype):
 @pytest.mark.parametrize("dialect", [FP8, CT], ids=lambda dialect: dialect.name)
 def test_ragged_fp8_blocks_of_experts_are_read_but_not_written(dialect):
     q = weight("fp8_block", (192, 320))
-    names = dialect.suffixes["fp8_block"]
+    names = dialect.encoding("fp8_block").suffixes
     tensors = {f"a.experts.0.up.{n}": t for n, t in zip(names, (q.qdata, q.scale), strict=True)}
     read = dialect.from_disk("a.experts.0.up", "fp8_block", tensors)
     assert torch.equal(dequantize(read), dequantize(q))
@@ -151,7 +151,7 @@ def test_rows_of_linear_layers_may_end_in_a_ragged_fp8_block(dialect):
     """As DeepSeek's kv_a_proj_with_mqa, whose 576 rows engines merge as the last."""
     q = weight("fp8_block", (576, 256))
     tensors = dialect.to_disk("m", q)
-    assert tensors[f"m.{dialect.suffixes['fp8_block'][1]}"].shape == (5, 2)
+    assert tensors[f"m.{dialect.encoding('fp8_block').suffixes[1]}"].shape == (5, 2)
     assert torch.equal(dequantize(dialect.from_disk("m", "fp8_block", tensors)), dequantize(q))
     with pytest.raises(UnsupportedError, match=r"N = 576 is .* that they merge with the next"):
         dialect.check("m", "fp8_block", (576, 256), rows_follow=True)
