@@ -56,7 +56,7 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
 
     own = described_architectures(checkpoint.path, file)
     converted = seen_as_source(checkpoint, own)
-    architecture = find_architecture(checkpoint.config, own)
+    architecture = find_architecture(checkpoint.config, own, names=checkpoint.tensors)
     moe = architecture.read_config(checkpoint.config)
     rows = list(_rows(checkpoint.tensors.values(), architecture, converted))
     document: dict[str, Any] = {

@@ -283,6 +283,7 @@ def _engines(
     if not formats:
         return ()
     roles, layers = source.model.roles, source.model.moe.sparse_layers
+    architecture = source.model.architecture
     experts = {
         name.removesuffix(".weight"): info
         for name, info in source.weights.items()
@@ -292,7 +293,7 @@ def _engines(
     written = Written(
         dialect=dialect.name,
         model_type=model_type,
-        not_loaded=source.model.architecture.tested.get("not_loaded", {}).get(model_type),
+        not_loaded=architecture.tested.get("not_loaded", {}).get(model_type),
         formats=frozenset(f for module, f in formats.items() if module not in experts),
         experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
         shapes=frozenset(tuple(info.shape) for m, info in experts.items() if m in formats),
@@ -303,7 +304,7 @@ def _engines(
         ),
         dtype=_dtype(config),
         some_kept=any(module not in formats for module in experts),
-        described=source.model.architecture.origin is not None,
+        described=architecture.origin is not None or model_type in architecture.flat_model_types,
     )
     return tuple(judge(written))
 

@@ -78,6 +78,8 @@ class Architecture:
         self.definition: Mapping[str, Any] | None = None if origin is None else dict(table)
         """The entry as moequant.json records it; None for an architecture of our own table."""
         self.model_types: tuple[str, ...] = tuple(table["model_types"])
+        self.flat_model_types: tuple[str, ...] = tuple(table.get("flat_model_types", ()))
+        """Those whose config.json has no `section`, if the tensors have the names given here."""
         self.projections: dict[str, str] = table["projections"]
         self._experts: str = table["experts"]
         self._keys: dict[str, list[str]] = _COMMON_KEYS | table["config"]
@@ -154,6 +156,10 @@ class Architecture:
             )
         return TensorRole(role=OTHER)
 
+    def names_experts(self, names: Iterable[str]) -> bool:
+        """Whether some of `names` begin as the names of experts do."""
+        return any(name.startswith(self._experts.partition("{")[0]) for name in names)
+
     def expert_tensor(self, layer: int, expert: int, projection: str) -> str:
         """The name on disk of one expert's weight; `projection` is gate, up or down."""
         leaf = self.projections[projection]
@@ -217,7 +223,7 @@ class Architecture:
 
     def _section_of(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of config.json that describes the language model."""
-        if self._section is None:
+        if self._section is None or config.get("model_type") in self.flat_model_types:
             return config
         section = _at(config, self._section)
         if not isinstance(section, dict):

@@ -62,7 +62,7 @@ def read_model(
             that fits two orientations while the description names neither.
         CheckpointError: experts are missing, unexpected, or not of the shapes in config.json.
     """
-    architecture = find_architecture(config, own)
+    architecture = find_architecture(config, own, names=tensors)
     roles = classify_all(architecture, tensors)
     moe = architecture.read_config(config)
     places: dict[str, Place] = {}

@@ -149,6 +149,7 @@ class _Tested(_Strict):
 class _Entry(_Strict):
     name: _Name
     model_types: _Names
+    flat_model_types: _Names | None = None
     experts: Annotated[str, AfterValidator(_expert_pattern)]
     projections: dict[Literal["gate", "up", "down"], _Name]
     config: dict[
@@ -225,20 +226,30 @@ def recorded_architecture(definition: object, origin: str) -> Architecture:
     return architecture
 
 
-def find_architecture(config: Mapping[str, Any], own: Sequence[Architecture] = ()) -> Architecture:
+def find_architecture(
+    config: Mapping[str, Any], own: Sequence[Architecture] = (), *, names: Iterable[str] = ()
+) -> Architecture:
     """The architecture of a checkpoint with this config.json.
 
     Args:
         config: the parsed config.json.
         own: architectures from a user's file or a record, used instead of the table.
+        names: names of its tensors, which decide between several architectures of one model_type.
 
     Raises:
         UnsupportedError: `model_type` is missing or not described.
     """
     model_type = config.get("model_type")
-    for architecture in own or _candidates(model_type):
-        if model_type in architecture.model_types:
-            return architecture
+    candidates = own or [*_candidates(model_type)]
+    usual = [a for a in candidates if model_type in a.model_types]
+    flat = [a for a in candidates if model_type in a.flat_model_types]
+    if flat:
+        names = [*names]
+        fitting = [a for a in (*usual, *flat) if a.names_experts(names)]
+        if len(fitting) == 1:
+            return fitting[0]
+    if usual:
+        return usual[0]
     known = ", ".join(sorted(t for a in own or architectures() for t in a.model_types))
     if own:
         raise UnsupportedError(

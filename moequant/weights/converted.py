@@ -70,7 +70,7 @@ class ConvertedCheckpoint:
         """
         checkpoint = Checkpoint.open(path)
         own = described_architectures(path, architecture)
-        found = find_architecture(checkpoint.config, own)
+        found = find_architecture(checkpoint.config, own, names=checkpoint.tensors)
         quantization_config = _quantization_config(checkpoint)
         dialect = find_dialect(quantization_config)
         return cls(

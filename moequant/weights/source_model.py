@@ -147,7 +147,7 @@ def seen_as_source(
         return None
     dialect = _find_dialect(quantization_config, checkpoint.tensors)
     dialect = dialect or find_dialect(quantization_config)
-    architecture = find_architecture(config, own)
+    architecture = find_architecture(config, own, names=checkpoint.tensors)
     return ConvertedCheckpoint(
         checkpoint=checkpoint,
         dialect=dialect,
@@ -229,7 +229,7 @@ def _encoded(
     """Every quantized weight by name."""
     format_of = dialect.source_reader(quantization_config)
     if dialect.stacks:
-        architecture = find_architecture(config, own)
+        architecture = find_architecture(config, own, names=tensors)
         found = _in_stacks(
             tensors, architecture, architecture.read_config(config), dialect, format_of
         )

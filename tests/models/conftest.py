@@ -893,6 +893,18 @@ def deepseek_ocr2(s):
     return t.DeepseekOcr2Config(**reading(s, num_key_value_heads=2))
 
 
+def in_language_config(config):
+    """As DeepSeek-OCR-2 has it, whose config.json names no function between the GEMMs."""
+    language_config = {"first_k_dense_replace": 1} | config["text_config"]
+    del language_config["mlp_layer_types"], language_config["hidden_act"]
+    return {**without(config, "text_config"), "language_config": language_config}
+
+
+@case(t.DeepseekOcr2ForConditionalGeneration, (1, 2), written=in_language_config)
+def deepseek_vl_v2(s):
+    return deepseek_ocr2(s)
+
+
 @dataclass(frozen=True)
 class Saved:
     case: Case

@@ -505,3 +505,68 @@ def test_a_section_of_config_json_may_hold_the_sizes():
     for config in (GPT_OSS, {"text_config": [GPT_OSS]}):
         with pytest.raises(CheckpointError, match=r"text_config is .*an object there"):
             architecture.read_config(config)
+
+
+DEEPSEEK_OCR2 = {
+    "architectures": ["DeepseekOCR2ForCausalLM"],
+    "model_type": "deepseek_vl_v2",
+    "hidden_size": 1280,
+    "language_config": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 1280,
+        "intermediate_size": 6848,
+        "kv_lora_rank": None,
+        "moe_intermediate_size": 896,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_attention_heads": 10,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 12,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "use_mla": False,
+    },
+    "projector_config": {"input_dim": 896, "model_type": "mlp_projector", "n_embed": 1280},
+}
+
+
+def test_deepseek_ocr2_as_released_keeps_its_sizes_in_language_config():
+    architecture = find_architecture(DEEPSEEK_OCR2)
+    moe = architecture.read_config(DEEPSEEK_OCR2)
+    assert (moe.experts, moe.top_k, moe.hidden, moe.intermediate) == (64, 6, 1280, 896)
+    assert moe.sparse_layers == tuple(range(1, 12))
+    assert moe.act_fn.name == "silu"
+    vision = ("model.sam_model.blocks.0.attn.qkv.weight", "model.qwen2_model.query_768.weight")
+    assert {architecture.classify(name).role for name in vision} == {"vision"}
+
+
+def flat(saved):
+    """config.json of a Qwen3.5 with vision, as pruned community models have it."""
+    config = saved.checkpoint.config
+    return {**config["text_config"], "model_type": "qwen3_5_moe_text"}
+
+
+def test_a_flat_qwen3_5_config_is_taken_with_names_of_the_vision_model(save):
+    saved = save("qwen3_5_moe")
+    model = read_model(flat(saved), saved.checkpoint.tensors)
+    assert model.architecture.name == "qwen3_5_moe"
+    assert model.moe == read_model(saved.checkpoint.config, saved.checkpoint.tensors).moe
+    assert (
+        model.roles.keys()
+        == read_model(saved.checkpoint.config, saved.checkpoint.tensors).roles.keys()
+    )
+    text = save("qwen3_5_moe_text").checkpoint
+    assert read_model(text.config, text.tensors).architecture.name == "qwen3_5_moe_text"
+
+
+def test_names_of_both_qwen3_5_releases_leave_a_doubt_and_are_refused(save):
+    tensors = save("qwen3_5_moe").checkpoint.tensors | save("qwen3_5_moe_text").checkpoint.tensors
+    with pytest.raises(UnsupportedError, match="looks like an expert"):
+        read_model(flat(save("qwen3_5_moe")), tensors)
+
+
+@pytest.mark.parametrize("names", [(), ["lm_head.weight"]])
+def test_names_that_say_nothing_leave_the_usual_architecture(names):
+    config = {"model_type": "qwen3_5_moe_text"}
+    assert find_architecture(config, names=names).name == "qwen3_5_moe_text"

@@ -186,7 +186,7 @@ def test_every_architecture_in_every_format(save, tmp_path, model_type, format):
     check_round_trip(save(model_type, SIZES.get(model_type, SQUARE)), tmp_path / "out", format)
 
 
-WITHOUT_A_CLASS = ("kimi_k2", "step3p5")
+WITHOUT_A_CLASS = ("deepseek_vl_v2", "kimi_k2", "step3p5")
 """Each is saved by another class. That of Step-3.7 finds no `text_config` in a Step-3.5, and
 builds a model of its default sizes, of hundreds of GB."""
 
@@ -240,7 +240,7 @@ IN_FP8 = {
     "kimi_k2", "kimi_k25", "llama4", "llama4_text", "longcat_flash", "nemotron_h", "phimoe",
     "qwen3_vl_moe", "step3p5", "step3p7", "axk2", "granitemoe_swa", "hy_v4", "mistral4",
     "mistral3", "mistral_large4", "glm5_next", "qwen4_exp", "qwen4_exp_text", "deepseek_ocr2",
-    "unlimited_ocr", "qwen3_omni_moe",
+    "unlimited_ocr", "qwen3_omni_moe", "deepseek_vl_v2",
 }  # fmt: skip
 """Of which the table speaks, or that do not load in MXFP4."""
 
@@ -375,6 +375,18 @@ def test_qwen3_5_is_read_as_transformers_saves_it_too(models, tmp_path):
     model = read_model(checkpoint.config, checkpoint.tensors)
     assert not model.places
     assert model.layers == case.layers
+
+
+def test_a_flat_qwen3_5_config_over_names_of_the_vision_model_is_converted(save, tmp_path):
+    """As pruned community models have it; of engines nobody knows whether they take it."""
+    saved = save("qwen3_5_moe")
+    shutil.copytree(saved.checkpoint.path, tmp_path / "source")
+    config = saved.checkpoint.config["text_config"] | {"model_type": "qwen3_5_moe_text"}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    flat = replace(saved, checkpoint=Checkpoint.open(tmp_path / "source"))
+    check_round_trip(flat, tmp_path / "out", "mxfp4")
+    plan = convert(tmp_path / "source", tmp_path / "other", format="mxfp4", dry_run=True).plan
+    assert {v.loads for v in plan.engines} == {None, False}
 
 
 def test_our_experts_in_a_built_dbrx_are_called_with_sequences_too(save, tmp_path):
