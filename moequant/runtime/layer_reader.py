@@ -20,16 +20,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.models import Place
 from moequant.runtime.act_fn import ActFn
 from moequant.runtime.layer_source import (
     LayerSource,
     PortableLayer,
     PreparedLayerSource,
-    Range,
-    module_ranges,
-    range_of,
-    with_tensors,
 )
 from moequant.runtime.staging import Read, Staging
 from moequant.runtime.weights import ExpertWeights
@@ -42,7 +37,9 @@ if TYPE_CHECKING:
 
     from moequant.formats import QuantizedWeight
     from moequant.preparation import PreparedCheckpoint
+    from moequant.storage.checkpoint import TensorRange
     from moequant.weights.converted import ConvertedCheckpoint
+    from moequant.weights.encoded import EncodedWeight
 
 _ON_HOST_BYTES = 1 << 14
 """Tensors up to this size are read to the host: shapes, global scales, the scales of FP8 blocks.
@@ -102,32 +99,27 @@ class LayerReader:
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they are on disk, on the device; errors as `Checkpoint.read`."""
-        checkpoint = self.converted.checkpoint
-        units = []
-        for name in names:
-            where = range_of(checkpoint, Place(tensor=name))
-            if where is None:
-                yield name, checkpoint.read(name).to(self.device)
-            else:
-                units.append(_Unit(what=name, ranges={name: where}))
-        for unit in self._arrivals(units):
-            yield cast("str", unit.what), unit.tensors[cast("str", unit.what)].to(self.device)
+        locate = self.converted.checkpoint.locate
+        for unit in self._arrivals(_Unit(what=n, ranges={n: locate(n)}) for n in names):
+            name = cast("str", unit.what)
+            yield name, unit.tensors[name].to(self.device)
 
     def read_modules(self, modules: Iterable[str]) -> Iterator[tuple[str, QuantizedWeight]]:
         """Converted weights by module, on the device; errors as `ConvertedCheckpoint.read`."""
-        units = (_Unit(what=m, ranges=module_ranges(self.converted, m)) for m in modules)
+        checkpoint = self.converted.checkpoint
+        weights = map(self.converted.encoded, modules)
+        units = (_Unit(what=w, ranges=w.locate(checkpoint)) for w in weights)
         for unit in self._arrivals(units):
-            module = cast("str", unit.what)
-            here = with_tensors(self.converted, unit.ranges, unit.tensors)
-            yield module, here.read(module).to(self.device)
+            weight = cast("EncodedWeight", unit.what)
+            yield weight.module, weight.decode(weight.pick(unit.tensors)).to(self.device)
 
     def _read_experts(
         self, source: LayerSource, experts: Sequence[int], name: str
     ) -> tuple[QuantizedWeight, ...]:
         """The projections of all `experts`, in their order; errors call the layer `name`."""
         # The first alone: it shows what is decoded, and to what.
-        (first,) = self._arrivals([_Unit(what=0, ranges=_ranges(source, experts[0]))])
-        weights = source.decode(experts[0], first.ranges, first.tensors)
+        (first,) = self._arrivals([_Unit(what=0, ranges=source.ranges(experts[0]))])
+        weights = source.decode(experts[0], first.tensors)
         batches = [_Batch(len(experts), q) for q in weights]
         kept = [_kept_as_read(q, first.tensors) for q in weights]
 
@@ -137,13 +129,13 @@ class LayerReader:
                 for batch, keys in zip(batches, kept, strict=True)
                 for key, (part, dtype) in keys.items()
             }
-            return _Unit(what=row, ranges=_ranges(source, experts[row]), places=places)
+            return _Unit(what=row, ranges=source.ranges(experts[row]), places=places)
 
         for batch, q in zip(batches, weights, strict=True):
             batch.put(0, q, name)
         for arrived in self._arrivals(map(unit, range(1, len(experts)))):
             row = cast("int", arrived.what)
-            weights = source.decode(experts[row], arrived.ranges, arrived.tensors)
+            weights = source.decode(experts[row], arrived.tensors)
             projections = self.converted.moe.projections
             for projection, batch, q in zip(projections, batches, weights, strict=True):
                 batch.put(row, q, f"{name}, {projection} of expert {experts[row]}")
@@ -170,7 +162,7 @@ class LayerReader:
                 if isinstance(read.what, _Unit):
                     yield read.what
 
-    def _target(self, where: Range, place: Tensor | None) -> Tensor:
+    def _target(self, where: TensorRange, place: Tensor | None) -> Tensor:
         dtype = DTYPES[where.info.dtype]
         if place is not None and (place.dtype, place.shape) == (dtype, where.info.shape):
             return place
@@ -209,7 +201,7 @@ class _Unit:
     """
 
     what: object
-    ranges: Mapping[str, Range]
+    ranges: Mapping[str, TensorRange]
     places: Mapping[str, Tensor] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -248,15 +240,6 @@ class _Batch:
                 place.copy_(tensor)
 
 
-def _ranges(source: LayerSource, expert: int) -> dict[str, Range]:
-    """What to read of an expert, and an error where there is nothing."""
-    ranges = source.ranges(expert)
-    if not ranges:
-        source.decode(expert, {}, {})
-    assert ranges, "what was not converted is refused by name"
-    return ranges
-
-
 def _kept_as_read(
     q: QuantizedWeight, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, torch.dtype]]:
@@ -269,5 +252,5 @@ def _kept_as_read(
     }
 
 
-def _position(where: Range) -> tuple[str, int]:
+def _position(where: TensorRange) -> tuple[str, int]:
     return where.info.file, where.info.start

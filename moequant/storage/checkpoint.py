@@ -46,6 +46,19 @@ _DIGITS = re.compile("[0-9]+")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRange:
+    """Bytes of a file that are a tensor, or rows of its first dimension.
+
+    Attributes:
+        file: where they are.
+        info: name of the tensor; dtype, shape and position of these bytes.
+    """
+
+    file: FixedFile
+    info: TensorInfo
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A checkpoint on disk. Opening reads headers only; reading is safe from several threads.
@@ -126,6 +139,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; fetch the checkpoint again")
         return self.tensors[name]
 
+    def locate(self, name: str, rows: slice | None = None) -> TensorRange:
+        """Where a tensor, or `rows` of its first dimension, can be read; errors as `read`."""
+        info = _part(self._readable(name), rows)
+        return TensorRange(file=self._files[info.file], info=info)
+
     def read(self, name: str, rows: slice | None = None, arena: Arena | None = None) -> Tensor:
         """Read a tensor, or `rows` of its first dimension, into CPU memory.
 
@@ -147,17 +165,18 @@ class Checkpoint:
         """As `read` of each; those that follow one another in a file are read in one call."""
         arena = arena or Arena()
         found: list[Tensor] = []
-        runs: list[tuple[TensorInfo, list[memoryview]]] = []
+        runs: list[tuple[TensorRange, list[memoryview]]] = []
         end = None
         for name, rows in ranges:
-            info = _part(self._readable(name), rows)
+            where = self.locate(name, rows)
+            info = where.info
             found.append(arena.empty(info.shape, dtype=DTYPES[info.dtype]))
             if (info.file, info.start) != end:
-                runs.append((info, []))
+                runs.append((where, []))
             runs[-1][1].append(tensor_bytes(found[-1]))
             end = info.file, info.stop
         for first, buffers in runs:
-            self._files[first.file].read_into(first.start, *buffers)
+            first.file.read_into(first.info.start, *buffers)
         return found
 
     def _readable(self, name: str) -> TensorInfo:

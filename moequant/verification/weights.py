@@ -39,7 +39,8 @@ from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound, join_ou
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
 from moequant.verification.report import Problem, WeightCheck
-from moequant.weights.parts import read_places, read_stored
+from moequant.weights.parts import read_stored
+from moequant.weights.places import read_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -19,7 +19,7 @@ from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import read_document
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.reader import FixedFile
-from moequant.weights.parts import read_places
+from moequant.weights.encoded import EncodedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -103,8 +103,9 @@ class ConvertedCheckpoint:
 
     def tensor_names(self, module: str, format: str) -> list[str]:
         """The tensors on disk that hold a converted module, alone or with others."""
-        places = self._places(module, format).values()
-        return [place.tensor for place in places if place.tensor in self.checkpoint.tensors]
+        places = stored_places(self.architecture, self.moe, self.dialect, module, format)
+        tensors = (place.tensor for place in places.values())
+        return [tensor for tensor in tensors if tensor in self.checkpoint.tensors]
 
     def part_of(self, name: str) -> tuple[TensorRole, str] | None:
         """Role and format of the converted weights that a tensor holds a part of, or None.
@@ -140,14 +141,25 @@ class ConvertedCheckpoint:
                     return role, format
         return None
 
-    def _places(self, module: str, format: str) -> dict[str, Place]:
+    def encoded(self, module: str) -> EncodedWeight:
         """Where the tensors of a converted module lie; without those a dialect may do without.
 
         Of a stack every tensor is wanted, and missed by the name it has on disk.
+
+        Raises:
+            UnsupportedError: config.json says that the module was kept.
         """
+        format = self.format_of(module)
+        if format is None:
+            raise UnsupportedError(f"{module}: not converted; config.json leaves it as it was")
         places = stored_places(self.architecture, self.moe, self.dialect, module, format)
         tensors = self.checkpoint.tensors
-        return {n: p for n, p in places.items() if p.expert is not None or p.tensor in tensors}
+        return EncodedWeight(
+            module=module,
+            format=format,
+            dialect=self.dialect,
+            places={n: p for n, p in places.items() if p.expert is not None or p.tensor in tensors},
+        )
 
     def read(self, module: str) -> QuantizedWeight:
         """Read one converted weight.
@@ -156,12 +168,7 @@ class ConvertedCheckpoint:
             CheckpointError: a tensor is missing, or not what the dialect says.
             UnsupportedError: config.json says that the module was kept.
         """
-        format = self.format_of(module)
-        if format is None:
-            raise UnsupportedError(f"{module}: not converted; config.json leaves it as it was")
-        places = self._places(module, format)
-        tensors = dict(zip(places, read_places(self.checkpoint, [*places.values()]), strict=True))
-        return self.dialect.from_disk(module, format, tensors)
+        return self.encoded(module).read(self.checkpoint)
 
     def read_expert(self, layer: int, expert: int, projection: str) -> QuantizedWeight:
         """Read one expert's gate, up or down, [N, K].
@@ -170,14 +177,22 @@ class ConvertedCheckpoint:
             CheckpointError: as `read`, or the shape is not what config.json says.
             UnsupportedError: as `read`.
         """
-        module = self.expert_module(layer, expert, projection)
-        q = self.read(module)
-        if tuple(q.shape) != self.moe.shape(projection):
-            raise CheckpointError(
-                f"{module}: holds {list(q.shape)}, but config.json makes a {projection} projection "
-                f"{list(self.moe.shape(projection))}"
-            )
+        q = self.read(self.expert_module(layer, expert, projection))
+        self.check_expert(q, layer, expert, projection)
         return q
+
+    def check_expert(self, q: QuantizedWeight, layer: int, expert: int, projection: str) -> None:
+        """Refuse one expert's gate, up or down of another shape than config.json says.
+
+        Raises:
+            CheckpointError: says both.
+        """
+        wanted = self.moe.shape(projection)
+        if tuple(q.shape) != wanted:
+            raise CheckpointError(
+                f"{self.expert_module(layer, expert, projection)}: holds {list(q.shape)}, but "
+                f"config.json makes a {projection} projection {list(wanted)}"
+            )
 
     def read_biases(self, layer: int) -> dict[str, Tensor] | None:
         """Biases of all experts of a layer, or None where the architecture has none.

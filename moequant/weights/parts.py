@@ -1,8 +1,4 @@
-"""Weights as a source holds them: a tensor each, a part of one, or codes and scales to decode.
-
-Of a tensor that stacks the experts of a layer only one expert is read at a time, in one contiguous
-range of bytes; transposing and picking rows happens in memory.
-"""
+"""Weights as a source holds them: a tensor each, a part of one, or codes and scales to decode."""
 
 from __future__ import annotations
 
@@ -11,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.errors import CheckpointError
 from moequant.formats import QuantizedWeight, dequantize_into
 from moequant.models.stacked import Place
 from moequant.storage.buffers import Arena
 from moequant.storage.headers import TensorInfo, bit_count
 from moequant.weights.encoded import EncodedInfo
+from moequant.weights.places import read_places
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,7 +92,7 @@ def read_stored(
     for info, of_one in zip(infos, places, strict=True):
         tensors = {name: next(read) for name in of_one}
         if isinstance(info, EncodedInfo):
-            found.append(info.dialect.from_disk(info.module, info.format, tensors))
+            found.append(info.decode(tensors))
         else:
             found.append(tensors[info.name])
     return found
@@ -118,52 +114,8 @@ def read_weights(
     return [decoded(weight, arena) for weight in read_stored(checkpoint, infos, arena)]
 
 
-def read_places(
-    checkpoint: Checkpoint, places: Sequence[Place], arena: Arena | None = None
-) -> list[Tensor]:
-    """Read what lies at each place; as `read_stored`.
-
-    Raises:
-        CheckpointError: as `Checkpoint.read`, or a tensor has not the extents it must have.
-        UnsupportedError: as `Checkpoint.read`.
-    """
-    wanted = {(place.tensor, place.expert): _rows(checkpoint, place) for place in places}
-    ranges = [(tensor, rows) for (tensor, _), rows in wanted.items()]
-    found = dict(zip(wanted, checkpoint.read_all(ranges, arena), strict=True))
-    return [_pick(found[place.tensor, place.expert], place, arena) for place in places]
-
-
 def _places(info: WeightInfo) -> Mapping[str, Place]:
     """Where the tensors of a weight lie, by a name for each."""
     if isinstance(info, EncodedInfo):
         return info.places
     return {info.name: info.place if isinstance(info, PartInfo) else Place(tensor=info.name)}
-
-
-def _rows(checkpoint: Checkpoint, place: Place) -> slice | None:
-    """What of its tensor's first dimension lies at `place`; None for all."""
-    if place.expert is None:
-        return None
-    shape = checkpoint.info(place.tensor).shape
-    if shape[: len(place.extents)] != place.extents:
-        raise CheckpointError(
-            f"{place.tensor}: shape {list(shape)}, but by config.json it begins with "
-            f"{list(place.extents)}; fetch or convert the checkpoint again"
-        )
-    height = 1 if place.height is None else place.height
-    return slice(place.expert * height, (place.expert + 1) * height)
-
-
-def _pick(tensor: Tensor, place: Place, arena: Arena | None) -> Tensor:
-    """What is at `place`, contiguous, of what is read there."""
-    if place.expert is not None and place.height is None:
-        tensor = tensor[0]
-    if place.rows is not None:
-        rows = slice(place.rows.start, place.rows.stop, place.rows.step)
-        # Rows that lie as columns are picked before they are turned: half the time of both at once.
-        tensor = tensor[:, rows].contiguous() if place.transposed else tensor[rows]
-    if place.transposed:
-        tensor = tensor.T
-    if arena is None or tensor.is_contiguous():
-        return tensor.contiguous()
-    return arena.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

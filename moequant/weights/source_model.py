@@ -263,7 +263,7 @@ def _on_their_own(
         names = [f"{module}.{suffix}" for suffix in dialect.encoding(format).suffixes]
         parts = {n: tensors[n] for n in names if n in tensors}
         yield EncodedInfo(
-            name=f"{module}.weight",
+            module=module,
             shape=_shape_of(dialect, format, module, parts),
             format=format,
             dialect=dialect,
@@ -342,7 +342,7 @@ def _in_stacks(
                     break
                 shape = moe.shape(projection)
                 yield EncodedInfo(
-                    name=name,
+                    module=module,
                     shape=shape,
                     format=format,
                     dialect=dialect,

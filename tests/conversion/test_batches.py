@@ -28,7 +28,7 @@ def unit(name, N=64, K=128, stack=None, info=None):
 
 def encoded(name):
     return EncodedInfo(
-        name=f"{name}.weight",
+        module=name,
         shape=(64, 128),
         format="fp8_block",
         dialect=None,

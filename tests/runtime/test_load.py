@@ -20,6 +20,7 @@ from moequant.runtime import load_experts
 from moequant.runtime.layer_reader import LayerReader
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
+from moequant.weights.encoded import EncodedWeight
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +136,17 @@ def test_another_function_between_the_gemms_is_refused_by_name(make_checkpoint, 
 
 
 def test_experts_of_several_formats_are_refused_by_name(converted, monkeypatch):
-    read = ConvertedCheckpoint.read
+    path = converted("nvfp4")
+    decode = EncodedWeight.decode
 
-    def other(self, module):
-        q = read(self, module)
-        is_other = module.endswith("experts.2.gate_proj")
+    def other(self, tensors):
+        q = decode(self, tensors)
+        is_other = self.module.endswith("experts.2.gate_proj")
         return quantize(dequantize(q), "mxfp4") if is_other else q
 
-    monkeypatch.setattr(ConvertedCheckpoint, "read", other)
+    monkeypatch.setattr(EncodedWeight, "decode", other)
     with pytest.raises(UnsupportedError, match=r"gate of expert 2 is mxfp4 .* nvfp4"):
-        load_experts(converted("nvfp4"), 0)
+        load_experts(path, 0)
 
 
 @pytest.mark.parametrize("expert", [0, 2])
