@@ -23,6 +23,7 @@ FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
 ORDER = [
     "_version",
     "errors",
+    "act_fn",
     "kernels",
     "progress",
     "storage",

@@ -21,7 +21,7 @@ from moequant.kernels.weighted_reduce import expert_of_row
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.kernels.portable.weights import Act
+    from moequant.act_fn import ActFn
 
 _GROUPS_A_PROGRAM = 16
 
@@ -30,7 +30,7 @@ def act_requantize(
     gate_up: Tensor,
     rows: Tensor,
     scale: Tensor,
-    act: Act,
+    act: ActFn,
     *,
     row_of_slot: Tensor,
     bias: Tensor | None = None,
@@ -64,7 +64,7 @@ def act_requantize_batched(
     gate_up: Tensor,
     rows: Tensor,
     scale: Tensor,
-    act: Act,
+    act: ActFn,
     *,
     counts: Tensor,
     bias: Tensor | None = None,
@@ -88,7 +88,7 @@ def _launch(
     gate_up: Tensor,
     rows: Tensor,
     scale: Tensor,
-    act: Act,
+    act: ActFn,
     *,
     used: Tensor,
     capacity: int,
@@ -116,10 +116,10 @@ def _launch(
         ACT=act.name,
         GATED=act.gated,
         BIAS=bias is not None,
-        LIMIT=act.limit,
+        LIMIT=act.limit or 0.0,
         ALPHA=act.alpha,
         BETA=act.beta,
-        LINEAR_BETA=act.linear_beta,
+        LINEAR_BETA=act.linear_beta or 0.0,
         BATCHED=capacity > 0,
         GROUPS=_GROUPS_A_PROGRAM,
         NATIVE=not INTERPRETED,

@@ -30,7 +30,7 @@ from moequant.kernels.weighted_reduce import weighted_reduce
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.kernels.portable.weights import Act
+    from moequant.act_fn import ActFn
 
 ALIGNMENT = 128
 """Rows of a tile of DeepGEMM's kernels for SM90, at which every expert begins."""
@@ -45,7 +45,7 @@ class DeepGemmWeights:
         w13_scale: float32 [E, 2 * Ip / 128, ceil(H / 128)], or half as many rows.
         w2: float8_e4m3fn [E, H, I], I at most Ip.
         w2_scale: float32 [E, ceil(H / 128), ceil(I / 128)].
-        act: the function between them.
+        act_fn: the function between them.
         bias13: float32 [E, 2 * Ip] or [E, Ip] contiguous; None is 0.
         bias2: float32 [E, H] contiguous; None is 0.
         source: what these were made of, as views into them, for who wants to keep no more; or None.
@@ -55,7 +55,7 @@ class DeepGemmWeights:
     w13_scale: Tensor
     w2: Tensor
     w2_scale: Tensor
-    act: Act
+    act_fn: ActFn
     bias13: Tensor | None = None
     bias2: Tensor | None = None
     source: object = None
@@ -175,7 +175,7 @@ class DeepGemmPlan:
             self.gate_up,
             self.act,
             self.act_scale,
-            w.act,
+            w.act_fn,
             row_of_slot=routing.row_of_slot,
             bias=w.bias13,
             row_end=routing.row_end,
@@ -235,7 +235,7 @@ def batched_experts(
         with on(qdata.device):
             _masked_gemm(x, x_scale, weights.w13, weights.w13_scale, gate_up, counts)
             act_requantize_batched(
-                gate_up, act, act_scale, weights.act, counts=counts, bias=weights.bias13
+                gate_up, act, act_scale, weights.act_fn, counts=counts, bias=weights.bias13
             )
             _masked_gemm(act, act_scale.mT, weights.w2, weights.w2_scale, y, counts)
         if weights.bias2 is not None:

@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from moequant.act_fn import SILU, ActFn
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.fp8_block.copy_rows import copy_rows
@@ -56,12 +57,7 @@ class Fp8BlockWeights:
         w2_scale: float32 [E, ceil(H / 128), ceil(I / 128)].
         bias13: float32 [E, 2 * Ip] or [E, Ip], 0 where padded; None is 0.
         bias2: float32 [E, H]; None is 0.
-        act: one of `grouped_gemm.ACT_FNS`.
-        gated: whether there is a gate.
-        alpha: of swigluoai.
-        limit: see `ActFn.limit`.
-        beta: of swigluoai and situ.
-        linear_beta: of situ, or None.
+        act_fn: the function between the GEMMs.
         source: what these were made of, as views into them, for who wants to keep no more; or None.
     """
 
@@ -71,12 +67,7 @@ class Fp8BlockWeights:
     w2_scale: Tensor
     bias13: Tensor | None = None
     bias2: Tensor | None = None
-    act: str = "silu"
-    gated: bool = True
-    alpha: float = 1.0
-    limit: float | None = None
-    beta: float = 1.0
-    linear_beta: float | None = None
+    act_fn: ActFn = SILU
     source: object = None
     _plans: dict[tuple[int, ...], Fp8BlockPlan] = field(
         default_factory=dict, init=False, repr=False
@@ -99,7 +90,7 @@ class Fp8BlockWeights:
     @property
     def intermediate(self) -> int:
         """Ip."""
-        return self.w13.shape[1] // (2 if self.gated else 1)
+        return self.w13.shape[1] // (2 if self.act_fn.gated else 1)
 
     def tiling(self, tokens: int, topk: int) -> Tiling:
         """That of calls of [tokens, topk] slots, at most MAX_SLOTS; the same every time."""
@@ -289,9 +280,9 @@ class Fp8BlockPlan:
         self.gate_up = GroupedGemm(
             GemmConfig(
                 quantized=True,
-                gated=weights.gated,
-                act=weights.act,
-                limited=weights.limit is not None,
+                gated=weights.act_fn.gated,
+                act=weights.act_fn.name,
+                limited=weights.act_fn.limit is not None,
                 bias=weights.bias13 is not None,
                 routed=self._routed,
                 gather=topk if self.tiling.gather else 0,
@@ -315,10 +306,7 @@ class Fp8BlockPlan:
             out=b.act,
             out_scale=b.act_scale,
             bias=weights.bias13,
-            alpha=weights.alpha,
-            limit=weights.limit or 0.0,
-            beta=weights.beta,
-            linear_beta=weights.linear_beta or 0.0,
+            act_fn=weights.act_fn,
         )
         self.down = GroupedGemm(
             GemmConfig(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moequant.act_fn import SILU, ActFn
 from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubin, tensor_map
 
 THREADS = 384
@@ -165,8 +166,13 @@ def _clusters(config: GemmConfig, device: int) -> int:
     return _kernel(config, device).most_clusters()
 
 
-class _Act(ctypes.Structure):
+class _ActNumbers(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit", "beta", "linear_beta"))
+
+    @classmethod
+    def of(cls, act_fn: ActFn) -> _ActNumbers:
+        """The numbers of an activation function; 0 for those it does not have."""
+        return cls(act_fn.alpha, act_fn.limit or 0.0, act_fn.beta, act_fn.linear_beta or 0.0)
 
 
 class _Routing(ctypes.Structure):
@@ -201,10 +207,7 @@ class GroupedGemm:
             quantized; else None.
         slot_of_row: int32 [rows], if it gathers; else None.
         bias: float32 [E, w_rows] contiguous, if `config` has one; else None.
-        alpha: of swigluoai.
-        limit: where the activation function is limited.
-        beta: of swigluoai and situ.
-        linear_beta: of situ; 0 for none.
+        act_fn: the activation function, whose name `config` has too.
     """
 
     def __init__(
@@ -222,10 +225,7 @@ class GroupedGemm:
         out_scale: Tensor | None,
         slot_of_row: Tensor | None = None,
         bias: Tensor | None = None,
-        alpha: float = 1.0,
-        limit: float = 0.0,
-        beta: float = 1.0,
-        linear_beta: float = 0.0,
+        act_fn: ActFn = SILU,
     ) -> None:
         assert weight.shape[1:] == (config.w_rows, config.K)
         assert all(t.is_contiguous() for t in (weight, weight_scale, out))
@@ -266,7 +266,7 @@ class GroupedGemm:
                 ctypes.c_int(strided.stride(0)),
                 pointer(units_taken),
                 pointer(bias),
-                _Act(alpha, limit, beta, linear_beta),
+                _ActNumbers.of(act_fn),
                 self._routing,
                 pointer(x),
                 pointer(slot_of_row),

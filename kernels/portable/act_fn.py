@@ -1,4 +1,4 @@
-"""The functions of `moequant.runtime.act_fn`, on float32 in registers."""
+"""The functions of `moequant.act_fn`, on float32 in registers."""
 
 from __future__ import annotations
 

@@ -206,7 +206,9 @@ class Middle:
         """
         w = self.experts
         out = self.out if self.values is None else self.values
-        grouped_gemm(x, work, w.up, out, act=w.act, gate=w.gate, slot_of_row=slot_of_row, topk=topk)
+        grouped_gemm(
+            x, work, w.up, out, act=w.act_fn, gate=w.gate, slot_of_row=slot_of_row, topk=topk
+        )
         if self.values is not None:
             quantize_rows(
                 self.values.qdata,

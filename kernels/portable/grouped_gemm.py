@@ -35,8 +35,9 @@ from moequant.kernels.routing import TILE_FIELDS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moequant.act_fn import ActFn
     from moequant.kernels.arena import WorkspaceArena
-    from moequant.kernels.portable.weights import Act, Projection
+    from moequant.kernels.portable.weights import Projection
 
 _SPLIT = {torch.float16: 2, torch.float32: 3}
 """Numbers of bfloat16 that one of these is a sum of; else it is 1, codes included."""
@@ -106,7 +107,7 @@ def grouped_gemm(
     weight: Projection,
     out: Rows,
     *,
-    act: Act | None = None,
+    act: ActFn | None = None,
     gate: Projection | None = None,
     slot_of_row: Tensor | None = None,
     topk: int = 1,
@@ -162,10 +163,10 @@ def grouped_gemm(
         SPLIT=_SPLIT.get(x.qdata.dtype, 1),
         OUT_SCHEME=out.scheme,
         ACT=act.name if act else "",
-        LIMIT=act.limit if act else 0.0,
+        LIMIT=(act.limit or 0.0) if act else 0.0,
         ALPHA=act.alpha if act else 1.0,
         BETA=act.beta if act else 1.0,
-        LINEAR_BETA=act.linear_beta if act else 0.0,
+        LINEAR_BETA=(act.linear_beta or 0.0) if act else 0.0,
         GATED=gate is not None,
         GATE_BIAS=first.bias is not None,
         BIAS=weight.bias is not None,

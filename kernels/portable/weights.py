@@ -26,6 +26,8 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moequant.act_fn import ActFn
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -144,27 +146,6 @@ def projection(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Act:
-    """The function between the GEMMs, as `moequant.runtime.act_fn.ActFn` defines it.
-
-    Attributes:
-        name: one of its NAMES.
-        limit: 0 for none.
-        alpha: of swigluoai.
-        beta: of swigluoai and situ.
-        linear_beta: of situ; 0 for none.
-        gated: whether there is a gate.
-    """
-
-    name: str = "silu"
-    limit: float = 0.0
-    alpha: float = 1.0
-    beta: float = 1.0
-    linear_beta: float = 0.0
-    gated: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
 class Experts:
     """The matrices of E experts.
 
@@ -172,7 +153,7 @@ class Experts:
         gate: [E, I, H], or None where there is none.
         up: [E, I, H].
         down: [E, H, I].
-        act: the function between them.
+        act_fn: the function between them.
         activations: how both GEMMs are fed: "none", "fp8_group128" or "fp8_token".
         up_static: with "fp8_token", float32 [1], the scale of all tokens that gate and up are fed;
             None, and each has its own.
@@ -182,7 +163,7 @@ class Experts:
     gate: Projection | None
     up: Projection
     down: Projection
-    act: Act
+    act_fn: ActFn
     activations: str
     up_static: Tensor | None = None
     down_static: Tensor | None = None

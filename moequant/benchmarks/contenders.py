@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from moequant.act_fn import SILU, SWIGLUOAI
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import FusedExperts
-from moequant.runtime.act_fn import SILU, SWIGLUOAI
 from moequant.runtime.backends import FusedBackend, backends
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.act_fn import ActFn
     from moequant.formats import QuantizedWeight
     from moequant.runtime import ExpertWeights
-    from moequant.runtime.act_fn import ActFn
 
     Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from itertools import chain
 
+from moequant.act_fn import SILU, SWIGLUOAI, ActFn
 from moequant.errors import UnsupportedError
-from moequant.runtime.act_fn import SILU, SWIGLUOAI, ActFn
 
 
 @dataclass(frozen=True, kw_only=True)

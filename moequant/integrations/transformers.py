@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
+from moequant.act_fn import ActFn
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize
-from moequant.models import ActivationConfig
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.inputs import HIDDEN_DTYPES
@@ -458,7 +458,7 @@ def _check_same_model(model: PreTrainedModel, converted: ConvertedCheckpoint) ->
 
 
 def _text(value: object) -> str:
-    if isinstance(value, ActivationConfig):
+    if isinstance(value, ActFn):
         return f"{value.name} (alpha {value.alpha:g}, limit {value.limit})"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

@@ -14,7 +14,7 @@ from moequant.models.experts import (
     classify_all,
     read_model,
 )
-from moequant.models.moe_config import PROJECTIONS, ActivationConfig, MoeConfig
+from moequant.models.moe_config import PROJECTIONS, MoeConfig
 from moequant.models.orientation import orientation
 from moequant.models.stacked import Place, StackedExperts
 from moequant.models.table import (
@@ -29,7 +29,6 @@ __all__ = [
     "EXPERT_BIAS",
     "PROJECTIONS",
     "ROUTED_EXPERTS",
-    "ActivationConfig",
     "Architecture",
     "Model",
     "MoeConfig",

@@ -12,8 +12,9 @@ from functools import cached_property
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
+from moequant.act_fn import ActFn
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.models.moe_config import PROJECTIONS, ActivationConfig, MoeConfig
+from moequant.models.moe_config import PROJECTIONS, MoeConfig
 from moequant.models.stacked import BIAS, StackedExperts
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class Architecture:
             )
         return section
 
-    def _read_act_fn(self, config: Mapping[str, Any]) -> ActivationConfig:
+    def _read_act_fn(self, config: Mapping[str, Any]) -> ActFn:
         name = self._act_fn.get("name") or self._value(config, "activation")
         if name is None:
             name = self._act_fn.get("default")
@@ -243,7 +244,7 @@ class Architecture:
                 f"{self.name!r} needs the name of a function there; "
                 f"{self.how_to_fix('`config.activation`')}"
             )
-        return ActivationConfig(
+        return ActFn(
             name=self._act_fns.get(name, name),
             alpha=self._number(config, "alpha", default=1.0),
             limit=self._number(config, "limit", default=None),
@@ -251,8 +252,8 @@ class Architecture:
         )
 
     def _read_limited(
-        self, config: Mapping[str, Any], act_fn: ActivationConfig, layers: Iterable[int]
-    ) -> tuple[tuple[int, ActivationConfig], ...]:
+        self, config: Mapping[str, Any], act_fn: ActFn, layers: Iterable[int]
+    ) -> tuple[tuple[int, ActFn], ...]:
         """The functions of those of `layers` for which config.json has a limit.
 
         Raises:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moequant.act_fn import ActFn
 
 PROJECTIONS = ("gate", "up", "down")
 """The projections of an expert, in this order; `gate` exists only in gated experts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationConfig:
-    """The function between the GEMMs of an expert, in the words of `moequant.runtime.act_fn`.
-
-    Attributes:
-        name: its name there; what config.json says, where there is no such function.
-        alpha: factor within the sigmoid of swigluoai; 1 for the others.
-        limit: clamps gate, or what swiglustep makes of it, to at most this and up to +-this; None
-            does not.
-        gated: whether it is of gate, and times up; else there is no gate, and it is of up.
-    """
-
-    name: str
-    alpha: float = 1.0
-    limit: float | None = None
-    gated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +36,15 @@ class MoeConfig:
     layers: int
     sparse_layers: tuple[int, ...]
     optional_layers: tuple[int, ...]
-    act_fn: ActivationConfig
-    limited: tuple[tuple[int, ActivationConfig], ...] = ()
+    act_fn: ActFn
+    limited: tuple[tuple[int, ActFn], ...] = ()
 
     @property
     def activation(self) -> str:
         """Name of the function between the GEMMs, of layers that do not clamp on their own."""
         return self.act_fn.name
 
-    def act_fn_of(self, layer: int) -> ActivationConfig:
+    def act_fn_of(self, layer: int) -> ActFn:
         """The function between the GEMMs of a layer."""
         return dict(self.limited).get(layer, self.act_fn)
 

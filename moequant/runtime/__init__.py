@@ -1,6 +1,6 @@
 """Run converted experts."""
 
-from moequant.runtime.act_fn import ActFn
+from moequant.act_fn import ActFn
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.functional import deep_gemm_moe_fp8, fused_experts
 from moequant.runtime.load import load_experts

@@ -6,11 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
+from moequant.act_fn import SILU, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import check_parts
-from moequant.runtime.act_fn import SILU, ActFn
 from moequant.runtime.backends import REGISTRY, FusedBackend, Workload
-from moequant.runtime.backends.triton_portable import act_of
 from moequant.runtime.call import run_fused
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.inputs import check_expert_map, check_inputs
@@ -151,7 +150,7 @@ def deep_gemm_moe_fp8(
         w13_scale=w13_scale.contiguous(),
         w2=w2.contiguous(),
         w2_scale=w2_scale.contiguous(),
-        act=act_of(act_fn),
+        act_fn=act_fn,
     )
     return run_fused(
         backend,
@@ -164,6 +163,7 @@ def deep_gemm_moe_fp8(
 
 
 def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
+    act_fn.check()
     halves = 2 if act_fn.gated else 1
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] != -(-w2.shape[2] // 128) * 128 * halves:
         raise UnsupportedError(

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.act_fn import ActFn
 from moequant.runtime.layer_source import (
     LayerSource,
     PortableLayer,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.act_fn import ActFn
     from moequant.formats import QuantizedWeight
     from moequant.preparation import PreparedCheckpoint
     from moequant.storage.checkpoint import TensorRange
@@ -179,14 +179,10 @@ def act_fn_of(converted: ConvertedCheckpoint, layer: int) -> ActFn:
     """
     found = converted.moe.act_fn_of(layer)
     try:
-        return ActFn(
-            name=cast("Any", found.name),
-            gated=found.gated,
-            alpha=found.alpha,
-            limit=found.limit,
-        )
+        found.check()
     except UnsupportedError as error:
         raise UnsupportedError(f"{converted.checkpoint.path / 'config.json'}: {error}") from error
+    return found
 
 
 @dataclass(kw_only=True)

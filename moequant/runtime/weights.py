@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from moequant.act_fn import SILU, ActFn
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import RUNNABLE, QuantizedWeight, check_parts, get_format
-from moequant.runtime.act_fn import SILU, ActFn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +58,7 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        self.act_fn.check()
         if self.act_fn.gated == (self.gate is None):
             found = "no gate" if self.gate is None else "a gate"
             raise UnsupportedError(

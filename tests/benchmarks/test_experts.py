@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from moequant.act_fn import RELU2, SILU, SWIGLUOAI
 from moequant.benchmarks import contenders, experts
 from moequant.benchmarks.contenders import contender_names, make_contender
 from moequant.benchmarks.cuda_timing import Ceilings, Time
@@ -25,7 +26,6 @@ from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
 from moequant.errors import NumericsError, UnsupportedError
 from moequant.runtime import ExpertWeights, FusedExperts
-from moequant.runtime.act_fn import RELU2, SILU, SWIGLUOAI
 from moequant.runtime.backends import backends
 
 SMALL = LayerShape(experts=6, hidden=256, intermediate=128, topk=2)

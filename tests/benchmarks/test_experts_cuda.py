@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
+from moequant.act_fn import SILU, SWIGLUOAI
 from moequant.benchmarks import contenders
 from moequant.benchmarks.experts import OURS, Measure, bench_experts
 from moequant.benchmarks.shapes import LayerShape
-from moequant.runtime.act_fn import SILU, SWIGLUOAI
 
 pytestmark = [
     pytest.mark.gpu,

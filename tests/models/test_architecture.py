@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from moequant.act_fn import ActFn
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import (
     CONVERTIBLE_ROLES,
     PROJECTIONS,
-    ActivationConfig,
     Architecture,
     TensorRole,
     architectures,
@@ -20,14 +20,14 @@ from moequant.models import (
 )
 
 ACT_FNS = {
-    "gpt_oss": ActivationConfig(name="swigluoai", alpha=1.702, limit=7.0),
-    "minimax_m3_vl": ActivationConfig(name="swigluoai", alpha=1.702, limit=7.0),
-    "nemotron_h": ActivationConfig(name="relu2", gated=False),
-    "gemma4": ActivationConfig(name="gelu_tanh"),
-    "gemma4_text": ActivationConfig(name="gelu_tanh"),
-    "deepseek_v4": ActivationConfig(name="silu", limit=10.0),
-    "glm5_next": ActivationConfig(name="silu", limit=10.0),
-    "hy_v4": ActivationConfig(name="silu", limit=10.0),
+    "gpt_oss": ActFn(name="swigluoai", alpha=1.702, limit=7.0),
+    "minimax_m3_vl": ActFn(name="swigluoai", alpha=1.702, limit=7.0),
+    "nemotron_h": ActFn(name="relu2", gated=False),
+    "gemma4": ActFn(name="gelu_tanh"),
+    "gemma4_text": ActFn(name="gelu_tanh"),
+    "deepseek_v4": ActFn(name="silu", limit=10.0),
+    "glm5_next": ActFn(name="silu", limit=10.0),
+    "hy_v4": ActFn(name="silu", limit=10.0),
 }
 
 
@@ -38,7 +38,7 @@ def test_every_tensor_of_a_saved_model_is_explained(saved):
     moe = model.moe
     assert (moe.experts, moe.top_k, moe.hidden, moe.intermediate) == (4, 4, 64, 96)
     model_type = checkpoint.config["model_type"]
-    assert moe.act_fn == ACT_FNS.get(model_type, ActivationConfig(name="silu"))
+    assert moe.act_fn == ACT_FNS.get(model_type, ActFn(name="silu"))
     assert moe.activation == moe.act_fn.name
     assert model.layers == case.layers
     assert bool(model.places) == (case.stack is not None)
@@ -222,7 +222,7 @@ GPT_OSS = {
 )
 def test_the_numbers_of_an_activation_are_config_json_s_where_it_has_them(fields, alpha, limit):
     moe = find_architecture(GPT_OSS).read_config(GPT_OSS | fields)
-    assert moe.act_fn == ActivationConfig(name="swigluoai", alpha=alpha, limit=limit)
+    assert moe.act_fn == ActFn(name="swigluoai", alpha=alpha, limit=limit)
 
 
 @pytest.mark.parametrize("value", ["7", True, 0, -1.0, float("inf"), float("nan"), [7]])
@@ -244,7 +244,7 @@ def test_more_experts_a_token_than_there_are_is_refused():
 )
 def test_other_words_for_an_activation_are_the_runtime_s(word, name):
     config = DEEPSEEK | {"hidden_act": word}
-    assert find_architecture(config).read_config(config).act_fn == ActivationConfig(name=name)
+    assert find_architecture(config).read_config(config).act_fn == ActFn(name=name)
 
 
 class Header:
@@ -399,7 +399,7 @@ def test_step3p5_stacks_gate_and_up_apart():
     """By hand: transformers has no class for this model_type, only for the later one."""
     model = read_model(STEP, step_headers())
     assert model.layers == (1, 2)
-    assert model.moe.act_fn == ActivationConfig(name="silu")
+    assert model.moe.act_fn == ActFn(name="silu")
     for projection in PROJECTIONS:
         place = model.places[f"model.layers.2.moe.experts.1.{projection}_proj.weight"]
         assert place.tensor == f"model.layers.2.moe.{projection}_proj.weight"
@@ -424,9 +424,9 @@ def test_a_clamp_that_only_some_layers_have_is_read_by_layer():
     """The list goes on for multi-token prediction, which has no experts."""
     config = STEP | {"swiglu_limits": [0.0, None, 7, 9.0]}
     moe = find_architecture(config).read_config(config)
-    clamped = ActivationConfig(name="swiglustep", limit=7.0)
+    clamped = ActFn(name="swiglustep", limit=7.0)
     assert moe.limited == ((2, clamped),)
-    assert [moe.act_fn_of(layer) for layer in (1, 2)] == [ActivationConfig(name="silu"), clamped]
+    assert [moe.act_fn_of(layer) for layer in (1, 2)] == [ActFn(name="silu"), clamped]
     without = {k: v for k, v in config.items() if k != "swiglu_limits"}
     assert find_architecture(without).read_config(without).limited == ()
 

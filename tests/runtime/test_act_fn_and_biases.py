@@ -12,10 +12,10 @@ import dataclasses
 import pytest
 import torch
 
+from moequant.act_fn import RELU2, SWIGLUOAI, ActFn
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize
 from moequant.runtime import FusedExperts
-from moequant.runtime.act_fn import RELU2, SWIGLUOAI, ActFn
 
 ACT_FNS = [
     ActFn(name="gelu"),

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moequant.act_fn import RELU2, SWIGLUOAI, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import RUNNABLE, get_format
 from moequant.runtime import ExpertWeights, FusedExperts
-from moequant.runtime.act_fn import RELU2, SWIGLUOAI, ActFn
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.runtime.backends import REGISTRY
 from moequant.runtime.batched import (

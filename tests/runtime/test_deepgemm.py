@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import quantize
 from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import ExpertWeights, FusedExperts, select
-from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.batched import finalize_batched, prepare_batched

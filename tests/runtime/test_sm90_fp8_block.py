@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, quantize
 from moequant.runtime import ExpertWeights, FusedExperts, select
-from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.workspace import workspace

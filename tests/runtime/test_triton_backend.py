@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.formats import RUNNABLE, get_format
 from moequant.runtime import ExpertWeights, FusedExperts, select
-from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.warm_up import warm_up

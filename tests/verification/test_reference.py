@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moequant.runtime.act_fn import ActFn
+from moequant.act_fn import ActFn
 from moequant.verification import reference
 from moequant.verification.reference import (
     FUNCTIONS,

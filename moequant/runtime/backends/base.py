@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moequant.runtime.act_fn import SILU, ActFn
+from moequant.act_fn import SILU, ActFn
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

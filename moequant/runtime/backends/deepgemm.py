@@ -12,7 +12,6 @@ from moequant.runtime.activations import data_and_scale
 from moequant.runtime.backends.base import BatchedExpertsBackend, FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.stacked import first_bias, first_weight, first_weight_once
-from moequant.runtime.backends.triton_portable import act_of
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def _weights(
         w13_scale=w13.scale,
         w2=weights.down.qdata.contiguous(),
         w2_scale=weights.down.scale.contiguous(),
-        act=act_of(act_fn),
+        act_fn=act_fn,
         bias13=first_bias(weights, w13.shape[1] // (2 if act_fn.gated else 1)),
         bias2=None if weights.down_bias is None else weights.down_bias.float().contiguous(),
         source=source,

@@ -57,21 +57,15 @@ class Sm90Fp8Block(FusedBackend):
         """Stack gate over up: a copy of both, unless they lie so already; the rest is as it was."""
         from moequant.kernels.fp8_block.experts import Fp8BlockWeights
 
-        act = weights.act_fn
         w13, adopted = first_weight_once(weights)
         return Fp8BlockWeights(
             w13=w13.qdata,
             w13_scale=w13.scale,
             w2=weights.down.qdata.contiguous(),
             w2_scale=weights.down.scale.contiguous(),
-            bias13=first_bias(weights, w13.shape[1] // (2 if act.gated else 1)),
+            bias13=first_bias(weights, w13.shape[1] // (2 if weights.act_fn.gated else 1)),
             bias2=None if weights.down_bias is None else weights.down_bias.float().contiguous(),
-            act=act.name,
-            gated=act.gated,
-            alpha=act.alpha,
-            limit=act.limit,
-            beta=act.beta,
-            linear_beta=act.linear_beta,
+            act_fn=weights.act_fn,
             source=adopted,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.portable.weights import KINDS, Act, Experts, projection
+from moequant.kernels.portable.weights import KINDS, Experts, projection
 from moequant.runtime.activations import SCHEMES, data_and_scale
 from moequant.runtime.backends.base import FusedBackend, Workload
 from moequant.runtime.backends.capability import why_not_capable
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from moequant.formats import QuantizedWeight
     from moequant.kernels.portable.weights import Projection
-    from moequant.runtime.act_fn import ActFn
     from moequant.runtime.activations import Activations
     from moequant.runtime.weights import ExpertWeights
 
@@ -114,23 +113,11 @@ def portable_experts(weights: ExpertWeights, activations: str) -> Experts:
         gate=None if weights.gate is None else part(weights.gate, weights.gate_bias),
         up=part(weights.up, weights.up_bias),
         down=part(weights.down, weights.down_bias),
-        act=act_of(weights.act_fn),
+        act_fn=weights.act_fn,
         # What differs is the quantization alone.
         activations="fp8_token" if static else activations,
         up_static=weights.static_scale("gate_up") if static else None,
         down_static=weights.static_scale("down") if static else None,
-    )
-
-
-def act_of(function: ActFn) -> Act:
-    """The function as kernels are told it."""
-    return Act(
-        name=function.name,
-        limit=function.limit or 0.0,
-        alpha=function.alpha,
-        beta=function.beta,
-        linear_beta=function.linear_beta or 0.0,
-        gated=function.gated,
     )
 
 

@@ -5,12 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from moequant.act_fn import SILU, SITU, SWIGLUOAI, ActFn
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.portable.weights import Act
-from moequant.runtime.act_fn import SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
-from moequant.runtime.backends.triton_portable import act_of
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 ROWS = 6
@@ -43,7 +41,7 @@ def test_rows_of_slots_are_quantized_and_no_other_is_written(I, padded, function
     rows = torch.zeros(ROWS, I, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.full((-(-I // 128), 8), -1.0, device=DEVICE)
     row_of_slot = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=DEVICE)
-    act_requantize(x, rows, scale, act_of(function), row_of_slot=row_of_slot)
+    act_requantize(x, rows, scale, function, row_of_slot=row_of_slot)
     check(x.cpu(), I, function, rows, scale[:, :ROWS].mT, [0, 3, 4])
     assert bool((scale[:, [1, 2, 5, 6, 7]] == -1).all())
     assert not rows.view(torch.uint8)[[1, 2, 5]].any()
@@ -54,7 +52,7 @@ def test_batches_are_quantized_up_to_their_counts():
     rows = torch.zeros(2, 3, 128, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.full((2, 1, 3), -1.0, device=DEVICE)
     counts = torch.tensor([2, 3], dtype=torch.int32, device=DEVICE)
-    act_requantize_batched(x.reshape(2, 3, 256), rows, scale, Act(), counts=counts)
+    act_requantize_batched(x.reshape(2, 3, 256), rows, scale, SILU, counts=counts)
     flat = scale.mT.reshape(ROWS, 1)
     check(x.cpu(), 128, SILU, rows.reshape(ROWS, 128), flat, [0, 1, 3, 4, 5])
     assert flat[2].tolist() == [-1]

@@ -13,13 +13,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.formats import quantize
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.deepgemm import experts
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights, FusedExperts
-from moequant.runtime.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY
 from moequant.runtime.batched import finalize_batched, prepare_batched

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from moequant.act_fn import SILU
 from moequant.formats import get_format
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights
-from moequant.runtime.act_fn import SILU
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 

@@ -5,9 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moequant.act_fn import GATED_ONLY, NAMES, SITU, SWIGLUOAI, ActFn
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.act_fn import act_fn
-from moequant.runtime.act_fn import GATED_ONLY, NAMES, SITU, SWIGLUOAI, ActFn
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FUNCTIONS = [

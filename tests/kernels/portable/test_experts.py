@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from moequant.act_fn import RELU2, SITU, SWIGLUOAI, ActFn
 from moequant.formats import RUNNABLE, get_format
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
@@ -17,7 +18,6 @@ from moequant.kernels.portable.experts import (
 )
 from moequant.kernels.portable.weights import KINDS
 from moequant.runtime import FusedExperts
-from moequant.runtime.act_fn import RELU2, SITU, SWIGLUOAI, ActFn
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends.triton_portable import portable_experts
 from moequant.runtime.batched import finalize_batched, lay_out, prepare_batched

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeGuard, get_args
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -30,8 +30,7 @@ from moequant.errors import UnsupportedError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Name = Literal["silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "relu2"]
-NAMES: tuple[str, ...] = get_args(Name)
+NAMES = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "relu2")
 GATED_ONLY = ("swigluoai", "swiglustep", "situ")
 """Those that are not defined without a gate."""
 
@@ -44,33 +43,38 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActFn:
     """An activation function of experts.
 
+    One that a config.json describes may have any name and numbers; `check` says whether we compute
+    it, and `ExpertWeights` asks.
+
     Attributes:
-        name: one of NAMES.
+        name: one of NAMES, else the name that config.json has for it.
         gated: whether it multiplies by up; else there is no gate, and it is of up.
         limit: clamps gate, or swiglustep's function of it, to at most this, and a gated up to
             +-this; None does not. swiglustep wants one.
         alpha: factor within the sigmoid of swigluoai; 1 for the others.
         beta: of swigluoai, what is added to up; of situ, the bound of gate; 1 for the others.
         linear_beta: of situ, the bound of up, or None, which leaves up as it is.
-
-    Raises:
-        UnsupportedError: no function is called that, one that is always gated is not, a number is
-            given to a function that has none such, one is no number or none that float32 holds,
-            or a bound is not positive.
     """
 
-    name: Name
+    name: str
     gated: bool = True
     limit: float | None = None
     alpha: float = 1.0
     beta: float = 1.0
     linear_beta: float | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse what we do not compute.
+
+        Raises:
+            UnsupportedError: no function is called that, one that is always gated is not, a number
+                is given to a function that has none such, one is no number or none that float32
+                holds, or a bound is not positive.
+        """
         if self.name not in NAMES:
             raise UnsupportedError(
                 f"activation function {self.name!r}, but the runtime computes {', '.join(NAMES)}"
