@@ -51,9 +51,9 @@ for module in (
 
 
 def main() -> None:
-    """Run the command line; what the `moequant` script calls."""
-    # torch says so at its first step where NumPy is missing; nothing here uses NumPy.
+    """Run the command line; the entry point of the `moequant` script."""
+    # torch warns at its first operation if NumPy is missing; moequant does not use NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    # `kill` and a cluster's time limit end a run as Ctrl-C does: its finished work can be resumed.
+    # `kill` and a cluster's time limit stop a run as Ctrl-C does, so that it can be resumed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cli.main(prog_name="moequant")

@@ -1,4 +1,4 @@
-"""The table of architectures by format, for people, scripts and the README."""
+"""The architecture table as text, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 _LAYER = "model.layers.{layer}."
 _COMMON_KEPT = ("router", "router_bias", "expert_bias", "norm", "embedding", "lm_head", "other")
-"""Roles that nobody has to be told are kept."""
+"""Roles that every architecture keeps unconverted; the table does not list them."""
 
 CLASS, BY_HAND, READ = "class", "by hand", "read"
 
 
 def describe_architectures() -> list[dict[str, Any]]:
-    """A row for those of an entry of the table that are tested alike."""
+    """One row for each group of model_types of an architecture that are tested the same way."""
     from moequant.models import architectures
 
     return [row for architecture in architectures() for row in _rows(architecture)]
@@ -28,12 +28,12 @@ def describe_architectures() -> list[dict[str, Any]]:
 def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
     not_loaded = architecture.tested.get("not_loaded", {})
 
-    def alike(model_type: str) -> tuple[str, bool]:
+    def group(model_type: str) -> tuple[str, bool]:
         return _tested(architecture, model_type), model_type not in not_loaded
 
-    # A sort keeps the order of those that are alike.
-    ordered = sorted(architecture.model_types, key=alike, reverse=True)
-    for (tested, loaded), model_types in groupby(ordered, key=alike):
+    # sorted() is stable: model_types of one group keep their order.
+    ordered = sorted(architecture.model_types, key=group, reverse=True)
+    for (tested, loaded), model_types in groupby(ordered, key=group):
         listed = list(model_types)
         notes = architecture.tested.get(tested.replace(" ", "_"), {})
         yield {
@@ -43,7 +43,7 @@ def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
             "layout": _layout(architecture),
             "gated": architecture.gated,
             "dialects": dict(_dialects(architecture)),
-            "kept": [role for role in architecture.roles if _is_kept(role)],
+            "kept": [role for role in architecture.roles if _is_listed_as_kept(role)],
             "tested": tested,
             "notes": {t: notes[t] for t in listed if t in notes},
             "transformers_loads": loaded,
@@ -59,20 +59,19 @@ def _tested(architecture: Architecture, model_type: str) -> str:
 
 
 def _layout(architecture: Architecture) -> str:
-    """How the experts of a layer lie in a plain checkpoint, in words."""
+    """How a plain checkpoint stores the experts of a layer, in words."""
     stacked = architecture.stacked
     if stacked is None:
-        words = ["one by one"]
+        words = ["separate"]
     else:
-        ways = {stacked.transposed(stack) for stack in stacked.tensors}
-        words = ["one below the other" if stacked.flat else "stacked"]
+        transposed = [stack for stack in stacked.tensors if stacked.transposed(stack)]
+        words = ["stacked, flat" if stacked.flat else "stacked"]
         if "gate" in stacked.tensors:
-            words.append("gate and up apart")
-        if ways == {True}:
+            words.append("gate and up separate")
+        if len(transposed) == len(stacked.tensors):
             words.append("transposed")
-        elif True in ways:
-            turned = [s for s in stacked.tensors if stacked.transposed(s)]
-            words.append(f"{' and '.join(turned)} transposed")
+        elif transposed:
+            words.append(f"{' and '.join(transposed)} transposed")
         if stacked.interleaved:
             words.append("gate and up interleaved")
         if stacked.biased:
@@ -81,7 +80,7 @@ def _layout(architecture: Architecture) -> str:
 
 
 def _dialects(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """The dialect that each format is written in where none is named."""
+    """Each format and the dialect it is written in by default."""
     from moequant.conversion.plan import choose_dialect
     from moequant.formats import CONVERTIBLE
 
@@ -89,17 +88,17 @@ def _dialects(architecture: Architecture) -> Iterator[tuple[str, str]]:
         yield format, choose_dialect(None, [format], architecture).name
 
 
-def _is_kept(role: str) -> bool:
+def _is_listed_as_kept(role: str) -> bool:
     from moequant.models import CONVERTIBLE_ROLES
 
     return role not in (*CONVERTIBLE_ROLES, *_COMMON_KEPT)
 
 
 def show_architectures(out: Output, document: Mapping[str, Any]) -> None:
-    """As a table of one line a row."""
+    """Print the rows as a table."""
     formats = document["formats"]
     out.table(
-        ["model_type", "experts on disk", "how they lie", *formats, "tested against"],
+        ["model_type", "experts on disk", "storage", *formats, "tested against"],
         [
             (
                 ", ".join(row["model_types"]),
@@ -114,13 +113,13 @@ def show_architectures(out: Output, document: Mapping[str, Any]) -> None:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The two tables of the README: architectures by format, and what was done by hand."""
+    """The documentation's three tables: architectures, tests by hand, models not loaded."""
     from moequant.dialects import default_dialect
 
     formats: Sequence[str] = document["formats"]
     usual = {format: default_dialect(format) for format in formats}
     lines = _table(
-        ["`model_type`", "experts on disk", "how they lie"]
+        ["`model_type`", "experts on disk", "storage"]
         + [f"`{format}`" for format in formats]
         + ["also kept", "transformers", "tested against"],
         [
@@ -154,7 +153,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def _short(names: Sequence[str]) -> str:
-    """The first name of an expert, without what nearly all begin and end with."""
+    """The first of the names, without the prefix and suffix that nearly all have."""
     name = names[0].removesuffix(".weight")
     return name.removeprefix(_LAYER).replace("{expert}", "{e}").replace("{layer}", "{l}")
 

@@ -1,4 +1,4 @@
-"""moequant bench: measure what this machine does."""
+"""moequant bench: measure speed on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moequant.cli import bench_convert, bench_experts
 
 @click.group("bench", short_help="Measure speed on this machine.")
 def command() -> None:
-    """Measure speed on this machine, beside others and beside the floor."""
+    """Measure speed on this machine, compared with other tools and with the hardware's floor."""
 
 
 for module in (bench_convert, bench_experts):

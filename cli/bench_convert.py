@@ -18,10 +18,10 @@ _DEFAULT_GB = 1.26
 
 
 def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    """A number of GB; NaN and infinity pass every range."""
+    """Refuse NaN and infinity, which click's ranges accept."""
     if math.isfinite(value):
         return value
-    raise click.BadParameter(f"{value} is no number of GB", ctx, param)
+    raise click.BadParameter(f"{value} is not a finite number of GB", ctx, param)
 
 
 @click.command("convert", short_help="Time conversion on a CPU.")
@@ -35,7 +35,7 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> flo
     default=_DEFAULT_GB,
     show_default=True,
     callback=_check_size,
-    help="About how large a checkpoint to generate and convert.",
+    help="Approximate size of the checkpoint to generate and convert.",
 )
 @click.option("--against", metavar="NAME", help="Also time llmcompressor, if it is installed.")
 @options.workers_option
@@ -45,13 +45,13 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> flo
     metavar="N",
     default=3,
     show_default=True,
-    help="Rounds; the best of each figure counts.",
+    help="Number of rounds; the best of each figure is reported.",
 )
 @click.option(
     "--folder",
     metavar="DIR",
     type=click.Path(file_okay=False, exists=True, writable=True, path_type=Path),
-    help="Where to write, which is the disk that is timed.  [default: for temporary files]",
+    help="Folder to write to; its disk is what is timed.  [default: the temporary folder]",
 )
 @options.json_option
 def command(
@@ -64,11 +64,11 @@ def command(
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Time the conversion of a generated checkpoint, beside a plain read and write of the bytes.
+    """Time the conversion of a generated checkpoint, and a plain read and write of as many bytes.
 
-    The checkpoint holds experts of Qwen3-30B-A3B. Each round converts it with one worker and with
-    several, in processes of their own, and then reads and writes as much. With --source-format it
-    is quantized to that first, and what is timed is the conversion of the result.
+    The checkpoint has experts of Qwen3-30B-A3B's sizes. Each round converts it with one worker and
+    with several, each in its own process, and then reads and writes as many bytes. With
+    --source-format, the checkpoint is first quantized to that format, which is not timed.
     """
     from moequant.benchmarks.conversion import bench_conversion
     from moequant.conversion import DEFAULT_WORKERS

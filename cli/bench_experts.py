@@ -29,7 +29,7 @@ def parse_tokens(ctx: click.Context, param: click.Parameter, value: str) -> list
 
 
 def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
-    """A tiling in a few words: what is on, and how often what is split; `rows` comes first."""
+    """A tiling in a few words: its enabled features, and its numbers other than 1."""
     if tiling is None:
         return "-"
     parts = [
@@ -46,7 +46,7 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
     required=True,
     metavar="all|NAME,...",
     help="Layers to time: models such as qwen3-30b, sizes such as 128x2048x768x8 (experts, hidden, "
-    "intermediate, experts a token; gated SiLU without biases), or all models there are.",
+    "intermediate, experts per token; gated SiLU without biases), or all known models.",
 )
 @click.option(
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
@@ -56,10 +56,10 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
 @click.option("--backend", metavar="NAME", help="Backend to time; by default the best.")
 @click.option(
     "--against", metavar="NAME,...", default="",
-    help="Also time these: other backends, grouped_mm (torch in BF16), vllm.",
+    help="Also time other backends, grouped_mm (torch in BF16) or vllm.",
 )  # fmt: skip
-@click.option("--stages", is_flag=True, help="Also time each launch of a call by itself.")
-@click.option("--host", is_flag=True, help="Also time an eager call on the host.")
+@click.option("--stages", is_flag=True, help="Also time each kernel launch by itself.")
+@click.option("--host", is_flag=True, help="Also time the host side of an eager call.")
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
 )
@@ -83,7 +83,8 @@ def command(
 ) -> None:
     """Time layers of random experts, from hidden states to output.
 
-    Medians of CUDA-graph replays, beside the floor of the routing timed and this GPU's ceilings.
+    Times are medians of CUDA-graph replays. They are compared with a floor: the time this GPU needs
+    for the same bytes and operations at its measured peak rates.
     """
     from moequant.storage.disk import replace_file
 
@@ -115,7 +116,7 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     out.line(", ".join(f"{name} {text}" for name, text in machine.items() if name != "gpu"))
     fp8 = f"FP8 {ceilings['fp8_tflops']:.0f}, " if ceilings["fp8_tflops"] else ""
     out.line(
-        f"reads {ceilings['read_tb_per_s']:.2f} TB/s, multiplies {fp8}"
+        f"measured peaks: reads {ceilings['read_tb_per_s']:.2f} TB/s, GEMMs {fp8}"
         f"BF16 {ceilings['bf16_tflops']:.0f} TFLOPS"
     )
     for layer in document["layers"]:
@@ -126,7 +127,7 @@ def _show_layer(out: Output, layer: Mapping[str, Any]) -> None:
     out.line()
     biases = "biases" if layer["biased"] else "no biases"
     out.line(
-        f"{layer['shape']}: {layer['experts']} experts, {layer['topk']} a token, "
+        f"{layer['shape']}: {layer['experts']} experts, {layer['topk']} per token, "
         f"hidden {layer['hidden']}, intermediate {layer['intermediate']}, {layer['act_fn']}, "
         f"{biases}; by {layer['backend']}"
     )

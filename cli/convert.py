@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 @options.revision_option
 @options.workers_option
 @options.max_shard_size_option
-@click.option("--dry-run", is_flag=True, help="Print the plan; read headers and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; read only headers, write nothing.")
 @options.overwrite_option
 @click.option(
     "--hash-source",
     is_flag=True,
-    help="Record the SHA-256 of every weight file of SOURCE; reads them once more.",
+    help="Record the SHA-256 of every weight file of SOURCE, which reads each file twice.",
 )
 @click.option(
     "--executor",
@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Convert the experts of SOURCE and write the result to OUTPUT.
 
-    SOURCE is a directory or the id of a repository on the Hugging Face hub. Name either a --format
-    or a --recipe. The same command again continues an interrupted conversion.
+    SOURCE is a directory or the id of a repository on the Hugging Face hub. Give either --format or
+    --recipe. Run the same command again to continue an interrupted conversion.
     """
     if (format is None) == (recipe is None):
         raise click.UsageError("give either --format or --recipe")
@@ -91,7 +91,7 @@ def command(
     for warning in _slowness(result):
         out.warn(warning)
     if result.error is not None:
-        # Of a plan that is refused nobody knows the bytes.
+        # A refused plan has no output sizes to show.
         if not result.plan.refusals and not as_json:
             out.result(document, _show_plan)
         raise FailedResult(result.error, document)
@@ -100,7 +100,7 @@ def command(
 
 
 def _warn_ahead(out: Output, plan: Plan) -> None:
-    """What engines get wrong, before hours are spent on it."""
+    """Print the plan's warnings before the work starts."""
     for warning in plan.warnings:
         out.warn(warning)
 
@@ -137,7 +137,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
 
 
 def _quantizer(choice: Choice | None) -> dict[str, Any] | None:
-    """What quantizes on this machine; None where nothing was to do here."""
+    """The quantizer of this machine; None if this machine quantized nothing."""
     if choice is None:
         return None
     quantizer = choice.quantizer
@@ -148,11 +148,11 @@ def _quantizer(choice: Choice | None) -> dict[str, Any] | None:
     }
 
 
-_SLOW = "several times slower than the native quantizer, to the same bytes"
+_SLOW = "which writes the same bytes as the native quantizer, but several times slower"
 
 
 def _slowness(result: ConversionResult) -> Iterator[str]:
-    """Every reason why something is not done by the fastest quantizer, wherever it is done."""
+    """A warning for each quantizer in use that is not the fastest, with the reason."""
     for share in result.shares:
         if share.reason is not None:
             part = f"{len(share.shards)} of {count(len(result.plan.shards), 'shard')} "
@@ -269,11 +269,11 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
             f"in {count(result['shards'], 'shard')}, {result['seconds']:.1f} s"
         )
         if result["resumed_shards"]:
-            out.line(f"{line}; an earlier run had finished {result['resumed_shards']} of them")
+            out.line(f"{line}; {result['resumed_shards']} of them by an earlier run")
         else:
             rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
             means = _means(result)
-            # Nothing was computed where everything was copied.
+            # Empty if every tensor was copied.
             out.line(f"{line}, {size(rate)}/s{means and f' ({means})'}")
     if result["losses"]:
         out.line()
@@ -287,7 +287,7 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
 
 
 def _means(result: Mapping[str, Any]) -> str:
-    """What quantized, and on which machines of a cluster."""
+    """The quantizers used, and on which machines of a cluster."""
     return ", ".join(
         _by(f"{share['name']} quantizer", share["hosts"]) for share in result["quantizers"]
     )

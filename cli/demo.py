@@ -1,4 +1,4 @@
-"""moequant demo: everything once, on a small checkpoint made here, without a network."""
+"""moequant demo: run every step on a small generated checkpoint, without a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
 
 RESULT_FILE = "moequant-demo.json"
-"""Marks a folder as the demo's own, and holds what it printed."""
+"""Marks a folder that the demo wrote, and holds its result."""
 TARGET = "sm90"
 TOKENS = 16
 
@@ -35,9 +35,9 @@ TOKENS = 16
 @options.json_option
 @options.quiet_option
 def command(output: str, as_json: bool, quiet: bool) -> None:
-    """Write a small Qwen3-MoE checkpoint and take it through every format.
+    """Generate a small Qwen3-MoE checkpoint and convert it into every format.
 
-    Each conversion is verified, prepared for the kernels of one target, and run.
+    Each result is verified, prepared for the kernels of one target, and run.
     """
     from moequant.cli.demo_checkpoint import write_demo_checkpoint
     from moequant.formats import CONVERTIBLE
@@ -56,10 +56,10 @@ def command(output: str, as_json: bool, quiet: bool) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch on one core.
+    """Limit torch to one thread.
 
-    The matrices are so small that two threads gain nothing, and on a busy machine wait for each
-    other: a demonstration of 3 s then took 70 s.
+    The matrices are too small for a second thread to help, and on a busy machine threads wait for
+    each other: a 3 s demo took 70 s.
     """
     import torch
 
@@ -72,10 +72,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _claim(folder: Path) -> None:
-    """Make the folder the demo's own.
+    """Create the folder and mark it as the demo's.
 
     Raises:
-        MoequantError: it holds something that no demo wrote, or cannot be written to.
+        MoequantError: it is not empty and not an earlier demo's, or cannot be written to.
     """
     from moequant.errors import MoequantError
 
@@ -138,7 +138,10 @@ def _run_layer(converted: Path, prepared: Path, layer: int) -> None:
         for path in (converted, prepared)
     )
     if not torch.equal(portable, ready):
-        raise NumericsError(f"{prepared}: runs otherwise than {converted}, of which it was made")
+        raise NumericsError(
+            f"{prepared}: layer {layer} gives another output than {converted}, from which it was "
+            "prepared; please report this bug"
+        )
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

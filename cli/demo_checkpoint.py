@@ -1,7 +1,7 @@
 """A Qwen3-MoE checkpoint with random weights, small enough for a demonstration.
 
-Files, names and config are those of the released models. The weights are normal with a few large
-channels, which real ones have and which is what makes low precision hard.
+Files, names and config match the released models. The weights are normally distributed, with a few
+outlier channels as real weights have, because outliers are what makes low precision hard.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _shards(seed: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors in the order of the model, cut where a shard is full, as transformers does it."""
+    """Tensors in model order, split into shards as transformers does."""
     shard: dict[str, Tensor] = {}
     for name, tensor in _tensors(torch.Generator().manual_seed(seed)):
         if sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
@@ -130,7 +130,7 @@ def _tensors(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
 
     yield "model.embed_tokens.weight", normal(VOCABULARY, HIDDEN)
     for layer in range(LAYERS):
-        # Channels of the residual stream, so that every expert of a layer has the same ones.
+        # Outliers are channels of the residual stream: the same for all experts of a layer.
         gain = torch.ones(HIDDEN)
         gain[torch.randperm(HIDDEN, generator=generator)[:OUTLIER_CHANNELS]] = OUTLIER_GAIN
         prefix = f"model.layers.{layer}"

@@ -1,4 +1,4 @@
-"""Every way a command can fail: one message on stderr, one exit code, in one place."""
+"""How commands fail: one message on stderr and one exit code for every kind of error."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ DEBUG_VARIABLE = "MOEQUANT_DEBUG"
 INTERRUPTED = 130
 
 _TAKE_MEMORY = ("--workers", "--tokens", "--max-tokens")
-"""Options of which a smaller number takes less memory."""
+"""Options whose smaller values use less memory."""
 
 
 class InterruptedWork(Exception):  # noqa: N818 - not an error
-    """Ctrl-C or SIGTERM ended work that the same command continues."""
+    """Ctrl-C or SIGTERM interrupted work that the same command can continue."""
 
 
 class FailedResult(Exception):  # noqa: N818 - carries an error rather than being one
-    """A command that has a result to show and still ends with an error."""
+    """An error of a command that still has a result to print."""
 
     def __init__(self, error: MoequantError, result: Mapping[str, Any]) -> None:
         super().__init__(str(error))
@@ -39,7 +39,7 @@ class FailedResult(Exception):  # noqa: N818 - carries an error rather than bein
 
 
 class CommandGroup(click.Group):
-    """A group whose commands end as this module says, under `main()` and in tests alike."""
+    """A group whose commands report errors as this module defines, in `main()` and in tests."""
 
     def main(
         self,
@@ -72,16 +72,16 @@ class CommandGroup(click.Group):
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """What there is to say of an error."""
+    """How an error is reported."""
 
     kind: str
     message: str
     exit_code: int
-    foreseen: bool = True
+    expected: bool = True
 
 
 def _report(error: BaseException, arguments: list[str], options: set[str]) -> int:
-    """Say what went wrong and return the exit code."""
+    """Print the error and return the exit code."""
     if isinstance(error, BrokenPipeError):
         return _close_stdout()
     result: Mapping[str, Any] = {}
@@ -89,7 +89,7 @@ def _report(error: BaseException, arguments: list[str], options: set[str]) -> in
         result = error.result
         error = error.error
     failure = _describe(error, arguments, options)
-    if not failure.foreseen or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+    if not failure.expected or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, InterruptedWork):
         click.echo(err=True)  # closes the line on which the terminal put ^C
@@ -97,14 +97,14 @@ def _report(error: BaseException, arguments: list[str], options: set[str]) -> in
         error.show()
     else:
         click.echo(printable(f"Error: {failure.message}"), err=True)
-    # Looked for here because parsing may be what failed.
+    # Searched in the arguments because parsing them may have failed.
     if "--json" in arguments:
         fields = {
             "type": failure.kind,
             "message": failure.message,
             "exit_code": failure.exit_code,
         }
-        with suppress(OSError):  # stdout may be what failed
+        with suppress(OSError):  # writing to stdout may have failed
             print_document({**result, "error": fields})
     return failure.exit_code
 
@@ -114,7 +114,7 @@ def _describe(error: BaseException, arguments: list[str], options: set[str]) -> 
     match error:
         case InterruptedWork():
             again = shlex.join(["moequant", *arguments])
-            message = f"interrupted; what is finished is kept. To continue: {again}"
+            message = f"interrupted; finished work is kept. To continue: {again}"
             return _Failure(kind="Interrupted", message=message, exit_code=INTERRUPTED)
         case KeyboardInterrupt() | click.Abort():
             return _Failure(kind="Interrupted", message="interrupted", exit_code=INTERRUPTED)
@@ -128,20 +128,20 @@ def _describe(error: BaseException, arguments: list[str], options: set[str]) -> 
             what = f"out of memory: {error}" if str(error) else "out of memory"
             message = f"{what}; {_advice_on_memory(options)}"
             return _Failure(kind=kind, message=message, exit_code=1)
-    message = f"{kind}: {error}; a bug in moequant, please report it with its traceback"
-    return _Failure(kind=kind, message=message, exit_code=1, foreseen=False)
+    message = f"{kind}: {error}; this is a bug in moequant, please report it with the traceback"
+    return _Failure(kind=kind, message=message, exit_code=1, expected=False)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Python has a type for it, threads and torch's allocator have words."""
+    """Python raises MemoryError; threads and torch's allocators only say it in the message."""
     words = ("can't start new thread", "can't allocate memory", "bad_alloc", "CUDA out of memory")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _advice_on_memory(options: set[str]) -> str:
-    """What a command with these options may be told to take less."""
-    less = [f"choose fewer {flag}" for flag in _TAKE_MEMORY if flag in options]
-    return ", ".join([*less, "or free some"] if less else ["free some, and run again"])
+    """How to run a command with these options in less memory."""
+    less = [f"use a smaller {flag}" for flag in _TAKE_MEMORY if flag in options]
+    return ", ".join([*less, "or free memory"] if less else ["free memory and run again"])
 
 
 def _explain(error: OSError) -> str:
@@ -150,6 +150,6 @@ def _explain(error: OSError) -> str:
 
 
 def _close_stdout() -> int:
-    """Whoever read our output has gone; leave quietly, and keep the last flush quiet too."""
+    """End silently when the reader of stdout is gone; the flush at exit must not fail either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

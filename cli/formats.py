@@ -1,4 +1,4 @@
-"""moequant formats: what there is to convert into, and what runs it on this machine."""
+"""moequant formats: list formats, dialects and architectures, and what runs on this machine."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from moequant.runtime.backends import Backend
 
 _SHAPE = (2048, 4096)
-"""[N, K] to count bits on: large against every block, and whole blocks of each."""
+"""[N, K] of a weight for counting bits: large compared with every block, and whole blocks."""
 
 
-@click.command("formats", short_help="List formats, dialects, and what runs them here.")
+@click.command("formats", short_help="List formats, dialects and backends.")
 @click.option(
     "--architectures",
     is_flag=True,
-    help="List instead the architectures, the dialect of each format there, and what tests say.",
+    help="List the architectures instead, with the dialect of each format and how each is tested.",
 )
-@click.option("--markdown", is_flag=True, help="With --architectures: as the README has it.")
+@click.option("--markdown", is_flag=True, help="With --architectures: print Markdown tables.")
 @options.json_option
 def command(architectures: bool, markdown: bool, as_json: bool) -> None:
     """List formats and dialects, and what converts and runs them on this machine."""
     if markdown and (as_json or not architectures):
-        raise click.UsageError("--markdown goes with --architectures, and not with --json")
+        raise click.UsageError("--markdown needs --architectures and excludes --json")
     if architectures:
         _list_architectures(Output(as_json=as_json), as_markdown=markdown)
         return
@@ -103,7 +103,7 @@ def _targets(format: str) -> Iterator[str]:
 
 
 def _quantizers() -> Iterator[dict[str, Any]]:
-    """Whether each quantizer runs here, or why not; all of them take every format."""
+    """Whether each quantizer runs here, or why not. Every quantizer supports every format."""
     from moequant.quantizers import NativeQuantizer, TorchQuantizer, choose_quantizer
 
     chosen = choose_quantizer()
@@ -119,7 +119,7 @@ def _quantizers() -> Iterator[dict[str, Any]]:
 
 
 def _backends() -> Iterator[dict[str, Any]]:
-    """Whether each backend runs each format on each kind of device here, or why not."""
+    """Whether each backend runs each format on each of this machine's devices, or why not."""
     from moequant.formats import CONVERTIBLE as FORMATS
     from moequant.runtime.backends import backends
 
@@ -146,7 +146,7 @@ def _devices() -> Iterator[torch.device]:
 
 
 def _refusal(backend: Backend, format: Format, device: torch.device) -> str | None:
-    """Why the backend does not run a layer of common sizes, those of Qwen3-30B-A3B."""
+    """Why the backend cannot run a layer of Qwen3-30B-A3B's sizes; None if it can."""
     from moequant.runtime.backends import Workload
     from moequant.runtime.select import why_not
 

@@ -13,31 +13,33 @@ from moequant.cli.output import Output, count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_MOST_DIGITS = 18
-"""Of an id: more fit in no int64, and beyond 4300 Python refuses to read them."""
+_MAX_DIGITS = 18
+"""Of an id; a longer one does not fit in int64."""
 
 
 def _parse_ids(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[int, ...] | None:
-    """Numbers between commas."""
+    """Comma-separated token ids."""
     if value is None:
         return None
     words = [word.strip() for word in value.split(",")]
     for word in words:
-        if not (word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS):
-            raise click.BadParameter(f"{word!r} is no id; write them as 1,2,3", ctx, param)
+        if not (word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS):
+            raise click.BadParameter(f"{word!r} is not a token id; give ids as 1,2,3", ctx, param)
     return tuple(map(int, words))
 
 
 @click.command("generate", short_help="Generate text with a converted checkpoint.")
 @click.argument("converted", type=options.DIRECTORY)
-@click.option("--prompt", metavar="TEXT", help="What to continue; wants a tokenizer in CONVERTED.")
+@click.option(
+    "--prompt", metavar="TEXT", help="The prompt as text; needs a tokenizer in CONVERTED."
+)
 @click.option(
     "--prompt-ids",
     metavar="IDS",
     callback=_parse_ids,
-    help="What to continue, as ids between commas: 1,2,3.",
+    help="The prompt as comma-separated token ids: 1,2,3.",
 )
 @click.option(
     "--max-new-tokens",
@@ -45,14 +47,14 @@ def _parse_ids(
     default=32,
     show_default=True,
     metavar="N",
-    help="Stop after N tokens, or at one that ends a text.",
+    help="Stop after N tokens, or at an end-of-text token.",
 )
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
     metavar="DEVICE",
-    help="Where to run: cpu, cuda or cuda:1.",
+    help="Device to run on: cpu, cuda or cuda:1.",
 )
 @click.option("--backend", metavar="NAME", help="Backend of the experts; by default the best.")
 @click.option(
@@ -60,7 +62,7 @@ def _parse_ids(
     type=click.Choice(["format", "none"]),
     default="format",
     show_default=True,
-    help="Quantize the experts' activations as their format's GEMM does, or never.",
+    help="format: quantize the experts' activations as the format's GEMM does; none: never.",
 )
 @click.option(
     "--temperature",
@@ -68,7 +70,7 @@ def _parse_ids(
     default=0.0,
     show_default=True,
     metavar="T",
-    help="0 takes the likeliest token; above, tokens are drawn.",
+    help="0 takes the likeliest token (greedy); above 0, tokens are sampled.",
 )
 @click.option(
     "--seed",
@@ -76,7 +78,7 @@ def _parse_ids(
     default=0,
     show_default=True,
     metavar="N",
-    help="What drawing begins with.",
+    help="Seed of the sampling.",
 )
 @options.recorded_architecture_option
 @options.json_option
@@ -95,13 +97,13 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Continue a prompt with the model of CONVERTED, in transformers, its experts on our backends.
+    """Continue a prompt with a transformers model whose experts run on moequant's backends.
 
-    The prompt is taken as it is: no chat template is put around it. Wants transformers and
-    accelerate: pip install 'moequant[transformers]'.
+    No chat template is applied to the prompt. Needs transformers and accelerate:
+    pip install 'moequant[transformers]'.
     """
     if (prompt is None) == (prompt_ids is None):
-        raise click.UsageError("give one of --prompt and --prompt-ids")
+        raise click.UsageError("give either --prompt or --prompt-ids")
     from moequant.integrations.generation import Prompts, generate
     from moequant.integrations.transformers import import_transformers, load_model
 
@@ -155,7 +157,7 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     rate = document["tokens_per_s"]
     out.line(
         f"{count(len(document['ids']), 'token')}: the first in {document['first_token_s']:.2f} s"
-        + ("" if rate is None else f", then {rate:.1f} a second")
+        + ("" if rate is None else f", then {rate:.1f} tokens/s")
         + f"; {document['device']}, {document['dtype']}, experts by "
         + ", ".join(document["backends"])
     )

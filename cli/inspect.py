@@ -1,4 +1,4 @@
-"""moequant inspect CHECKPOINT: what it is made of, from headers alone."""
+"""moequant inspect CHECKPOINT: its architecture, sizes and tensors, from headers only."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
 
 
-@click.command("inspect", short_help="Say what a checkpoint is made of.")
+@click.command("inspect", short_help="Show what a checkpoint contains.")
 @click.argument("checkpoint", type=options.DIRECTORY)
 @click.option(
     "--tensors",
     is_flag=True,
-    help="List every tensor too: its role, how it lies and its format.",
+    help="Also list every tensor with its role, orientation and format.",
 )
 @options.architecture_option
 @options.json_option
 def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: bool) -> None:
-    """Say what the CHECKPOINT in a directory is made of; a source, a converted or a prepared one.
+    """Show what CHECKPOINT contains: a directory with a source, converted or prepared checkpoint.
 
-    Reads config.json and headers, no weights.
+    Reads config.json and headers, but no weights.
     """
     from moequant.preparation import PreparedCheckpoint
     from moequant.storage.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: b
     from moequant.storage.locate import locate
 
     out = Output(as_json=as_json)
-    # As a Path: what is no directory here is not looked for on the hub.
+    # A Path, not a str, so that a missing directory is not searched for on the hub.
     path = locate(Path(checkpoint))
     if is_prepared_folder(path):
         prepared = PreparedCheckpoint.open(path, architecture=architecture)
@@ -120,14 +120,14 @@ def _describe_tensor(
 ) -> dict[str, Any]:
     from moequant.models import orientation
 
-    way = orientation(architecture, moe, role, info.shape, converted=format is not None)
+    converted = format is not None
     return {
         "name": info.name,
         "role": role.role,
         "layer": role.layer,
         "expert": role.expert,
         "projection": role.projection,
-        "orientation": way,
+        "orientation": orientation(architecture, moe, role, info.shape, converted=converted),
         "format": format,
         "dtype": info.dtype,
         "shape": list(info.shape),
@@ -141,7 +141,7 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
         "checkpoint": checkpoint["path"],
         "architecture": _architecture(checkpoint),
         "layers": f"{checkpoint['layers']}, with experts: {ranges(checkpoint['expert_layers'])}",
-        "experts": f"{checkpoint['experts']} a layer, {checkpoint['top_k']} a token",
+        "experts": f"{checkpoint['experts']} per layer, {checkpoint['top_k']} per token",
         "sizes": f"hidden {checkpoint['hidden']}, intermediate {checkpoint['intermediate']}",
         "weights": f"{size(checkpoint['bytes'])} in {count(checkpoint['tensors'], 'tensor')}, "
         f"{count(len(checkpoint['files']), 'file')}",
@@ -187,4 +187,4 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
 
 def _architecture(checkpoint: Mapping[str, Any]) -> str:
     by = checkpoint["architecture_by"]
-    return f"{checkpoint['architecture']}, by {by}" if by else f"{checkpoint['architecture']}"
+    return f"{checkpoint['architecture']}, from {by}" if by else f"{checkpoint['architecture']}"

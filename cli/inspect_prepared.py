@@ -1,4 +1,4 @@
-"""What `moequant inspect` says of a folder that `moequant prepare` wrote."""
+"""The output of `moequant inspect` for a folder that `moequant prepare` wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show(out: Output, prepared: PreparedCheckpoint, *, with_tensors: bool) -> None:
-    """Print target, layouts, sizes and whether it is stale; reads headers alone."""
+    """Print target, layouts, sizes and whether it is stale; reads only headers."""
     out.result(_describe(prepared, with_tensors=with_tensors), _show)
 
 
@@ -68,7 +68,7 @@ def _show(out: Output, prepared: Mapping[str, Any]) -> None:
             "made from": prepared["converted"],
             "architecture": prepared["architecture"],
             "layers": ranges(sorted(entry["layer"] for entry in layers)),
-            "experts": f"{prepared['experts']} a layer",
+            "experts": f"{prepared['experts']} per layer",
             "weights": f"{size(prepared['bytes'])} in {count(len(layers), 'file')}",
             "stale": prepared["stale"] or "no",
         }

@@ -1,6 +1,6 @@
 """What a command prints: results on stdout, progress and warnings on stderr.
 
-The only module that knows rich, and it loads rich when there is something to print.
+The only module that imports rich, and only when there is something to print.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
 
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
-_MOST_FOLDED = 500
-"""Rows of a table that is folded to the terminal."""
+_MAX_FOLDED_ROWS = 500
+"""Longer tables are not folded to the terminal: rich needs a second for a few thousand rows."""
 
 
 class Output:
-    """Prints for one command, as its --json and --quiet ask."""
+    """Prints the output of one command, according to --json and --quiet."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
@@ -38,7 +38,7 @@ class Output:
     def result(
         self, document: Mapping[str, Any], show: Callable[[Output, Mapping[str, Any]], None]
     ) -> None:
-        """Print a command's result: the document as JSON, or as `show` puts it for people."""
+        """Print a command's result: the document as JSON, or by `show` as text."""
         if self.as_json:
             print_document(document)
         elif not self.quiet:
@@ -53,19 +53,19 @@ class Output:
         click.echo(printable(text))
 
     def fields(self, fields: Mapping[str, object]) -> None:
-        """Print names and values, a line each."""
+        """Print names and values, one pair per line."""
         width = max(map(len, fields))
         for name, value in fields.items():
             self.line(f"{name:<{width}}  {value}")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table; a column named with a leading `>` is aligned to the right.
+        """Print a table; a column whose name begins with `>` is right-aligned.
 
-        A terminal gets it folded to its width. Elsewhere each row is one line, so that a name can
-        be searched for; so is each of many rows, for folding takes a second for a few thousand.
+        On a terminal, cells are folded to its width. Elsewhere, and in long tables, each row is one
+        line, so that names can be searched for.
         """
         lines = list(rows)
-        if sys.stdout.isatty() and len(lines) <= _MOST_FOLDED:
+        if sys.stdout.isatty() and len(lines) <= _MAX_FOLDED_ROWS:
             _print_folded(columns, lines)
         else:
             for line in _align(columns, lines):
@@ -73,9 +73,9 @@ class Output:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Bars on stderr while people watch it, silence otherwise."""
+        """Progress bars on stderr if it is a terminal, else no output."""
         if self.as_json or self.quiet:
-            # A download's own bars: the hub library reads this when it is imported, later.
+            # Also disables download bars: the hub library reads this when it is imported, later.
             os.environ[_NO_BARS] = "1"
         if sys.stderr is None or not sys.stderr.isatty() or _bars_disabled():
             yield SilentProgress()
@@ -88,7 +88,7 @@ class Output:
 
 
 class _BarProgress:
-    """A bar for the task at hand; none before its start, when a download may show its own."""
+    """A bar for the current task; none before it starts, when a download may show its own."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
@@ -102,12 +102,12 @@ class _BarProgress:
         self._bars.start()
 
     def advance(self, done: int, current: str) -> None:
-        """Move the bar on."""
+        """Advance the bar."""
         if self._task is not None:
             self._bars.update(self._task, advance=done, current=current)
 
     def finish(self) -> None:
-        """Take away what was worked on."""
+        """Clear the name of the current item."""
         if self._task is not None:
             self._bars.update(self._task, current="")
 
@@ -163,7 +163,7 @@ def _make_bars() -> Bars:
             return super().render(task) if task.fields["unit"] == "bytes" else Text()
 
     class Current(TextColumn):
-        """The only column that gives way: it is cut to what the others leave."""
+        """The only column that shrinks: it is cut to the width that the others leave."""
 
         def render(self, task: Task) -> Text:
             return Text(task.fields["current"], no_wrap=True, overflow="ellipsis")
@@ -184,17 +184,17 @@ def _make_bars() -> Bars:
 
 
 def _bars_disabled() -> bool:
-    """Whether the hub's variable asks for no bars, spelt as the hub spells it."""
+    """Whether the hub library's environment variable disables bars; it accepts these values."""
     return os.environ.get(_NO_BARS, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print a JSON document on stdout; the only one a command prints."""
+    """Print a JSON document on stdout; a command prints only one."""
     click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
 def printable(text: str) -> str:
-    """The text with whatever a terminal would obey spelt out: names in files may be hostile."""
+    """The text with control characters escaped, because names in files may be hostile."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(
@@ -203,7 +203,7 @@ def printable(text: str) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """Bytes for people, in decimal units as on the hub: 4.5 GB."""
+    """A number of bytes as text, in decimal units as on the hub: 4.5 GB."""
     value = float(size_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.95:
@@ -213,12 +213,12 @@ def size(size_bytes: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things for people: 1 shard, 2 shards."""
+    """A number of things as text: 1 shard, 2 shards."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers for people: 0, 3-5."""
+    """Sorted numbers as text: 0, 3-5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Write kernel-ready tensors to CONVERTED/moequant-prepared/TARGET.
 
-    The portable files stay as every engine reads them.
+    The portable files, which other engines read, do not change.
     """
     from moequant.preparation import prepare
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def command(name: str | None, as_json: bool) -> None:
     """List the recipes that come with moequant, or check and print one, by name or from a file.
 
-    A printed recipe is a good beginning for your own: moequant recipes NAME > mine.toml
+    Start your own recipe from a printed one: moequant recipes NAME > mine.toml
     """
     from moequant.conversion import load_recipe, shipped_recipes
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
-@click.command("tune", short_help="Find and keep the fastest tilings for layers.")
+@click.command("tune", short_help="Find and save the fastest kernel tilings.")
 @click.option(
     "--shape",
     metavar="all|NAME,...",
     required=True,
-    help="Layers: models such as qwen3-30b, sizes such as 128x2048x768x8, or all models there are.",
+    help="Layers: models such as qwen3-30b, sizes such as 128x2048x768x8, or all known models.",
 )
 @click.option(
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
@@ -35,16 +35,16 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 @click.option(
     "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
     callback=options.check_written_file,
-    help="Table to write into.  [default: this user's, which every later call looks into]",
+    help="Table to write to.  [default: this user's table, which later calls read]",
 )  # fmt: skip
 @options.json_option
 @options.quiet_option
 def command(
     shape: str, tokens: list[int], device: str, output: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    """Time the tilings of the FP8 block kernels for layers, and keep the fastest.
+    """Time the tilings of the FP8 block kernels for layers, and save the fastest.
 
-    What a table has of other layers and numbers of tokens stays in it.
+    Entries of the table for other layers and numbers of tokens stay.
     """
     from moequant.benchmarks.shapes import parse_shapes
     from moequant.benchmarks.tune import tune

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from moequant.verification import IntegrityReport, Report
 
-_MOST_PROBLEMS = 10
+_MAX_PROBLEMS = 10
 
 
-@click.command("verify", short_help="Prove a converted checkpoint right against its source.")
+@click.command("verify", short_help="Verify a converted checkpoint against its source.")
 @click.argument("converted", type=options.DIRECTORY)
 @click.option(
     "--against",
@@ -31,8 +31,7 @@ _MOST_PROBLEMS = 10
 @click.option(
     "--integrity",
     is_flag=True,
-    help="Without SOURCE: compare every file with the size and digest in moequant.json, in one "
-    "pass.",
+    help="Without SOURCE: compare every file with its size and digest in moequant.json.",
 )
 @options.revision_option
 @options.recorded_architecture_option
@@ -51,15 +50,15 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Prove that CONVERTED is what SOURCE converts to: structure, weights, prepared files, layers.
+    """Check CONVERTED against SOURCE: structure, weights, prepared files, layers.
 
-    Or, with --integrity, that its files are the ones that were written: the source is not needed.
-    Exit code 5, with the reasons, if it is not.
+    With --integrity, check without the source that its files are unchanged since they were written.
+    The exit code is 5 if a check fails; the reasons are printed.
     """
     if (source is None) == (not integrity):
         raise click.UsageError("give either --against SOURCE or --integrity")
     out = Output(as_json=as_json, quiet=quiet)
-    # What was not asked for is the library's to choose.
+    # Options that were not given are left to the library's defaults.
     asked = {
         k: v
         for k, v in {
@@ -89,8 +88,8 @@ def _verify(out: Output, converted: str, source: str, asked: dict[str, Any]) -> 
         report = verify(converted, against=source, progress=progress, **asked)
     if report.quantizer is not None and report.quantizer.reason is not None:
         out.warn(
-            f"converted again by {report.quantizer.name}, several times slower than the native "
-            f"quantizer, to the same bytes: {report.quantizer.reason}"
+            f"verifying with the {report.quantizer.name} quantizer, which gives the same bytes as "
+            f"the native quantizer, but several times slower: {report.quantizer.reason}"
         )
     if not report.ok:
         message = _explain(out, report, f"against {report.source}")
@@ -112,18 +111,18 @@ def _check_integrity(out: Output, converted: str, asked: dict[str, Any]) -> None
 
 def _show_integrity(out: Output, report: Mapping[str, Any]) -> None:
     out.line(
-        f"{report['converted']}: as it was written; {count(report['files'], 'file')}, "
+        f"{report['converted']}: unchanged since it was written; {count(report['files'], 'file')}, "
         f"{size(report['bytes'])}, by moequant {report['record']['moequant']}"
     )
 
 
 def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str:
-    shown = [f"  {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
+    shown = [f"  {problem}" for problem in report.problems[:_MAX_PROBLEMS]]
     left_out = report.problem_count - len(shown)
     more = [f"  and {left_out} more"] if left_out else []
     headline = f"{report.converted}: {count(report.problem_count, 'problem')} {against}"
-    # A document has the problems themselves, and whoever reads it knows what to do.
-    closing = [] if out.as_json else [f"To mend it: {_remedy(report)}"]
+    # JSON output lists the problems themselves, and needs no advice.
+    closing = [] if out.as_json else [f"To fix it: {_remedy(report)}"]
     return "\n".join([headline, *shown, *more, *closing])
 
 
@@ -134,7 +133,7 @@ def _remedy(report: Report | IntegrityReport) -> str:
 
 
 _METHODS = {
-    "bytes": "Every byte is what the recorded recipe makes of the source.",
+    "bytes": "Every byte is what the recorded recipe produces from the source.",
     "bounds": (
         "No usable moequant.json, so bytes were not compared: every weight is within the bounds "
         "of its format."
@@ -143,19 +142,18 @@ _METHODS = {
 
 
 def _show(out: Output, report: Mapping[str, Any]) -> None:
-    out.line(f"{report['converted']}: right against {report['source']}")
+    out.line(f"{report['converted']}: verified against {report['source']}")
     counts = report["counts"]
     out.line(
         f"{count(counts['converted'], 'weight')} converted, {counts['copied']} copied, "
         f"{size(counts['bytes'])}. {_METHODS[report['method']]}"
     )
     if report["quantizer"]:
-        out.line(f"Converted again, to compare, by the {report['quantizer']['name']} quantizer.")
-    if report["architecture_by"]:
         out.line(
-            f"What its tensors are, {report['architecture_by']} says: architecture "
-            f"{report['architecture']}."
+            f"Converted again for the comparison by the {report['quantizer']['name']} quantizer."
         )
+    if report["architecture_by"]:
+        out.line(f"Architecture {report['architecture']}, from {report['architecture_by']}.")
     if counts["dequantized"]:
         out.line(f"{count(counts['dequantized'], 'weight')} dequantized to BF16.")
     if report["prepared"]:
@@ -197,5 +195,5 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
 
 
 def _number(value: float | None, form: str) -> str:
-    """The number as text; one that is not finite, as of a weight without error, as a dash."""
+    """The number as text; a dash for None, such as the SQNR of a weight without error."""
     return "-" if value is None else form.format(value)

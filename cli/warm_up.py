@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     type=click.Choice(["full", "relax", "skip"]),
     default="full",
     show_default=True,
-    help="full: for every M; relax: for powers of two and the last, others compile when they come; "
-    "skip: for none.",
+    help="full: compile for every M; relax: for powers of two and the largest, others compile on "
+    "first use; skip: compile nothing.",
 )
 @click.option(
     "--device",
@@ -50,9 +50,9 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compile, and keep on disk, the kernels that the experts of CONVERTED will run, and no other.
+    """Compile the kernels that the experts of CONVERTED need, and cache them on disk.
 
-    Layers of equal sizes and format share them: one of each kind is loaded.
+    Layers of equal sizes and format share kernels: one layer of each kind is loaded.
     """
     from moequant.runtime.warm_up import warm_up_checkpoint
 
@@ -81,11 +81,11 @@ def command(
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
     if document["mode"] == "skip":
-        out.line("nothing compiled: first calls will")
+        out.line("nothing compiled; kernels compile on first use")
     for kind in document["layers"]:
         tokens = ", ".join(map(str, kind["kernel_sets"]))
-        did = f"{count(len(kind['kernel_sets']), 'kernel set')} compiled, run at {tokens} tokens"
+        done = f"{count(len(kind['kernel_sets']), 'kernel set')} compiled, run at {tokens} tokens"
         out.line(
             f"{kind['format']} by {kind['backend']}: "
-            f"{did if kind['kernel_sets'] else 'nothing to compile'}"
+            f"{done if kind['kernel_sets'] else 'nothing to compile'}"
         )

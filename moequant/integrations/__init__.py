@@ -1,1 +1,1 @@
-"""Our experts in the models of other libraries; each module needs its library, and says so."""
+"""moequant's experts in models of other libraries, one module per library."""

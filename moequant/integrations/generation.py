@@ -1,4 +1,4 @@
-"""Generate from a prompt with a model of transformers, and say how fast it went."""
+"""Generate from a prompt with a transformers model, and time it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_NO_TOKENS = "the prompt holds no tokens; give at least one"
+_NO_TOKENS = "the prompt has no tokens; give at least one"
 
-_COLDEST = 1e-6
-"""Logits are divided by the temperature: far below, they overflow."""
+_MIN_TEMPERATURE = 1e-6
+"""Logits are divided by the temperature; far below this they overflow."""
 
-# One of these holds the vocabulary; without, transformers makes up a tokenizer that knows nothing.
+# The files that may hold the vocabulary; without one, transformers returns an empty tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json",
 )  # fmt: skip
@@ -37,9 +37,9 @@ class Generation:
     """What was generated.
 
     Attributes:
-        ids: the new tokens, the last of them one that ends a text where one came.
-        first_token_s: seconds to the first of them, which reads the prompt.
-        tokens_per_s: of those behind the first; None where there are none.
+        ids: the new tokens, including an end-of-text token if one ended the generation.
+        first_token_s: seconds to the first new token, which includes reading the prompt.
+        tokens_per_s: rate after the first token; None if there is only one.
     """
 
     ids: list[int]
@@ -49,11 +49,11 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """What turns prompts into ids, and ids into text.
+    """Converts prompts to token ids, and ids to text.
 
     Attributes:
         folder: the converted checkpoint.
-        vocabulary: how many ids the model knows.
+        vocabulary: number of token ids of the model.
     """
 
     folder: Path
@@ -61,13 +61,13 @@ class Prompts:
 
     @classmethod
     def of(cls, checkpoint: str | Path, architecture: str | Path | None = None) -> Prompts:
-        """Those of a converted checkpoint, or of the one that a prepared folder lies in.
+        """Prompts for a converted checkpoint, or for the checkpoint of a prepared folder.
 
-        A file `architecture` is taken as `load_experts` does.
+        `architecture` is a file as for `load_experts`.
 
         Raises:
-            CheckpointError: it is neither, or its config.json gives no size of the vocabulary.
-            UnsupportedError: an architecture or a quantization we do not know.
+            CheckpointError: neither of the two, or config.json gives no vocabulary size.
+            UnsupportedError: an unknown architecture or quantization.
         """
         opened = open_reader(checkpoint, torch.device("cpu"), architecture).converted.checkpoint
         config = opened.config
@@ -76,30 +76,31 @@ class Prompts:
         vocabulary = config.get("vocab_size")
         if type(vocabulary) is not int or vocabulary < 1:
             raise CheckpointError(
-                f"{opened.path / 'config.json'}: vocab_size is {vocabulary!r}, but a number of ids "
-                "is wanted; fetch the checkpoint again"
+                f"{opened.path / 'config.json'}: vocab_size is {vocabulary!r}, but must be a "
+                "positive integer; fetch the checkpoint again"
             )
         return cls(folder=opened.path, vocabulary=vocabulary)
 
     def check(self, ids: Sequence[int]) -> None:
-        """Refuse ids that the model does not know.
+        """Check that there are ids, and that all are in the vocabulary.
 
         Raises:
-            UnsupportedError: none at all, or one outside the vocabulary, which is named.
+            UnsupportedError: there are none, or one is outside the vocabulary.
         """
         if not ids:
             raise UnsupportedError(_NO_TOKENS)
         for id_ in ids:
             if not 0 <= id_ < self.vocabulary:
                 raise UnsupportedError(
-                    f"prompt id {id_}, but {self.folder} knows 0 to {self.vocabulary - 1}"
+                    f"prompt id {id_} is not in the vocabulary of {self.folder}; use ids from 0 to "
+                    f"{self.vocabulary - 1}"
                 )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, as the tokenizer begins one.
+        """The ids of a text, with the special tokens that the tokenizer adds.
 
         Raises:
-            UnsupportedError: there is no tokenizer, transformers cannot read it, or the text holds
+            UnsupportedError: there is no tokenizer, transformers cannot read it, or the text has
                 no tokens.
         """
         ids = list(self._tokenizer(text)["input_ids"])
@@ -107,7 +108,7 @@ class Prompts:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens; errors as `encode`."""
+        """The text of the ids, without special tokens; raises as `encode`."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
@@ -117,15 +118,16 @@ class Prompts:
         transformers = import_transformers()
         if not any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
             raise UnsupportedError(
-                f"{self.folder}: no tokenizer; copy the model's tokenizer files there, or give ids"
+                f"{self.folder}: no tokenizer; copy the model's tokenizer files there, or give "
+                "token ids"
             )
         try:
             return transformers.AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        # What tokenizers of all kinds raise has no common base.
+        # The errors of tokenizers have no common base class.
         except Exception as error:
             raise UnsupportedError(
                 f"{self.folder}: transformers {transformers.__version__} cannot read the "
-                f"tokenizer: {error}; copy the model's tokenizer files there, or give ids"
+                f"tokenizer: {error}; copy the model's tokenizer files there, or give token ids"
             ) from error
 
 
@@ -139,43 +141,43 @@ def generate(
 ) -> Generation:
     """Continue a prompt.
 
-    On a CUDA device two tokens are generated first and thrown away: they compile the kernels and
-    lay out the weights, which is not what is timed.
+    On a CUDA device two tokens are generated first and discarded, so that compiling kernels and
+    packing weights is not timed.
 
     Args:
-        model: a model that generates, such as `load_model` gives.
-        prompt: ids, at least one, all in the vocabulary: `Prompts.check` looks.
-        max_new_tokens: how many at most, at least one; fewer where one comes that ends a text.
-        temperature: 0 takes the likeliest token; from 1e-6 on tokens are drawn, with the other
-            choices of generation_config.json such as top_p.
-        seed: what the drawing begins with, of 64 bits. The same seed draws the same on the same
-            machine.
+        model: a model that generates, such as `load_model` returns.
+        prompt: at least one token id, all in the vocabulary (see `Prompts.check`).
+        max_new_tokens: maximum number of new tokens, at least 1; an end-of-text token stops early.
+        temperature: 0 takes the likeliest token (greedy); from 1e-6 on, tokens are sampled with the
+            other settings of generation_config.json, such as top_p.
+        seed: 64-bit seed of the sampling; results repeat on the same machine.
 
     Raises:
-        UnsupportedError: no prompt, `max_new_tokens` below 1, or another temperature or seed.
+        UnsupportedError: an empty prompt, `max_new_tokens` below 1, or an invalid temperature or
+            seed.
     """
     if not prompt:
         raise UnsupportedError(_NO_TOKENS)
     if max_new_tokens < 1:
-        raise UnsupportedError(f"max_new_tokens is {max_new_tokens}, but at least 1 is wanted")
-    if temperature != 0 and not _COLDEST <= temperature < float("inf"):
+        raise UnsupportedError(f"max_new_tokens is {max_new_tokens}, but must be at least 1")
+    if temperature != 0 and not _MIN_TEMPERATURE <= temperature < float("inf"):
         raise UnsupportedError(
-            f"temperature is {temperature}, but wanted is 0, or a number from {_COLDEST:g} on"
+            f"temperature is {temperature}, but must be 0 or at least {_MIN_TEMPERATURE:g}"
         )
     if not 0 <= seed < 1 << 64:
-        raise UnsupportedError(f"seed is {seed}, but wanted is a number from 0 to 2**64 - 1")
+        raise UnsupportedError(f"seed is {seed}, but must be from 0 to 2**64 - 1")
     ids = torch.tensor([list(prompt)], device=model.device)
     on_cuda = model.device.type == "cuda"
     if on_cuda:
         _run(model, ids, 2, temperature)
     with torch.random.fork_rng([model.device] if on_cuda else []):
         torch.manual_seed(seed)
-        output, begun, times = _run(model, ids, max_new_tokens, temperature)
+        output, started, times = _run(model, ids, max_new_tokens, temperature)
     new = output[0, ids.shape[1] :].tolist()
     later_s = times[-1] - times[0]
     return Generation(
         ids=new,
-        first_token_s=times[0] - begun,
+        first_token_s=times[0] - started,
         tokens_per_s=(len(new) - 1) / later_s if len(new) > 1 else None,
     )
 
@@ -183,7 +185,7 @@ def generate(
 def _run(
     model: PreTrainedModel, ids: Tensor, max_new_tokens: int, temperature: float
 ) -> tuple[Tensor, float, list[float]]:
-    """Output, when it began, and when each token was there, in seconds of `time.perf_counter`."""
+    """Output, start time, and time of each token, in seconds of `time.perf_counter`."""
     times: list[float] = []
 
     class Clock(import_transformers().StoppingCriteria):  # type: ignore[misc]
@@ -193,16 +195,16 @@ def _run(
             times.append(time.perf_counter())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    drawing = {"do_sample": True, "temperature": temperature}
-    # None overrides what generation_config.json says of drawing, which is of no use without.
-    likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    begun = time.perf_counter()
+    sampling = {"do_sample": True, "temperature": temperature}
+    # None removes the sampling settings of generation_config.json; transformers warns about them.
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    started = time.perf_counter()
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         stopping_criteria=[Clock()],
-        **(drawing if temperature else likeliest),
+        **(sampling if temperature else greedy),
     )
     assert isinstance(output, torch.Tensor)
-    return output, begun, times
+    return output, started, times

@@ -1,17 +1,17 @@
-"""Models of transformers that run on our experts.
+"""transformers models that run on moequant's experts.
 
-transformers calls the experts of a layer as `experts(hidden_states, ids, weights)`, of [M, H] and
-twice [M, T]. `FusedExperts` takes the same, and stands in that module's place as it is: no class of
-transformers is changed, and nothing is registered there.
+transformers calls the experts of a layer as `experts(hidden_states, ids, weights)`, with shapes
+[M, H], [M, T] and [M, T]. `FusedExperts` has the same signature and replaces that module. No class
+of transformers is changed, and nothing is registered there.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* the model is built without the experts that were converted / their BF16, several times the size
-  of the model, in memory for a moment;
-* all else goes in through `from_pretrained` itself / names, tied weights, buffers and dtypes as
-  somebody here believes them to be;
-* configs are compared before anything is read / a model with experts of another size, found in a
-  kernel.
+* The model is built without the converted experts. Otherwise their BF16 weights, several times the
+  size of the checkpoint, would briefly be in memory.
+* Everything else is loaded by `from_pretrained` itself. Otherwise this module would have to know
+  transformers' names, tied weights, buffers and dtypes.
+* Configs are compared before anything is read. Otherwise experts of another size would only fail
+  in a kernel.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
 
 _GENERATION_CONFIG = "generation_config.json"
-_SAME = {
+_COMPARED = {
     "layers": "layers",
-    "sparse_layers": "experts in layers",
-    "experts": "experts a layer",
+    "sparse_layers": "layers with experts",
+    "experts": "experts per layer",
     "hidden": "hidden size",
     "intermediate": "intermediate size",
     "act_fn": "activation function",
-    "limited": "layers whose activation function is another",
+    "limited": "layers with another activation function",
 }
-"""Fields of MoeConfig that a model and a checkpoint share, as errors call them."""
-_GIVEN_SEQUENCES = ("DbrxExperts",)
-"""Modules of transformers that hold experts and are called with [B, S, H], not [M, H]."""
+"""Fields of MoeConfig that must agree between model and checkpoint, and their names in errors."""
+_CALLED_WITH_SEQUENCES = ("DbrxExperts",)
+"""transformers modules of experts that are called with [B, S, H] instead of [M, H]."""
 
 
 def load_model(
@@ -69,33 +69,33 @@ def load_model(
     architecture: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Load a converted checkpoint as a model of transformers, ready to generate.
+    """Load a converted checkpoint as a transformers model, ready to generate.
 
-    Experts that were converted run as they are, on our backends. Other converted weights, such as
-    those of shared experts, are decoded once, into `dtype`; all that was kept is as it was, experts
-    of layers that a recipe kept included.
+    Converted experts run quantized, on moequant's backends. Other converted weights, such as those
+    of shared experts, are dequantized to `dtype` while loading. Unconverted weights, including the
+    experts of layers that a recipe keeps, are loaded as they are.
 
     Args:
         checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one.
-        device: where to put the model, all of it.
-        backend: name of a backend of the experts; by default the best that can run them there.
-        activations: "format" quantizes the experts' activations as the format's GEMM does, "none"
+        device: the device of the whole model.
+        backend: name of the experts' backend; by default the best one for the device.
+        activations: "format" quantizes the experts' activations as the format's GEMM does; "none"
             never does.
-        dtype: what the rest of the model computes in; by default what config.json says.
-        attn_implementation: as `from_pretrained` has it.
-        architecture: as `load_experts` takes it.
-        progress: told of every layer.
+        dtype: dtype of the rest of the model; by default the one in config.json.
+        attn_implementation: as for `from_pretrained`.
+        architecture: as for `load_experts`.
+        progress: receives the progress, layer by layer.
 
     Returns:
         An instance of the class that AutoModelForCausalLM chooses, or AutoModelForImageTextToText
-        where the language model is a part of that, in eval mode. It cannot be trained, for experts
-        record nothing for autograd, nor saved: the checkpoint it came from is what to copy.
+        for models that contain a language model, in eval mode. It cannot be trained, because the
+        experts do not support autograd, and it cannot be saved: copy the checkpoint instead.
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one; a config.json that
-            transformers refuses; or a tensor of the model that is not there.
-        UnsupportedError: transformers is not installed, or has no such model; a dtype that experts
-            do not take; or as `load_experts`.
+            transformers refuses; or a missing tensor.
+        UnsupportedError: transformers is not installed, or does not support the model; a dtype that
+            the experts do not support; or as `load_experts`.
     """
     transformers = import_transformers()
     place = usable_device(device)
@@ -108,7 +108,7 @@ def load_model(
     sizes = {layer: _bytes_of_experts(reader.converted, layer) for layer in layers}
     total = sum(info.size_bytes for info in reader.converted.checkpoint.tensors.values())
     report.start("loading", total)
-    # First, for what they refuse is known before the rest is read.
+    # Experts first, because they may be refused.
     experts = {}
     for layer in layers:
         experts[layer] = _load(reader, layer, backend=backend, activations=activations)
@@ -121,7 +121,7 @@ def load_model(
         device_map=None if place.type == "cpu" else {"": place},
         attn_implementation=attn_implementation,
     )
-    report.advance(total - sum(sizes.values()), "all else")
+    report.advance(total - sum(sizes.values()), "other weights")
     report.finish()
     model.__class__ = model_class
     for layer, holder in _experts_by_layer(model).items():
@@ -139,23 +139,23 @@ def replace_experts(
     activations: Literal["format", "none"] = "format",
     architecture: str | Path | None = None,
 ) -> None:
-    """Replace the experts of a model of transformers by those of a converted checkpoint.
+    """Replace the experts of a transformers model by those of a converted checkpoint.
 
-    Layer by layer: the experts there are let go of once ours are loaded, to the same device. The
-    rest of the model stays as it is; whether it came of the same weights is not looked at. Experts
-    of layers that the checkpoint keeps unconverted stay, too.
+    Works layer by layer: ours are loaded to the device of the experts they replace, which are then
+    freed. The rest of the model does not change, and is not compared with the checkpoint. Experts
+    of layers that the checkpoint keeps unconverted stay.
 
     Args:
-        model: built already, of the architecture of the checkpoint.
+        model: a model of the checkpoint's architecture.
         checkpoint: as for `load_model`.
         backend: as for `load_model`.
         activations: as for `load_model`.
         architecture: as for `load_model`.
 
     Raises:
-        CheckpointError: as `load_experts`; the layers in front are replaced then.
-        UnsupportedError: the model is of another architecture or size than the checkpoint, has no
-            experts that we can replace, or a dtype that ours do not take; or as `load_experts`.
+        CheckpointError: as `load_experts`; earlier layers are already replaced then.
+        UnsupportedError: the model has another architecture or other sizes than the checkpoint, no
+            experts that can be replaced, or an unsupported dtype; or as `load_experts`.
     """
     import_transformers()
     reader = open_reader(checkpoint, torch.device("cpu"), architecture)
@@ -169,7 +169,7 @@ def replace_experts(
         device = holders[layer].device
         if device.type == "meta":
             raise UnsupportedError(
-                f"layer {layer} of the model is on no device; load its weights first, or use "
+                f"layer {layer} of the model is on the meta device; load its weights first, or use "
                 "load_model"
             )
         if device not in readers:
@@ -179,7 +179,7 @@ def replace_experts(
 
 
 def import_transformers() -> ModuleType:
-    """The library.
+    """The transformers library.
 
     Raises:
         UnsupportedError: it is not installed.
@@ -197,7 +197,7 @@ def import_transformers() -> ModuleType:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Holder:
-    """Where a layer's experts stand: an attribute of a module."""
+    """The attribute of a module that holds a layer's experts."""
 
     block: nn.Module
     name: str
@@ -213,27 +213,27 @@ class _Holder:
         return next(iter(_tensors_of(self.experts))).device
 
     def put(self, experts: nn.Module) -> None:
-        replaced = self.experts
-        if isinstance(replaced, _OfSequences) or type(replaced).__name__ in _GIVEN_SEQUENCES:
-            experts = _OfSequences(experts)
+        old = self.experts
+        if isinstance(old, _SequenceExperts) or type(old).__name__ in _CALLED_WITH_SEQUENCES:
+            experts = _SequenceExperts(experts)
         setattr(self.block, self.name, experts)
 
 
-class _OfSequences(nn.Module):
-    """Experts of a block that calls them with [B, S, H], and not with [M, H].
+class _SequenceExperts(nn.Module):
+    """Experts for a block that calls them with [B, S, H] instead of [M, H].
 
     Args:
-        experts: who take [M, H].
+        experts: the experts, called with [M, H].
     """
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.of_rows = experts
+        self.experts = experts
 
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[B, S, H] of hidden states [B, S, H], and ids and weights of [B * S, T]."""
+        """[B, S, H], from hidden states [B, S, H], and ids and weights [B * S, T]."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output: Tensor = self.of_rows(rows, ids, weights)
+        output: Tensor = self.experts(rows, ids, weights)
         return output.view(hidden_states.shape)
 
 
@@ -243,7 +243,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _experts_by_layer(model: PreTrainedModel) -> dict[int, _Holder]:
-    """The layers whose experts are one module called `experts`, by index."""
+    """The layers whose experts are a single module called `experts`, by index."""
     holders = {}
     decoder = model.get_decoder()
     for index, layer in enumerate(getattr(decoder, "layers", getattr(decoder, "blocks", ()))):
@@ -256,12 +256,12 @@ def _experts_by_layer(model: PreTrainedModel) -> dict[int, _Holder]:
 def _load(
     reader: LayerReader, layer: int, *, backend: str | None, activations: Literal["format", "none"]
 ) -> FusedExperts:
-    everything = range(reader.converted.moe.experts)
-    return FusedExperts(reader.read(layer, everything), backend=backend, activations=activations)
+    every_expert = range(reader.converted.moe.experts)
+    return FusedExperts(reader.read(layer, every_expert), backend=backend, activations=activations)
 
 
 def _converted_layers(converted: ConvertedCheckpoint) -> list[int]:
-    """The layers of the model proper whose experts are not as they were."""
+    """The layers whose experts are converted, without multi-token prediction."""
     moe = converted.moe
     layers = [
         layer
@@ -270,18 +270,18 @@ def _converted_layers(converted: ConvertedCheckpoint) -> list[int]:
     ]
     if not layers:
         raise UnsupportedError(
-            f"{converted.checkpoint.path}: config.json leaves the experts of all layers as they "
-            "were; transformers loads it without us"
+            f"{converted.checkpoint.path}: by config.json no layer's experts are converted; load "
+            "it with transformers directly"
         )
     return layers
 
 
 def _read_config(transformers: ModuleType, converted: ConvertedCheckpoint) -> PretrainedConfig:
-    """config.json as transformers reads it, without the quantization that we read ourselves."""
+    """config.json as read by transformers, without quantization_config, which moequant reads."""
     folder = converted.checkpoint.path
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # Its checks of fields raise what has no common base.
+    # The errors of its field checks have no common base class.
     except Exception as error:
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
@@ -292,10 +292,10 @@ def _read_config(transformers: ModuleType, converted: ConvertedCheckpoint) -> Pr
 
 
 def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """A language model, or what has one inside; not the language model of a config that has more.
+    """The class of a language model, or of a larger model that contains one.
 
     Raises:
-        UnsupportedError: transformers has neither.
+        UnsupportedError: transformers has neither for this config.
     """
     for classes in (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -305,8 +305,8 @@ def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[Pre
         if model_class is not None and isinstance(config, model_class.config_class):
             return cast("type[PreTrainedModel]", model_class)
     raise UnsupportedError(
-        f"config.json: transformers {transformers.__version__} has no causal language model of "
-        f"model_type {config.model_type!r}, and none for text with pictures"
+        f"config.json: transformers {transformers.__version__} has neither a causal language model "
+        f"nor an image-text-to-text model for model_type {config.model_type!r}"
     )
 
 
@@ -314,7 +314,7 @@ def _check_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in HIDDEN_DTYPES:
         raise UnsupportedError(
-            f"the model computes in {dtype!r}, but experts take one of: "
+            f"the model computes in {dtype!r}, but the experts support only "
             f"{', '.join(map(repr, HIDDEN_DTYPES))}; choose another dtype"
         )
     return dtype
@@ -323,7 +323,7 @@ def _check_dtype(dtype: torch.dtype | None) -> torch.dtype:
 def _without_experts(
     model_class: type[PreTrainedModel], converted: ConvertedCheckpoint, layers: Sequence[int]
 ) -> type[PreTrainedModel]:
-    """A class whose instances have, in `layers`, a module without weights for experts."""
+    """A subclass whose instances have, in `layers`, a module without weights as experts."""
 
     class WithoutExperts(model_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -333,8 +333,7 @@ def _without_experts(
             for layer in layers:
                 holders[layer].put(nn.Identity())
 
-    # transformers chooses conversions of names by that of the class, and has none for classes that
-    # are not its own.
+    # transformers chooses the conversion of tensor names by the name and module of the class.
     WithoutExperts.__name__ = model_class.__name__
     WithoutExperts.__module__ = model_class.__module__
     return WithoutExperts
@@ -346,13 +345,13 @@ def _build(
     tensors: Mapping[str, Tensor],
     **options: Any,
 ) -> PreTrainedModel:
-    """The model with `tensors`, named as on disk.
+    """Build the model from `tensors`, which have their names on disk.
 
     Raises:
-        CheckpointError: one that it wants is not among them, or has another shape.
+        CheckpointError: a tensor is missing or has the wrong shape.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    with _no_progress_bar():  # everything has been read
+    with _no_progress_bar():  # all tensors are already in memory
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=tensors, output_loading_info=True, **given
         )
@@ -360,8 +359,8 @@ def _build(
         if report[fault]:
             raise CheckpointError(
                 f"{model_class.__name__}: {fault.replace('_', ' ')}: "
-                f"{', '.join(sorted(map(str, report[fault])))}; config.json and the weights do not "
-                "belong together, fetch or convert the checkpoint again"
+                f"{', '.join(sorted(map(str, report[fault])))}; config.json does not match the "
+                "weights, fetch or convert the checkpoint again"
             )
     return model
 
@@ -381,7 +380,7 @@ def _no_progress_bar() -> Iterator[None]:
 def _other_tensors(
     reader: LayerReader, layers: Sequence[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """All that a model without the experts of `layers` wants, on the device, named as on disk."""
+    """All tensors but the experts of `layers`, on the device, under their names on disk."""
     converted = reader.converted
     experts = tuple(_experts_prefix(converted, layer) for layer in layers)
     # transformers' models have no modules for multi-token prediction.
@@ -406,14 +405,14 @@ def _module_of(name: str) -> str:
 
 
 def _experts_prefix(converted: ConvertedCheckpoint, layer: int) -> str:
-    """What the names of all tensors of a layer's experts begin with, as of no others."""
+    """The common prefix of the names of a layer's expert tensors, which no other tensor has."""
     head, found, _ = converted.expert_module(layer, 0, "down").partition(".experts.")
-    assert found, "the architecture table calls them so"
+    assert found, "every pattern in the architecture table contains .experts."
     return head + found
 
 
 def _finish(model: PreTrainedModel, folder: Path) -> None:
-    """What from_pretrained does with a folder, and was not given one here."""
+    """Set what `from_pretrained` sets if called with a folder."""
     model.config.name_or_path = model.name_or_path = str(folder)
     if (folder / _GENERATION_CONFIG).is_file():
         generation_config = import_transformers().GenerationConfig
@@ -428,9 +427,9 @@ def _bytes_of_experts(converted: ConvertedCheckpoint, layer: int) -> int:
 
 
 def _format_of(converted: ConvertedCheckpoint, module: str) -> str | None:
-    """The format of a module whose codes are on disk; None for all others.
+    """The format of a module with quantized weights on disk; None for other modules.
 
-    config.json passes over modules that are not linear, so that it would give a norm a format.
+    The tensors on disk decide, because config.json alone would also give norms a format.
     """
     format = converted.format_of(module)
     if format is None or len(converted.tensor_names(module, format)) < 2:
@@ -439,21 +438,21 @@ def _format_of(converted: ConvertedCheckpoint, module: str) -> str | None:
 
 
 def _check_same_model(model: PreTrainedModel, converted: ConvertedCheckpoint) -> None:
-    """Refuse a model that is not of the architecture and the sizes of the checkpoint."""
+    """Check that the model has the architecture and the sizes of the checkpoint."""
     path, model_type = converted.checkpoint.path, model.config.model_type
     if converted.checkpoint.config["model_type"] != model_type:
         raise UnsupportedError(
-            f"{path}: experts of a {converted.checkpoint.config['model_type']}, but the model is a "
-            f"{model_type}"
+            f"{path}: model_type {converted.checkpoint.config['model_type']!r}, but the model has "
+            f"{model_type!r}; use a checkpoint converted from this model"
         )
     config = model.config.to_dict()
     found = converted.architecture.read_config(config)
-    for field, label in _SAME.items():
+    for field, label in _COMPARED.items():
         has, wanted = getattr(found, field), getattr(converted.moe, field)
         if has != wanted:
             raise UnsupportedError(
-                f"{path}: {label} {_text(wanted)}, but the model has {_text(has)}; use the "
-                "checkpoint that was made from it"
+                f"{path}: {label} {_text(wanted)}, but the model has {_text(has)}; use a "
+                "checkpoint converted from this model"
             )
 
 
@@ -466,30 +465,31 @@ def _text(value: object) -> str:
 def _check_holders(
     model: PreTrainedModel, holders: Mapping[int, _Holder], converted: ConvertedCheckpoint
 ) -> None:
-    """Refuse a model whose experts are not called as ours are."""
+    """Check that the model's experts can be replaced by `FusedExperts`."""
     if (routing := converted.architecture.routing) is not None:
         raise UnsupportedError(
-            f"{type(model).__name__}: its router {routing}, which our experts do not do; let "
-            "transformers or an engine load this checkpoint, or call `load_experts` yourself"
+            f"{type(model).__name__}: its router {routing}, which FusedExperts does not support; "
+            "load this checkpoint with transformers or an engine, or call `load_experts` yourself"
         )
     wanted = converted.moe.sparse_layers
     if tuple(holders) != wanted:
         raise UnsupportedError(
-            f"{type(model).__name__}: experts in layers {_text(tuple(holders)) or 'none'}, but "
-            f"{_text(wanted)} are wanted: a module `experts` each, as transformers 5 builds it"
+            f"{type(model).__name__}: a module `experts` in layers "
+            f"{_text(tuple(holders)) or 'none'}, but {_text(wanted)} are wanted; build the model "
+            "with transformers 5"
         )
     for layer, holder in holders.items():
         experts = holder.experts
-        if not isinstance(experts, FusedExperts | _OfSequences) and not _holds_all(experts):
+        if not isinstance(experts, FusedExperts | _SequenceExperts) and not _is_stacked(experts):
             raise UnsupportedError(
                 f"{type(model).__name__}: the experts of layer {layer} are a "
-                f"{type(experts).__name__}, but one module that holds the weights of all of them, "
-                "called with hidden states, ids and weights, is wanted, as transformers 5 builds it"
+                f"{type(experts).__name__}, but must be one module with the stacked weights of all "
+                "experts; build the model with transformers 5"
             )
 
 
-def _holds_all(experts: nn.Module) -> bool:
-    """Whether one module has the weights of all experts, as a stack or one below the other."""
+def _is_stacked(experts: nn.Module) -> bool:
+    """Whether a module has the stacked weights of all experts."""
     down = getattr(experts, "down_proj", None)
     if down is None:
         down = getattr(getattr(experts, "mlp", None), "w2", None)
@@ -497,7 +497,7 @@ def _holds_all(experts: nn.Module) -> bool:
 
 
 def _refuse_saving(model: PreTrainedModel, folder: Path) -> None:
-    """What save_pretrained would write, nobody could load."""
+    """Make `save_pretrained` an error: nothing could load what it would write."""
 
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(

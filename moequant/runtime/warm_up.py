@@ -156,8 +156,8 @@ def _one_of_each_format(checkpoint: ConvertedCheckpoint) -> list[int]:
     layers.pop(None, None)  # layers that were kept
     if not layers:
         raise UnsupportedError(
-            f"{checkpoint.checkpoint.path}: config.json leaves the experts of all layers as they "
-            "were; there is nothing to compile"
+            f"{checkpoint.checkpoint.path}: by config.json no layer's experts are converted; "
+            "there is nothing to compile"
         )
     return list(layers.values())
 

@@ -107,10 +107,7 @@ def test_what_is_converted_needs_no_file_again(run, unknown, converted):
     assert verified.exit_code == 0, verified.stderr
     assert verified.document["method"] == "bytes"
     assert verified.document["architecture_by"] == "moequant.json"
-    assert (
-        "moequant.json says: architecture mine"
-        in run("verify", converted, "--against", unknown).stdout
-    )
+    assert "Architecture mine, from" in run("verify", converted, "--against", unknown).stdout
     inspected = run("inspect", converted, "--json", "--tensors").document
     assert inspected["architecture_by"] == str(converted / "moequant.json")
     roles = {t["role"] for t in inspected["tensor_list"]}
@@ -202,7 +199,7 @@ def test_a_checkpoint_without_a_record_needs_the_file(run, unknown, converted, f
 def test_a_file_is_no_use_to_an_integrity_check(run, converted, file):
     result = run("verify", converted, "--integrity", "--architecture", file)
     assert result.exit_code == 2
-    assert "--architecture goes with --against" in result.stderr
+    assert "--architecture needs --against" in result.stderr
 
 
 def test_a_file_that_is_none_exits_6(run, unknown, tmp_path):

@@ -52,10 +52,10 @@ def test_every_row_has_a_dialect_for_every_format(rows):
 
 def test_how_experts_lie_is_said(rows):
     layouts = {row["name"]: row["layout"] for row in rows}
-    assert layouts["qwen3_moe"] == "one by one"
-    assert layouts["nemotron_h"] == "one by one, no gate"
+    assert layouts["qwen3_moe"] == "separate"
+    assert layouts["nemotron_h"] == "separate, no gate"
     assert layouts["gpt_oss"] == "stacked, transposed, gate and up interleaved, biases"
-    assert layouts["dbrx"] == "one below the other, gate and up apart, down transposed"
+    assert layouts["dbrx"] == "stacked, flat, gate and up separate, down transposed"
 
 
 def test_what_was_not_tested_as_a_class_saves_it_says_why(rows):
@@ -85,4 +85,4 @@ def test_the_readme_has_what_the_command_prints(run):
 def test_markdown_is_of_architectures_alone(run):
     result = run("formats", "--markdown")
     assert result.exit_code == 2
-    assert "--markdown goes with --architectures" in result.stderr
+    assert "--markdown needs --architectures" in result.stderr

@@ -98,7 +98,7 @@ def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("no/x", "is no folder; make it first"),
+        ("no/x", "is not a folder; create it first"),
         (".", "is a directory"),
         ("x" * 251, "cannot be written: File name too long"),
         ("pipe", "there already, and no file; choose another name"),

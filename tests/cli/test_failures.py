@@ -67,20 +67,20 @@ def test_too_little_memory_is_no_bug_and_says_what_to_do(run, convert_raises, er
     result = run(*COMMANDS)
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: out of memory")
-    assert result.stderr.endswith("; choose fewer --workers, or free some\n")
+    assert result.stderr.endswith("; use a smaller --workers, or free memory\n")
     assert "bug" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "taken_from", "advice"),
     [
-        (["recipes"], "conversion.shipped_recipes", "free some, and run again"),
-        (["inspect", "convert"], "checkpoint.locate.locate", "free some, and run again"),
-        (["warm-up", "x"], "runtime.warm_up.warm_up_checkpoint", "choose fewer --max-tokens, or"),
+        (["recipes"], "conversion.shipped_recipes", "free memory and run again"),
+        (["inspect", "convert"], "storage.locate.locate", "free memory and run again"),
+        (["warm-up", "x"], "runtime.warm_up.warm_up_checkpoint", "use a smaller --max-tokens, or"),
         (
             ["bench", "experts", "--shape", "1x1x1x1"],
             "benchmarks.shapes.parse_shapes",
-            "choose fewer --tokens, or free some",
+            "use a smaller --tokens, or free memory",
         ),
     ],
 )

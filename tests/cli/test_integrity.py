@@ -15,7 +15,7 @@ def copy(converted, tmp_path):
 def test_integrity_needs_no_source(run, converted):
     result = run("verify", converted, "--integrity")
     assert result.exit_code == 0
-    assert "as it was written; 5 files" in result.stdout
+    assert "unchanged since it was written; 5 files" in result.stdout
     document = run("verify", converted, "--integrity", "--json").document
     assert (document["ok"], document["files"], document["problems"]) == (True, 5, [])
 
@@ -31,7 +31,7 @@ def test_damage_exits_5_with_the_reason(run, copy):
     assert f"{shard.name}: SHA-256 is" in result.stderr
     assert "1 problem against its moequant.json" in result.stderr
     shown = run("verify", copy, "--integrity").stderr.splitlines()
-    assert shown[-1] == "To mend it: convert again with --overwrite, or copy the files again"
+    assert shown[-1] == "To fix it: convert again with --overwrite, or copy the files again"
 
 
 def test_without_a_record_exits_3(run, source):

@@ -69,7 +69,7 @@ PLACES = {
 
 @pytest.mark.parametrize("command", PLACES)
 @pytest.mark.parametrize(
-    ("place", "why"), [("", "it is empty; write ."), ("bad\udcff", "is not UTF-8, and safetensors")]
+    ("place", "why"), [("", "it is empty; use ."), ("bad\udcff", "is not UTF-8; safetensors")]
 )
 def test_a_place_that_is_empty_or_that_no_library_opens_is_refused(
     run, tmp_path, monkeypatch, command, place, why

@@ -107,8 +107,8 @@ def test_without_experts_nothing_is_known_and_nothing_said(dialect):
         (written("modelopt", "nvfp4"), ["stops at their size", "--moe-runner-backend marlin"]),
         (written("moequant", "mxfp4"), ["random experts", "vLLM 0.33 refuses", "SGLang"]),
         (
-            written("compressed-tensors", "w4a8", not_loaded="knows experts stacked alone"),
-            ["this model in this dialect: knows experts stacked alone."],
+            written("compressed-tensors", "w4a8", not_loaded="supports only stacked experts"),
+            ["this model in this dialect: supports only stacked experts."],
         ),
     ],
 )

@@ -254,7 +254,7 @@ def test_every_byte_is_told_to_progress(converted):
 
     told = Told()
     load_model(converted("deepseek_v3", "nvfp4"), progress=told)
-    assert told.layers == ["layer 1", "all else"]
+    assert told.layers == ["layer 1", "other weights"]
     assert told.finished
     assert told.done == told.total
 
@@ -281,12 +281,12 @@ class TestErrors:
     def test_a_dtype_that_experts_do_not_take(self, sources, converted):
         path = converted("mixtral", "mxfp4")
         with pytest.raises(
-            UnsupportedError, match=r"computes in torch.float64, but experts take one of"
+            UnsupportedError, match=r"computes in torch.float64, but the experts support"
         ):
             load_model(path, dtype=torch.float64)
         model = AutoModelForCausalLM.from_pretrained(sources("mixtral"), dtype=torch.float64)
         with pytest.raises(
-            UnsupportedError, match=r"computes in torch.float64, but experts take one of"
+            UnsupportedError, match=r"computes in torch.float64, but the experts support"
         ):
             replace_experts(model, path)
 
@@ -302,35 +302,33 @@ class TestErrors:
 
     def test_a_model_of_another_architecture(self, sources, converted):
         model = AutoModelForCausalLM.from_pretrained(sources("mixtral"))
-        with pytest.raises(
-            UnsupportedError, match="experts of a qwen3_moe, but the model is a mix"
-        ):
+        with pytest.raises(UnsupportedError, match="'qwen3_moe', but the model has 'mix"):
             replace_experts(model, converted("qwen3_moe", "mxfp4"))
 
     def test_a_model_without_experts(self, converted):
         model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1, hidden_size=64, vocab_size=8))
-        with pytest.raises(
-            UnsupportedError, match="experts of a mixtral, but the model is a qwen3"
-        ):
+        with pytest.raises(UnsupportedError, match="'mixtral', but the model has 'qwen3"):
             replace_experts(model, converted("mixtral", "mxfp4"))
 
     @pytest.mark.parametrize(
         ("sizes", "message"),
         [
             ({"num_hidden_layers": 3}, r"layers 2, but the model has 3"),
-            ({"num_local_experts": 8}, r"experts a layer 4, but the model has 8"),
+            ({"num_local_experts": 8}, r"experts per layer 4, but the model has 8"),
             ({"hidden_size": 128}, r"hidden size 256, but the model has 128"),
             ({"intermediate_size": 512}, r"intermediate size 256, but the model has 512"),
             ({"hidden_act": "gelu"}, r"activation function silu .*, but the model has gelu .*"),
         ],
     )
     def test_a_model_of_other_sizes(self, models, converted, sizes, message):
-        with pytest.raises(UnsupportedError, match=f"{message}; use the checkpoint that was made"):
+        with pytest.raises(UnsupportedError, match=f"{message}; use a checkpoint converted from"):
             replace_experts(models["mixtral"](**sizes), converted("mixtral", "mxfp4"))
 
     def test_a_model_with_experts_in_other_layers(self, models, converted):
         model = models["qwen3_moe"](mlp_only_layers=[0])
-        with pytest.raises(UnsupportedError, match=r"experts in layers 0, 1, but the model has 1"):
+        with pytest.raises(
+            UnsupportedError, match=r"layers with experts 0, 1, but the model has 1"
+        ):
             replace_experts(model, converted("qwen3_moe", "mxfp4"))
 
     def test_a_model_that_holds_its_experts_otherwise(self, models, converted):
@@ -339,13 +337,13 @@ class TestErrors:
         with pytest.raises(UnsupportedError, match=r"experts of layer 1 are a ModuleList"):
             replace_experts(model, converted("mixtral", "mxfp4"))
         del model.model.layers[1].mlp.experts
-        with pytest.raises(UnsupportedError, match=r"experts in layers 0, but 0, 1 are wanted"):
+        with pytest.raises(UnsupportedError, match=r"in layers 0, but 0, 1 are wanted"):
             replace_experts(model, converted("mixtral", "mxfp4"))
 
     def test_a_model_without_weights(self, models, converted):
         with torch.device("meta"):
             model = models["mixtral"]()
-        with pytest.raises(UnsupportedError, match=r"layer 0 of the model is on no device"):
+        with pytest.raises(UnsupportedError, match=r"layer 0 of the model is on the meta device"):
             replace_experts(model, converted("mixtral", "mxfp4"))
 
     def test_a_tensor_that_is_not_there(self, converted, tmp_path):
