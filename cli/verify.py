@@ -74,7 +74,7 @@ def command(
             f"--{option}" for option in ("revision", "architecture", "layers") if option in asked
         ]
         if unfit:
-            raise click.UsageError(f"{unfit[0]} goes with --against")
+            raise click.UsageError(f"{unfit[0]} needs --against")
         _check_integrity(out, converted, asked)
     else:
         _verify(out, converted, source, asked)
