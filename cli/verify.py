@@ -161,14 +161,15 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
     if report["formats"]:
         out.line()
         out.table(
-            ["format", ">weights", ">SQNR", ">error", "worst weight"],
+            ["format", ">weights", ">SQNR", ">error", ">worst", "worst weight"],
             [
                 (
                     summary["format"],
                     str(summary["weights"]),
                     _number(summary["sqnr_db"], "{:.2f} dB"),
                     _number(summary["relative_error"], "{:.3%}"),
-                    summary["worst"],
+                    _number(summary["worst"]["relative_error"], "{:.3%}"),
+                    summary["worst"]["name"],
                 )
                 for summary in report["formats"]
             ],

@@ -25,7 +25,13 @@ from moequant.conversion.plan import Plan, plan_checkpoint
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
 from moequant.conversion.used import Share, shares
-from moequant.errors import MoequantError, NonFiniteError, RecipeError, UnsupportedError
+from moequant.errors import (
+    MoequantError,
+    NonFiniteError,
+    NumericsError,
+    RecipeError,
+    UnsupportedError,
+)
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
@@ -128,6 +134,7 @@ def convert(
         RecipeError: neither or both of `format` and `recipe`, or a recipe that does not fit.
         CheckpointError: the source is damaged, incomplete or contradicts itself.
         UnsupportedError: an architecture, a shape or a format and dialect we cannot do.
+        NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         MoequantError: `output` holds something else, or cannot be written.
     """
     if workers < 1:
@@ -317,9 +324,14 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
 
 @contextmanager
 def _saying_where(work: _Work) -> Iterator[None]:
-    """Say of NaN and Inf which file has them, and how to go on once they are mended."""
+    """Say of a weight that cannot be converted which file has it, and how to go on."""
     try:
         yield
+    except NumericsError as error:
+        name = str(error).partition(": ")[0]
+        raise NumericsError(
+            f"{error}, and start over with --overwrite{_where(work, name)}"
+        ) from error
     except NonFiniteError as error:
         # From a worker of a cluster only the message comes back; it begins with the name.
         name = str(error).partition(": ")[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.conversion.error_limit import check_underflow
 from moequant.conversion.losses import Loss, measure, with_ratio
 from moequant.errors import NonFiniteError, UnsupportedError
 from moequant.formats import (
@@ -313,11 +314,17 @@ def convert_unit(
 
     Raises:
         NonFiniteError: a weight holds NaN or Inf, or a number beyond the wanted format.
+        NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
     recoded = recode_unit(weights, unit)
     quantized = recoded or _quantize(weights, unit, quantizer, arena, results)
+    if recoded is None and not unit.is_plain:
+        names = [weight.info.name for weight in unit.weights]
+        check_underflow(
+            unit.format, names, weights=weights, quantized=quantized, quantizer=quantizer
+        )
     losses = _losses(unit, weights, quantized, dialect, quantizer)
     tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -155,6 +155,10 @@ class Format(ABC):
     """What the format's GEMM is fed: "fp8_group128", "fp8_token" or "none" (weight only)."""
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Allowed values of each option, the default first."""
+    ordinary_error: ClassVar[float] = 0.0
+    """Most relative error, in the Frobenius norm, of Gaussian weights that are converted to it."""
+    least_scale: ClassVar[float] = 0.0
+    """Smallest scale that is as precise as larger ones and not held up by a lower limit."""
 
     @property
     def is_plain(self) -> bool:
@@ -166,6 +170,13 @@ class Format(ABC):
         N, K = q.shape[-2:]
         block_n, block_k = self.block
         return min(block_n, max(N, 1)), min(block_k, max(K, 1))
+
+    def underflows(self, q: QuantizedWeight) -> bool:
+        """Whether a scale of a weight is below `least_scale`, so that small weights may be lost."""
+        # Bits of positive floats have the order of the numbers, and integers are compared faster.
+        bits = _BITS[q.scale.dtype.itemsize]
+        least = int(q.scale.view(bits).min())
+        return least < _bits_of(self.least_scale, q.scale.dtype, bits)
 
     def resolve_options(self, options: Mapping[str, str] | None = None) -> dict[str, str]:
         """All options with their values, defaults filled in.
@@ -297,6 +308,14 @@ class Format(ABC):
     @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> Tensor:
         """Decode to [..., N, K] float32: code * scale, and * global scale if there is one."""
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@cache
+def _bits_of(number: float, dtype: torch.dtype, bits: torch.dtype) -> int:
+    return int(torch.tensor(number).to(dtype).view(bits).item())
 
 
 # The weights of a model have a handful of shapes.

@@ -46,6 +46,8 @@ class Fp8Block(Format):
     codes_per_byte = 1
     scale_dtype = torch.float32
     activations = "fp8_group128"
+    ordinary_error = 0.0268
+    least_scale = 2 * FLOAT32_TINY
     options = {"scale": ("power_of_two", "float32")}  # noqa: RUF012
 
     def _quantize(

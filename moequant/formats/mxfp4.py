@@ -61,6 +61,8 @@ class Mxfp4(Format):
     codes_per_byte = 2
     scale_dtype = torch.float8_e8m0fnu
     activations = "none"
+    ordinary_error = 0.1126
+    least_scale = 2.0**-126
     options = {"scale_rule": ("even", "floor", "ceil", "mse")}  # noqa: RUF012
 
     def _quantize(

@@ -65,6 +65,8 @@ class Nvfp4(Format):
     scale_dtype = torch.float8_e4m3fn
     has_global_scale = True
     activations = "none"
+    ordinary_error = 0.0956
+    least_scale = 2.0**-6
     options = {"global_scale": ("power_of_two", "exact"), "search": ("none", "mse")}  # noqa: RUF012
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:

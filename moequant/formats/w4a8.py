@@ -88,6 +88,8 @@ class W4A8(Format):
     codes_per_byte = 2
     scale_dtype = torch.bfloat16
     activations = "fp8_token"
+    ordinary_error = 0.1075
+    least_scale = CHANNEL_SCALE_MIN / 8
     options = {"search": ("none", "mse")}  # noqa: RUF012
 
     def _quantize(

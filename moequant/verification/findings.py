@@ -108,7 +108,7 @@ class _Sum:
     def summary(self) -> FormatSummary:
         norms = {kind: math.sqrt(square) for kind, square in self._squares.items()}
         total = WeightCheck(name="", format=self._worst.format, **norms)
-        return FormatSummary(total=total, weights=self._count, worst=self._worst.name)
+        return FormatSummary(total=total, weights=self._count, worst=self._worst)
 
 
 def _rank(error: WeightCheck) -> float:

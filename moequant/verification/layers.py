@@ -136,6 +136,13 @@ def check_layers(
 
 
 def _judge(check: LayerCheck, findings: Findings) -> None:
+    if not check.layer_error < 1:
+        findings.add(
+            "layers",
+            f"layer {check.layer}",
+            f"off by {check.layer_error:.0%} from the source's layer, so that zeros would be as "
+            f"near; keep its experts in place of {check.format}, or choose another format",
+        )
     if not (check.runtime_error <= 1 and check.runtime_relative_error <= MOST_RELATIVE_ERROR):
         findings.add(
             "layers",
@@ -204,7 +211,7 @@ def _measure(
         return read_weights(source, [originals[name]])[0].double()
 
     reference, bound = _evaluate(batch, quantized, converted, layer)
-    wanted, _ = _evaluate(batch, original, converted, layer)
+    wanted, wanted_bound = _evaluate(batch, original, converted, layer)
     inputs = batch.hidden, batch.topk_ids, batch.topk_weights
     plain = experts(*inputs, activations="none").double()
     with_activations = experts(*inputs, activations="format").double()
@@ -213,10 +220,10 @@ def _measure(
         format=experts.weights.format,
         experts=len(batch.experts),
         tokens=TOKENS,
-        runtime_error=((plain - reference).abs() / bound).max().item(),
-        runtime_relative_error=_relative(plain, reference),
-        layer_error=_relative(plain, wanted),
-        quantized_activations_error=_relative(with_activations, wanted),
+        runtime_error=_beyond(plain, reference, bound),
+        runtime_relative_error=_relative(plain, reference, bound),
+        layer_error=_relative(plain, wanted, wanted_bound),
+        quantized_activations_error=_relative(with_activations, wanted, wanted_bound),
     )
 
 
@@ -243,7 +250,16 @@ def _evaluate(
     )
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    norm = torch.linalg.vector_norm
-    # Experts that are all zero are right if they give zeros.
-    return 0.0 if torch.equal(found, wanted) else float(norm(found - wanted) / norm(wanted))
+def _beyond(found: Tensor, wanted: Tensor, bound: Tensor) -> float:
+    """The largest difference over its bound; what overflows in float32 is nothing to go by."""
+    ratio = (found - wanted).abs() / bound
+    return float(torch.where(bound.isinf(), 0.0, ratio).max())
+
+
+def _relative(found: Tensor, wanted: Tensor, bound: Tensor) -> float:
+    """||found - wanted|| / ||wanted||, of elements that are larger than what float32 may be off.
+
+    Others overflow or underflow in float32, whatever the weights are in, or are next to zero.
+    """
+    norm, sure = torch.linalg.vector_norm, wanted.abs() > bound
+    return float(norm((found - wanted)[sure]) / norm(wanted[sure])) if sure.any() else 0.0

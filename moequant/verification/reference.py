@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _U = 2.0**-24
 _TINY = 2.0**-126
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _SILU_SLOPE = 1.1
 _SILU_ROUNDINGS = 8
 _SILU_TINY = 24 * _TINY
@@ -76,6 +77,12 @@ class Bounded:
         return self.value.abs() + self.error
 
 
+def bounded(value: Tensor, error: Tensor) -> Bounded:
+    """A value with its error: infinite where a float32 evaluation may overflow."""
+    overflows = ~(value.abs() + error <= _FLOAT32_MAX)
+    return Bounded(value=value, error=torch.where(overflows, torch.inf, error))
+
+
 def exact(value: Tensor) -> Bounded:
     """A value that float32 holds exactly."""
     value = value.double()
@@ -90,13 +97,16 @@ def project(x: Bounded, weight: Tensor) -> Bounded:
     spread = x.error + _gamma(K + _TERM_ROUNDINGS) * x.magnitude
     # Some rows at a time: magnitudes of all would be as large as the weight.
     error = torch.cat([spread @ rows.abs().T for rows in torch.split(weight, _ROWS)], 1)
-    return Bounded(value=x.value @ weight.T, error=error + underflow)
+    # The sum of all magnitudes, which partial sums do not exceed.
+    sums = error / _gamma(K + _TERM_ROUNDINGS)
+    error = torch.where(sums <= _FLOAT32_MAX, error, torch.inf)
+    return bounded(x.value @ weight.T, error + underflow)
 
 
 def shift(x: Bounded, summand: Tensor | float) -> Bounded:
     """`x + summand`, the summand exact."""
     total = x.value + summand
-    return Bounded(value=total, error=x.error + _gamma(1) * (total.abs() + x.error) + _TINY)
+    return bounded(total, x.error + _gamma(1) * (total.abs() + x.error) + _TINY)
 
 
 def clamp(x: Bounded, least: float | None, most: float) -> Bounded:
@@ -109,7 +119,7 @@ def multiply(x: Bounded, y: Bounded) -> Bounded:
     """`x * y`, elementwise."""
     product = x.value * y.value
     spread = x.error * y.value.abs() + x.value.abs() * y.error + x.error * y.error
-    return Bounded(value=product, error=spread + _gamma(2) * (product.abs() + spread) + _TINY)
+    return bounded(product, spread + _gamma(2) * (product.abs() + spread) + _TINY)
 
 
 def silu(x: Bounded, alpha: float = 1.0) -> Bounded:
@@ -121,14 +131,14 @@ def silu(x: Bounded, alpha: float = 1.0) -> Bounded:
         reach = (alpha * x.magnitude).clamp(max=_SILU_REACH)
         rounding += torch.expm1(reach * _gamma(2))
     tiny = _SILU_TINY * max(1, 1 / alpha)
-    return Bounded(value=value, error=moved + rounding * (value.abs() + moved) + tiny)
+    return bounded(value, moved + rounding * (value.abs() + moved) + tiny)
 
 
 def gelu(x: Bounded, *, by_tanh: bool = False) -> Bounded:
     """GELU, exactly by erf or as defined by tanh."""
     value = torch.nn.functional.gelu(x.value, approximate="tanh" if by_tanh else "none")
     error = _GELU_SLOPE * x.error + _gamma(_GELU_ROUNDINGS) * x.magnitude + _TINY
-    return Bounded(value=value, error=error)
+    return bounded(value, error)
 
 
 def relu2(x: Bounded) -> Bounded:
@@ -136,7 +146,7 @@ def relu2(x: Bounded) -> Bounded:
     positive = x.value.relu()
     spread = 2 * positive * x.error + x.error.square()
     square = positive.square()
-    return Bounded(value=square, error=spread + _gamma(1) * (square + spread) + _TINY)
+    return bounded(square, spread + _gamma(1) * (square + spread) + _TINY)
 
 
 def swiglu(gate: Bounded | None, up: Bounded) -> Bounded:
@@ -210,7 +220,8 @@ def evaluate_layer(
         activate: the function of gate and up, as `activation` gives it.
 
     Returns:
-        output [M, H] float64, and the bound [M, H] float64 on |evaluation - output|.
+        output [M, H] float64, and the bound [M, H] float64 on |evaluation - output|; infinite where
+        an evaluation in float32 may overflow.
     """
     x, weight = hidden.double(), topk_weights.double()
     value, magnitude, error = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
@@ -231,8 +242,8 @@ def evaluate_layer(
         value.index_add_(0, token, w * y.value)
         magnitude.index_add_(0, token, w.abs() * y.magnitude)
         error.index_add_(0, token, w.abs() * y.error + _TINY)
-    error += _gamma(topk_ids.shape[1] + 1) * magnitude
-    return value, error
+    output = bounded(value, error + _gamma(topk_ids.shape[1] + 1) * magnitude)
+    return output.value, output.error
 
 
 def _gamma(n: int) -> float:

@@ -95,12 +95,12 @@ class FormatSummary:
     Attributes:
         total: their error taken together.
         weights: how many they are.
-        worst: name of the one with the largest relative error.
+        worst: the one with the largest relative error of its own.
     """
 
     total: WeightCheck
     weights: int
-    worst: str
+    worst: WeightCheck
 
     @property
     def format(self) -> str:
@@ -111,7 +111,7 @@ class FormatSummary:
         """Plain data with stable keys."""
         total = self.total.to_json()
         del total["name"]
-        return {**total, "weights": self.weights, "worst": self.worst}
+        return {**total, "weights": self.weights, "worst": self.worst.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)

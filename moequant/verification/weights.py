@@ -14,6 +14,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moequant.conversion.error_limit import beyond_limit
 from moequant.conversion.losses import Loss, measure, with_ratio
 from moequant.conversion.plan import COPY_CHUNK_BYTES, unit_outputs
 from moequant.conversion.units import (
@@ -280,6 +281,8 @@ def _measure(
         reference_noise=None if least is None else math.sqrt(least),
     )
     result.checks.append(check)
+    if reason := beyond_limit(q.format, check.signal, check.noise):
+        result.add(name, reason)
     if reference is not None:
         beyond = _find_out_of_bound(before, q, reference)
         if beyond is not None:

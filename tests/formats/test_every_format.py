@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-# Relative error ||w - dequantize(q)|| / ||w|| on BF16 N(0, 0.02), default options.
-BUDGET = {"fp8_block": 0.0268, "nvfp4": 0.0956, "mxfp4": 0.1126, "w4a8": 0.1075}
-
 # Formats, or options of one, that do not keep a rule every other does, each with its reason.
 NOT_SIGN_SYMMETRIC = {"w4a8": "codes reach -8 but not 8"}
 NO_HALF_STEP_BOUND = {"w4a8": "w4a8 gives up the largest weight of a group for a smaller step"}
@@ -355,7 +352,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(fmt: Format) -> None:
 def test_relative_error_on_a_normal_weight_keeps_its_budget(fmt: Format, seed: int) -> None:
     w = normal(1024, 4096, seed=seed)
     error = fmt.dequantize(fmt.quantize(w)) - w.float()
-    assert error.norm() / w.float().norm() <= BUDGET[fmt.name]
+    assert error.norm() / w.float().norm() <= fmt.ordinary_error
 
 
 @every_option

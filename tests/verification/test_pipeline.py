@@ -157,7 +157,7 @@ def test_errors_are_those_of_the_bytes_on_disk(source, clean, format):
         errors[name] = (w - dequantize(q)).norm() / w.norm()
     (summary,) = report.formats
     worst = max(errors, key=errors.get)
-    assert (summary.format, summary.weights, summary.worst) == (format, len(errors), worst)
+    assert (summary.format, summary.weights, summary.worst.name) == (format, len(errors), worst)
     assert [w.name for w in report.worst_weights] == sorted(errors, key=errors.get)[::-1][:20]
     # Norms of 65536 float32 numbers: 1e-5 leaves room for any order of summation.
     assert report.worst_weights[0].relative_error == pytest.approx(errors[worst].item(), rel=1e-5)

@@ -46,7 +46,7 @@ def test_a_weight_that_is_not_a_number_is_the_worst():
         errors.add(error(name, noise))
     assert errors.worst()[0].name == "b"
     (summary,) = errors.summaries()
-    assert summary.worst == "b"
+    assert summary.worst.name == "b"
     json.dumps(summary.to_json(), allow_nan=False)
 
 
@@ -56,9 +56,10 @@ def test_a_summary_is_the_error_of_all_weights_together():
     errors.add(error("b", noise=0.6, signal=4.0, format="w4a8", effective_noise=0.8))
     errors.add(error("c", noise=1.0, signal=2.0, format="nvfp4"))
     w4a8, nvfp4 = (summary.to_json() for summary in errors.summaries())
-    assert (w4a8["format"], w4a8["weights"], w4a8["worst"]) == ("w4a8", 2, "a")
+    assert (w4a8["format"], w4a8["weights"], w4a8["worst"]["name"]) == ("w4a8", 2, "a")
     assert w4a8["relative_error"] == pytest.approx(0.2)
     assert w4a8["effective_relative_error"] == pytest.approx(0.2)
+    assert w4a8["worst"]["relative_error"] == pytest.approx(0.8 / 3)
     assert (nvfp4["weights"], nvfp4["relative_error"]) == (1, 0.5)
     assert nvfp4["effective_relative_error"] is None
 
