@@ -81,7 +81,7 @@ def _layout(architecture: Architecture) -> str:
 
 def _dialects(architecture: Architecture) -> Iterator[tuple[str, str]]:
     """Each format and the dialect it is written in by default."""
-    from moequant.conversion.plan import choose_dialect
+    from moequant.conversion.output_dialect import choose_dialect
     from moequant.formats import CONVERTIBLE
 
     for format in CONVERTIBLE:

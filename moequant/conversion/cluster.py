@@ -40,7 +40,8 @@ from moequant.storage.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from moequant.conversion.plan import Plan, PlannedShard
+    from moequant.conversion.plan import Plan
+    from moequant.conversion.shards import PlannedShard
     from moequant.progress import Progress
     from moequant.quantizers import Choice
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from moequant.conversion.journal import FinishedShard, Journal
-    from moequant.conversion.plan import Plan, PlannedShard
+    from moequant.conversion.plan import Plan
+    from moequant.conversion.shards import PlannedShard
     from moequant.progress import Progress
     from moequant.quantizers import Choice
     from moequant.storage.checkpoint import Checkpoint

@@ -22,8 +22,9 @@ import torch
 from moequant.conversion.batches import Batches
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.losses import merged
-from moequant.conversion.plan import COPY_CHUNK_BYTES
-from moequant.conversion.units import Copy, Unit, check_bias, convert_unit
+from moequant.conversion.memory import COPY_CHUNK_BYTES
+from moequant.conversion.quantize_unit import check_bias, convert_unit
+from moequant.conversion.units import Copy, Unit
 from moequant.conversion.used import UsedQuantizer
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.writer import ShardWriter
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 
     from moequant.conversion.journal import Journal
     from moequant.conversion.losses import Loss
-    from moequant.conversion.plan import Plan, PlannedShard
-    from moequant.conversion.units import Converted, Item
+    from moequant.conversion.plan import Plan
+    from moequant.conversion.quantize_unit import Converted
+    from moequant.conversion.shards import PlannedShard
+    from moequant.conversion.units import Item
     from moequant.progress import Progress
     from moequant.quantizers import Choice
     from moequant.storage.checkpoint import Checkpoint
@@ -64,7 +67,9 @@ def write_shards(
     the one that is being filled, takes two descriptors, 256 KiB and what `OutputFile` gathers.
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
-    results = _Results(choice.quantizer.allocate, plan.batch_bytes, plan.buffer_bytes(workers))
+    results = _Results(
+        choice.quantizer.allocate, plan.memory.batch_bytes, plan.memory.buffer_bytes(workers)
+    )
     with (
         _without_leftovers(journal, shards),
         ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
@@ -132,7 +137,7 @@ class _Run(threading.local):
     @cached_property
     def _arena(self) -> Arena:
         """Of one worker, for what it reads; threads that read nothing need none."""
-        return Arena(self._quantizer.allocate, self._plan.read_bytes)
+        return Arena(self._quantizer.allocate, self._plan.memory.read_bytes)
 
     def fill(
         self,

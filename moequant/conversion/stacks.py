@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moequant.conversion.units import Stack, Unit, Weight
+from moequant.conversion.stack import Stack
+from moequant.conversion.units import Unit, Weight
 from moequant.models import PROJECTIONS, ROUTED_EXPERTS
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
 from moequant.conversion.assign import biases_of, check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
 from moequant.conversion.identity import content_digests, source_digests
-from moequant.conversion.plan import unit_outputs
 from moequant.conversion.recipe import field_path
+from moequant.conversion.shards import unit_outputs
 from moequant.conversion.stacks import dequantizing_units
 from moequant.conversion.units import Unit, Weight
 from moequant.dialects import find_dialect, get_dialect

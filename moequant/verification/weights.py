@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion.error_limit import beyond_limit
 from moequant.conversion.losses import Loss, measure, with_ratio
-from moequant.conversion.plan import COPY_CHUNK_BYTES, unit_outputs
-from moequant.conversion.units import (
-    Unit,
+from moequant.conversion.memory import COPY_CHUNK_BYTES
+from moequant.conversion.quantize_unit import (
     check_bias,
     convert_unit,
     encode_unit,
     quantize_unit,
     source_ratio,
 )
+from moequant.conversion.shards import unit_outputs
+from moequant.conversion.units import Unit
 from moequant.errors import MoequantError
 from moequant.formats import (
     QuantizedWeight,
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.conversion.units import Stack, Weight
+    from moequant.conversion.stack import Stack
+    from moequant.conversion.units import Weight
     from moequant.formats import StoredWeight
     from moequant.progress import Progress
     from moequant.quantizers import Quantizer

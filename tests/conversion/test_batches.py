@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moequant.conversion.batches import BATCH_BYTES, Batches
-from moequant.conversion.units import Copy, Stack, Unit, Weight
+from moequant.conversion.stack import Stack
+from moequant.conversion.units import Copy, Unit, Weight
 from moequant.storage.headers import TensorInfo
 from moequant.weights.encoded import EncodedInfo
 

@@ -91,7 +91,7 @@ Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again at what is r
 before = status("VmRSS")
 plan = convert(large, output, format=format, dry_run=True).plan
 json.dumps(plan.index(), indent=2).encode()
-print(status("VmHWM") - before, plan.own_bytes)
+print(status("VmHWM") - before, plan.memory.plan_bytes)
 """
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moequant.conversion import convert, plan, run
+from moequant.conversion import convert, memory, run
 from moequant.conversion.journal import Journal
 from moequant.conversion.run import _Results
 from moequant.errors import MoequantError
@@ -151,18 +151,18 @@ def test_no_more_results_are_lent_than_the_plan_has_memory_for(
 
     monkeypatch.setattr(_Results, "__init__", noted)
     monkeypatch.setattr(_Results, "lend", counted)
-    monkeypatch.setattr(plan, "WRITE_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "WRITE_BUFFER_BYTES", 1 << 16)
     result = convert(source, tmp_path / "out", workers=workers, **settings)
     assert any(lent)
     assert made[0]._lent_bytes == 0
     kept = sum(memory.size_bytes for memory in made[0]._kept)
-    assert kept + made[0]._left_bytes == result.plan.buffer_bytes(workers)
+    assert kept + made[0]._left_bytes == result.plan.memory.buffer_bytes(workers)
 
 
 @pytest.fixture
 def little_memory(monkeypatch):
     """Little may be lent, nearly everything is, and who waits for memory does not for ever."""
-    monkeypatch.setattr(plan, "WRITE_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "WRITE_BUFFER_BYTES", 1 << 16)
     monkeypatch.setattr(writer, "KEPT_BYTES", 1 << 10)
     original, until = _Results.wait_until_less_is_lent, time.monotonic() + 30
 

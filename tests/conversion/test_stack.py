@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moequant.conversion.units import Stack
+from moequant.conversion.stack import Stack
 from moequant.models import StackedExperts
 
 

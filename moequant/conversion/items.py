@@ -1,0 +1,83 @@
+"""What becomes of every tensor of the source: quantized, dequantized or copied, in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.conversion.assign import biases_of
+from moequant.conversion.stacks import dequantizing_units
+from moequant.conversion.units import Copy
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.parts import PartInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from moequant.conversion.assign import Assignment
+    from moequant.conversion.units import Item, Unit
+    from moequant.storage.headers import TensorInfo
+    from moequant.weights.parts import WeightInfo
+    from moequant.weights.source_model import SourceModel
+
+
+_BESIDE_QUANTIZED = "bf16"
+"""What quantized weights become that no rule speaks of and that cannot stay as they are."""
+
+
+def unmatched(source: SourceModel, assigned: Assignment) -> dict[str, EncodedInfo]:
+    """Quantized weights that no rule speaks of, by name."""
+    taken = {weight.info.name for unit in assigned.units for weight in unit.weights}
+    taken |= assigned.dequantized.keys()
+    return {
+        name: info
+        for name, info in source.weights.items()
+        if isinstance(info, EncodedInfo) and name not in taken
+    }
+
+
+def plan_items(
+    tensors: Mapping[str, TensorInfo],
+    source: SourceModel,
+    units: Sequence[Unit],
+    assigned: Assignment,
+    stay: Mapping[str, EncodedInfo],
+    *,
+    stacked: bool,
+) -> Iterator[Item]:
+    """Units where their first weight stands, and everything else, in natural order.
+
+    A tensor that holds several weights stands for those that no unit takes. What is quantized and
+    neither converted nor staying is dequantized, with `stacked` as the plain release has it. Biases
+    of experts that change come along, and are looked at.
+    """
+    item_of = {w.info.name: u for u in units for w in u.weights}
+    left = [
+        info
+        for name, info in source.weights.items()
+        if isinstance(info, EncodedInfo) and name not in item_of and name not in stay
+    ]
+    plain: dict[str, list[EncodedInfo]] = {}
+    for weight in left:
+        format = assigned.dequantized.get(weight.name, _BESIDE_QUANTIZED)
+        plain.setdefault(format, []).append(weight)
+    for format, infos in plain.items():
+        dequantizing = dequantizing_units(infos, source.model, format, stacked=stacked)
+        item_of |= {w.info.name: unit for unit in dequantizing for w in unit.weights}
+    biases = biases_of(item_of, source.model.roles)
+    copied: set[str] = set()
+    for name, info in source.weights.items():
+        found = item_of.get(name)
+        if found is None:
+            for stored in _stored_in(info, tensors):
+                if stored.name not in copied:
+                    copied.add(stored.name)
+                    yield Copy(info=stored, is_bias=stored.name in biases)
+        elif found.name == name:
+            yield found
+
+
+def _stored_in(info: WeightInfo, tensors: Mapping[str, TensorInfo]) -> Sequence[TensorInfo]:
+    """The tensors on disk that a weight lies in."""
+    if isinstance(info, EncodedInfo):
+        return info.parts
+    return [tensors[info.place.tensor] if isinstance(info, PartInfo) else info]

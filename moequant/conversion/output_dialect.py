@@ -1,0 +1,79 @@
+"""The dialect of the output: what the recipe names, or the first that serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.dialects import REGISTRY as DIALECTS
+from moequant.dialects import get_dialect
+from moequant.errors import RecipeError, UnsupportedError
+from moequant.weights.encoded import EncodedInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moequant.conversion.assign import Assignment
+    from moequant.conversion.recipe import Recipe
+    from moequant.dialects.base import Dialect
+    from moequant.models import Architecture
+    from moequant.weights.source_model import SourceModel
+
+
+PLAIN_DIALECT = "plain"
+
+
+def output_dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Dialect:
+    """The output's dialect.
+
+    Without a format to convert into it is the source's, or none if nothing stays quantized.
+    """
+    formats = list(dict.fromkeys(unit.format for unit in assigned.units))
+    name = recipe.output.dialect
+    if formats:
+        return choose_dialect(name, formats, source.model.architecture)
+    encoded = {n for n, info in source.weights.items() if isinstance(info, EncodedInfo)}
+    if encoded == assigned.dequantized.keys():
+        if name not in (None, PLAIN_DIALECT):
+            raise RecipeError(
+                f"dialect {name!r}, but every weight is dequantized, which needs none; leave it out"
+            )
+        return get_dialect(PLAIN_DIALECT)
+    assert source.dialect is not None, "of a source with quantized weights"
+    if name is None and source.dialect.name not in DIALECTS:
+        raise RecipeError(
+            f"the recipe leaves weights in the dialect {source.dialect.name}, which is read and "
+            "not written; give them a format, or bf16"
+        )
+    return source.dialect if name is None else get_dialect(name)
+
+
+def choose_dialect(name: str | None, formats: Sequence[str], architecture: Architecture) -> Dialect:
+    """The dialect called `name`, or the first that serves architecture and formats.
+
+    Raises:
+        UnsupportedError: it does not serve the architecture, or none carries the formats.
+    """
+    serving = {d.name: d for d in DIALECTS.values() if _serves(d, architecture)}
+    if name is not None:
+        dialect = get_dialect(name)
+        if name not in serving:
+            carrying = [d for d in serving.values() if {*formats} <= {*d.carried}]
+            choice = "; or ".join(
+                f"{d.name}, which carries {', '.join(d.carried)} ({d.summary})"
+                for d in carrying or serving.values()
+            )
+            raise UnsupportedError(
+                f"the dialect {name} is not for {architecture.name}: none of its consumers loads "
+                f"the experts of a {architecture.name} checkpoint written in it. Choose {choice}"
+            )
+        return dialect
+    for dialect in serving.values():
+        if {*formats} <= {*dialect.carried}:
+            return dialect
+    raise UnsupportedError(f"no dialect carries all of {', '.join(formats)} in one checkpoint")
+
+
+def _serves(dialect: Dialect, architecture: Architecture) -> bool:
+    if architecture.dialects is None:
+        return not dialect.stacks
+    return dialect.name in architecture.dialects

@@ -1,0 +1,106 @@
+"""What a user should know before a conversion begins: engines that load the output, surprises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moequant.conversion.units import Copy
+from moequant.dialects.engines import Verdict, Written, judge
+from moequant.formats import get_format
+from moequant.models import ROUTED_EXPERTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from moequant.conversion.units import Item
+    from moequant.dialects.base import Dialect
+    from moequant.models import Model, TensorRole
+    from moequant.weights.encoded import EncodedInfo
+    from moequant.weights.source_model import SourceModel
+
+
+def engine_verdicts(
+    formats: Mapping[str, str], source: SourceModel, dialect: Dialect, config: Mapping[str, Any]
+) -> tuple[Verdict, ...]:
+    """What engines do with the output: `formats` by module of all that is quantized in it."""
+    if not formats:
+        return ()
+    roles, layers = source.model.roles, source.model.moe.sparse_layers
+    architecture = source.model.architecture
+    experts = {
+        name.removesuffix(".weight"): info
+        for name, info in source.weights.items()
+        if roles[name].role == ROUTED_EXPERTS and roles[name].layer in layers
+    }
+    model_type = str(config.get("model_type"))
+    written = Written(
+        dialect=dialect.name,
+        model_type=model_type,
+        not_loaded=architecture.tested.get("not_loaded", {}).get(model_type),
+        formats=frozenset(f for module, f in formats.items() if module not in experts),
+        experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
+        shapes=frozenset(tuple(info.shape) for m, info in experts.items() if m in formats),
+        ragged=any(
+            len(info.shape) == 2 and info.shape[0] % get_format(format).block[0]
+            for name, info in source.weights.items()
+            if (format := formats.get(name.removesuffix(".weight"))) is not None
+        ),
+        dtype=_dtype(config),
+        some_kept=any(module not in formats for module in experts),
+        described=architecture.origin is not None or model_type in architecture.flat_model_types,
+    )
+    return tuple(judge(written))
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """What config.json says that the model computes in, of a vision model its language model."""
+    text_config = config.get("text_config")
+    sections = (text_config if isinstance(text_config, dict) else {}, config)
+    # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
+    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    return next((dtype for dtype in named if isinstance(dtype, str)), None)
+
+
+def warnings_of_source(
+    source: SourceModel, back: Sequence[EncodedInfo], config: Mapping[str, Any]
+) -> list[str]:
+    """What becomes of a quantized source that its owner may not expect; `back` turns into BF16."""
+    warnings = []
+    if config.get("quantization_config") and source.dialect is None:
+        warnings.append(
+            "the source has a quantization_config, in config.json or hf_quant_config.json, but "
+            "its weights are plain; ours takes its place"
+        )
+    if back:
+        warnings.append(
+            f"{len(back)} weights that no rule converts, such as {back[0].name}, are stored as "
+            f"{', '.join(dict.fromkeys(info.format for info in back))}; they become BF16, for the "
+            "engines of this dialect do not all read them so"
+        )
+    if source.dropped:
+        warnings.append(
+            f"{len(source.dropped)} calibrated scales of activations or of the KV cache, such as "
+            f"{source.dropped[0].name}, are left out: what is written quantizes weights alone"
+        )
+    return warnings
+
+
+def warnings_of_experts_apart(items: Iterable[Item], model: Model) -> list[str]:
+    """Of experts that a BF16 output has one by one where the plain release stacks them."""
+    names = [
+        item.name
+        for item in items
+        if isinstance(item, Copy) or (item.is_plain and item.stack is None)
+    ]
+    apart = [name for name in names if name in model.roles and _is_one_expert_s(model.roles[name])]
+    if model.architecture.stacked is None or not apart:
+        return []
+    return [
+        f"{len(apart)} weights of experts, such as {apart[0]}, stay one by one, where the plain "
+        f"release of {model.architecture.name} stacks them and transformers may look for stacks: "
+        "they are not quantized, or the architecture does not say stacked.transposed"
+    ]
+
+
+def _is_one_expert_s(role: TensorRole) -> bool:
+    return role.role == ROUTED_EXPERTS and role.expert is not None

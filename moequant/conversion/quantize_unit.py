@@ -1,0 +1,206 @@
+"""Read a unit of work, bring it into its format, and name its tensors as the dialect does.
+
+A weight of the source may be quantized itself. What its format and the wanted one both hold is
+written without a change of any number (`moequant.formats.recode`); all else is dequantized to
+float32, which rounds nothing but scales that are no powers of two, and quantized from that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.conversion.error_limit import check_underflow
+from moequant.conversion.losses import Loss, measure, with_ratio
+from moequant.errors import NonFiniteError
+from moequant.formats import QuantizedWeight, get_format, plain_weight, recode
+from moequant.formats.base import check_values
+from moequant.quantizers.tiles import TorchQuantizer
+from moequant.storage.buffers import Arena
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.parts import decoded, read_stored
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from moequant.conversion.units import Unit, Weight
+    from moequant.dialects.base import Dialect
+    from moequant.formats import StoredWeight
+    from moequant.quantizers import Quantizer
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.storage.headers import TensorInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What became of a unit.
+
+    Attributes:
+        tensors: as they go to disk, by name; good until the memory they lie in is cleared.
+        losses: what was lost of weights that were stored in a quantized form.
+        as_stored: whether some may lie where they were read.
+        joined: whether they were joined, in memory that nobody counts.
+    """
+
+    tensors: dict[str, Tensor]
+    losses: list[Loss]
+    as_stored: bool = False
+    joined: bool = False
+
+
+def convert_unit(
+    source: Checkpoint,
+    unit: Unit,
+    dialect: Dialect,
+    quantizer: Quantizer,
+    arena: Arena,
+    results: Arena,
+) -> Converted:
+    """Read and quantize, or dequantize, a unit.
+
+    What is read is in the memory of `arena`, results may lie in that of `results`.
+
+    Raises:
+        NonFiniteError: a weight holds NaN or Inf, or a number beyond the wanted format.
+        NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
+        CheckpointError: the source cannot be read.
+    """
+    weights = read_stored(source, [weight.info for weight in unit.weights], arena)
+    recoded = recode_unit(weights, unit)
+    quantized = recoded or _quantize(weights, unit, quantizer, arena, results)
+    if recoded is None and not unit.is_plain:
+        names = [weight.info.name for weight in unit.weights]
+        check_underflow(
+            unit.format, names, weights=weights, quantized=quantized, quantizer=quantizer
+        )
+    losses = _losses(unit, weights, quantized, dialect, quantizer)
+    tensors = encode_unit(quantized, unit, dialect)
+    if unit.stack is None:
+        return Converted(tensors=tensors, losses=losses, as_stored=recoded is not None)
+    stacked = {
+        unit.stack.piece(suffix): unit.stack.join(
+            [tensors[f"{weight.module}.{suffix}"] for weight in unit.weights]
+        )
+        for suffix in dialect.encoding(unit.format).suffixes
+    }
+    return Converted(tensors=stacked, losses=losses, joined=True)
+
+
+def recode_unit(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
+    """The weights of a unit in its format without a change of any number; None if there is no way.
+
+    It does not look at what they hold: NaN stays NaN.
+    """
+    stored = [w for w in weights if isinstance(w, QuantizedWeight)]
+    if not unit.recode or len(stored) < len(weights):
+        return None
+    return recode(stored, unit.format)
+
+
+def quantize_unit(
+    weights: Sequence[StoredWeight],
+    unit: Unit,
+    quantizer: Quantizer | None = None,
+    arena: Arena | None = None,
+    results: Arena | None = None,
+) -> list[QuantizedWeight]:
+    """The weights of a unit in its format, in order.
+
+    By `quantizer`, in the memory of `results`, with that of `arena` for what lies in between;
+    without them, by the reference functions in new memory.
+
+    Raises:
+        NonFiniteError: a weight holds NaN or Inf.
+    """
+    recoded = recode_unit(weights, unit)
+    if recoded is not None:
+        return recoded
+    return _quantize(
+        weights, unit, quantizer or TorchQuantizer(), arena or Arena(), results or Arena()
+    )
+
+
+def _quantize(
+    weights: Sequence[StoredWeight],
+    unit: Unit,
+    quantizer: Quantizer,
+    arena: Arena,
+    results: Arena,
+) -> list[QuantizedWeight]:
+    format, names = get_format(unit.format), [weight.info.name for weight in unit.weights]
+    if format.is_plain:
+        return [
+            plain_weight(quantizer.decode(q, format.qdata_dtype, name=name, empty=results.empty))
+            for q, name in zip(weights, names, strict=True)
+            if isinstance(q, QuantizedWeight)
+        ]
+    return quantizer.quantize_fused(
+        format, weights, unit.options, names=names, empty=results.empty, scratch=arena.empty
+    )
+
+
+def encode_unit(
+    quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect
+) -> dict[str, Tensor]:
+    """Tensors of a unit by the dialect's names for a single weight, in the weights' order.
+
+    They take the memory of `quantized`, which is of no use afterwards.
+    """
+    tensors: dict[str, Tensor] = {}
+    for weight, q in zip(unit.weights, quantized, strict=True):
+        tensors.update(dialect.to_disk(weight.module, q, consume=True))
+    return tensors
+
+
+def source_ratio(weight: Weight, stored: QuantizedWeight) -> float:
+    """As `Dialect.stored_ratio`, of a weight as its source's dialect reads it."""
+    assert isinstance(weight.info, EncodedInfo), weight.info.name
+    return weight.info.dialect.stored_ratio(stored)
+
+
+def _losses(
+    unit: Unit,
+    stored: Sequence[StoredWeight],
+    written: Sequence[QuantizedWeight],
+    dialect: Dialect,
+    quantizer: Quantizer,
+) -> list[Loss]:
+    """What became of the weights that were stored in a quantized form, once they are read again.
+
+    Raises:
+        NonFiniteError: one of them holds NaN or Inf.
+    """
+    losses = []
+    for weight, before, q in zip(unit.weights, stored, written, strict=True):
+        if not isinstance(before, QuantizedWeight):
+            continue
+        after = dialect.as_read(q)
+        loss = measure(before, after, quantizer=quantizer, role=weight.role, format=unit.format)
+        if not math.isfinite(loss.signal):
+            check_values(decoded(before), weight.info.name)
+        ratio = dialect.stored_ratio(after) / source_ratio(weight, before)
+        losses.append(with_ratio(loss, ratio))
+    return losses
+
+
+def check_bias(source: Checkpoint, info: TensorInfo) -> None:
+    """Refuse NaN and Inf in the biases of experts that are converted; they are small, and read.
+
+    Raises:
+        NonFiniteError: names the tensor, the index and the value of the first one found.
+        CheckpointError: the source cannot be read.
+        UnsupportedError: as `Checkpoint.read`.
+    """
+    values = source.read(info.name)
+    bad = (~torch.isfinite(values)).nonzero()
+    if len(bad):
+        index = bad[0].tolist()
+        raise NonFiniteError(
+            f"{info.name}: {values[tuple(index)].item()} at index {index}; experts that are "
+            "converted have biases without it. Mend the source checkpoint or fetch it again"
+        )

@@ -1,0 +1,63 @@
+"""Weights that their format or dialect cannot hold, found before any is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.errors import UnsupportedError
+from moequant.formats import CONVERTIBLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from moequant.conversion.units import Unit, Weight
+    from moequant.dialects.base import Dialect
+
+
+def refusals_of(
+    units: Iterable[Unit], dialect: Dialect, fused: Iterable[Sequence[str]]
+) -> Iterator[str]:
+    """One line for each reason, with the first weight it concerns and how many there are."""
+    following = {leaf: {*leaves[i + 1 :]} for leaves in fused for i, leaf in enumerate(leaves)}
+    kinds: dict[tuple[object, ...], list[tuple[str, Weight, bool]]] = {}
+    for unit in units:
+        leaves = {_leaf(weight) for weight in unit.weights}
+        for weight in unit.weights:
+            rows_follow = not leaves.isdisjoint(following.get(_leaf(weight), ()))
+            kind = (unit.format, weight.role, weight.info.shape, weight.info.dtype, rows_follow)
+            kinds.setdefault(kind, []).append((unit.format, weight, rows_follow))
+    # Weights of one kind are refused for one reason, in messages that differ by name.
+    for first, *others in kinds.values():
+        if (reason := _refusal(*first, dialect)) is not None:
+            more = f". So it is with {len(others)} more weights of this shape" if others else ""
+            yield reason + more
+
+
+def _leaf(weight: Weight) -> str:
+    return weight.module.rpartition(".")[2]
+
+
+def _refusal(format: str, weight: Weight, rows_follow: bool, dialect: Dialect) -> str | None:
+    try:
+        weight.check_dtype()
+        dialect.check(weight.module, format, weight.info.shape, rows_follow=rows_follow)
+    except UnsupportedError as error:
+        return f"{error}{_others(format, weight)}"
+    return None
+
+
+def _others(format: str, weight: Weight) -> str:
+    """Which formats could hold a weight that `format` cannot for its shape."""
+    if not _holds(format, weight):
+        others = [name for name in CONVERTIBLE if _holds(name, weight)]
+        if others:
+            return f", or choose a format that holds this shape: {', '.join(others)}"
+    return ""
+
+
+def _holds(format: str, weight: Weight) -> bool:
+    try:
+        CONVERTIBLE[format].check_shape(weight.info.shape)
+    except UnsupportedError:
+        return False
+    return True

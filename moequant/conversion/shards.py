@@ -1,0 +1,161 @@
+"""The output files: which tensors go into which, in what order, and where each of them lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from moequant.conversion.units import Copy
+from moequant.errors import CheckpointError
+from moequant.storage.headers import TensorSlot, bit_count, dtype_name
+from moequant.storage.writer import lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from moequant.conversion.stack import Stack
+    from moequant.conversion.units import Item, Unit
+    from moequant.dialects.base import Dialect
+
+    _Tensor = tuple[str, str, tuple[int, ...]]
+    """Name, or its last part, safetensors dtype and shape of a tensor to be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedShard:
+    """One output file, known to the last byte but for the data.
+
+    Attributes:
+        file: its final name.
+        items: what goes in, in the order it is worked on.
+        header: the bytes before the data.
+        slots: where each tensor lies behind the header.
+        pieces: where each tensor that an item makes goes; those of a stack are parts of a slot.
+    """
+
+    file: str
+    items: tuple[Item, ...]
+    header: bytes
+    slots: Mapping[str, TensorSlot]
+    pieces: Mapping[str, TensorSlot]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the finished file."""
+        return len(self.header) + sum(slot.size_bytes for slot in self.slots.values())
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the source that go into it."""
+        return sum(item.source_bytes for item in self.items)
+
+
+def plan_shards(
+    items: Iterable[Item], dialect: Dialect, max_shard_bytes: int
+) -> tuple[PlannedShard, ...]:
+    """Fill shards in order; what belongs to one unit or one stack stays in one shard."""
+    groups: list[tuple[list[Item], list[_Tensor]]] = []
+    room = 0
+    writers: dict[str, str] = {}
+    destinations: dict[str, list[Item]] = {}
+    for item in items:
+        destinations.setdefault(_destination(item), []).append(item)
+    for together in destinations.values():
+        outputs = _outputs(together, dialect)
+        size = 0
+        for name, dtype, shape in outputs:
+            _claim(name, together[0].name, writers)
+            size += bit_count(dtype, shape) // 8
+        if not groups or size > room:
+            groups.append(([], []))
+            room = max_shard_bytes
+        groups[-1][0].extend(together)
+        groups[-1][1].extend(outputs)
+        room -= size
+    return tuple(
+        _shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", *group, dialect)
+        for i, group in enumerate(groups, start=1)
+    )
+
+
+def _outputs(items: Sequence[Item], dialect: Dialect) -> list[_Tensor]:
+    """The tensors that items make: one item its own, or the units of a stack the stack's."""
+    first = items[0]
+    if isinstance(first, Copy):
+        return [(first.info.name, first.info.dtype, first.info.shape)]
+    assert len(items) == (1 if first.stack is None else first.stack.experts), first.name
+    return unit_outputs(first, dialect)
+
+
+def unit_outputs(unit: Unit, dialect: Dialect) -> list[_Tensor]:
+    """The tensors that a unit makes, or those of the stack that it makes a part of."""
+    if unit.stack is None:
+        return [
+            (f"{weight.module}.{suffix}", dtype, shape)
+            for weight in unit.weights
+            for suffix, dtype, shape in _stored(dialect, unit.format, weight.info.shape)
+        ]
+    parts = [_stored(dialect, unit.format, weight.info.shape) for weight in unit.weights]
+    return [
+        (
+            unit.stack.name(suffix),
+            dtype,
+            unit.stack.shape(unit.stack.joined_shape([own[i][2] for own in parts])),
+        )
+        for i, (suffix, dtype, _) in enumerate(parts[0])
+    ]
+
+
+@lru_cache(maxsize=1 << 10)
+def _stored(dialect: Dialect, format: str, shape: tuple[int, ...]) -> tuple[_Tensor, ...]:
+    """Last name, safetensors dtype and shape of the tensors that a weight becomes."""
+    encoding = dialect.encoding(format)
+    specs = encoding.specs("weight", shape).values()
+    return tuple(
+        (suffix, dtype_name(spec.dtype), spec.shape)
+        for suffix, spec in zip(encoding.suffixes, specs, strict=True)
+    )
+
+
+def _destination(item: Item) -> str:
+    """The stack an item goes into, else the item itself."""
+    if isinstance(item, Copy) or item.stack is None:
+        return item.name
+    return item.stack.tensor
+
+
+def _claim(name: str, source: str, writers: dict[str, str]) -> None:
+    """Refuse a source that already holds a name we would write."""
+    other = writers.setdefault(name, source)
+    if other != source:
+        raise CheckpointError(
+            f"{source}: would be written as {name}, and so would {other}; the source holds a "
+            "quantization's tensors beside the weights. Remove them, or fetch the plain release"
+        )
+
+
+def _shard(
+    file: str, items: Sequence[Item], outputs: Sequence[_Tensor], dialect: Dialect
+) -> PlannedShard:
+    header, slots = lay_out(outputs)
+    pieces = dict(slots)
+    for item in items:
+        if not isinstance(item, Copy) and item.stack is not None:
+            for suffix in dialect.encoding(item.format).suffixes:
+                name = item.stack.name(suffix)
+                pieces.pop(name, None)
+                pieces[item.stack.piece(suffix)] = _piece(item.stack, suffix, slots[name])
+    return PlannedShard(file=file, items=tuple(items), header=header, slots=slots, pieces=pieces)
+
+
+def _piece(stack: Stack, suffix: str, whole: TensorSlot) -> TensorSlot:
+    """The part of a stack's slot that one expert fills."""
+    size_bytes = whole.size_bytes // stack.experts
+    return TensorSlot(
+        name=stack.piece(suffix),
+        dtype=whole.dtype,
+        shape=stack.shape_of_one(whole.shape),
+        offset=whole.offset + stack.expert * size_bytes,
+        size_bytes=size_bytes,
+    )
