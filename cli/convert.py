@@ -13,8 +13,8 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult, InterruptedWork
-from moequant.cli.losses import show_losses
 from moequant.cli.output import Output, count, size
+from moequant.cli.requantization_errors import show_requantization_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -128,7 +128,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "workers": workers,
         "peak_bytes": plan.peak_bytes(workers),
         "seconds": round(seconds, 3),
-        "losses": [loss.to_json() for loss in result.losses],
+        "requantization_errors": [error.to_json() for error in result.requantization_errors],
         "quantizer": _quantizer(result.quantizer),
         "quantizers": [asdict(share) for share in result.shares],
         "warnings": [*plan.warnings, *_slowness(result)],
@@ -275,9 +275,9 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
             means = _means(result)
             # Empty if every tensor was copied.
             out.line(f"{line}, {size(rate)}/s{means and f' ({means})'}")
-    if result["losses"]:
+    if result["requantization_errors"]:
         out.line()
-        show_losses(out, result["losses"])
+        show_requantization_errors(out, result["requantization_errors"])
         out.line()
     if result["engines"]:
         words = {True: "yes", False: "no", None: "not known"}

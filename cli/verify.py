@@ -8,8 +8,8 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.losses import show_losses
 from moequant.cli.output import Output, count, size
+from moequant.cli.requantization_errors import show_requantization_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -174,9 +174,9 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
                 for summary in report["formats"]
             ],
         )
-    if report["losses"]:
+    if report["requantization_errors"]:
         out.line()
-        show_losses(out, report["losses"])
+        show_requantization_errors(out, report["requantization_errors"])
     if report["layers"]:
         out.line()
         out.table(

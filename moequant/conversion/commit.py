@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
-from moequant.conversion.losses import merged
-from moequant.conversion.target import read_record, recorded_sidecars
-from moequant.conversion.used import shares
+from moequant.conversion.output_directory import read_record, recorded_sidecars
+from moequant.conversion.requantization_error import merged
+from moequant.conversion.used_quantizer import shares
 from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
 from moequant.errors import CheckpointError
 from moequant.storage.disk import explained, fsync_directory, write_file
@@ -206,7 +206,7 @@ def _record(
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
     definition = plan.model.architecture.definition
     shards = list(shards)
-    losses = merged(loss for shard in shards for loss in shard.losses)
+    errors = merged(error for shard in shards for error in shard.requantization_errors)
     return {
         "schema_version": 1,
         "moequant": __version__,
@@ -223,5 +223,5 @@ def _record(
             file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for file, data in written.items()
         },
-        **({"losses": [loss.to_json() for loss in losses]} if losses else {}),
+        **({"requantization_errors": [error.to_json() for error in errors]} if errors else {}),
     }

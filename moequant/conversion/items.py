@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moequant.conversion.assign import biases_of
-from moequant.conversion.stacks import dequantizing_units
+from moequant.conversion.apply_recipe import biases_of
+from moequant.conversion.stacked_output import dequantizing_units
 from moequant.conversion.units import Copy
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.parts import PartInfo
@@ -13,7 +13,7 @@ from moequant.weights.parts import PartInfo
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from moequant.conversion.assign import Assignment
+    from moequant.conversion.apply_recipe import Assignment
     from moequant.conversion.units import Item, Unit
     from moequant.storage.headers import TensorInfo
     from moequant.weights.parts import WeightInfo
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _BESIDE_QUANTIZED = "bf16"
-"""What quantized weights become that no rule speaks of and that cannot stay as they are."""
+"""What quantized weights become that no rule names and that cannot stay unchanged."""
 
 
 def unmatched(source: SourceModel, assigned: Assignment) -> dict[str, EncodedInfo]:
@@ -40,21 +40,21 @@ def plan_items(
     source: SourceModel,
     units: Sequence[Unit],
     assigned: Assignment,
-    stay: Mapping[str, EncodedInfo],
+    unchanged: Mapping[str, EncodedInfo],
     *,
     stacked: bool,
 ) -> Iterator[Item]:
-    """Units where their first weight stands, and everything else, in natural order.
+    """Units, each at the place of its first weight, and copies of all else, in natural order.
 
-    A tensor that holds several weights stands for those that no unit takes. What is quantized and
-    neither converted nor staying is dequantized, with `stacked` as the plain release has it. Biases
-    of experts that change come along, and are looked at.
+    Quantized weights that are neither converted nor left unchanged are dequantized; with `stacked`
+    they lie as in the plain release. A tensor is copied once, however many weights it holds. Biases
+    of experts that are converted are copied, and checked for NaN and Inf.
     """
     item_of = {w.info.name: u for u in units for w in u.weights}
     left = [
         info
         for name, info in source.weights.items()
-        if isinstance(info, EncodedInfo) and name not in item_of and name not in stay
+        if isinstance(info, EncodedInfo) and name not in item_of and name not in unchanged
     ]
     plain: dict[str, list[EncodedInfo]] = {}
     for weight in left:

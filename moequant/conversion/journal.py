@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion.losses import Loss
-from moequant.conversion.used import UsedQuantizer
+from moequant.conversion.requantization_error import RequantizationError
+from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.errors import MoequantError
 from moequant.storage.disk import explained, fsync_directory, replace_file, sha256_of
 from moequant.storage.files import WORK_FOLDER
@@ -49,14 +49,14 @@ class FinishedShard:
         file: its name.
         bytes: its size.
         sha256: its digest.
-        losses: of its weights that were quantized before, kind by kind.
+        requantization_errors: of its weights that were quantized before, kind by kind.
         quantizer: what made it; None where all of it was copied.
     """
 
     file: str
     bytes: int
     sha256: str
-    losses: tuple[Loss, ...] = ()
+    requantization_errors: tuple[RequantizationError, ...] = ()
     quantizer: UsedQuantizer | None = None
 
 
@@ -227,8 +227,8 @@ def _append(path: Path, line: bytes) -> None:
 
 def _line(shard: FinishedShard) -> bytes:
     entry: dict[str, Any] = {"file": shard.file, "bytes": shard.bytes, "sha256": shard.sha256}
-    if shard.losses:
-        entry["losses"] = [loss.to_json() for loss in shard.losses]
+    if shard.requantization_errors:
+        entry["requantization_errors"] = [error.to_json() for error in shard.requantization_errors]
     if shard.quantizer is not None:
         entry["quantizer"] = asdict(shard.quantizer)
     return json.dumps(entry).encode() + b"\n"
@@ -243,12 +243,12 @@ def _parse(line: bytes) -> FinishedShard | None:
     types = {"file": str, "bytes": int, "sha256": str}
     if not isinstance(entry, dict):
         return None
-    losses, quantizer = entry.pop("losses", []), entry.pop("quantizer", None)
-    if {k: type(v) for k, v in entry.items()} != types or not isinstance(losses, list):
+    errors, quantizer = entry.pop("requantization_errors", []), entry.pop("quantizer", None)
+    if {k: type(v) for k, v in entry.items()} != types or not isinstance(errors, list):
         return None
-    read = [Loss.from_json(loss) for loss in losses]
-    known = tuple(loss for loss in read if loss is not None)
+    read = [RequantizationError.from_json(error) for error in errors]
+    known = tuple(error for error in read if error is not None)
     used = None if quantizer is None else UsedQuantizer.from_json(quantizer)
     if len(known) < len(read) or (used is None) != (quantizer is None):
         return None
-    return FinishedShard(**entry, losses=known, quantizer=used)
+    return FinishedShard(**entry, requantization_errors=known, quantizer=used)

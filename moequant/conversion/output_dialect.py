@@ -12,7 +12,7 @@ from moequant.weights.encoded import EncodedInfo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moequant.conversion.assign import Assignment
+    from moequant.conversion.apply_recipe import Assignment
     from moequant.conversion.recipe import Recipe
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture

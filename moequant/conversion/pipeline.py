@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.conversion.commit import OTHER_QUANTIZATION, commit
 from moequant.conversion.executors import LOCAL, choose_executor
-from moequant.conversion.identity import (
+from moequant.conversion.journal import Journal
+from moequant.conversion.output_directory import (
+    check_apart,
+    check_places,
+    check_space,
+    is_work_left,
+)
+from moequant.conversion.plan import Plan, plan_checkpoint
+from moequant.conversion.recipe import Recipe, load_recipe
+from moequant.conversion.requantization_error import RequantizationError, merged
+from moequant.conversion.source_identity import (
     check_unchanged,
     content_digests,
     source_digests,
     source_state,
 )
-from moequant.conversion.journal import Journal
-from moequant.conversion.losses import Loss, merged
-from moequant.conversion.plan import Plan, plan_checkpoint
-from moequant.conversion.recipe import Recipe, load_recipe
-from moequant.conversion.target import check_apart, check_places, check_space, is_work_left
-from moequant.conversion.used import Share, shares
+from moequant.conversion.used_quantizer import Share, shares
 from moequant.errors import (
     MoequantError,
     NonFiniteError,
@@ -71,7 +76,7 @@ class ConversionResult:
         quantizer: what quantizes on this machine, if that was asked for; None where nothing was to
             do here, as on a cluster.
         shares: which quantizer made which shards, those of earlier runs and of other machines too.
-        losses: of a source that was quantized before, what became of its weights, kind by kind.
+        requantization_errors: of a source that was quantized before, kind by kind.
     """
 
     output: Path
@@ -81,7 +86,7 @@ class ConversionResult:
     refusals: tuple[str, ...] = ()
     error: MoequantError | None = None
     quantizer: Choice | None = None
-    losses: tuple[Loss, ...] = ()
+    requantization_errors: tuple[RequantizationError, ...] = ()
     shares: tuple[Share, ...] = ()
 
 
@@ -312,12 +317,12 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
             provenance |= content_digests(work.checkpoint, workers, progress)
         check_unchanged(work.checkpoint, state)
         commit(work.checkpoint, plan, journal, ordered, provenance)
-    losses = tuple(merged(loss for shard in ordered for loss in shard.losses))
+    errors = tuple(merged(error for shard in ordered for error in shard.requantization_errors))
     return result(
         state="converted",
         resumed_shards=resumed,
         quantizer=chosen if work.executor == LOCAL else None,
-        losses=losses,
+        requantization_errors=errors,
         shares=tuple(shares({s.file: s.quantizer for s in ordered})),
     )
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion.assign import assign
+from moequant.conversion.apply_recipe import apply_recipe
 from moequant.conversion.items import plan_items, unmatched
-from moequant.conversion.kept import staying
 from moequant.conversion.memory import MemoryBound
 from moequant.conversion.output_dialect import PLAIN_DIALECT, output_dialect
 from moequant.conversion.plan_digest import describe_files, plan_digest
@@ -25,7 +24,8 @@ from moequant.conversion.plan_warnings import (
 from moequant.conversion.recipe import parse_size
 from moequant.conversion.refusals import refusals_of
 from moequant.conversion.shards import PlannedShard, plan_shards
-from moequant.conversion.stacks import stack_of
+from moequant.conversion.stacked_output import stack_of
+from moequant.conversion.unchanged import unchanged_weights
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
 from moequant.dialects.engines import Verdict, warnings_of
 from moequant.errors import RecipeError
@@ -161,25 +161,27 @@ def make_plan(
     Raises:
         CheckpointError: the source is incomplete or contradicts its config.
         UnsupportedError: an unknown architecture, an expert no rule explains, or no such dialect.
-        RecipeError: the recipe is for other architectures, splits what must stay together, or
+        RecipeError: the recipe is for other architectures, splits what must unchanged together, or
             matches nothing.
     """
     source = read_source(tensors, config, own)
     model, weights = source.model, source.weights
     _check_architecture(recipe, model.architecture, config)
-    assigned = assign(weights, model.roles, recipe, model.moe.layers, model.architecture.fused)
+    assigned = apply_recipe(
+        weights, model.roles, recipe, model.moe.layers, model.architecture.fused
+    )
     units, warnings = assigned.units, assigned.warnings
     dialect = output_dialect(recipe, source, assigned)
     if dialect.stacks:
         units = [replace(unit, stack=stack_of(unit.name, model)) for unit in units]
     converted = {weight.module: unit.format for unit in units for weight in unit.weights}
     left = unmatched(source, assigned)
-    stay = staying(left, source, dialect)
-    formats = converted | {info.module: info.format for info in stay.values()}
+    unchanged = unchanged_weights(left, source, dialect)
+    formats = converted | {info.module: info.format for info in unchanged.values()}
     modules = (_module(name, info) for name, info in weights.items())
     kept = [module for module in modules if module is not None and module not in formats]
     plain = dialect.name == PLAIN_DIALECT
-    items = tuple(plan_items(tensors, source, units, assigned, stay, stacked=plain))
+    items = tuple(plan_items(tensors, source, units, assigned, unchanged, stacked=plain))
     refusals = tuple(refusals_of(units, dialect, model.architecture.fused))
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
@@ -187,7 +189,7 @@ def make_plan(
         shards = plan_shards(items, dialect, parse_size(recipe.output.max_shard_size))
         quantization_config = dialect.quantization_config(formats, kept)
     source_files = describe_files(tensors, file_bytes)
-    back = [info for name, info in left.items() if name not in stay]
+    back = [info for name, info in left.items() if name not in unchanged]
     warnings += warnings_of_source(source, back, config)
     if plain:
         warnings += warnings_of_experts_apart(items, model)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.conversion.error_limit import check_underflow
-from moequant.conversion.losses import Loss, measure, with_ratio
+from moequant.conversion.requantization_error import RequantizationError, measure, with_ratio
 from moequant.errors import NonFiniteError
 from moequant.formats import QuantizedWeight, get_format, plain_weight, recode
 from moequant.formats.base import check_values
@@ -42,13 +42,13 @@ class Converted:
 
     Attributes:
         tensors: as they go to disk, by name; good until the memory they lie in is cleared.
-        losses: what was lost of weights that were stored in a quantized form.
+        requantization_errors: of weights that were stored in a quantized form.
         as_stored: whether some may lie where they were read.
         joined: whether they were joined, in memory that nobody counts.
     """
 
     tensors: dict[str, Tensor]
-    losses: list[Loss]
+    requantization_errors: list[RequantizationError]
     as_stored: bool = False
     joined: bool = False
 
@@ -68,6 +68,7 @@ def convert_unit(
     Raises:
         NonFiniteError: a weight holds NaN or Inf, or a number beyond the wanted format.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
+        NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
@@ -78,17 +79,19 @@ def convert_unit(
         check_underflow(
             unit.format, names, weights=weights, quantized=quantized, quantizer=quantizer
         )
-    losses = _losses(unit, weights, quantized, dialect, quantizer)
+    errors = _requantization_errors(unit, weights, quantized, dialect, quantizer)
     tensors = encode_unit(quantized, unit, dialect)
     if unit.stack is None:
-        return Converted(tensors=tensors, losses=losses, as_stored=recoded is not None)
+        return Converted(
+            tensors=tensors, requantization_errors=errors, as_stored=recoded is not None
+        )
     stacked = {
         unit.stack.piece(suffix): unit.stack.join(
             [tensors[f"{weight.module}.{suffix}"] for weight in unit.weights]
         )
         for suffix in dialect.encoding(unit.format).suffixes
     }
-    return Converted(tensors=stacked, losses=losses, joined=True)
+    return Converted(tensors=stacked, requantization_errors=errors, joined=True)
 
 
 def recode_unit(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
@@ -163,29 +166,29 @@ def source_ratio(weight: Weight, stored: QuantizedWeight) -> float:
     return weight.info.dialect.stored_ratio(stored)
 
 
-def _losses(
+def _requantization_errors(
     unit: Unit,
     stored: Sequence[StoredWeight],
     written: Sequence[QuantizedWeight],
     dialect: Dialect,
     quantizer: Quantizer,
-) -> list[Loss]:
+) -> list[RequantizationError]:
     """What became of the weights that were stored in a quantized form, once they are read again.
 
     Raises:
         NonFiniteError: one of them holds NaN or Inf.
     """
-    losses = []
+    errors = []
     for weight, before, q in zip(unit.weights, stored, written, strict=True):
         if not isinstance(before, QuantizedWeight):
             continue
         after = dialect.as_read(q)
-        loss = measure(before, after, quantizer=quantizer, role=weight.role, format=unit.format)
-        if not math.isfinite(loss.signal):
+        error = measure(before, after, quantizer=quantizer, role=weight.role, format=unit.format)
+        if not math.isfinite(error.signal):
             check_values(decoded(before), weight.info.name)
         ratio = dialect.stored_ratio(after) / source_ratio(weight, before)
-        losses.append(with_ratio(loss, ratio))
-    return losses
+        errors.append(with_ratio(error, ratio))
+    return errors
 
 
 def check_bias(source: Checkpoint, info: TensorInfo) -> None:

@@ -21,11 +21,11 @@ import torch
 
 from moequant.conversion.batches import Batches
 from moequant.conversion.journal import FinishedShard
-from moequant.conversion.losses import merged
 from moequant.conversion.memory import COPY_CHUNK_BYTES
 from moequant.conversion.quantize_unit import check_bias, convert_unit
+from moequant.conversion.requantization_error import merged
 from moequant.conversion.units import Copy, Unit
-from moequant.conversion.used import UsedQuantizer
+from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.writer import ShardWriter
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.conversion.journal import Journal
-    from moequant.conversion.losses import Loss
     from moequant.conversion.plan import Plan
     from moequant.conversion.quantize_unit import Converted
+    from moequant.conversion.requantization_error import RequantizationError
     from moequant.conversion.shards import PlannedShard
     from moequant.conversion.units import Item
     from moequant.progress import Progress
@@ -78,9 +78,9 @@ def write_shards(
         run = _Run(source, plan, journal, choice, progress, results, one_digest=finishers == 1)
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
-            writer, losses = run.fill(shard, pool, workers, finishing)
+            writer, errors = run.fill(shard, pool, workers, finishing)
             before = finishing[-1] if finishing else None
-            finishing.append(finisher.submit(run.finish, shard, writer, losses, before))
+            finishing.append(finisher.submit(run.finish, shard, writer, errors, before))
             if len(finishing) > finishers:
                 yield finishing.popleft().result()
         while finishing:
@@ -145,28 +145,28 @@ class _Run(threading.local):
         pool: ThreadPoolExecutor,
         workers: int,
         finishing: Sequence[Future[FinishedShard]],
-    ) -> tuple[ShardWriter, tuple[Loss, ...]]:
-        """Write all that goes into a shard; what is lost of it comes in the order of the plan.
+    ) -> tuple[ShardWriter, tuple[RequantizationError, ...]]:
+        """Write all that goes into a shard; requantization errors come in the order of the plan.
 
         Meanwhile shards before it are `finishing`.
         """
         partial_file = self._journal.partial(shard.file)
         writer = ShardWriter(partial_file, shard.header, shard.pieces, past_cache=True)
         left = Batches(shard.items, workers)
-        lost: dict[int, list[Loss]] = {}
+        errors: dict[int, list[RequantizationError]] = {}
         try:
-            work = partial(self._work, writer, left, lost, finishing)
+            work = partial(self._work, writer, left, errors, finishing)
             _run_all(pool, [work] * workers, left)
         except BaseException:
             writer.abort()
             raise
-        return writer, tuple(merged(loss for i in sorted(lost) for loss in lost[i]))
+        return writer, tuple(merged(error for i in sorted(errors) for error in errors[i]))
 
     def finish(
         self,
         shard: PlannedShard,
         writer: ShardWriter,
-        losses: tuple[Loss, ...],
+        errors: tuple[RequantizationError, ...],
         before: Future[FinishedShard] | None,
     ) -> FinishedShard:
         """Bring a filled shard to disk and, once `before` is recorded, record it."""
@@ -180,7 +180,7 @@ class _Run(threading.local):
             file=shard.file,
             bytes=size,
             sha256=sha256,
-            losses=losses,
+            requantization_errors=errors,
             quantizer=self._used if computed else None,
         )
         if before is not None:
@@ -193,16 +193,16 @@ class _Run(threading.local):
         self,
         writer: ShardWriter,
         left: Batches,
-        lost: dict[int, list[Loss]],
+        errors: dict[int, list[RequantizationError]],
         finishing: Sequence[Future[FinishedShard]],
     ) -> None:
-        """Take batch after batch until none is left; what each item loses goes to `lost`."""
+        """Take batch after batch until none is left; requantization errors go to `errors`."""
         while True:
             self._keep_pace(writer, finishing)
             batch = left.take()
             if not batch:
                 return
-            self._make(batch, writer, lost)
+            self._make(batch, writer, errors)
             # One worker stays at it while the others have anything to do, and then no longer than a
             # few workers need to keep up: many would wait for this one.
             size_bytes = sum(item.source_bytes for _, item in batch)
@@ -228,18 +228,24 @@ class _Run(threading.local):
             self._results.wait_until_less_is_lent(_PAUSE_SECONDS)
 
     def _make(
-        self, batch: Sequence[tuple[int, Item]], writer: ShardWriter, lost: dict[int, list[Loss]]
+        self,
+        batch: Sequence[tuple[int, Item]],
+        writer: ShardWriter,
+        errors: dict[int, list[RequantizationError]],
     ) -> None:
         _, item = batch[0]
         if isinstance(item, Unit):
-            self._convert(batch, writer, lost)
+            self._convert(batch, writer, errors)
         else:
             if item.is_bias:
                 check_bias(self._source, item.info)
             self._copy(item, writer)
 
     def _convert(
-        self, batch: Sequence[tuple[int, Item]], writer: ShardWriter, lost: dict[int, list[Loss]]
+        self,
+        batch: Sequence[tuple[int, Item]],
+        writer: ShardWriter,
+        errors: dict[int, list[RequantizationError]],
     ) -> None:
         units = [(number, item) for number, item in batch if isinstance(item, Unit)]
         assert len(units) == len(batch), batch
@@ -255,7 +261,7 @@ class _Run(threading.local):
             )
             # Or it would have come alone (`Batches`).
             assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name
-            lost[number] = converted.losses
+            errors[number] = converted.requantization_errors
             tensors |= converted.tensors
         self._write(replace(converted, tensors=tensors), memory, writer)
 

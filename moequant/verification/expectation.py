@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from moequant._version import __version__
 from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
-from moequant.conversion.assign import biases_of, check_whole_layers, group_fused
+from moequant.conversion.apply_recipe import biases_of, check_whole_layers, group_fused
 from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
-from moequant.conversion.identity import content_digests, source_digests
 from moequant.conversion.recipe import field_path
 from moequant.conversion.shards import unit_outputs
-from moequant.conversion.stacks import dequantizing_units
+from moequant.conversion.source_identity import content_digests, source_digests
+from moequant.conversion.stacked_output import dequantizing_units
 from moequant.conversion.units import Unit, Weight
 from moequant.dialects import find_dialect, get_dialect
 from moequant.errors import MoequantError, RecipeError

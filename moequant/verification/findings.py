@@ -7,13 +7,13 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from moequant.conversion.losses import merged
+from moequant.conversion.requantization_error import merged
 from moequant.verification.report import FormatSummary, Problem, WeightCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moequant.conversion.losses import Loss
+    from moequant.conversion.requantization_error import RequantizationError
     from moequant.verification.report import Check
 
 KEPT_PROBLEMS = 50
@@ -63,7 +63,7 @@ class WeightChecks:
     def __init__(self) -> None:
         self._worst: list[tuple[float, str, WeightCheck]] = []
         self._by_format: dict[str, _Sum] = {}
-        self._losses: list[Loss] = []
+        self._errors: list[RequantizationError] = []
 
     def add(self, error: WeightCheck) -> None:
         """Take one weight in."""
@@ -73,13 +73,13 @@ class WeightChecks:
             heapq.heappop(self._worst)
         self._by_format.setdefault(error.format, _Sum(error)).add(error)
 
-    def add_losses(self, losses: Iterable[Loss]) -> None:
+    def add_requantization_errors(self, errors: Iterable[RequantizationError]) -> None:
         """Take in what became of weights that were quantized before."""
-        self._losses = merged([*self._losses, *losses])
+        self._errors = merged([*self._errors, *errors])
 
-    def losses(self) -> tuple[Loss, ...]:
+    def requantization_errors(self) -> tuple[RequantizationError, ...]:
         """What became of them, kind by kind."""
-        return tuple(self._losses)
+        return tuple(self._errors)
 
     def worst(self) -> tuple[WeightCheck, ...]:
         """The worst, worst first."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.conversion.run import worker_pool
 from moequant.conversion.units import quantizer_jobs
-from moequant.conversion.used import UsedQuantizer
+from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
@@ -137,7 +137,7 @@ def verify(
         counts=_count(stored, expected),
         formats=measured.weights.summaries(),
         worst_weights=measured.weights.worst(),
-        losses=tuple(measured.weights.losses()),
+        requantization_errors=tuple(measured.weights.requantization_errors()),
         layers=tuple(measured.layers),
         prepared=measured.prepared,
     )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moequant.conversion.losses import Loss
-    from moequant.conversion.used import UsedQuantizer
+    from moequant.conversion.requantization_error import RequantizationError
+    from moequant.conversion.used_quantizer import UsedQuantizer
 
 Check = Literal[
     "files", "index", "config", "record", "sidecars", "tensors", "weights", "prepared", "layers"
@@ -161,7 +161,7 @@ class Report:
         counts: what was looked at.
         formats: errors by format.
         worst_weights: the weights of largest relative error, worst first.
-        losses: of a source that is quantized itself, what became of its weights, kind by kind.
+        requantization_errors: of a source that is quantized itself, kind by kind.
         layers: the layers that were run.
         prepared: targets whose prepared folder was found and checked.
     """
@@ -178,7 +178,7 @@ class Report:
     counts: Mapping[str, int]
     formats: tuple[FormatSummary, ...]
     worst_weights: tuple[WeightCheck, ...]
-    losses: tuple[Loss, ...]
+    requantization_errors: tuple[RequantizationError, ...]
     layers: tuple[LayerCheck, ...]
     prepared: tuple[str, ...]
 
@@ -203,7 +203,7 @@ class Report:
             "counts": dict(self.counts),
             "formats": [summary.to_json() for summary in self.formats],
             "worst_weights": [weight.to_json() for weight in self.worst_weights],
-            "losses": [loss.to_json() for loss in self.losses],
+            "requantization_errors": [error.to_json() for error in self.requantization_errors],
             "layers": [layer.to_json() for layer in self.layers],
             "prepared": list(self.prepared),
         }

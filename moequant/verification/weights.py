@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moequant.conversion.error_limit import beyond_limit
-from moequant.conversion.losses import Loss, measure, with_ratio
 from moequant.conversion.memory import COPY_CHUNK_BYTES
 from moequant.conversion.quantize_unit import (
     check_bias,
@@ -24,6 +23,7 @@ from moequant.conversion.quantize_unit import (
     quantize_unit,
     source_ratio,
 )
+from moequant.conversion.requantization_error import RequantizationError, measure, with_ratio
 from moequant.conversion.shards import unit_outputs
 from moequant.conversion.units import Unit
 from moequant.errors import MoequantError
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 class _Result:
     problems: list[Problem] = field(default_factory=list)
     checks: list[WeightCheck] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
+    requantization_errors: list[RequantizationError] = field(default_factory=list)
 
     def add(self, name: str, message: object) -> None:
         self.problems.append(Problem(check="weights", name=name, message=str(message)))
@@ -122,7 +122,7 @@ def check_weights(
         findings.extend(result.problems)
         for weight in result.checks:
             checks.add(weight)
-        checks.add_losses(result.losses)
+        checks.add_requantization_errors(result.requantization_errors)
     progress.finish()
     return checks
 
@@ -168,10 +168,10 @@ def _check_unit(
         q = _read_weight(stored, expected, unit.format, weight, wanted, result, arena)
         if q is not None:
             found[weight.info.name] = q
-            loss = _measure(weight, before, q, reference, quantizer, result)
+            error = _measure(weight, before, q, reference, quantizer, result)
             if isinstance(before, QuantizedWeight):
                 ratio = expected.dialect.stored_ratio(q) / source_ratio(weight, before)
-                result.losses.append(with_ratio(loss, ratio))
+                result.requantization_errors.append(with_ratio(error, ratio))
     if expected.plan is None:
         _check_shared_scale(found, result)
     return result
@@ -187,7 +187,7 @@ def _check_dequantized(
     """Dequantized weights: what the source's codes and scales say, rounded to the plain format."""
     result = _Result()
     converted = convert_unit(source, unit, expected.dialect, quantizer, Arena(), Arena())
-    result.losses += converted.losses
+    result.requantization_errors += converted.requantization_errors
     outputs = unit_outputs(unit, expected.dialect)
     for (name, *what), (piece, w) in zip(outputs, converted.tensors.items(), strict=True):
         info = stored.tensors.get(name)
@@ -269,16 +269,16 @@ def _measure(
     reference: QuantizedWeight | None,
     quantizer: Quantizer,
     result: _Result,
-) -> Loss:
+) -> RequantizationError:
     """Note the error of a weight [N, K], and judge it where there is a reference."""
     name = weight.info.name
-    loss = measure(before, q, quantizer=quantizer, role=weight.role, format=q.format)
+    error = measure(before, q, quantizer=quantizer, role=weight.role, format=q.format)
     least = None if reference is None else quantizer.compare(before, reference)[1]
     check = WeightCheck(
         name=name,
         format=q.format,
-        signal=math.sqrt(loss.signal),
-        noise=math.sqrt(loss.noise),
+        signal=math.sqrt(error.signal),
+        noise=math.sqrt(error.noise),
         effective_noise=math.sqrt(_effective_noise(before, q)) if q.format == "w4a8" else None,
         reference_noise=None if least is None else math.sqrt(least),
     )
@@ -290,7 +290,7 @@ def _measure(
         if beyond is not None:
             result.add(name, beyond)
         _check_budget(check, result)
-    return loss
+    return error
 
 
 def _effective_noise(before: StoredWeight, q: QuantizedWeight) -> float:

@@ -25,7 +25,7 @@ from moequant.conversion import convert
 from moequant.conversion.executors import choose_executor
 from moequant.conversion.run import write_shards
 from moequant.conversion.units import Unit
-from moequant.conversion.used import UsedQuantizer
+from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.errors import MoequantError
 from moequant.storage.checkpoint import Checkpoint
 

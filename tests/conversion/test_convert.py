@@ -301,7 +301,7 @@ def test_what_is_refused_for_lack_of_room_leaves_the_old_output_finished(
 ):
     out = convert(source, tmp_path / "out", format="mxfp4").output
     free = SimpleNamespace(free=1000)
-    monkeypatch.setattr("moequant.conversion.target.shutil.disk_usage", lambda path: free)
+    monkeypatch.setattr("moequant.conversion.output_directory.shutil.disk_usage", lambda path: free)
     with pytest.raises(MoequantError, match=r"1,000 bytes free, but .* are still to be written"):
         convert(source, out, format="nvfp4", overwrite=True)
     assert not check_integrity(out).problems
@@ -324,7 +324,7 @@ def test_room_that_unfinished_shards_take_counts_as_free(source, tmp_path, monke
     journal.begin({"plan_sha256": "x"})
     (journal.shards / "a.safetensors").write_bytes(bytes(1 << 25))
     free = SimpleNamespace(free=0)
-    monkeypatch.setattr("moequant.conversion.target.shutil.disk_usage", lambda path: free)
+    monkeypatch.setattr("moequant.conversion.output_directory.shutil.disk_usage", lambda path: free)
     assert convert(source, journal.output, format="nvfp4", overwrite=True).state == "converted"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moequant.conversion.journal import FinishedShard, Journal
-from moequant.conversion.used import UsedQuantizer
+from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.progress import SilentProgress
 
 FILES = ["a.safetensors", "b.safetensors"]

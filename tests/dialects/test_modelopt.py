@@ -122,9 +122,9 @@ def test_a_power_of_two_goes_there_and_back_byte_for_byte(written):
     across = written("modelopt", there.output)
     back = written("compressed-tensors", across.output)
     for result in (across, back):
-        (loss,) = result.losses
-        assert (loss.source, loss.format, loss.noise) == ("nvfp4", "nvfp4", 0)
-        assert loss.exact == loss.weights
+        (error,) = result.requantization_errors
+        assert (error.source, error.format, error.noise) == ("nvfp4", "nvfp4", 0)
+        assert error.exact == error.weights
     one, other = read_all(there.output), read_all(across.output)
     for name in one:
         if name.endswith("weight_packed"):
@@ -165,20 +165,20 @@ def test_a_reciprocal_that_rounds_is_an_error_in_the_report(written, first, seco
         noise += numbers.square().sum().item() * off**2
     # One rounding to float32.
     assert 0 < worst <= 2.0**-24
-    (loss,) = across.losses
-    assert loss.exact < loss.weights
+    (error,) = across.requantization_errors
+    assert error.exact < error.weights
     true = (noise / signal) ** 0.5
     if first == "compressed-tensors":
         # Each weight's is a ratio less 1, off by two roundings of float64 on either side; the
         # mean of their squares is off by no more.
-        assert loss.relative_error == pytest.approx(true, rel=0, abs=2.0**-51)
+        assert error.relative_error == pytest.approx(true, rel=0, abs=2.0**-51)
     else:
         # Reading makes another reciprocal. The squares of two errors are added, of which that sum
         # is at least half the square: at most one unit, 2**-23, for it, and half of one.
-        assert true / 2**0.5 <= loss.relative_error <= (2.0**-46 + 2.0**-48) ** 0.5
+        assert true / 2**0.5 <= error.relative_error <= (2.0**-46 + 2.0**-48) ** 0.5
     report = verify(across.output, against=there.output)
     assert report.ok, report.problems
-    assert list(report.losses) == list(across.losses)
+    assert list(report.requantization_errors) == list(across.requantization_errors)
 
 
 def global_scale(tensors, module):
@@ -213,8 +213,8 @@ def test_it_is_looked_at_loaded_prepared_and_given_back(written, plain, tmp_path
     prepared = moequant.load_experts(out, layer=1, device="cpu")(x, *topk)
     assert torch.equal(prepared, one)
     back = convert(out, tmp_path / "back", format="bf16")
-    (loss,) = back.losses
-    assert loss.exact == loss.weights
+    (error,) = back.requantization_errors
+    assert error.exact == error.weights
     found, decoded = read_all(back.output), ConvertedCheckpoint.open(out)
     for name in read_all(plain):
         if ".experts." in name:

@@ -504,7 +504,7 @@ def test_bf16_of_experts_one_by_one_is_stacked_as_the_release_is(save, tmp_path,
     there = convert(saved.checkpoint.path, tmp_path / "fp8", format="fp8_block").output
     result = convert(there, tmp_path / "bf16", format="bf16")
     assert not result.plan.warnings
-    assert all(loss.exact == loss.weights for loss in result.losses)
+    assert all(error.exact == error.weights for error in result.requantization_errors)
     back = Checkpoint.open(result.output)
     shapes = {name: info.shape for name, info in saved.checkpoint.tensors.items()}
     assert {name: info.shape for name, info in back.tensors.items()} == shapes

@@ -21,7 +21,7 @@ def test_bf16_gives_every_number_back(deepseek_v4, read_tensors, config_of, tmp_
     for name, wanted in numbers.items():
         assert torch.equal(found[name].double(), wanted), name
     assert not any(name.endswith(".scale") for name in found)
-    assert sum(loss.exact for loss in result.losses) == len(numbers)
+    assert sum(error.exact for error in result.requantization_errors) == len(numbers)
     assert not {"expert_dtype", "quantization_config"} & config_of(tmp_path / "out").keys()
     assert verify(tmp_path / "out", against=path).ok
 
@@ -32,7 +32,7 @@ def test_experts_become_what_other_engines_read_number_for_number(
 ):
     path, numbers = deepseek_v4.path, deepseek_v4.numbers
     result = convert(path, tmp_path / "out", format=format)
-    assert all(loss.exact == loss.weights for loss in result.losses)
+    assert all(error.exact == error.weights for error in result.requantization_errors)
     converted = ConvertedCheckpoint.open(tmp_path / "out")
     experts = [name for name in numbers if name.startswith("layers.0.ffn.experts.")]
     assert len(experts) == 3 * 2

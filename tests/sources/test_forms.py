@@ -59,12 +59,12 @@ def test_bf16_gives_every_number_back(make_form, forms, read_tensors, config_of,
     for weight, numbers in source.numbers.items():
         wanted = numbers if "bf16" in form.exact else numbers.float().bfloat16().double()
         assert torch.equal(found[weight].double(), wanted), weight
-    (loss,) = result.losses
-    assert (loss.source, loss.format) == (form.format, "bf16")
+    (error,) = result.requantization_errors
+    assert (error.source, error.format) == (form.format, "bf16")
     if "bf16" in form.exact:
-        assert loss.exact == loss.weights == len(source.numbers)
+        assert error.exact == error.weights == len(source.numbers)
     else:
-        assert 0 < loss.relative_error <= ROUNDING
+        assert 0 < error.relative_error <= ROUNDING
     assert "quantization_config" not in config_of(tmp_path / "out")
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
     report = verify(tmp_path / "out", against=source.path)
@@ -76,9 +76,9 @@ def test_bf16_gives_every_number_back(make_form, forms, read_tensors, config_of,
 def test_every_form_becomes_every_format(make_form, forms, tmp_path, name, format):
     source, form = make_form(name), forms[name]
     result = convert(source.path, tmp_path / "out", format=format)
-    (loss,) = result.losses
-    assert (loss.source, loss.format) == (form.format, format)
-    assert (loss.exact == loss.weights) is (format in form.exact)
+    (error,) = result.requantization_errors
+    assert (error.source, error.format) == (form.format, format)
+    assert (error.exact == error.weights) is (format in form.exact)
     converted = ConvertedCheckpoint.open(tmp_path / "out")
     for weight, numbers in source.numbers.items():
         decoded = dequantize(converted.read(weight.removesuffix(".weight"))).double()
@@ -119,7 +119,7 @@ def test_the_reference_gives_the_same_files_and_losses(
     monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
     slow = convert(source.path, tmp_path / "torch", format=format)
     assert [share.name for share in (*quick.shares, *slow.shares)] == ["native", "torch"]
-    assert quick.losses == slow.losses
+    assert quick.requantization_errors == slow.requantization_errors
     for file in (tmp_path / "torch").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "native" / file.name).read_bytes()
 
@@ -215,7 +215,7 @@ def test_a_global_scale_that_is_no_power_of_two_is_rounded_and_the_report_says_s
         # One rounding to eight bits, and three to float32: of the reciprocal and of products.
         bound = numbers.abs() * (2.0**-8 + 4 * 2.0**-24)
         assert ((found[weight].double() - numbers).abs() <= bound).all()
-    assert 0 < result.losses[0].relative_error <= ROUNDING
+    assert 0 < result.requantization_errors[0].relative_error <= ROUNDING
 
 
 def test_gate_and_up_with_global_scales_of_their_own_get_one(
@@ -233,8 +233,8 @@ def test_gate_and_up_with_global_scales_of_their_own_get_one(
         },
     )
     result = convert(source.path, tmp_path / "out", format="nvfp4")
-    (loss,) = result.losses
-    assert loss.exact == loss.weights
+    (error,) = result.requantization_errors
+    assert error.exact == error.weights
     found = read_tensors(tmp_path / "out")
     for leaf in ("gate_proj", "up_proj"):
         assert found[f"{EXPERT}.{leaf}.weight_global_scale"].item() == 2.0**13
@@ -246,8 +246,8 @@ def test_global_scales_that_cannot_be_one_are_quantized_anew(make_form, edit, tm
     source = make_form("nvfp4-pack-quantized", path=tmp_path / "source")
     edit(source.path, {f"{EXPERT}.gate_proj.weight_global_scale": torch.tensor([2.0**20])})
     result = convert(source.path, tmp_path / "out", format="nvfp4")
-    (loss,) = result.losses
-    assert loss.exact == loss.weights - 2
+    (error,) = result.requantization_errors
+    assert error.exact == error.weights - 2
     assert verify(tmp_path / "out", against=source.path).ok
 
 

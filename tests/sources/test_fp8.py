@@ -39,8 +39,8 @@ def same(found, wanted):
     return found.dtype == wanted.dtype and torch.equal(raw(found), raw(wanted))
 
 
-def by_role(losses):
-    return {loss.role: loss for loss in losses}
+def by_role(errors):
+    return {error.role: error for error in errors}
 
 
 @every_model
@@ -63,14 +63,14 @@ def test_bf16_gives_every_number_back(
     for name, tensor in source.plain.items():
         assert same(found[name], tensor), name
     assert "quantization_config" not in config_of(out)
-    for loss in result.losses:
-        assert (loss.source, loss.format) == ("fp8_block", "bf16")
+    for error in result.requantization_errors:
+        assert (error.source, error.format) == ("fp8_block", "bf16")
         # Rounding to eight significant bits.
-        assert (loss.exact == loss.weights) if exact else 0 < loss.relative_error <= 2.0**-8
-    assert sum(loss.weights for loss in result.losses) == len(source.numbers)
+        assert (error.exact == error.weights) if exact else 0 < error.relative_error <= 2.0**-8
+    assert sum(error.weights for error in result.requantization_errors) == len(source.numbers)
     report = verify(out, against=source.path)
     assert report.ok, report.problems
-    assert report.losses == result.losses
+    assert report.requantization_errors == result.requantization_errors
 
 
 @every_model
@@ -115,10 +115,10 @@ def test_experts_are_quantized_from_every_bit_of_the_source(
     assert found[f"{ATTENTION}.weight"].dtype == torch.bfloat16
     assert ATTENTION in config_of(out)["quantization_config"]["ignore"]
     assert any("they become BF16" in warning for warning in result.plan.warnings)
-    losses = by_role(result.losses)
-    assert losses["routed_experts"].exact == 0
+    errors = by_role(result.requantization_errors)
+    assert errors["routed_experts"].exact == 0
     exact = settings.get("power_of_two", True)
-    assert (losses["attention"].exact == losses["attention"].weights) is exact
+    assert (errors["attention"].exact == errors["attention"].weights) is exact
     report = verify(out, against=source.path)
     assert report.ok, report.problems
 
@@ -134,7 +134,7 @@ MINIMAX_M2 = {
 def test_the_quantization_config_of_minimax_m2_is_read(make_fp8, read_tensors, tmp_path, format):
     source = make_fp8("qwen3_moe", config=MINIMAX_M2)
     result = convert(source.path, tmp_path / "out", format=format)
-    assert all(loss.exact == loss.weights for loss in result.losses)
+    assert all(error.exact == error.weights for error in result.requantization_errors)
     found = read_tensors(tmp_path / "out")
     if format == "bf16":
         assert all(torch.equal(found[n].double(), w) for n, w in source.numbers.items())
@@ -152,7 +152,7 @@ def test_in_their_own_format_and_dialect_all_weights_stay_bit_for_bit(
     source = make_fp8(model_type, **settings)
     out = tmp_path / "out"
     result = convert(source.path, out, format="fp8_block")
-    assert all(loss.exact == loss.weights for loss in result.losses)
+    assert all(error.exact == error.weights for error in result.requantization_errors)
     before, after = read_tensors(source.path), read_tensors(out)
     assert after.keys() == before.keys()
     assert all(same(after[name], tensor) for name, tensor in before.items())
@@ -168,7 +168,7 @@ def test_e8m0_scales_of_kept_layers_are_not_left_under_a_config_that_says_fp32(
 ):
     source = make_fp8("qwen3_moe", scale_dtype=torch.float8_e8m0fnu)
     result = convert(source.path, tmp_path / "out", format="fp8_block")
-    assert all(loss.exact == loss.weights for loss in result.losses)
+    assert all(error.exact == error.weights for error in result.requantization_errors)
     found = read_tensors(tmp_path / "out")
     assert found[f"{EXPERT}.down_proj.weight_scale_inv"].dtype == torch.float32
     assert found[f"{ATTENTION}.weight"].dtype == torch.bfloat16
@@ -182,8 +182,8 @@ def test_a_rule_keeps_attention_quantized_in_another_dialect(make_fp8, read_tens
         {"roles": ["routed_experts"], "format": "mxfp4"},
     ]
     result = convert(source.path, tmp_path / "out", recipe=Recipe.model_validate({"rules": rules}))
-    losses = by_role(result.losses)
-    assert losses["attention"].exact == losses["attention"].weights
+    errors = by_role(result.requantization_errors)
+    assert errors["attention"].exact == errors["attention"].weights
     before, after = read_tensors(source.path), read_tensors(tmp_path / "out")
     assert same(after[f"{ATTENTION}.weight"], before[f"{ATTENTION}.weight"])
     scale = before[f"{ATTENTION}.weight_scale_inv"]
@@ -214,9 +214,9 @@ def test_the_recipe_of_the_docs_keeps_the_attention_of_deepseek_v3_in_fp8(
     edit(source, {n: t for n, t in merged.items() if "q_a_proj" not in n})
     recipe = Recipe.model_validate({"rules": RECIPE_OF_THE_DOCS})
     result = convert(source, tmp_path / "out", recipe=recipe)
-    losses = by_role(result.losses)
+    errors = by_role(result.requantization_errors)
     for role in ("attention", "shared_experts", "dense_mlp"):
-        assert losses[role].exact == losses[role].weights
+        assert errors[role].exact == errors[role].weights
     after = read_tensors(tmp_path / "out")
     for name, tensor in merged.items():
         assert same(after[name.replace("weight_scale_inv", "weight_scale")], tensor)
@@ -260,8 +260,8 @@ def test_named_options_quantize_anew(make_fp8, tmp_path):
         "options": {"scale": "power_of_two"},
     }
     result = convert(source.path, tmp_path / "out", recipe=Recipe.model_validate({"rules": [rule]}))
-    (loss,) = result.losses
-    assert loss.exact == 0
+    (error,) = result.requantization_errors
+    assert error.exact == 0
     scale = ConvertedCheckpoint.open(tmp_path / "out").read(f"{EXPERT}.down_proj").scale
     assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
 
@@ -407,7 +407,10 @@ def test_the_command_says_what_is_exact(make_fp8, tmp_path):
     assert result.exit_code == 0
     assert "routed_experts   fp8_block   bf16" in result.stdout
     record = json.loads((tmp_path / "out" / "moequant.json").read_text())
-    assert [loss["role"] for loss in record["losses"]] == ["routed_experts", "attention"]
+    assert [error["role"] for error in record["requantization_errors"]] == [
+        "routed_experts",
+        "attention",
+    ]
     checked = CliRunner().invoke(cli, ["verify", str(tmp_path / "out"), "--against", source])
     assert checked.exit_code == 0
     assert "dequantized to BF16" in checked.stdout
@@ -444,9 +447,12 @@ def test_a_conversion_that_goes_on_knows_what_the_first_part_lost(make_fp8, tmp_
         convert(source.path, tmp_path / "out", **settings, progress=Stop(20))
     result = convert(source.path, tmp_path / "out", **settings)
     assert result.resumed_shards > 0
-    assert result.losses == whole.losses
+    assert result.requantization_errors == whole.requantization_errors
     records = [(tmp_path / name / "moequant.json").read_text() for name in ("whole", "out")]
-    assert json.loads(records[0])["losses"] == json.loads(records[1])["losses"]
+    assert (
+        json.loads(records[0])["requantization_errors"]
+        == json.loads(records[1])["requantization_errors"]
+    )
 
 
 def test_a_config_that_names_the_experts_dtype_is_not_taken_for_deepseek_v4(make_fp8, tmp_path):

@@ -58,7 +58,7 @@ def mixed(make_checkpoint, write_source, by_hand, edit, tmp_path):
 
 def test_each_module_is_read_by_its_own_algorithm(mixed, read_tensors, config_of, tmp_path):
     result = convert(mixed.path, tmp_path / "out", format="bf16")
-    assert {(loss.source, loss.weights) for loss in result.losses} == {
+    assert {(error.source, error.weights) for error in result.requantization_errors} == {
         ("nvfp4", len(EXPERTS)),
         ("fp8_channel", len(ATTENTION)),
     }

@@ -44,7 +44,7 @@ def test_bf16_gives_every_number_back_as_the_plain_release_has_it(
     assert source.plain.keys() <= found.keys()
     assert not any(name.endswith(("_blocks", "_scales")) for name in found)
     assert "quantization_config" not in config_of(tmp_path / "out")
-    assert all(loss.exact == loss.weights for loss in result.losses)
+    assert all(error.exact == error.weights for error in result.requantization_errors)
     report = verify(tmp_path / "out", against=source.path)
     assert report.ok, report.problems
 
@@ -75,8 +75,8 @@ def test_what_bf16_gives_back_is_what_transformers_decodes(make_gpt_oss, tmp_pat
 def test_these_formats_hold_every_number(make_gpt_oss, read_tensors, tmp_path, format):
     source = make_gpt_oss()
     result = convert(source.path, tmp_path / "out", format=format)
-    (loss,) = result.losses
-    assert (loss.source, loss.format, loss.exact) == ("mxfp4", format, len(source.numbers))
+    (error,) = result.requantization_errors
+    assert (error.source, error.format, error.exact) == ("mxfp4", format, len(source.numbers))
     converted = ConvertedCheckpoint.open(tmp_path / "out")
     for name, numbers in source.numbers.items():
         q = converted.read(name.removesuffix(".weight"))
@@ -100,12 +100,12 @@ def test_exponents_further_apart_than_a_format_holds_are_said(
     for spread, exact in ((widest, True), (widest + 1, False)):
         source = make_gpt_oss(exponents=(-20, -20 + spread))
         result = convert(source.path, tmp_path / f"{spread}", format=format)
-        (loss,) = result.losses
-        assert (loss.exact == loss.weights) is exact
-        assert (loss.relative_error == 0) is exact
+        (error,) = result.requantization_errors
+        assert (error.exact == error.weights) is exact
+        assert (error.relative_error == 0) is exact
         report = verify(tmp_path / f"{spread}", against=source.path)
         assert report.ok, report.problems
-        assert report.losses == result.losses
+        assert report.requantization_errors == result.requantization_errors
 
 
 def test_layers_that_no_rule_speaks_of_stay_or_become_bf16(make_gpt_oss, read_tensors, tmp_path):

@@ -35,7 +35,7 @@ class Assignment:
     warnings: list[str]
 
 
-def assign(
+def apply_recipe(
     tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
     recipe: Recipe,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moequant.weights.source_model import SourceModel
 
 
-def staying(
+def unchanged_weights(
     left: Mapping[str, EncodedInfo], source: SourceModel, dialect: Dialect
 ) -> dict[str, EncodedInfo]:
     """Of quantized weights that no rule speaks of, those that come along bit for bit, by name.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moequant.conversion.identity import SAMPLE_BYTES, source_digests
+from moequant.conversion.source_identity import SAMPLE_BYTES, source_digests
 from moequant.storage.checkpoint import Checkpoint
 
 SIZES = {

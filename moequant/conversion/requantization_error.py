@@ -1,7 +1,7 @@
-"""What a conversion of weights that were quantized before loses: nothing, or how much.
+"""The requantization error: of weights that the source holds in a quantized form.
 
-Each weight is decoded as the source has it and as it was written, and the two are compared: it is
-exact if they are the same numbers, every one of them.
+Each weight is dequantized as the source has it and as it was written, and the two are compared. It
+is exact if every number is the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
-    """How far weights alike, as they were written, lie from what the source holds.
+class RequantizationError:
+    """How far weights of one kind, as they were written, lie from what the source holds.
 
     Attributes:
         role: of the weights, in the architecture table.
         source: format they are stored in.
         format: format they were written in.
         weights: how many they are.
-        exact: of how many every number is as it was.
+        exact: how many have every number unchanged.
         signal: sum of squares of the source's numbers.
         noise: sum of squares of the differences.
     """
@@ -54,7 +54,7 @@ class Loss:
         return {**asdict(self), "relative_error": error if math.isfinite(error) else None}
 
     @classmethod
-    def from_json(cls, entry: object) -> Loss | None:
+    def from_json(cls, entry: object) -> RequantizationError | None:
         """Inverse of `to_json`; None for what it never makes."""
         texts, counts, sums = (
             ("role", "source", "format"),
@@ -72,7 +72,7 @@ class Loss:
 
 def measure(
     before: StoredWeight, after: StoredWeight, *, quantizer: Quantizer, role: str, format: str
-) -> Loss:
+) -> RequantizationError:
     """Compare a weight [N, K] as it is stored with what was written of it.
 
     Args:
@@ -83,7 +83,7 @@ def measure(
         format: format it was written in.
     """
     signal, noise = quantizer.compare(before, after)
-    return Loss(
+    return RequantizationError(
         role=role,
         source=before.format if isinstance(before, QuantizedWeight) else dtype_text(before.dtype),
         format=format,
@@ -94,30 +94,30 @@ def measure(
     )
 
 
-def with_ratio(loss: Loss, ratio: float) -> Loss:
+def with_ratio(error: RequantizationError, ratio: float) -> RequantizationError:
     """What `measure` found, with the numbers on disk `ratio` times farther apart.
 
     That is of dialects of which one stores a reciprocal of the other's scale: 1 where it is exact,
     and else within 2**-23 of that. Squares are added, as if the two errors were independent.
     """
-    if ratio == 1 or not loss.signal:
-        return loss
-    noise = loss.noise + max(loss.signal * (ratio - 1) ** 2, math.ulp(0.0))
-    return replace(loss, exact=0, noise=noise)
+    if ratio == 1 or not error.signal:
+        return error
+    noise = error.noise + max(error.signal * (ratio - 1) ** 2, math.ulp(0.0))
+    return replace(error, exact=0, noise=noise)
 
 
-def merged(losses: Iterable[Loss]) -> list[Loss]:
-    """Losses of weights of one kind taken together, in the order of their first."""
-    kinds: dict[tuple[str, str, str], Loss] = {}
-    for loss in losses:
-        kind = loss.role, loss.source, loss.format
+def merged(errors: Iterable[RequantizationError]) -> list[RequantizationError]:
+    """Errors of weights of one kind taken together, in the order of their first."""
+    kinds: dict[tuple[str, str, str], RequantizationError] = {}
+    for error in errors:
+        kind = error.role, error.source, error.format
         before = kinds.get(kind)
-        kinds[kind] = loss if before is None else _sum(before, loss)
+        kinds[kind] = error if before is None else _sum(before, error)
     return list(kinds.values())
 
 
-def _sum(one: Loss, other: Loss) -> Loss:
-    return Loss(
+def _sum(one: RequantizationError, other: RequantizationError) -> RequantizationError:
+    return RequantizationError(
         role=one.role,
         source=one.source,
         format=one.format,
