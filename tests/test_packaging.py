@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import moequant
+import moequant.conversion
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,6 +102,28 @@ def test_no_modules_import_each_other_in_a_circle():
     except CycleError as error:
         # Each name is imported by the next.
         pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_verification_uses_public_names_of_conversion_alone():
+    public = {f"moequant.conversion.{name}" for name in moequant.conversion.__all__}
+    used = {
+        i
+        for name, path in MODULES.items()
+        if name.startswith("moequant.verification")
+        for i in imports(path)
+        if i.startswith("moequant.conversion")
+    }
+    assert used - public == set()
+    assert used, "it plans again"
+
+
+def test_no_two_public_classes_share_a_name():
+    homes = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 def test_every_module_has_its_place_in_the_order():

@@ -1,20 +1,65 @@
-"""The pipeline from a checkpoint to a converted one: recipe, plan, run, commit."""
+"""The pipeline from a checkpoint to a converted one: recipe, plan, run, commit.
 
+The first names are for users, the others for verification, which makes the plan and the conversion
+of a unit again.
+"""
+
+from moequant.conversion.apply_recipe import check_whole_layers
+from moequant.conversion.error_limit import beyond_limit
+from moequant.conversion.journal import is_unfinished
+from moequant.conversion.known_formats import units_of_formats
 from moequant.conversion.pipeline import (
     DEFAULT_WORKERS,
     ConversionResult,
     convert,
 )
 from moequant.conversion.plan import Plan, plan_checkpoint
+from moequant.conversion.quantize_unit import (
+    convert_again,
+    convert_unit,
+    requantization_error,
+)
 from moequant.conversion.recipe import Recipe, load_recipe, shipped_recipes
+from moequant.conversion.record import (
+    converted_config,
+    copied_sidecars,
+    recorded_claims,
+    recorded_recipe,
+)
+from moequant.conversion.requantization_error import RequantizationError, merged_errors
+from moequant.conversion.shards import unit_outputs
+from moequant.conversion.stack import Stack
+from moequant.conversion.stacked_output import dequantizing_units
+from moequant.conversion.units import Unit, Weight, quantizer_jobs
+from moequant.conversion.used_quantizer import UsedQuantizer
 
 __all__ = [
     "DEFAULT_WORKERS",
     "ConversionResult",
     "Plan",
     "Recipe",
+    "RequantizationError",
+    "Stack",
+    "Unit",
+    "UsedQuantizer",
+    "Weight",
+    "beyond_limit",
+    "check_whole_layers",
     "convert",
+    "convert_again",
+    "convert_unit",
+    "converted_config",
+    "copied_sidecars",
+    "dequantizing_units",
+    "is_unfinished",
     "load_recipe",
+    "merged_errors",
     "plan_checkpoint",
+    "quantizer_jobs",
+    "recorded_claims",
+    "recorded_recipe",
+    "requantization_error",
     "shipped_recipes",
+    "unit_outputs",
+    "units_of_formats",
 ]

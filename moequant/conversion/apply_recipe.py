@@ -9,7 +9,7 @@ from moequant.conversion.recipe import KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.errors import RecipeError
 from moequant.formats import get_format
-from moequant.models import CONVERTIBLE_ROLES, EXPERT_BIAS, ROUTED_EXPERTS
+from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
 from moequant.weights.encoded import EncodedInfo
 
 if TYPE_CHECKING:
@@ -84,12 +84,6 @@ def apply_recipe(
     units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))]
     _check_dequantized_together(groups, dequantized, tensors)
     return Assignment(units=units, dequantized=dequantized, warnings=warnings)
-
-
-def biases_of(names: Iterable[str], roles: Mapping[str, TensorRole]) -> set[str]:
-    """Tensors with the biases of the layers in which experts called `names` are."""
-    layers = {roles[name].layer for name in names if roles[name].role == ROUTED_EXPERTS}
-    return {n for n, role in roles.items() if role.role == EXPERT_BIAS and role.layer in layers}
 
 
 def _check_useful(

@@ -15,14 +15,13 @@ import torch
 
 from moequant._version import __version__
 from moequant.conversion.output_directory import read_record, recorded_sidecars
-from moequant.conversion.requantization_error import merged
+from moequant.conversion.record import OTHER_QUANTIZATION, converted_config
+from moequant.conversion.requantization_error import merged_errors
 from moequant.conversion.used_quantizer import shares
-from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
 from moequant.errors import CheckpointError
 from moequant.storage.disk import explained, fsync_directory, write_file
 from moequant.storage.files import (
     CONFIG_FILE,
-    HF_QUANT_CONFIG_FILE,
     INDEX_FILE,
     PREPARED_FOLDER,
     RECORD_FILE,
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from moequant.storage.checkpoint import Checkpoint
 
 _CHUNK_BYTES = 8 << 20
-
-# Left by an earlier quantization; engines would believe them over config.json.
-OTHER_QUANTIZATION = (HF_QUANT_CONFIG_FILE, "quantize_config.json", "quant_config.json")
 
 
 def commit(
@@ -78,25 +74,6 @@ def commit(
     _move(journal.staged, output, [*sidecars, INDEX_FILE])
     _move(journal.staged, output, [CONFIG_FILE])
     journal.close()
-
-
-def converted_config(
-    config: Mapping[str, Any], quantization_config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The source's config.json with our `quantization_config`, and no stale one beside it.
-
-    With none at all where ours is empty.
-    """
-    result = dict(config)
-    text_config = result.get("text_config")
-    if isinstance(text_config, dict):
-        result["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
-    # What DeepSeek-V4 says of its experts, and would not be true of ours.
-    for key in ("quantization_config", EXPERT_DTYPE):
-        result.pop(key, None)
-    if quantization_config:
-        result["quantization_config"] = dict(quantization_config)
-    return result
 
 
 def _stage(
@@ -206,7 +183,7 @@ def _record(
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
     definition = plan.model.architecture.definition
     shards = list(shards)
-    errors = merged(error for shard in shards for error in shard.requantization_errors)
+    errors = merged_errors(error for shard in shards for error in shard.requantization_errors)
     return {
         "schema_version": 1,
         "moequant": __version__,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moequant.conversion.apply_recipe import biases_of
 from moequant.conversion.stacked_output import dequantizing_units
 from moequant.conversion.units import Copy
+from moequant.models import biases_of
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.parts import PartInfo
 

@@ -212,6 +212,11 @@ class Journal:
         return self._lines.read_bytes().splitlines(keepends=True) if self._lines.exists() else []
 
 
+def is_unfinished(output: Path) -> bool:
+    """Whether a conversion into a directory was begun and not committed."""
+    return Journal(output).exists
+
+
 def _append(path: Path, line: bytes) -> None:
     """Bring a line to disk at the end of a file."""
     with explained(path, "written"):

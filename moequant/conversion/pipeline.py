@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moequant.conversion.commit import OTHER_QUANTIZATION, commit
+from moequant.conversion.commit import commit
 from moequant.conversion.executors import LOCAL, choose_executor
 from moequant.conversion.journal import Journal
 from moequant.conversion.output_directory import (
@@ -22,7 +22,8 @@ from moequant.conversion.output_directory import (
 )
 from moequant.conversion.plan import Plan, plan_checkpoint
 from moequant.conversion.recipe import Recipe, load_recipe
-from moequant.conversion.requantization_error import RequantizationError, merged
+from moequant.conversion.record import copied_sidecars
+from moequant.conversion.requantization_error import RequantizationError, merged_errors
 from moequant.conversion.source_identity import (
     check_unchanged,
     content_digests,
@@ -155,7 +156,7 @@ def convert(
         own = described_architectures(path, architecture)
         plan = _mention_left_out(plan_checkpoint(checkpoint, chosen, own), checkpoint)
     # Now, so that a file that cannot come along is found before anything is written.
-    sidecars = [f for f in checkpoint.sidecars() if f.name not in OTHER_QUANTIZATION]
+    sidecars = copied_sidecars(checkpoint)
     for file in sidecars:
         FixedFile.at(path / file).read(0, 0)
     target = _output_path(output)
@@ -317,7 +318,9 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
             provenance |= content_digests(work.checkpoint, workers, progress)
         check_unchanged(work.checkpoint, state)
         commit(work.checkpoint, plan, journal, ordered, provenance)
-    errors = tuple(merged(error for shard in ordered for error in shard.requantization_errors))
+    errors = tuple(
+        merged_errors(error for shard in ordered for error in shard.requantization_errors)
+    )
     return result(
         state="converted",
         resumed_shards=resumed,

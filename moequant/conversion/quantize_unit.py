@@ -11,14 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from moequant.conversion.error_limit import check_underflow
-from moequant.conversion.requantization_error import RequantizationError, measure, with_ratio
-from moequant.errors import NonFiniteError
+from moequant.conversion.requantization_error import RequantizationError
 from moequant.formats import QuantizedWeight, get_format, plain_weight, recode
 from moequant.formats.base import check_values
-from moequant.quantizers.tiles import TorchQuantizer
 from moequant.storage.buffers import Arena
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.parts import decoded, read_stored
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
     from moequant.formats import StoredWeight
     from moequant.quantizers import Quantizer
     from moequant.storage.checkpoint import Checkpoint
-    from moequant.storage.headers import TensorInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +63,10 @@ def convert_unit(
     Raises:
         NonFiniteError: a weight holds NaN or Inf, or a number beyond the wanted format.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
-        NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
-    recoded = recode_unit(weights, unit)
+    recoded = _recode(weights, unit)
     quantized = recoded or _quantize(weights, unit, quantizer, arena, results)
     if recoded is None and not unit.is_plain:
         names = [weight.info.name for weight in unit.weights]
@@ -80,7 +74,7 @@ def convert_unit(
             unit.format, names, weights=weights, quantized=quantized, quantizer=quantizer
         )
     errors = _requantization_errors(unit, weights, quantized, dialect, quantizer)
-    tensors = encode_unit(quantized, unit, dialect)
+    tensors = _encode(quantized, unit, dialect)
     if unit.stack is None:
         return Converted(
             tensors=tensors, requantization_errors=errors, as_stored=recoded is not None
@@ -94,7 +88,7 @@ def convert_unit(
     return Converted(tensors=stacked, requantization_errors=errors, joined=True)
 
 
-def recode_unit(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
+def _recode(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
     """The weights of a unit in its format without a change of any number; None if there is no way.
 
     It does not look at what they hold: NaN stays NaN.
@@ -105,27 +99,23 @@ def recode_unit(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWe
     return recode(stored, unit.format)
 
 
-def quantize_unit(
+def convert_again(
     weights: Sequence[StoredWeight],
     unit: Unit,
-    quantizer: Quantizer | None = None,
-    arena: Arena | None = None,
-    results: Arena | None = None,
-) -> list[QuantizedWeight]:
-    """The weights of a unit in its format, in order.
+    dialect: Dialect,
+    *,
+    quantizer: Quantizer,
+    arena: Arena,
+) -> dict[str, Tensor]:
+    """What `convert_unit` makes of weights that were read, by the names of single weights.
 
-    By `quantizer`, in the memory of `results`, with that of `arena` for what lies in between;
-    without them, by the reference functions in new memory.
+    In new memory, with that of `arena` for what lies in between.
 
     Raises:
         NonFiniteError: a weight holds NaN or Inf.
     """
-    recoded = recode_unit(weights, unit)
-    if recoded is not None:
-        return recoded
-    return _quantize(
-        weights, unit, quantizer or TorchQuantizer(), arena or Arena(), results or Arena()
-    )
+    recoded = _recode(weights, unit)
+    return _encode(recoded or _quantize(weights, unit, quantizer, arena, Arena()), unit, dialect)
 
 
 def _quantize(
@@ -147,7 +137,7 @@ def _quantize(
     )
 
 
-def encode_unit(
+def _encode(
     quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect
 ) -> dict[str, Tensor]:
     """Tensors of a unit by the dialect's names for a single weight, in the weights' order.
@@ -160,10 +150,36 @@ def encode_unit(
     return tensors
 
 
-def source_ratio(weight: Weight, stored: QuantizedWeight) -> float:
-    """As `Dialect.stored_ratio`, of a weight as its source's dialect reads it."""
+def requantization_error(
+    weight: Weight,
+    before: QuantizedWeight,
+    after: QuantizedWeight,
+    *,
+    dialect: Dialect,
+    squares: tuple[float, float],
+) -> RequantizationError:
+    """How far a weight on disk lies from what the source holds.
+
+    Args:
+        weight: which.
+        before: as it is read from the source.
+        after: as it is read from the output.
+        dialect: the output's.
+        squares: what `Quantizer.compare` says of the two.
+    """
     assert isinstance(weight.info, EncodedInfo), weight.info.name
-    return weight.info.dialect.stored_ratio(stored)
+    signal, noise = squares
+    error = RequantizationError(
+        role=weight.role,
+        source=before.format,
+        format=after.format,
+        weights=1,
+        exact=int(noise == 0),
+        signal=signal,
+        noise=noise,
+    )
+    # Of a dialect that stores a reciprocal, the numbers on disk are not quite those that are read.
+    return error.scaled(dialect.stored_ratio(after) / weight.info.dialect.stored_ratio(before))
 
 
 def _requantization_errors(
@@ -180,30 +196,12 @@ def _requantization_errors(
     """
     errors = []
     for weight, before, q in zip(unit.weights, stored, written, strict=True):
-        if not isinstance(before, QuantizedWeight):
-            continue
-        after = dialect.as_read(q)
-        error = measure(before, after, quantizer=quantizer, role=weight.role, format=unit.format)
-        if not math.isfinite(error.signal):
-            check_values(decoded(before), weight.info.name)
-        ratio = dialect.stored_ratio(after) / source_ratio(weight, before)
-        errors.append(with_ratio(error, ratio))
+        if isinstance(before, QuantizedWeight):
+            after = dialect.as_read(q)
+            squares = quantizer.compare(before, after)
+            if not math.isfinite(squares[0]):
+                check_values(decoded(before), weight.info.name)
+            errors.append(
+                requantization_error(weight, before, after, dialect=dialect, squares=squares)
+            )
     return errors
-
-
-def check_bias(source: Checkpoint, info: TensorInfo) -> None:
-    """Refuse NaN and Inf in the biases of experts that are converted; they are small, and read.
-
-    Raises:
-        NonFiniteError: names the tensor, the index and the value of the first one found.
-        CheckpointError: the source cannot be read.
-        UnsupportedError: as `Checkpoint.read`.
-    """
-    values = source.read(info.name)
-    bad = (~torch.isfinite(values)).nonzero()
-    if len(bad):
-        index = bad[0].tolist()
-        raise NonFiniteError(
-            f"{info.name}: {values[tuple(index)].item()} at index {index}; experts that are "
-            "converted have biases without it. Mend the source checkpoint or fetch it again"
-        )

@@ -10,13 +10,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moequant.formats import QuantizedWeight, dtype_text
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from moequant.formats import StoredWeight
-    from moequant.quantizers import Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +43,18 @@ class RequantizationError:
             return 0.0
         return math.sqrt(self.noise / self.signal) if self.signal else math.inf
 
+    def scaled(self, ratio: float) -> RequantizationError:
+        """The same with the numbers on disk `ratio` times as large as those that were compared.
+
+        That is of dialects of which one stores a reciprocal of the other's scale: 1 where it is
+        exact, and else within 2**-23 of that. Squares are added, as if the two errors were
+        independent.
+        """
+        if ratio == 1 or not self.signal:
+            return self
+        noise = self.noise + max(self.signal * (ratio - 1) ** 2, math.ulp(0.0))
+        return replace(self, exact=0, noise=noise)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, all that `from_json` needs, and the relative error."""
         error = self.relative_error
@@ -70,43 +77,7 @@ class RequantizationError:
         return cls(**{key: entry[key] for key in kinds})
 
 
-def measure(
-    before: StoredWeight, after: StoredWeight, *, quantizer: Quantizer, role: str, format: str
-) -> RequantizationError:
-    """Compare a weight [N, K] as it is stored with what was written of it.
-
-    Args:
-        before: as it is stored.
-        after: what was written.
-        quantizer: decodes and compares; whichever it is, the sums are the same.
-        role: of the weight.
-        format: format it was written in.
-    """
-    signal, noise = quantizer.compare(before, after)
-    return RequantizationError(
-        role=role,
-        source=before.format if isinstance(before, QuantizedWeight) else dtype_text(before.dtype),
-        format=format,
-        weights=1,
-        exact=int(noise == 0),
-        signal=signal,
-        noise=noise,
-    )
-
-
-def with_ratio(error: RequantizationError, ratio: float) -> RequantizationError:
-    """What `measure` found, with the numbers on disk `ratio` times farther apart.
-
-    That is of dialects of which one stores a reciprocal of the other's scale: 1 where it is exact,
-    and else within 2**-23 of that. Squares are added, as if the two errors were independent.
-    """
-    if ratio == 1 or not error.signal:
-        return error
-    noise = error.noise + max(error.signal * (ratio - 1) ** 2, math.ulp(0.0))
-    return replace(error, exact=0, noise=noise)
-
-
-def merged(errors: Iterable[RequantizationError]) -> list[RequantizationError]:
+def merged_errors(errors: Iterable[RequantizationError]) -> list[RequantizationError]:
     """Errors of weights of one kind taken together, in the order of their first."""
     kinds: dict[tuple[str, str, str], RequantizationError] = {}
     for error in errors:
@@ -117,10 +88,8 @@ def merged(errors: Iterable[RequantizationError]) -> list[RequantizationError]:
 
 
 def _sum(one: RequantizationError, other: RequantizationError) -> RequantizationError:
-    return RequantizationError(
-        role=one.role,
-        source=one.source,
-        format=one.format,
+    return replace(
+        one,
         weights=one.weights + other.weights,
         exact=one.exact + other.exact,
         signal=one.signal + other.signal,

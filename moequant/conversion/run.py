@@ -22,12 +22,14 @@ import torch
 from moequant.conversion.batches import Batches
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.memory import COPY_CHUNK_BYTES
-from moequant.conversion.quantize_unit import check_bias, convert_unit
-from moequant.conversion.requantization_error import merged
+from moequant.conversion.quantize_unit import convert_unit
+from moequant.conversion.requantization_error import merged_errors
 from moequant.conversion.units import Copy, Unit
 from moequant.conversion.used_quantizer import UsedQuantizer
+from moequant.quantizers.worker_pool import worker_pool
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.writer import ShardWriter
+from moequant.weights.biases import check_bias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,18 +87,6 @@ def write_shards(
                 yield finishing.popleft().result()
         while finishing:
             yield finishing.popleft().result()
-
-
-@contextmanager
-def worker_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads with one intra-op thread each: units are small, and workers fill the cores."""
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(workers, "moequant", torch.set_num_threads, (1,)) as pool:
-            yield pool
-    finally:
-        # torch passes the number on to libraries that keep one for the whole process.
-        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -160,7 +150,7 @@ class _Run(threading.local):
         except BaseException:
             writer.abort()
             raise
-        return writer, tuple(merged(error for i in sorted(errors) for error in errors[i]))
+        return writer, tuple(merged_errors(error for i in sorted(errors) for error in errors[i]))
 
     def finish(
         self,

@@ -15,11 +15,12 @@ from moequant.dialects.fp8 import Fp8
 from moequant.dialects.gpt_oss import GptOss
 from moequant.dialects.modelopt import ModelOpt
 from moequant.dialects.moequant import Moequant
-from moequant.dialects.plain import Plain
+from moequant.dialects.plain import PlainDialect
 from moequant.errors import CheckpointError, UnsupportedError
 
 REGISTRY: dict[str, Dialect] = {
-    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant(), Plain())
+    d.name: d
+    for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant(), PlainDialect())
 }
 """By name; of two that carry a format, the one more engines load comes first, for most models."""
 

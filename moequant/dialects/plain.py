@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 
-class Plain(Dialect):
+class PlainDialect(Dialect):
     """Weights in BF16, and no `quantization_config`."""
 
     name = "plain"

@@ -9,6 +9,7 @@ from moequant.models.architecture import (
 )
 from moequant.models.experts import (
     Model,
+    biases_of,
     check_complete,
     check_shapes,
     classify_all,
@@ -36,6 +37,7 @@ __all__ = [
     "StackedExperts",
     "TensorRole",
     "architectures",
+    "biases_of",
     "check_complete",
     "check_shapes",
     "classify_all",

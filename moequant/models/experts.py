@@ -331,3 +331,9 @@ def check_shapes(
                 f"projection is {list(wanted)}; fetch the checkpoint again, or "
                 f"{architecture.how_to_fix('`projections` or a key under `config`')}"
             )
+
+
+def biases_of(names: Iterable[str], roles: Mapping[str, TensorRole]) -> set[str]:
+    """Tensors with the biases of the layers in which experts called `names` are."""
+    layers = {roles[name].layer for name in names if roles[name].role == ROUTED_EXPERTS}
+    return {n for n, role in roles.items() if role.role == EXPERT_BIAS and role.layer in layers}

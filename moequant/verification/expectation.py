@@ -10,22 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError
-
-from moequant._version import __version__
-from moequant.conversion import DEFAULT_WORKERS, Recipe, plan_checkpoint
-from moequant.conversion.apply_recipe import biases_of, check_whole_layers, group_fused
-from moequant.conversion.commit import OTHER_QUANTIZATION, converted_config
-from moequant.conversion.recipe import field_path
-from moequant.conversion.shards import unit_outputs
-from moequant.conversion.source_identity import content_digests, source_digests
-from moequant.conversion.stacked_output import dequantizing_units
-from moequant.conversion.units import Unit, Weight
+from moequant.conversion import (
+    DEFAULT_WORKERS,
+    check_whole_layers,
+    converted_config,
+    dequantizing_units,
+    plan_checkpoint,
+    recorded_claims,
+    recorded_recipe,
+    unit_outputs,
+    units_of_formats,
+)
 from moequant.dialects import find_dialect, get_dialect
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
-from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
-from moequant.progress import SilentProgress
+from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, biases_of
 from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.verification.differences import differences
 from moequant.weights.converted import stored_places
@@ -35,7 +34,7 @@ from moequant.weights.parts import PartInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from moequant.conversion import Plan
+    from moequant.conversion import Plan, Unit
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, Place, TensorRole
     from moequant.storage.checkpoint import Checkpoint
@@ -146,12 +145,13 @@ def _plan_again(
         findings.add("record", RECORD_FILE, f"schema_version is {found!r}, and we know 1 only")
         return None
     try:
-        plan = plan_checkpoint(source, Recipe.model_validate(record.get("recipe")), own)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = f"{RECORD_FILE}.{field_path(('recipe', *first['loc']))}"
-        findings.add("record", place, first["msg"])
+        recipe = recorded_recipe(record)
+    except RecipeError as error:
+        field, _, reason = str(error).partition(": ")
+        findings.add("record", f"{RECORD_FILE}.{field}", reason)
         return None
+    try:
+        plan = plan_checkpoint(source, recipe, own)
     except MoequantError as error:
         findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {error}")
         return None
@@ -164,23 +164,9 @@ def _check_claims(
     source: Checkpoint, record: Mapping[str, Any], plan: Plan, findings: Findings
 ) -> None:
     """What the record says beside the recipe, so far as source and plan tell it too."""
-    recorded_source = record.get("source")
-    hub = recorded_source if isinstance(recorded_source, dict) else {}
-    sidecars = [file for file in source.sidecars() if file.name not in OTHER_QUANTIZATION]
-    wanted: dict[str, Any] = {
-        "architecture": plan.model.architecture.name,
-        "dialect": plan.dialect.name,
-        "source": {**hub, **source_digests(source, sidecars), "files": plan.source_files},
-    }
-    definition = plan.model.architecture.definition
-    if definition is not None:
-        wanted["architecture_definition"] = definition
+    wanted = recorded_claims(record, source, plan, workers=DEFAULT_WORKERS)
+    if "architecture_definition" in wanted:
         record = {"architecture_definition": None, **record}
-    if "content_sha256" in hub:
-        wanted["source"] |= content_digests(source, DEFAULT_WORKERS, SilentProgress())
-    # The digest covers the version, whose next may plan the same bytes.
-    if record.get("moequant") == __version__:
-        wanted["plan_sha256"] = plan.digest
     claims = {key: record[key] for key in wanted if key in record}
     for place, message in differences(claims, wanted, RECORD_FILE):
         findings.add("record", place, f"{message}, by the source given")
@@ -208,7 +194,7 @@ def expect_by_config(
         check_whole_layers(formats, roles)
     except RecipeError as error:
         findings.add("config", CONFIG_FILE, str(error))
-    units = _units(weights, model, formats, findings)
+    units = units_of_formats(original, _without_misshapen(weights, formats, findings))
     dequantized = tuple(_dequantized(original, formats, stored, plain=plain))
     copies = tuple(_copies(source, original, formats, dequantized))
     return Expectation(
@@ -300,39 +286,19 @@ def _lies_as_in_source(info: WeightInfo, stored: Checkpoint) -> bool:
     return found is not None and (found.dtype, found.shape) == (info.dtype, info.shape)
 
 
-def _units(
-    infos: Mapping[str, WeightInfo],
-    model: Model,
-    formats: Mapping[str, str],
-    findings: Findings,
-) -> tuple[Unit, ...]:
-    """Converted weights in the sets that engines fuse; options are our defaults."""
-    weights: dict[str, dict[str, Weight]] = {}
+def _without_misshapen(
+    weights: Mapping[str, WeightInfo], formats: Mapping[str, str], findings: Findings
+) -> dict[str, str]:
+    """The formats whose shapes fit; of others there is a problem to name and nothing to compare."""
+    fitting = {}
     for name, format in formats.items():
-        weight = Weight(info=infos[name], role=model.roles[name].role)
-        weight.check_dtype()
         try:
-            get_format(format).check_shape(weight.info.shape, name)
+            get_format(format).check_shape(weights[name].shape, name)
         except MoequantError as error:
             findings.add("config", name, str(error).removeprefix(f"{name}: "))
-            continue
-        weights.setdefault(format, {})[name] = weight
-    return tuple(
-        Unit(
-            weights=tuple(of_format[name] for name in names),
-            format=format,
-            options=get_format(format).resolve_options(),
-        )
-        for format, of_format in weights.items()
-        for names in _sets(of_format, model)
-    )
-
-
-def _sets(names: Iterable[str], model: Model) -> Iterator[tuple[str, ...]]:
-    """The sets that engines fuse; weights that no recipe converts stand alone."""
-    names = tuple(names)
-    yield from group_fused(names, model.roles, model.architecture.fused)
-    yield from ((name,) for name in names if model.roles[name].role not in CONVERTIBLE_ROLES)
+        else:
+            fitting[name] = format
+    return fitting
 
 
 def _foreign_config(source: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

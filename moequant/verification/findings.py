@@ -7,13 +7,13 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from moequant.conversion.requantization_error import merged
+from moequant.conversion import merged_errors
 from moequant.verification.report import FormatSummary, Problem, WeightCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moequant.conversion.requantization_error import RequantizationError
+    from moequant.conversion import RequantizationError
     from moequant.verification.report import Check
 
 KEPT_PROBLEMS = 50
@@ -75,7 +75,7 @@ class WeightChecks:
 
     def add_requantization_errors(self, errors: Iterable[RequantizationError]) -> None:
         """Take in what became of weights that were quantized before."""
-        self._errors = merged([*self._errors, *errors])
+        self._errors = merged_errors([*self._errors, *errors])
 
     def requantization_errors(self) -> tuple[RequantizationError, ...]:
         """What became of them, kind by kind."""

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion import DEFAULT_WORKERS
-from moequant.conversion.journal import Journal
+from moequant.conversion import DEFAULT_WORKERS, is_unfinished
 from moequant.errors import CheckpointError, MoequantError
 from moequant.preparation.manifest import read_manifest
 from moequant.progress import SilentProgress
@@ -103,7 +102,7 @@ def check_integrity(
     path = existing_directory(converted)
     record = _read_record(path)
     findings = Findings()
-    if Journal(path).exists:
+    if is_unfinished(path):
         findings.add(
             "files",
             WORK_FOLDER,

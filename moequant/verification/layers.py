@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.conversion.units import Unit
+    from moequant.conversion import Unit
     from moequant.models import MoeConfig, TensorRole
     from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint

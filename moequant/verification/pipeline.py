@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moequant.conversion import DEFAULT_WORKERS
-from moequant.conversion.run import worker_pool
-from moequant.conversion.units import quantizer_jobs
-from moequant.conversion.used_quantizer import UsedQuantizer
+from moequant.conversion import DEFAULT_WORKERS, UsedQuantizer, quantizer_jobs
 from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
+from moequant.quantizers.worker_pool import worker_pool
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moequant.conversion.requantization_error import RequantizationError
-    from moequant.conversion.used_quantizer import UsedQuantizer
+    from moequant.conversion import RequantizationError, UsedQuantizer
 
 Check = Literal[
     "files", "index", "config", "record", "sidecars", "tensors", "weights", "prepared", "layers"

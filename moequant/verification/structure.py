@@ -6,7 +6,7 @@ import filecmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion.commit import OTHER_QUANTIZATION
+from moequant.conversion import copied_sidecars
 from moequant.errors import CheckpointError, MoequantError
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
@@ -115,13 +115,14 @@ def check_sidecars(
     source: Checkpoint, path: Path, findings: Findings, *, by_moequant: bool
 ) -> None:
     """Tokenizer and other files came along bit for bit, and no older quantization's config did."""
+    copied_files = copied_sidecars(source)
     for file in source.sidecars():
         # A model card speaks of one checkpoint; other tools write their own.
         if not by_moequant and file == Path("README.md"):
             continue
         copied = (path / file).is_file()
         same = copied and filecmp.cmp(source.path / file, path / file, shallow=False)
-        if file.name in OTHER_QUANTIZATION:
+        if file not in copied_files:
             if same:
                 findings.add(
                     "sidecars", str(file), "speaks of the source's quantization; remove it"

@@ -14,18 +14,15 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moequant.conversion.error_limit import beyond_limit
-from moequant.conversion.memory import COPY_CHUNK_BYTES
-from moequant.conversion.quantize_unit import (
-    check_bias,
+from moequant.conversion import (
+    RequantizationError,
+    Unit,
+    beyond_limit,
+    convert_again,
     convert_unit,
-    encode_unit,
-    quantize_unit,
-    source_ratio,
+    requantization_error,
+    unit_outputs,
 )
-from moequant.conversion.requantization_error import RequantizationError, measure, with_ratio
-from moequant.conversion.shards import unit_outputs
-from moequant.conversion.units import Unit
 from moequant.errors import MoequantError
 from moequant.formats import (
     QuantizedWeight,
@@ -41,6 +38,7 @@ from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound, join_ou
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
 from moequant.verification.report import Problem, WeightCheck
+from moequant.weights.biases import check_bias
 from moequant.weights.parts import read_stored
 from moequant.weights.places import read_places
 
@@ -50,8 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.conversion.stack import Stack
-    from moequant.conversion.units import Weight
+    from moequant.conversion import Stack, Weight
     from moequant.formats import StoredWeight
     from moequant.progress import Progress
     from moequant.quantizers import Quantizer
@@ -61,6 +58,10 @@ if TYPE_CHECKING:
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings
     from moequant.verification.stored import StoredCheckpoint
+
+
+_CHUNK_BYTES = 8 << 20
+"""Of copied tensors, compared at once."""
 
 
 @dataclass
@@ -135,7 +136,7 @@ def _check_copy(
         check_bias(source, info)
     found = stored.tensors.get(info.name)
     if found is not None and (found.dtype, found.shape) == (info.dtype, info.shape):
-        chunks = (c.chunks(info.name, COPY_CHUNK_BYTES) for c in (stored, source))
+        chunks = (c.chunks(info.name, _CHUNK_BYTES) for c in (stored, source))
         difference = find_difference(zip(*chunks, strict=True), info.dtype, info.shape)
         if difference is not None:
             result.add(info.name, difference)
@@ -161,17 +162,19 @@ def _check_unit(
             get_format(unit.format), weights, unit.options, names=names, empty=arena.empty
         )
     else:
-        quantized = quantize_unit(weights, unit, quantizer, arena)
-        wanted = encode_unit(quantized, unit, expected.dialect)
+        wanted = convert_again(weights, unit, expected.dialect, quantizer=quantizer, arena=arena)
     found: dict[str, QuantizedWeight] = {}
     for weight, before, reference in zip(unit.weights, weights, references, strict=True):
         q = _read_weight(stored, expected, unit.format, weight, wanted, result, arena)
         if q is not None:
             found[weight.info.name] = q
-            error = _measure(weight, before, q, reference, quantizer, result)
+            squares = quantizer.compare(before, q)
+            _judge(weight.info.name, before, q, reference, squares, quantizer, result)
             if isinstance(before, QuantizedWeight):
-                ratio = expected.dialect.stored_ratio(q) / source_ratio(weight, before)
-                result.requantization_errors.append(with_ratio(error, ratio))
+                error = requantization_error(
+                    weight, before, q, dialect=expected.dialect, squares=squares
+                )
+                result.requantization_errors.append(error)
     if expected.plan is None:
         _check_shared_scale(found, result)
     return result
@@ -262,23 +265,23 @@ def _is_as_expected(name: str, stored: Checkpoint, expected: Expectation) -> boo
     return expected.tensors.get(name, found) == found
 
 
-def _measure(
-    weight: Weight,
+def _judge(
+    name: str,
     before: StoredWeight,
     q: QuantizedWeight,
     reference: QuantizedWeight | None,
+    squares: tuple[float, float],
     quantizer: Quantizer,
     result: _Result,
-) -> RequantizationError:
+) -> None:
     """Note the error of a weight [N, K], and judge it where there is a reference."""
-    name = weight.info.name
-    error = measure(before, q, quantizer=quantizer, role=weight.role, format=q.format)
+    signal, noise = map(math.sqrt, squares)
     least = None if reference is None else quantizer.compare(before, reference)[1]
     check = WeightCheck(
         name=name,
         format=q.format,
-        signal=math.sqrt(error.signal),
-        noise=math.sqrt(error.noise),
+        signal=signal,
+        noise=noise,
         effective_noise=math.sqrt(_effective_noise(before, q)) if q.format == "w4a8" else None,
         reference_noise=None if least is None else math.sqrt(least),
     )
@@ -290,7 +293,6 @@ def _measure(
         if beyond is not None:
             result.add(name, beyond)
         _check_budget(check, result)
-    return error
 
 
 def _effective_noise(before: StoredWeight, q: QuantizedWeight) -> float:

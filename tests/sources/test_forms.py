@@ -111,7 +111,7 @@ def test_a_plan_does_not_load_what_takes_torch_a_second(make_form):
 
 @pytest.mark.parametrize("format", ["bf16", "nvfp4"])
 @every_form
-def test_the_reference_gives_the_same_files_and_losses(
+def test_the_reference_gives_the_same_files_and_errors(
     make_form, tmp_path, monkeypatch, name, format
 ):
     source = make_form(name)

@@ -1,0 +1,92 @@
+"""What an output says of its source and its making, for who writes it and who checks it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from moequant._version import __version__
+from moequant.conversion.recipe import Recipe, field_path
+from moequant.conversion.source_identity import content_digests, source_digests
+from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
+from moequant.errors import RecipeError
+from moequant.progress import SilentProgress
+from moequant.storage.files import HF_QUANT_CONFIG_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from moequant.conversion.plan import Plan
+    from moequant.storage.checkpoint import Checkpoint
+
+# Left by an earlier quantization; engines would believe them over config.json.
+OTHER_QUANTIZATION = (HF_QUANT_CONFIG_FILE, "quantize_config.json", "quant_config.json")
+
+
+def copied_sidecars(source: Checkpoint) -> list[Path]:
+    """Files of a source, relative to it, that its output has too; errors as `sidecars`."""
+    return [file for file in source.sidecars() if file.name not in OTHER_QUANTIZATION]
+
+
+def converted_config(
+    config: Mapping[str, Any], quantization_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The source's config.json with our `quantization_config`, and no stale one beside it.
+
+    With none at all where ours is empty.
+    """
+    result = dict(config)
+    text_config = result.get("text_config")
+    if isinstance(text_config, dict):
+        result["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
+    # What DeepSeek-V4 says of its experts, and would not be true of ours.
+    for key in ("quantization_config", EXPERT_DTYPE):
+        result.pop(key, None)
+    if quantization_config:
+        result["quantization_config"] = dict(quantization_config)
+    return result
+
+
+def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
+    """The recipe in a moequant.json.
+
+    Raises:
+        RecipeError: it is no recipe; names the field, then says why.
+    """
+    try:
+        return Recipe.model_validate(record.get("recipe"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RecipeError(f"{field_path(('recipe', *first['loc']))}: {first['msg']}") from None
+
+
+def recorded_claims(
+    record: Mapping[str, Any], source: Checkpoint, plan: Plan, *, workers: int
+) -> dict[str, Any]:
+    """What a moequant.json must say beside the recipe, as far as source and plan tell it.
+
+    Args:
+        record: what it says: where the source came from is taken from there.
+        source: what was converted.
+        plan: made again of it.
+        workers: files read at the same time, if the record has digests of whole files.
+
+    Raises:
+        CheckpointError: the source cannot be read.
+    """
+    recorded = record.get("source")
+    origin = recorded if isinstance(recorded, dict) else {}
+    digests = source_digests(source, copied_sidecars(source))
+    if "content_sha256" in origin:
+        digests |= content_digests(source, workers, SilentProgress())
+    definition = plan.model.architecture.definition
+    return {
+        "architecture": plan.model.architecture.name,
+        **({} if definition is None else {"architecture_definition": definition}),
+        "dialect": plan.dialect.name,
+        "source": {**origin, **digests, "files": plan.source_files},
+        # The digest covers the version, whose next may plan the same bytes.
+        **({"plan_sha256": plan.digest} if record.get("moequant") == __version__ else {}),
+    }
