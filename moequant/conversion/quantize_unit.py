@@ -74,7 +74,7 @@ def convert_unit(
             unit.format, names, weights=weights, quantized=quantized, quantizer=quantizer
         )
     errors = _requantization_errors(unit, weights, quantized, dialect, quantizer)
-    tensors = _encode(quantized, unit, dialect)
+    tensors = _encode(quantized, unit, dialect, consume=True)
     if unit.stack is None:
         return Converted(
             tensors=tensors, requantization_errors=errors, as_stored=recoded is not None
@@ -115,7 +115,9 @@ def convert_again(
         NonFiniteError: a weight holds NaN or Inf.
     """
     recoded = _recode(weights, unit)
-    return _encode(recoded or _quantize(weights, unit, quantizer, arena, Arena()), unit, dialect)
+    quantized = recoded or _quantize(weights, unit, quantizer, arena, Arena())
+    # What is recoded may lie where it was read, and who calls goes on with `weights`.
+    return _encode(quantized, unit, dialect, consume=recoded is None)
 
 
 def _quantize(
@@ -138,15 +140,15 @@ def _quantize(
 
 
 def _encode(
-    quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect
+    quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect, *, consume: bool
 ) -> dict[str, Tensor]:
     """Tensors of a unit by the dialect's names for a single weight, in the weights' order.
 
-    They take the memory of `quantized`, which is of no use afterwards.
+    With `consume` they may take the memory of `quantized`, which is of no use afterwards.
     """
     tensors: dict[str, Tensor] = {}
     for weight, q in zip(unit.weights, quantized, strict=True):
-        tensors.update(dialect.to_disk(weight.module, q, consume=True))
+        tensors.update(dialect.to_disk(weight.module, q, consume=consume))
     return tensors
 
 
