@@ -134,7 +134,7 @@ def _run_layer(converted: Path, prepared: Path, layer: int) -> None:
     router_logits = torch.randn(TOKENS, EXPERTS, generator=generator)
     topk_weights, topk_ids = router_logits.softmax(-1).topk(TOP_K)
     portable, ready = (
-        load_experts(path, layer)(hidden_states, topk_ids, topk_weights)
+        load_experts(path, layer)(hidden_states, topk_weights, topk_ids)
         for path in (converted, prepared)
     )
     if not torch.equal(portable, ready):

@@ -48,7 +48,6 @@ class DeepGemmWeights:
         act_fn: the function between them.
         bias13: float32 [E, 2 * Ip] or [E, Ip] contiguous; None is 0.
         bias2: float32 [E, H] contiguous; None is 0.
-        source: what these were made of, as views into them, for who wants to keep no more; or None.
     """
 
     w13: Tensor
@@ -58,7 +57,6 @@ class DeepGemmWeights:
     act_fn: ActFn
     bias13: Tensor | None = None
     bias2: Tensor | None = None
-    source: object = None
 
     @property
     def experts(self) -> int:
@@ -69,39 +67,43 @@ class DeepGemmWeights:
 def fused_experts(
     weights: DeepGemmWeights,
     hidden: Tensor,
-    topk_ids: Tensor,
     topk_weights: Tensor,
+    topk_ids: Tensor,
     *,
+    out: Tensor,
+    workspace: Tensor,
     expert_map: Tensor | None = None,
-    workspace: Tensor | None = None,
     hidden_scale: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """Run the experts once. Nothing is read on the host.
+
+    Results of both GEMMs are rounded to bfloat16; sums over a token's experts are float32.
 
     Args:
         weights: the experts here, on a device of SM90.
         hidden: [M, H] bfloat16, float16 or float32.
-        topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
         topk_weights: [M, T] float32, bfloat16 or float16.
+        topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
+        out: [M, H] contiguous bfloat16, float16 or float32, written.
+        workspace: uint8, at least `workspace_bytes`, with any contents.
         expert_map: [global experts] int32 or int64, index here or -1.
-        workspace: uint8, at least `workspace_bytes`; by default memory from torch's allocator.
         hidden_scale: where `hidden` is quantized, float8_e4m3fn, its scales: float32
             [M, ceil(H / 128)].
-
-    Returns:
-        [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. Results of both GEMMs
-        are rounded to bfloat16; sums over a token's slots are float32.
     """
     T = topk_ids.shape[1]
 
     def plan_for(tokens: int) -> DeepGemmPlan:
-        memory = workspace
-        if memory is None:
-            size_bytes = workspace_bytes(weights, tokens, T)
-            memory = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-        return DeepGemmPlan(weights, tokens, T, WorkspaceArena(memory))
+        return DeepGemmPlan(weights, tokens, T, WorkspaceArena(workspace))
 
-    return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
+    run_in_parts(
+        plan_for,
+        hidden,
+        topk_weights,
+        topk_ids,
+        out=out,
+        expert_map=expert_map,
+        hidden_scale=hidden_scale,
+    )
 
 
 def workspace_bytes(weights: DeepGemmWeights, tokens: int, topk: int) -> int:
@@ -138,8 +140,8 @@ class DeepGemmPlan:
     def __call__(
         self,
         hidden: Tensor,
-        topk_ids: Tensor,
         topk_weights: Tensor,
+        topk_ids: Tensor,
         out: Tensor,
         expert_map: Tensor | None = None,
         hidden_scale: Tensor | None = None,
@@ -149,8 +151,8 @@ class DeepGemmPlan:
         Args:
             hidden: [M, H] contiguous bfloat16, float16 or float32; float8_e4m3fn with a
                 `hidden_scale`.
-            topk_ids: [M, T] contiguous int32 or int64.
             topk_weights: [M, T] contiguous float32, bfloat16 or float16.
+            topk_ids: [M, T] contiguous int32 or int64.
             out: [M, H] contiguous bfloat16, float16 or float32, written.
             expert_map: [global experts] int32 or int64, index here or -1.
             hidden_scale: see `fused_experts`; contiguous.

@@ -58,7 +58,6 @@ class Fp8BlockWeights:
         bias13: float32 [E, 2 * Ip] or [E, Ip], 0 where padded; None is 0.
         bias2: float32 [E, H]; None is 0.
         act_fn: the function between the GEMMs.
-        source: what these were made of, as views into them, for who wants to keep no more; or None.
     """
 
     w13: Tensor
@@ -68,7 +67,6 @@ class Fp8BlockWeights:
     bias13: Tensor | None = None
     bias2: Tensor | None = None
     act_fn: ActFn = SILU
-    source: object = None
     _plans: dict[tuple[int, ...], Fp8BlockPlan] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -119,39 +117,45 @@ class Fp8BlockWeights:
 def fused_experts(
     weights: Fp8BlockWeights,
     hidden: Tensor,
-    topk_ids: Tensor,
     topk_weights: Tensor,
+    topk_ids: Tensor,
     *,
+    out: Tensor,
+    workspace: Tensor,
     expert_map: Tensor | None = None,
-    workspace: Tensor | None = None,
     hidden_scale: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """Run the experts once. Nothing is read on the host.
 
-    More than MAX_SLOTS slots run in parts. What a call of a size needs beside the workspace is made
-    in the first one, and kept for as long as calls have the same workspace.
+    Each expert's result is rounded to bfloat16; their sum is float32. More than MAX_SLOTS
+    token-expert pairs run in parts. What a call of a size needs beside the workspace is made in the
+    first one, and kept for as long as calls have the same workspace.
 
     Args:
         weights: the experts here, on a device of SM90; H and I multiples of 16.
         hidden: [M, H] bfloat16, float16 or float32.
-        topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
         topk_weights: [M, T] float32, bfloat16 or float16.
+        topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
+        out: [M, H] contiguous bfloat16, float16 or float32, written.
+        workspace: uint8, at least `workspace_bytes`, with any contents.
         expert_map: [global experts] int32 or int64, index here or -1.
-        workspace: uint8, at least `workspace_bytes`, with anything in it; by default memory from
-            torch's allocator, which takes longer on the host.
         hidden_scale: where `hidden` is quantized, float8_e4m3fn, its scales: float32
             [M, ceil(H / 128)].
-
-    Returns:
-        [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. Each expert's result
-        is rounded to bfloat16; their sum is float32.
     """
     T = topk_ids.shape[1]
 
     def plan_for(tokens: int) -> Fp8BlockPlan:
         return _plan(weights, tokens, T, workspace)
 
-    return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
+    run_in_parts(
+        plan_for,
+        hidden,
+        topk_weights,
+        topk_ids,
+        out=out,
+        expert_map=expert_map,
+        hidden_scale=hidden_scale,
+    )
 
 
 def workspace_bytes(
@@ -184,14 +188,8 @@ def kernels_for(weights: Fp8BlockWeights, tokens: int, topk: int) -> tuple[objec
     return tiling, _routed(tiling, slots), sort, beside, multiples, tokens == 1, tokens <= 64, topk
 
 
-def _plan(
-    weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor | None
-) -> Fp8BlockPlan:
+def _plan(weights: Fp8BlockWeights, tokens: int, topk: int, workspace: Tensor) -> Fp8BlockPlan:
     """A plan in `workspace`: one that was made before, where that has not moved."""
-    if workspace is None:
-        size_bytes = workspace_bytes(weights, tokens, topk)
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=weights.w13.device)
-        return Fp8BlockPlan(weights, tokens, topk, workspace=buffer)
     key = (tokens, topk, workspace.data_ptr())
     plans = weights._plans
     plan = plans.get(key)
@@ -359,8 +357,8 @@ class Fp8BlockPlan:
     def __call__(
         self,
         hidden: Tensor,
-        topk_ids: Tensor,
         topk_weights: Tensor,
+        topk_ids: Tensor,
         out: Tensor,
         expert_map: Tensor | None = None,
         hidden_scale: Tensor | None = None,
@@ -370,8 +368,8 @@ class Fp8BlockPlan:
         Args:
             hidden: [M, H] contiguous bfloat16, float16 or float32; float8_e4m3fn with a
                 `hidden_scale`.
-            topk_ids: [M, T] contiguous int32 or int64; any id that is no expert's is for none.
             topk_weights: [M, T] contiguous float32, bfloat16 or float16.
+            topk_ids: [M, T] contiguous int32 or int64; any id that is no expert's is for none.
             out: [M, H] contiguous bfloat16, float16 or float32, written.
             expert_map: [global experts] contiguous int32 or int64, index here or -1.
             hidden_scale: see `fused_experts`; contiguous.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.kernels.arena import WorkspaceArena
-from moequant.kernels.calls import out_dtype, part_tokens, run_in_parts
+from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
 from moequant.kernels.routing import ONE_LAUNCH_SLOTS, Grouping, chunk_of, max_rows, sort_routing
@@ -34,43 +34,48 @@ TILE_ROWS = (16, 32, 64)
 def fused_experts(
     experts: Experts,
     hidden: Tensor,
-    topk_ids: Tensor,
     topk_weights: Tensor,
+    topk_ids: Tensor,
     *,
+    out: Tensor,
+    workspace: Tensor,
     expert_map: Tensor | None = None,
-    workspace: Tensor | None = None,
     hidden_scale: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """Run the experts once. Nothing is read on the host, and nothing kept but compiled kernels.
+
+    For hidden states in bfloat16 or FP8, what lies between the GEMMs and is not quantized is
+    rounded to bfloat16, and so is each expert's result; for others both are float32. Sums over a
+    token's experts are float32.
 
     Args:
         experts: the experts here.
         hidden: [M, H] bfloat16, float16 or float32, multiplied as they are if not quantized.
-        topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
         topk_weights: [M, T] float32, bfloat16 or float16.
+        topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
+        out: [M, H] contiguous bfloat16, float16 or float32, written.
+        workspace: uint8, at least `workspace_bytes`, with any contents.
         expert_map: [global experts] int32 or int64, index here or -1.
-        workspace: uint8, at least `workspace_bytes`; by default memory from torch's allocator.
         hidden_scale: where `hidden` is quantized by `experts.activations`, float8_e4m3fn, its
             scales: float32 [M, ceil(H / 128)] or [M, 1].
-
-    Returns:
-        [M, H] in the dtype of `hidden`, or bfloat16 where that is quantized. If it is bfloat16,
-        what lies between the GEMMs and is not quantized is rounded to it, and so is each expert's
-        result; else both are float32. Sums are float32.
     """
     T = topk_ids.shape[1]
-    dtype = out_dtype(hidden)
+    dtype = hidden.dtype
     if hidden_scale is not None:
-        hidden = hidden.view(torch.uint8)
+        hidden, dtype = hidden.view(torch.uint8), torch.bfloat16
 
     def plan_for(tokens: int) -> PortablePlan:
-        memory = workspace
-        if memory is None:
-            size_bytes = workspace_bytes(experts, tokens, T, dtype)
-            memory = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
-        return PortablePlan(experts, tokens, T, dtype=dtype, arena=WorkspaceArena(memory))
+        return PortablePlan(experts, tokens, T, dtype=dtype, arena=WorkspaceArena(workspace))
 
-    return run_in_parts(plan_for, hidden, topk_ids, topk_weights, expert_map, hidden_scale)
+    run_in_parts(
+        plan_for,
+        hidden,
+        topk_weights,
+        topk_ids,
+        out=out,
+        expert_map=expert_map,
+        hidden_scale=hidden_scale,
+    )
 
 
 def workspace_bytes(experts: Experts, tokens: int, topk: int, dtype: torch.dtype) -> int:
@@ -138,8 +143,8 @@ class PortablePlan:
     def __call__(
         self,
         hidden: Tensor,
-        topk_ids: Tensor,
         topk_weights: Tensor,
+        topk_ids: Tensor,
         out: Tensor,
         expert_map: Tensor | None = None,
         hidden_scale: Tensor | None = None,
@@ -148,8 +153,8 @@ class PortablePlan:
 
         Args:
             hidden: [M, H] contiguous, of the plan's dtype; uint8 codes with a `hidden_scale`.
-            topk_ids: [M, T] contiguous int32 or int64.
             topk_weights: [M, T] contiguous float32, bfloat16 or float16.
+            topk_ids: [M, T] contiguous int32 or int64.
             out: [M, H] contiguous bfloat16, float16 or float32, written.
             expert_map: [global experts] int32 or int64, index here or -1.
             hidden_scale: see `fused_experts`; contiguous.

@@ -133,6 +133,8 @@ def grouped_gemm(
     config = config_for(weight, x, out, tile_rows=work.tile_rows, gated=gate is not None)
     if work.max_tiles == 0:
         return
+    w_apart, scale_apart, end_apart, bias_apart = weight.apart
+    assert first.apart[:3] == weight.apart[:3], "gate and up lie in tensors of the same strides"
     experts_gemm[(work.max_tiles * triton.cdiv(N, config.block_n),)](
         x.qdata,
         _or(x.scale, x.qdata),
@@ -158,6 +160,11 @@ def grouped_gemm(
         SCALE_COLUMNS=facts.scale_columns,
         SCALE_ROWS=facts.scale_rows,
         END_ROWS=facts.end_rows,
+        W_APART=w_apart,
+        SCALE_APART=scale_apart,
+        END_APART=end_apart,
+        GATE_BIAS_APART=first.apart[3],
+        BIAS_APART=bias_apart,
         W_SPLIT=facts.split,
         X_SCHEME=x.scheme,
         SPLIT=_SPLIT.get(x.qdata.dtype, 1),
@@ -252,6 +259,11 @@ def experts_gemm(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     END_ROWS: tl.constexpr,
+    W_APART: tl.constexpr,
+    SCALE_APART: tl.constexpr,
+    END_APART: tl.constexpr,
+    GATE_BIAS_APART: tl.constexpr,
+    BIAS_APART: tl.constexpr,
     W_SPLIT: tl.constexpr,
     X_SCHEME: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -299,23 +311,24 @@ def experts_gemm(
             xt = decode_e4m3(xt, NATIVE).to(tl.bfloat16)
         up_sum = add_product(
             up_sum, xt, up, up_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
-            CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_SPLIT, X_SCHEME, SPLIT, BLOCK_N, BLOCK_K,
-            NATIVE, INTERPRETED,
+            CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_APART, SCALE_APART, W_SPLIT, X_SCHEME, SPLIT,
+            BLOCK_N, BLOCK_K, NATIVE, INTERPRETED,
         )  # fmt: skip
         if GATED:
             gate_sum = add_product(
                 gate_sum, xt, gate, gate_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
-                CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_SPLIT, X_SCHEME, SPLIT, BLOCK_N, BLOCK_K,
-                NATIVE, INTERPRETED,
+                CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_APART, SCALE_APART, W_SPLIT, X_SCHEME,
+                SPLIT, BLOCK_N, BLOCK_K, NATIVE, INTERPRETED,
             )  # fmt: skip
 
     y = finished(
-        up_sum, up_end, up_bias, x_scale, expert, source, live, n, N, END_ROWS, X_SCHEME, BIAS
-    )
+        up_sum, up_end, up_bias, x_scale, expert, source, live, n, N, END_ROWS, END_APART,
+        BIAS_APART, X_SCHEME, BIAS,
+    )  # fmt: skip
     if GATED:
         gate_sum = finished(
-            gate_sum, gate_end, gate_bias, x_scale, expert, source, live, n, N, END_ROWS, X_SCHEME,
-            GATE_BIAS,
+            gate_sum, gate_end, gate_bias, x_scale, expert, source, live, n, N, END_ROWS, END_APART,
+            GATE_BIAS_APART, X_SCHEME, GATE_BIAS,
         )  # fmt: skip
     if ACT != "":
         y = act_fn(gate_sum, y, ACT, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
@@ -383,6 +396,8 @@ def add_product(
     CODES_A_BYTE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    W_APART: tl.constexpr,
+    SCALE_APART: tl.constexpr,
     W_SPLIT: tl.constexpr,
     X_SCHEME: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -393,8 +408,8 @@ def add_product(
 ):
     """`total` plus the product over BLOCK_K columns from `k0` on."""
     w = weight_tile(
-        weight, scale, expert, n, k0, N, K, ELEMENT, CODES_A_BYTE, SCALE_COLUMNS, BLOCK_N, BLOCK_K,
-        NATIVE, INTERPRETED,
+        weight, scale, expert, n, k0, N, K, ELEMENT, CODES_A_BYTE, SCALE_COLUMNS, W_APART,
+        SCALE_APART, BLOCK_N, BLOCK_K, NATIVE, INTERPRETED,
     )  # fmt: skip
     if SCALE_COLUMNS != 128 and X_SCHEME != "fp8_group128":
         total = dot_exact(w, xt, total, W_SPLIT, SPLIT, INTERPRETED)
@@ -403,7 +418,7 @@ def add_product(
         part = dot_exact(w, xt, zero, W_SPLIT, SPLIT, INTERPRETED)
         block = k0 // 128
         if SCALE_COLUMNS == 128:
-            scale_row = expert * tl.cdiv(N, SCALE_ROWS) + n // SCALE_ROWS
+            scale_row = expert * SCALE_APART + n // SCALE_ROWS
             at = scale + scale_row * tl.cdiv(K, 128) + block
             part *= tl.load(at, mask=n < N, other=0).to(tl.float32)[:, None]
         if X_SCHEME == "fp8_group128":
@@ -424,6 +439,8 @@ def weight_tile(
     ELEMENT: tl.constexpr,
     CODES_A_BYTE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
+    W_APART: tl.constexpr,
+    SCALE_APART: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -431,7 +448,7 @@ def weight_tile(
 ):
     """Weights [BLOCK_N, BLOCK_K]: as they are, or in bfloat16, times scales exact in it."""
     inside_n = (n < N)[:, None]
-    at_row = weight + (expert * N + n)[:, None] * (K // CODES_A_BYTE)
+    at_row = weight + (expert * W_APART + n)[:, None] * (K // CODES_A_BYTE)
     byte = (k0 // CODES_A_BYTE + tl.arange(0, BLOCK_K // CODES_A_BYTE))[None, :]
     data = tl.load(at_row + byte, mask=inside_n & (byte < K // CODES_A_BYTE), other=0)
     if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
@@ -448,7 +465,7 @@ def weight_tile(
         tl.static_assert(ELEMENT == "e2m1")
         GROUPS: tl.constexpr = BLOCK_K // SCALE_COLUMNS
         group = (k0 // SCALE_COLUMNS + tl.arange(0, GROUPS))[None, :]
-        at_group = scale + (expert * N + n)[:, None] * (K // SCALE_COLUMNS) + group
+        at_group = scale + (expert * SCALE_APART + n)[:, None] * (K // SCALE_COLUMNS) + group
         code = tl.load(at_group, mask=inside_n & (group < K // SCALE_COLUMNS), other=0)
         group_scale = decode_e4m3(code, NATIVE) if SCALE_COLUMNS == 16 else decode_e8m0(code)
         BYTES: tl.constexpr = SCALE_COLUMNS // 2
@@ -475,16 +492,20 @@ def finished(
     n,
     N: tl.constexpr,
     END_ROWS: tl.constexpr,
+    END_APART: tl.constexpr,
+    BIAS_APART: tl.constexpr,
     X_SCHEME: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     """The sum times the scales of the whole of it, plus bias."""
     if END_ROWS == 1:
-        total *= tl.load(end + expert)
+        total *= tl.load(end + expert * END_APART)
     if END_ROWS == 2:
-        total *= tl.load(end + expert * N + n, mask=n < N, other=0)[:, None]
+        total *= tl.load(end + expert * END_APART + n, mask=n < N, other=0)[:, None]
     if X_SCHEME == "fp8_token":
         total *= tl.load(x_scale + source, mask=live, other=0)[None, :]
     if BIAS:
-        total += tl.load(bias + expert * N + n, mask=n < N, other=0).to(tl.float32)[:, None]
+        total += tl.load(bias + expert * BIAS_APART + n, mask=n < N, other=0).to(tl.float32)[
+            :, None
+        ]
     return total

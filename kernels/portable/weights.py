@@ -80,14 +80,17 @@ KINDS = {
 class Projection:
     """One of the matrices of E experts.
 
+    Each expert's part of a tensor is contiguous; experts may lie further apart, as those of gate do
+    in a tensor that holds gate over up.
+
     Attributes:
         kind: a key of KINDS.
         qdata: [E, N, K] bfloat16, float16 or float32, or uint8 codes [E, N, K] or [E, N, K / 2],
-            the even column in the low nibble; contiguous.
-        scale: [E, ceil(N / scale_rows), ceil(K / scale_columns)] contiguous, bytes where it is of 8
-            bits; any tensor where scale_columns is 0.
-        end: float32 [E] or [E, N] contiguous; any tensor where end_rows is 0.
-        bias: float32 or bfloat16 [E, N] contiguous, or None.
+            the even column in the low nibble.
+        scale: [E, ceil(N / scale_rows), ceil(K / scale_columns)], bytes where it is of 8 bits; any
+            tensor where scale_columns is 0.
+        end: float32 [E] or [E, N]; any tensor where end_rows is 0.
+        bias: float32 or bfloat16 [E, N], or None.
     """
 
     kind: str
@@ -111,6 +114,16 @@ class Projection:
         """K."""
         return self.qdata.shape[2] * KINDS[self.kind].codes_per_byte
 
+    @property
+    def apart(self) -> tuple[int, int, int, int]:
+        """From one expert to the next: rows of qdata and of scale, elements of end and of bias."""
+        return (
+            self.qdata.stride(0) // self.qdata.shape[2],
+            self.scale.stride(0) // self.scale.shape[-1],
+            self.end.stride(0),
+            0 if self.bias is None else self.bias.stride(0),
+        )
+
 
 def projection(
     kind: str,
@@ -119,7 +132,7 @@ def projection(
     global_scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Projection:
-    """A matrix from its parts as `QuantizedWeight` has them; views, where they are contiguous.
+    """A matrix from its parts as `QuantizedWeight` has them; views, where experts are contiguous.
 
     Args:
         kind: a key of KINDS, which is the name of the format.
@@ -138,11 +151,16 @@ def projection(
         end = end.float().reshape(*qdata.shape[: facts.end_rows])
     return Projection(
         kind=kind,
-        qdata=qdata.contiguous(),
-        scale=scale.contiguous(),
-        end=end.contiguous(),
-        bias=None if bias is None else bias.contiguous(),
+        qdata=_each_contiguous(qdata),
+        scale=_each_contiguous(scale),
+        end=_each_contiguous(end),
+        bias=None if bias is None else _each_contiguous(bias),
     )
+
+
+def _each_contiguous(tensor: Tensor) -> Tensor:
+    """`tensor`, copied unless the part of each expert is contiguous."""
+    return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from torch.nn import functional
 from moequant.act_fn import SILU, SWIGLUOAI
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
-from moequant.layouts.gate_up import stack_gate_up
 from moequant.runtime import FusedExperts
-from moequant.runtime.backends import FusedBackend, backends
+from moequant.runtime.backends import backends
+from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,7 +52,7 @@ def check_known(names: Iterable[str]) -> None:
 
 
 def make_contender(name: str, weights: ExpertWeights) -> Experts:
-    """`experts(hidden, ids, topk_weights)` by `name`.
+    """`experts(hidden, topk_weights, ids)` by `name`.
 
     Raises:
         UnsupportedError: nothing is called that, or it does not run these experts here, or not
@@ -68,12 +68,13 @@ def capturable(experts: FusedExperts) -> FusedExperts:
     """`experts`, whose calls a CUDA graph can capture.
 
     Raises:
-        UnsupportedError: their backend is not fused, and so waits for the device.
+        UnsupportedError: their backend waits for the device.
     """
-    name = experts.chosen_backend()
-    if not isinstance(backends()[name], FusedBackend):
+    packed = experts.packed()
+    if not packed.capturable:
         raise UnsupportedError(
-            f"backend {name!r} waits for the device, which no CUDA graph captures: it is not timed"
+            f"backend {packed.backend.name!r} waits for the device, which no CUDA graph captures: "
+            "it is not timed"
         )
     return experts
 
@@ -96,7 +97,7 @@ class _GroupedMm:
     bias2: Tensor | None
     act_fn: ActFn
 
-    def __call__(self, hidden: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, topk_weights: Tensor, ids: Tensor) -> Tensor:
         M, T = ids.shape
         slot = ids.flatten().argsort(stable=True)
         expert = ids.flatten()[slot]
@@ -146,16 +147,11 @@ def _bf16(weight: QuantizedWeight) -> Tensor:
     return dequantize(weight).bfloat16()
 
 
-def _plain(weights: ExpertWeights, name: str) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """Gate and up of experts that compute gated SiLU without biases."""
-    if weights.gate is None or weights.act_fn != SILU or weights.biases():
-        raise UnsupportedError(f"{name} is timed with gated SiLU and no biases")
-    return weights.gate, weights.up
-
-
 def _vllm(weights: ExpertWeights) -> Experts:
     if weights.format != "fp8_block":
         raise UnsupportedError(f"vllm is timed with fp8_block, not {weights.format}")
+    if weights.gate is None or weights.act_fn != SILU or weights.biases():
+        raise UnsupportedError("vllm is timed with gated SiLU and no biases")
     if find_spec("vllm") is None:
         raise UnsupportedError("vllm is not installed")
     from vllm.model_executor.layers.fused_moe import (  # type: ignore[import-not-found]
@@ -165,15 +161,14 @@ def _vllm(weights: ExpertWeights) -> Experts:
         fp8_w8a8_moe_quant_config,
     )
 
-    w13 = stack_gate_up(*_plain(weights, "vllm"))
-    down = weights.down
+    w = STACKED.pack(weights)
     config = fp8_w8a8_moe_quant_config(
-        w1_scale=w13.scale, w2_scale=down.scale, block_shape=[128, 128]
+        w1_scale=w["w13_scale"], w2_scale=w["w2_scale"], block_shape=[128, 128]
     )
 
-    def run(hidden: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def run(hidden: Tensor, topk_weights: Tensor, ids: Tensor) -> Tensor:
         result: Tensor = fused_experts(
-            hidden, w13.qdata, down.qdata, topk_weights, ids, quant_config=config
+            hidden, w["w13_qdata"], w["w2_qdata"], topk_weights, ids, quant_config=config
         )
         return result
 

@@ -269,7 +269,6 @@ def _bench_layer(
     progress: Progress,
 ) -> LayerBenchmark:
     ours = _our_experts(shape, measure, device)
-    ours.packed_weights()  # after which the module holds what every contender may share
     contenders: dict[str, Experts] = {OURS: ours}
     refusals: dict[str, str] = {}
     for other in measure.against:

@@ -30,7 +30,7 @@ class Inputs:
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
         """As `FusedExperts.forward` takes them."""
-        return self.hidden, self.ids, self.topk_weights
+        return self.hidden, self.topk_weights, self.ids
 
 
 def random_experts(shape: LayerShape, format: str, device: torch.device) -> ExpertWeights:

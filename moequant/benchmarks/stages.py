@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moequant.benchmarks.layers import Inputs
-    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, Fp8BlockWeights
+    from moequant.kernels.fp8_block.experts import Fp8BlockPlan
     from moequant.runtime import FusedExperts
+    from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8BlockExperts
 
 BACKEND = "sm90_fp8_block"
 """The one that has tilings and stages."""
@@ -41,7 +42,7 @@ def timed_tiling(experts: FusedExperts, tokens: int, topk: int) -> dict[str, int
     """The tiling of a call, or of its parts if it runs in parts; None of other backends."""
     if experts.chosen_backend() != BACKEND:
         return None
-    weights = cast("Fp8BlockWeights", experts.packed_weights())
+    weights = cast("Sm90Fp8BlockExperts", experts.packed()).kernel_weights
     return asdict(weights.tiling(_part(experts, tokens, topk), topk))
 
 
@@ -52,15 +53,15 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
     """
     from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
 
-    weights = cast("Fp8BlockWeights", experts.packed_weights())
+    weights = cast("Sm90Fp8BlockExperts", experts.packed()).kernel_weights
     part = _part(experts, *call.ids.shape)
-    hidden, ids, topk_weights = (t[:part] for t in call.arguments)
+    hidden, topk_weights, ids = (t[:part] for t in call.arguments)
     topk, out = ids.shape[1], torch.empty_like(hidden)
     size_bytes = workspace_bytes(weights, part, topk)
     workspace = torch.empty(size_bytes, dtype=torch.uint8, device=hidden.device)
     plan = Fp8BlockPlan(weights, part, topk, workspace=workspace)
-    plan(hidden, ids, topk_weights, out)
-    stages = _stages(plan, (hidden, ids, topk_weights, out))
+    plan(hidden, topk_weights, ids, out)
+    stages = _stages(plan, (hidden, topk_weights, ids, out))
     times = time_interleaved({n: [stage] * _CALLS for n, stage in stages.items()}, rests=rests)
     return {name: time.median_us for name, time in times.items()}
 
@@ -78,7 +79,7 @@ def _stages(plan: Fp8BlockPlan, call: tuple[torch.Tensor, ...]) -> dict[str, Cal
     from moequant.kernels.routing import sort_routing
     from moequant.kernels.weighted_reduce import weighted_reduce
 
-    hidden, ids, topk_weights, out = call
+    hidden, topk_weights, ids, out = call
     buffers, routing = plan.buffers, plan.buffers.routing
 
     def again(gemm: Callable[[int], None]) -> None:

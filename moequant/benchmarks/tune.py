@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.benchmarks.shapes import LayerShape
-    from moequant.kernels.fp8_block.experts import Fp8BlockWeights
     from moequant.kernels.fp8_block.tuning import Tiling, TuningProblem
     from moequant.progress import Progress
+    from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8BlockExperts
 
 _MARGIN = 0.99
 """Of the time of the tiling that calls have now, what another must stay under: medians of 20
@@ -144,7 +144,7 @@ class CudaLayer:
         self._device = device
         weights = random_experts(shape, "fp8_block", device)
         self._experts = FusedExperts(weights, backend=BACKEND)
-        self._packed = cast("Fp8BlockWeights", self._experts.packed_weights())
+        self._packed = cast("Sm90Fp8BlockExperts", self._experts.packed()).kernel_weights
 
     def problem(self, tokens: int) -> TuningProblem:
         """See `Layer`."""

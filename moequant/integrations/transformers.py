@@ -1,8 +1,8 @@
 """transformers models that run on moequant's experts.
 
-transformers calls the experts of a layer as `experts(hidden_states, ids, weights)`, with shapes
-[M, H], [M, T] and [M, T]. `FusedExperts` has the same signature and replaces that module. No class
-of transformers is changed, and nothing is registered there.
+transformers calls the experts of a layer as `experts(hidden_states, ids, weights)`, of [M, H] or
+[B, S, H], and twice [M, T]. `ExpertsOfModel` takes these and replaces that module. No class of
+transformers is changed, and nothing is registered there.
 
 Decisions, each with the failure it prevents:
 
@@ -54,8 +54,6 @@ _COMPARED = {
     "limited": "layers with another activation function",
 }
 """Fields of MoeConfig that must agree between model and checkpoint, and their names in errors."""
-_CALLED_WITH_SEQUENCES = ("DbrxExperts",)
-"""transformers modules of experts that are called with [B, S, H] instead of [M, H]."""
 
 
 def load_model(
@@ -213,27 +211,24 @@ class _Holder:
         return next(iter(_tensors_of(self.experts))).device
 
     def put(self, experts: nn.Module) -> None:
-        old = self.experts
-        if isinstance(old, _SequenceExperts) or type(old).__name__ in _CALLED_WITH_SEQUENCES:
-            experts = _SequenceExperts(experts)
         setattr(self.block, self.name, experts)
 
 
-class _SequenceExperts(nn.Module):
-    """Experts for a block that calls them with [B, S, H] instead of [M, H].
+class ExpertsOfModel(nn.Module):
+    """Experts as a model of transformers calls them.
 
     Args:
-        experts: the experts, called with [M, H].
+        fused: the experts.
     """
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, fused: FusedExperts) -> None:
         super().__init__()
-        self.experts = experts
+        self.fused = fused
 
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[B, S, H], from hidden states [B, S, H], and ids and weights [B * S, T]."""
+        """The output, shaped as the hidden states, [M, H] or [B, S, H]; ids and weights [M, T]."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output: Tensor = self.experts(rows, ids, weights)
+        output: Tensor = self.fused(rows, weights, ids)
         return output.view(hidden_states.shape)
 
 
@@ -255,9 +250,10 @@ def _experts_by_layer(model: PreTrainedModel) -> dict[int, _Holder]:
 
 def _load(
     reader: LayerReader, layer: int, *, backend: str | None, activations: Literal["format", "none"]
-) -> FusedExperts:
-    every_expert = range(reader.converted.moe.experts)
-    return FusedExperts(reader.read(layer, every_expert), backend=backend, activations=activations)
+) -> ExpertsOfModel:
+    everything = range(reader.converted.moe.experts)
+    weights = reader.read(layer, everything)
+    return ExpertsOfModel(FusedExperts(weights, backend=backend, activations=activations))
 
 
 def _converted_layers(converted: ConvertedCheckpoint) -> list[int]:
@@ -480,7 +476,7 @@ def _check_holders(
         )
     for layer, holder in holders.items():
         experts = holder.experts
-        if not isinstance(experts, FusedExperts | _SequenceExperts) and not _is_stacked(experts):
+        if not isinstance(experts, ExpertsOfModel) and not _is_stacked(experts):
             raise UnsupportedError(
                 f"{type(model).__name__}: the experts of layer {layer} are a "
                 f"{type(experts).__name__}, but must be one module with the stacked weights of all "

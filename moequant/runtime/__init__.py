@@ -4,6 +4,7 @@ from moequant.act_fn import ActFn
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.functional import deep_gemm_moe_fp8, fused_experts
 from moequant.runtime.load import load_experts
+from moequant.runtime.packing import pack_experts
 from moequant.runtime.select import select
 from moequant.runtime.weights import ExpertWeights
 
@@ -14,5 +15,6 @@ __all__ = [
     "deep_gemm_moe_fp8",
     "fused_experts",
     "load_experts",
+    "pack_experts",
     "select",
 ]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.errors import UnsupportedError
 from moequant.formats.blocks import block_amax, expand_blocks
 from moequant.formats.elements import E4M3_MAX, divide, encode_e4m3
 
@@ -62,13 +63,17 @@ class Activations:
 def quantize_activations(
     x: Tensor, scheme: str, *, static_scale: Tensor | None = None
 ) -> Activations:
-    """Quantize [M, K] bfloat16, float16 or float32 by `scheme`, one of SCHEMES.
+    """Quantize [M, K] bfloat16, float16 or float32 by `scheme`.
 
     Args:
         x: the activations.
-        scheme: how.
+        scheme: one of SCHEMES.
         static_scale: for "fp8_static", the scale, [1] float32.
+
+    Raises:
+        UnsupportedError: no scheme is called that, or "fp8_static" without a scale.
     """
+    check_scheme(scheme, static=static_scale is not None)
     if scheme == "none":
         return Activations(scheme=scheme, qdata=x, scale=None)
     x = x.float()
@@ -84,9 +89,21 @@ def quantize_activations(
     return Activations(scheme=scheme, qdata=qdata, scale=scale)
 
 
-def data_and_scale(x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
-    """Codes and their scale, or activations as they are and None."""
-    return (x.qdata, x.scale) if isinstance(x, Activations) else (x, None)
+def check_scheme(scheme: str, *, static: bool) -> None:
+    """Check that activations can be quantized by `scheme`; `static`: whether a scale is given.
+
+    Raises:
+        UnsupportedError: no scheme is called that, or "fp8_static" without a scale.
+    """
+    if scheme not in SCHEMES:
+        raise UnsupportedError(
+            f"no scheme of activations is called {scheme!r}; there are: {', '.join(SCHEMES)}"
+        )
+    if scheme == "fp8_static" and not static:
+        raise UnsupportedError(
+            "activations in fp8_static have one scale that is given, and there is none; give "
+            "static_scale, or use fp8_token, which computes one for every token"
+        )
 
 
 def scale_columns(scheme: str, K: int) -> int | None:

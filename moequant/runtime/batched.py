@@ -6,18 +6,25 @@ tokens. On CUDA nothing here waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.activations import Activations, quantize_activations
+from moequant.runtime.activations import (
+    QUANTIZED_DTYPE,
+    Activations,
+    quantize_activations,
+    scale_columns,
+)
+from moequant.runtime.inputs import HIDDEN_DTYPES
 from moequant.runtime.routing import NOWHERE, permute
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moequant.runtime.backends.base import Workload
     from moequant.runtime.routing import Routing
 
 OVERFLOW = -2
@@ -39,6 +46,52 @@ class BatchedTokens:
     qdata: Tensor
     scale: Tensor | None
     counts: Tensor
+
+
+def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
+    """Check tokens against the experts that shall run them; on CUDA, limit counts to C.
+
+    Raises:
+        UnsupportedError: another E, H, scheme or device than the experts have; dtypes or shapes
+            that contradict each other; on a CPU, a count beyond C or below 0.
+    """
+    if tokens.scheme != workload.activations:
+        raise UnsupportedError(
+            f"the tokens are in {tokens.scheme}, but these experts are fed {workload.activations}; "
+            "quantize them by that scheme"
+        )
+    E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1:2]
+    groups = scale_columns(tokens.scheme, H)
+    wanted: dict[str, tuple[Tensor | None, tuple[torch.dtype, ...], list[int]]] = {
+        "qdata": (
+            tokens.qdata,
+            HIDDEN_DTYPES if groups is None else (QUANTIZED_DTYPE,),
+            [E, *C, H],
+        ),
+        "counts": (tokens.counts, (torch.int32,), [E]),
+    }
+    if groups is not None:
+        wanted["scale"] = tokens.scale, (torch.float32,), [E, *C, groups]
+    elif tokens.scale is not None:
+        raise UnsupportedError("scale is given, but the scheme none has no scales; leave it out")
+    for name, (tensor, dtypes, shape) in wanted.items():
+        if tensor is None:
+            raise UnsupportedError(f"{name} is None, but {tokens.scheme} wants it to be {shape}")
+        if list(tensor.shape) != shape or tensor.dtype not in dtypes:
+            raise UnsupportedError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, but these experts want "
+                f"{' or '.join(map(str, dtypes))} {shape}"
+            )
+        if tensor.device != workload.device:
+            raise UnsupportedError(
+                f"{name} is on {tensor.device}, but the experts are on {workload.device}"
+            )
+    capacity = tokens.qdata.shape[1]
+    if tokens.counts.device.type == "cpu":
+        _check_capacity(tokens.counts, capacity)
+        return tokens
+    # To read them would be to wait for the device.
+    return replace(tokens, counts=tokens.counts.clamp(0, capacity))
 
 
 def expert_range(
@@ -70,7 +123,13 @@ def largest_batch(routing: Routing, experts: int) -> int:
 
 
 def prepare_batched(
-    hidden: Tensor, routing: Routing, *, experts: int, capacity: int, scheme: str
+    hidden: Tensor,
+    routing: Routing,
+    *,
+    experts: int,
+    capacity: int,
+    scheme: str,
+    static_scale: Tensor | None = None,
 ) -> tuple[BatchedTokens, Tensor]:
     """Quantize each token once, and lay it into the batches of its experts.
 
@@ -79,7 +138,8 @@ def prepare_batched(
         routing: the experts here of the M tokens.
         experts: E.
         capacity: C; `largest_batch`, or M, which is enough where no token has an expert twice.
-        scheme: how to quantize, one of SCHEMES but "fp8_static".
+        scheme: how to quantize, one of SCHEMES.
+        static_scale: for "fp8_static", the scale, [1] float32.
 
     Returns:
         The tokens, and the place e * C + i of every slot, [M, T] int64; NOWHERE for a slot without
@@ -87,11 +147,11 @@ def prepare_batched(
         `finalize_batched` makes NaN: to refuse it would be to wait for the device.
 
     Raises:
-        UnsupportedError: elsewhere, an expert with more than `capacity` tokens, which is named.
+        UnsupportedError: elsewhere, an expert with more than `capacity` tokens, which is named; no
+            scheme is called that, or "fp8_static" without a scale.
     """
-    return lay_out(
-        quantize_activations(hidden, scheme), routing, experts=experts, capacity=capacity
-    )
+    x = quantize_activations(hidden, scheme, static_scale=static_scale)
+    return lay_out(x, routing, experts=experts, capacity=capacity)
 
 
 def lay_out(
@@ -157,6 +217,8 @@ def finalize_batched(rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
 
 
 def _check_capacity(counts: Tensor, capacity: int) -> None:
+    if (counts < 0).any():
+        raise UnsupportedError(f"counts has {int(counts.min())}, but a count is at least 0")
     over = counts > capacity
     if over.any():
         expert = int(over.nonzero()[0])

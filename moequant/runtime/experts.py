@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,35 +10,45 @@ from torch import Tensor, nn
 
 from moequant.errors import UnsupportedError
 from moequant.runtime import experts_op
-from moequant.runtime.backends import FusedBackend, Workload
-from moequant.runtime.call import Call, parts_of, run_in_parts
+from moequant.runtime.backends import PackedExperts
+from moequant.runtime.backends.stacked import STACKED, unstack
+from moequant.runtime.call import MAX_TOKENS, parts_of, run_experts
 from moequant.runtime.capture import capturing
-from moequant.runtime.inputs import check_expert_map, check_input_scales, check_inputs
+from moequant.runtime.inputs import check_expert_map, check_input_scales
 from moequant.runtime.kept_memory import make_kept
-from moequant.runtime.select import check_takes_quantized, select
-from moequant.runtime.weights import ExpertWeights
+from moequant.runtime.packing import pack_experts, scheme_of
+from moequant.runtime.select import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
-    from moequant.runtime.backends import Backend
-
-MAX_TOKENS = 8192
-"""Tokens of a part, unless told otherwise: what servers put in one step, and beyond which no kernel
-gets faster."""
+    from moequant.runtime.backends import Backend, Workload
+    from moequant.runtime.weights import ExpertWeights
 
 
 class FusedExperts(nn.Module):
     """The routed experts of one layer: prepare, a backend, finalize.
 
-    For every token, the sum over its slots t of
+    For every token, the sum over its experts t of
     `topk_weights[t] * down(act_fn(gate(x), up(x)))` of expert `topk_ids[t]`.
 
     Inference only: nothing is recorded for autograd, whatever the mode outside, and autocast is off
     inside.
 
-    The first call of some backends lays out the weights anew, which a CUDA graph cannot capture:
-    call once before the capture, and capture again after the weights have changed or moved.
+    Weights: they are packed for the backend here, on their device, and are buffers under the names
+    of its layout: `w13_qdata`, `w2_scale` and so on. So they are part of `state_dict`, which can be
+    saved with safetensors, and move between devices as any module's do, but keep their dtypes:
+    `.half()` on a model around this module leaves codes and scales alone. A layout that only one
+    backend reads stays with that backend: moved elsewhere, the next call says so.
+
+    Streams and threads: a call runs on the current stream of the device. Calls on several streams
+    or from several threads do not disturb each other, since each pair of a thread and a stream has
+    a workspace of its own. The first call after weights were replaced must not run in two threads
+    at once on a GPU.
+
+    CUDA graphs: call once with the same sizes and dtypes before the capture, which compiles
+    kernels; capture again after weights have changed or moved. Within a capture a call takes its
+    workspace from the graph's memory. `moequant warm-up` compiles ahead.
 
     Under torch.compile a call is one operator, moequant::fused_experts, that the graph keeps whole.
     It names the module by a number, so code that is compiled for one layer is compiled anew for the
@@ -46,11 +56,8 @@ class FusedExperts(nn.Module):
     torch._dynamo.config.allow_unspec_int_on_nn_module. torch.export is refused: what it saved would
     hold the number, and not the experts.
 
-    The weights are buffers and part of `state_dict`. They move between devices as any module's do,
-    but keep their dtypes: `.half()` on a model around this module leaves codes and scales alone.
-
     Args:
-        weights: the experts here.
+        weights: the experts here; or what `pack_experts` made of them.
         backend: name of a backend; by default the best that runs them on their device.
         activations: "format" quantizes activations as the format's GEMM does, in front of either
             GEMM; "none" never does.
@@ -69,7 +76,7 @@ class FusedExperts(nn.Module):
 
     def __init__(
         self,
-        weights: ExpertWeights,
+        weights: ExpertWeights | PackedExperts,
         *,
         backend: str | None = None,
         activations: Literal["format", "none"] = "format",
@@ -77,64 +84,82 @@ class FusedExperts(nn.Module):
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         super().__init__()
-        if not isinstance(weights, ExpertWeights):
-            raise UnsupportedError(
-                f"weights is {type(weights).__name__}, but wanted is ExpertWeights; load_experts "
-                "makes them of a checkpoint"
-            )
-        for name, tensor in weights.tensors().items():
+        packed = weights
+        if not isinstance(packed, PackedExperts):
+            packed = pack_experts(packed, backend=backend, activations=activations)
+        for name, tensor in packed.tensors.items():
             self.register_buffer(name, tensor)
-        self._weights = weights
-        self._ready: _Ready | None = None
+        self._names = tuple(packed.tensors)
+        self._layout = packed.backend.layout
+        self._workload = packed.workload
+        self._ready: dict[str, _Ready] = {}
         self._handle = experts_op.handle_of(self)
         self.backend = backend
-        self.max_tokens = max_tokens
         self.activations = activations
-        self.expert_map: Tensor | None
-        self.register_buffer("expert_map", None, persistent=False)
+        self.max_tokens = max_tokens
+        self.register_buffer("_expert_map", None, persistent=False)
         self.expert_map = expert_map
-        select(_workload(weights, activations), backend)
-        check_input_scales(weights.input_scales())
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; `max_tokens` and `expert_map` are checked as the constructor says."""
-        if name == "max_tokens" and (type(value) is not int or value < 1):
+    @property
+    def max_tokens(self) -> int:
+        """See the constructor; checked when it is assigned."""
+        return self._max_tokens
+
+    @max_tokens.setter
+    def max_tokens(self, value: int) -> None:
+        if type(value) is not int or value < 1:
             raise UnsupportedError(
                 f"max_tokens is {value!r}, but wanted is a whole number, at least 1"
             )
-        if name == "expert_map" and value is not None:
-            self._check_map(value, values=not capturing(self.weights.device))
-        super().__setattr__(name, value)
+        self._max_tokens = value
+
+    @property
+    def expert_map(self) -> Tensor | None:
+        """See the constructor; checked when it is assigned, on the host unless within a capture."""
+        return self._buffers["_expert_map"]
+
+    @expert_map.setter
+    def expert_map(self, value: Tensor | None) -> None:
+        if value is not None:
+            self._check_map(value, values=not capturing(self._buffer(self._names[0]).device))
+        self._buffers["_expert_map"] = value
 
     @property
     def weights(self) -> ExpertWeights:
-        """The experts, where they are now."""
-        # Made and checked anew only where a buffer has been replaced: by a move, or by
-        # load_state_dict(assign=True).
-        tensors = {name: self._buffer(name) for name in self._weights.tensors()}
-        if any(tensors[name] is not old for name, old in self._weights.tensors().items()):
-            self._weights = self._weights.replace(tensors)
-        return self._weights
+        """Gate, up and down as views of the buffers, where they are now.
+
+        Raises:
+            UnsupportedError: the backend's layout does not hold them so.
+            CheckpointError: a buffer was replaced by one of another dtype or shape.
+        """
+        if self._layout != STACKED:
+            raise UnsupportedError(
+                f"these experts are packed as {self._layout}, which does not hold gate, up and "
+                "down as they are; keep the ExpertWeights that they were packed from"
+            )
+        return self._unstacked(self._tensors())
 
     def forward(
         self,
         hidden_states: Tensor,
-        topk_ids: Tensor,
         topk_weights: Tensor,
+        topk_ids: Tensor,
         *,
         expert_map: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         activations: Literal["format", "none"] | None = None,
         hidden_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        workspace: Tensor | None = None,
     ) -> Tensor:
-        """Run the experts.
+        """Run the experts on the current stream; see the class about threads and CUDA graphs.
 
         Args:
             hidden_states: [M, H] bfloat16, float16 or float32; or float8_e4m3fn, with hidden_scale.
-            topk_ids: [M, T] int32 or int64; -1 contributes nothing, nor does an id out of range,
-                where it is not refused: in FusedBackends, which do not read ids on the host, and
-                within the capture of a CUDA graph.
             topk_weights: [M, T] float32, bfloat16 or float16.
+            topk_ids: [M, T] int32 or int64; -1 contributes nothing. Backends that read ids on the
+                host refuse one out of range; elsewhere, and within the capture of a CUDA graph, it
+                contributes nothing.
             expert_map: instead of the module's own; the same holds for indices in it.
             apply_router_weight_on_input: multiply the weight into the input, in float32, and not
                 into the result; for T = 1 only.
@@ -142,37 +167,42 @@ class FusedExperts(nn.Module):
             hidden_scale: of hidden states that come quantized, as the weights' format quantizes
                 them (`moequant.runtime.activations`): float32 multipliers, [M, ceil(H / 128)] or
                 [M, 1].
+            out: where to write the result: [M, H] contiguous, of the result's dtype.
+            workspace: scratch memory instead of the one that all layers share: uint8, contiguous,
+                at least `workspace_bytes`, at a multiple of 16 bytes. It must not be in use by
+                another call.
 
         Returns:
             [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized; sums are
-            float32.
+            float32. It is `out`, where that is given.
 
         Raises:
             UnsupportedError: a shape, dtype, device or id that is not as above, no backend that
                 runs this, a first call within the capture of a CUDA graph, or torch.export.
         """
-        with torch.no_grad():
-            if torch.compiler.is_compiling():
-                output: Tensor = experts_op.fused_experts(
-                    hidden_states,
-                    topk_ids,
-                    topk_weights,
-                    expert_map,
-                    apply_router_weight_on_input,
-                    activations,
-                    self._handle,
-                    hidden_scale,
-                )
-                return output
-            return self.run(
+        if torch.compiler.is_compiling():
+            output: Tensor = experts_op.fused_experts(
                 hidden_states,
-                topk_ids,
                 topk_weights,
+                topk_ids,
                 expert_map,
                 apply_router_weight_on_input,
                 activations,
+                self._handle,
                 hidden_scale,
             )
+            return output if out is None else out.copy_(output)
+        return self.run(
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            apply_router_weight_on_input,
+            activations,
+            hidden_scale,
+            out=out,
+            workspace=workspace,
+        )
 
     def chosen_backend(self) -> str:
         """Name of the backend that runs the experts where they are now.
@@ -180,86 +210,78 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: there is none.
         """
-        return self._select(self.activations)[1].name
+        return self.packed().backend.name
 
-    def packed_weights(self) -> object:
-        """The weights as the backend's kernels read them; None where it takes them as they are.
+    def packed(self, activations: str | None = None) -> PackedExperts:
+        """The experts as their backend runs them, on the module's own buffers.
+
+        Args:
+            activations: instead of the module's own.
 
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        return self._prepared(self.activations).packed
+        activations = self.activations if activations is None else activations
+        ready = self._ready.get(activations)
+        if ready is None or not ready.fits(self._buffers, self.backend):
+            ready = self._ready[activations] = self._make_ready(activations)
+        return ready.packed
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """Names the compiled kernels that a call of [tokens, topk] slots runs; None for none.
+        """As `PackedExperts.kernels_for`, for a call that may run in parts.
 
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        ready = self._prepared(self.activations)
-        if not isinstance(ready.backend, FusedBackend):
-            return None
-        part = -(-tokens // parts_of(tokens, self.max_tokens))
-        return ready.backend.kernels_for(ready.packed, part, topk)
+        return self.packed().kernels_for(-(-tokens // parts_of(tokens, self.max_tokens)), topk)
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
-        """Bytes of scratch memory that a call of [tokens, topk] slots takes.
+        """Bytes of scratch memory that a call of [tokens, topk] token-expert pairs needs.
 
-        Of one stream, all layers share the largest. Backends that are not fused take what they need
-        from torch's allocator, and say 0.
+        All layers share one workspace for each thread and stream. Backends that are not fused take
+        what they need from torch's allocator, and say 0.
 
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        ready = self._prepared(self.activations)
-        if not isinstance(ready.backend, FusedBackend):
-            return 0
-        part = -(-tokens // parts_of(tokens, self.max_tokens))
-        return ready.backend.workspace_bytes(ready.packed, part, topk)
+        return self.packed().workspace_bytes(-(-tokens // parts_of(tokens, self.max_tokens)), topk)
 
     def run(
         self,
         hidden_states: Tensor,
-        topk_ids: Tensor,
         topk_weights: Tensor,
+        topk_ids: Tensor,
         expert_map: Tensor | None,
         apply_router_weight_on_input: bool,
         activations: str | None,
         hidden_scale: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        workspace: Tensor | None = None,
     ) -> Tensor:
         """`forward` itself, not as an operator of a graph."""
-        ready = self._prepared(self.activations if activations is None else activations)
-        check_inputs(
+        packed = self.packed(activations)
+        if expert_map is None:
+            expert_map = self._buffers["_expert_map"]
+        else:
+            reads = not packed.capturable and not capturing(packed.workload.device)
+            self._check_map(expert_map, values=reads)
+        return run_experts(
+            packed,
             hidden_states,
-            topk_ids,
             topk_weights,
-            hidden=ready.weights.hidden,
-            device=ready.weights.device,
+            topk_ids,
+            expert_map=expert_map,
             weight_on_input=apply_router_weight_on_input,
             hidden_scale=hidden_scale,
-            scheme=ready.scheme,
+            out=out,
+            workspace=workspace,
+            max_tokens=self._max_tokens,
         )
-        if hidden_scale is not None:
-            check_takes_quantized(ready.backend)
-        call = Call(
-            backend=ready.backend,
-            weights=ready.weights,
-            packed=ready.packed,
-            scheme=ready.scheme,
-            expert_map=self._expert_map(ready, expert_map),
-            weight_on_input=apply_router_weight_on_input,
-        )
-        inputs: tuple[Tensor, ...] = (hidden_states, topk_ids, topk_weights)
-        if hidden_scale is not None:
-            inputs = (*inputs, hidden_scale)
-        if not torch.is_autocast_enabled(hidden_states.device.type):
-            return run_in_parts(call, inputs, self.max_tokens)
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return run_in_parts(call, inputs, self.max_tokens)
 
     def extra_repr(self) -> str:
         """Format, sizes and choices, for `print`."""
-        w = self._weights
+        w = self._workload
         return (
             f"{w.format}, experts={w.experts}, hidden={w.hidden}, intermediate={w.intermediate}, "
             f"backend={self.backend}, activations={self.activations}"
@@ -275,65 +297,70 @@ class FusedExperts(nn.Module):
             )
         return tensor
 
-    def _select(self, activations: str) -> tuple[Workload, Backend]:
-        workload = _workload(self.weights, activations)
-        return workload, select(workload, self.backend)
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: self._buffer(name) for name in self._names}
 
-    def _prepared(self, activations: str) -> _Ready:
-        """What a call needs and no call changes, made anew where anything of it did."""
-        ready = self._ready
-        if ready is None or not ready.fits(self._buffers, activations, self.backend):
-            ready = self._ready = self._prepare(activations)
-        return ready
+    def _unstacked(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
+        w = self._workload
+        shape = (w.experts, w.intermediate, w.hidden)
+        return unstack(tensors, format=w.format, shape=shape, act_fn=w.act_fn)
 
-    def _prepare(self, activations: str) -> _Ready:
-        workload, backend = self._select(activations)
-        if not capturing(workload.device):
-            check_input_scales(self._weights.input_scales())
-        packed = None
-        if isinstance(backend, FusedBackend):
-            if capturing(workload.device):
-                raise UnsupportedError(
-                    f"backend {backend.name!r} lays out the weights in its first call, which a "
-                    "CUDA graph cannot capture; call the experts once before the capture"
-                )
-            self._ready = None  # lets go of the layout of before
-            given = self.weights
-            packed = make_kept(lambda: backend.pack(given, workload.activations), workload.device)
-            self._adopt(backend.adopted(packed))
-        weights = self.weights
+    def _make_ready(self, activations: str) -> _Ready:
+        """Choose a backend for the experts where they are now, and pack them anew if need be."""
+        tensors = self._tensors()
+        device = tensors[self._names[0]].device
+        own = self._select(self.activations, tensors, device)
+        if own.layout != self._layout:  # which is the stacked one, or own would not do
+            tensors = self._relayout(own, tensors)
+        backend = own
+        if activations != self.activations:
+            backend = self._select(activations, tensors, device)
+        if self._layout == STACKED:
+            scales = self._unstacked(tensors).input_scales()
+            if not capturing(device):
+                check_input_scales(scales)
+        workload = self._workload_for(activations, tensors, device)
+        packed = make_kept(lambda: backend.load(tensors, workload), device)
+        if capturing(device) and packed.kernels_for(1, 1) is not None:
+            raise UnsupportedError(
+                f"backend {backend.name!r} compiles kernels in its first call, which a CUDA graph "
+                "cannot capture; call the experts once before the capture"
+            )
         return _Ready(
-            asked=(activations, self.backend),
-            parts=tuple(
+            asked=self.backend,
+            buffers=tuple(
                 (name, tensor, None if tensor.is_inference() else tensor._version)
-                for name, tensor in weights.tensors().items()
+                for name, tensor in tensors.items()
             ),
-            weights=weights,
-            backend=backend,
-            scheme=workload.activations,
             packed=packed,
         )
 
-    def _adopt(self, weights: ExpertWeights | None) -> None:
-        """Make views into what a backend laid out the buffers, so that no weight is there twice."""
-        if weights is not None:
-            for name, tensor in weights.tensors().items():
-                self._buffers[name] = tensor
-            self._weights = weights
+    def _select(self, activations: str, tensors: Mapping[str, Tensor], device: Any) -> Backend:
+        workload = self._workload_for(activations, tensors, device)
+        return select(workload, self.backend, layout=self._layout)
 
-    def _expert_map(self, ready: _Ready, expert_map: Tensor | None) -> Tensor | None:
-        if expert_map is None:
-            return self.expert_map
-        reads = not isinstance(ready.backend, FusedBackend)
-        self._check_map(expert_map, values=reads and not capturing(ready.weights.device))
-        return expert_map
+    def _workload_for(
+        self, activations: str, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> Workload:
+        scheme = scheme_of(self._workload.format, activations, static="w13_input_scale" in tensors)
+        return replace(self._workload, activations=scheme, device=device)
+
+    def _relayout(self, backend: Backend, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Pack stacked weights for `backend`, and make the result the buffers."""
+        weights = self._unstacked(tensors)
+        packed = make_kept(lambda: backend.layout.pack(weights), weights.device)
+        for name in self._names:
+            del self._buffers[name]
+        self._buffers.update(packed)
+        self._names, self._layout = tuple(packed), backend.layout
+        return packed
 
     def _check_map(self, expert_map: Tensor, *, values: bool) -> None:
-        weights = self.weights
-        check_expert_map(expert_map, experts=weights.experts, device=weights.device, values=values)
+        device = self._buffer(self._names[0]).device
+        check_expert_map(expert_map, experts=self._workload.experts, device=device, values=values)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": None}
+        return {**self.__dict__, "_ready": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -346,52 +373,32 @@ class FusedExperts(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
-        _ = self.weights  # lets go of the tensors left behind
-        self._ready = None
+        # Lets go of the tensors left behind.
+        self._ready = {a: r for a, r in self._ready.items() if r.fits(self._buffers, r.asked)}
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ready:
-    """What was chosen and made for the experts as they are.
+    """Packed experts, and what they were made of.
 
     Attributes:
-        asked: activations and backend that were asked for.
-        parts: name, tensor and count of writes of each buffer; inference tensors count none.
-        weights: of these buffers.
-        backend: what runs them.
-        scheme: how it quantizes activations.
-        packed: what a FusedBackend made of the weights.
+        asked: the backend that was asked for.
+        buffers: name, tensor and count of writes of each buffer; inference tensors count none.
+        packed: the experts.
     """
 
-    asked: tuple[str, str | None]
-    parts: tuple[tuple[str, Tensor, int | None], ...]
-    weights: ExpertWeights
-    backend: Backend
-    scheme: str
-    packed: object
+    asked: str | None
+    buffers: tuple[tuple[str, Tensor, int | None], ...]
+    packed: PackedExperts
 
-    def fits(
-        self, buffers: Mapping[str, Tensor | None], activations: str, backend: str | None
-    ) -> bool:
-        """Whether nothing of it has changed: a write, as load_state_dict does, or a new buffer."""
-        return self.asked == (activations, backend) and all(
-            buffers.get(name) is tensor and (version is None or tensor._version == version)
-            for name, tensor, version in self.parts
-        )
-
-
-def _workload(weights: ExpertWeights, activations: str) -> Workload:
-    if activations not in ("format", "none"):
-        raise UnsupportedError(f'activations is {activations!r}, but it is "format" or "none"')
-    scheme = weights.activations if activations == "format" else "none"
-    return Workload(
-        format=weights.format,
-        activations=scheme,
-        experts=weights.experts,
-        hidden=weights.hidden,
-        intermediate=weights.intermediate,
-        device=weights.device,
-        act_fn=weights.act_fn,
-        bias=bool(weights.biases()),
-    )
+    def fits(self, buffers: Mapping[str, Tensor | None], backend: str | None) -> bool:
+        """Whether nothing has changed: a write, as load_state_dict does, or a new buffer."""
+        if self.asked != backend:
+            return False
+        for name, tensor, version in self.buffers:
+            if buffers.get(name) is not tensor:
+                return False
+            if version is not None and tensor._version != version:
+                return False
+        return True

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.call import output_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +37,8 @@ def handle_of(module: _Runnable) -> int:
 @torch.library.custom_op("moequant::fused_experts", mutates_args=())
 def fused_experts(
     hidden_states: Tensor,
-    topk_ids: Tensor,
     topk_weights: Tensor,
+    topk_ids: Tensor,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
     activations: str | None,
@@ -49,8 +48,8 @@ def fused_experts(
     """`FusedExperts.run` of the module that has `handle`."""
     return _MODULES[handle].run(
         hidden_states,
-        topk_ids,
         topk_weights,
+        topk_ids,
         expert_map,
         apply_router_weight_on_input,
         activations,
@@ -61,8 +60,8 @@ def fused_experts(
 @fused_experts.register_fake
 def _(
     hidden_states: Tensor,
-    topk_ids: Tensor,
     topk_weights: Tensor,
+    topk_ids: Tensor,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
     activations: str | None,
@@ -75,5 +74,5 @@ def _(
             "torch.export of experts: a saved program would not hold them; export the rest of "
             "the model, or run it under torch.compile"
         )
-    dtype = output_dtype(hidden_states, hidden_scale)
+    dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
     return torch.empty_like(hidden_states, dtype=dtype, memory_format=torch.contiguous_format)

@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 from moequant.act_fn import SILU, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import check_parts
-from moequant.runtime.backends import REGISTRY, FusedBackend, Workload
-from moequant.runtime.call import run_fused
-from moequant.runtime.experts import FusedExperts
-from moequant.runtime.inputs import check_expert_map, check_inputs
+from moequant.runtime.backends import REGISTRY, PackedExperts, Workload
+from moequant.runtime.call import run_experts
+from moequant.runtime.inputs import check_expert_map
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.runtime.weights import ExpertWeights
-
-_MODULES: WeakKeyDictionary[ExpertWeights, dict[tuple[str | None, str], FusedExperts]] = (
-    WeakKeyDictionary()
-)
-
 
 def fused_experts(
     hidden_states: Tensor,
-    weights: ExpertWeights,
+    experts: PackedExperts,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
-    backend: str | None = None,
-    activations: Literal["format", "none"] = "format",
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     hidden_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
-    """Run experts, as `FusedExperts` does; what a backend makes of `weights` lives as long as they.
+    """Run packed experts, as `FusedExperts` does.
 
-    That may be a copy, so what is written into `weights` later may not be seen: make new ones.
+    Streams, threads, CUDA graphs and errors are those of `FusedExperts.forward`, except that the
+    indices in `expert_map` are not read: one that is no expert's contributes nothing.
 
     Args:
-        hidden_states: [M, H] bfloat16, float16 or float32.
-        weights: the experts here, in any format, with their activation function and biases.
+        hidden_states: [M, H] bfloat16, float16 or float32; or float8_e4m3fn, with hidden_scale.
+        experts: what `pack_experts` made.
         topk_weights: [M, T] float32, bfloat16 or float16, of the router.
         topk_ids: [M, T] int32 or int64; -1 contributes nothing.
-        backend: name of a backend; by default the best on the device of `weights`.
-        activations: "format" quantizes activations as the format's GEMM does, "none" never does.
-        expert_map: [global experts] int32 or int64, index in `weights` of each id, or -1.
+        expert_map: [global experts] int32 or int64, index in `experts` of each id, or -1.
         apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
         hidden_scale: of hidden states that come quantized, see `FusedExperts.forward`.
+        out: see `FusedExperts.forward`.
+        workspace: see `FusedExperts.forward`.
 
     Returns:
         [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized.
 
     Raises:
-        UnsupportedError: no backend runs this, with every backend's reason; a shape, dtype or id
-            that is not as above; or a first call within the capture of a CUDA graph.
+        UnsupportedError: `experts` is not packed; a shape, dtype, device or id that is not as
+            above.
     """
-    modules = _MODULES.setdefault(weights, {})
-    key = (backend, activations)
-    if key not in modules:
-        # Of a copy, which shares all tensors: a module that held `weights` would keep them here.
-        copy = dataclasses.replace(weights)
-        modules[key] = FusedExperts(copy, backend=backend, activations=activations)
-    output: Tensor = modules[key](
+    if not isinstance(experts, PackedExperts):
+        raise UnsupportedError(
+            f"experts is {type(experts).__name__}, but wanted is PackedExperts; pack_experts makes "
+            "them of ExpertWeights"
+        )
+    if expert_map is not None:
+        check_expert_map(
+            expert_map,
+            experts=experts.workload.experts,
+            device=experts.workload.device,
+            values=False,
+        )
+    return run_experts(
+        experts,
         hidden_states,
-        topk_ids,
         topk_weights,
+        topk_ids,
         expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
+        weight_on_input=apply_router_weight_on_input,
         hidden_scale=hidden_scale,
+        out=out,
+        workspace=workspace,
     )
-    return output
 
 
 def deep_gemm_moe_fp8(
@@ -112,7 +112,7 @@ def deep_gemm_moe_fp8(
 
     Returns:
         [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized; sums over a
-        token's slots are float32.
+        token's experts are float32.
 
     Raises:
         UnsupportedError: sizes, a function, a device or an installation that it cannot run with; a
@@ -121,7 +121,6 @@ def deep_gemm_moe_fp8(
     """
     workload = _workload(w13, w2, act_fn)
     backend = REGISTRY["deepgemm"]
-    assert isinstance(backend, FusedBackend)
     reason = backend.supports(workload)
     if reason is not None:
         raise UnsupportedError(
@@ -130,35 +129,20 @@ def deep_gemm_moe_fp8(
     E, H = workload.experts, workload.hidden
     check_parts({"qdata": w13, "scale": w13_scale}, "fp8_block", (E, w13.shape[1], H), "w13")
     check_parts({"qdata": w2, "scale": w2_scale}, "fp8_block", (E, H, workload.intermediate), "w2")
-    check_inputs(
+    tensors = {
+        "w13_qdata": w13.contiguous(),
+        "w13_scale": w13_scale.contiguous(),
+        "w2_qdata": w2.contiguous(),
+        "w2_scale": w2_scale.contiguous(),
+    }
+    return fused_experts(
         hidden_states,
-        topk_ids,
+        backend.load(tensors, workload),
         topk_weights,
-        hidden=H,
-        device=w13.device,
-        weight_on_input=apply_router_weight_on_input,
-        hidden_scale=hidden_scale,
-        scheme=workload.activations,
-    )
-    if expert_map is not None:
-        check_expert_map(expert_map, experts=E, device=w13.device, values=False)
-
-    from moequant.kernels.deepgemm.experts import DeepGemmWeights
-
-    weights = DeepGemmWeights(
-        w13=w13.contiguous(),
-        w13_scale=w13_scale.contiguous(),
-        w2=w2.contiguous(),
-        w2_scale=w2_scale.contiguous(),
-        act_fn=act_fn,
-    )
-    return run_fused(
-        backend,
-        weights,
-        (hidden_states, topk_ids, topk_weights, hidden_scale),
-        scheme=workload.activations,
+        topk_ids,
         expert_map=expert_map,
-        weight_on_input=apply_router_weight_on_input,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        hidden_scale=hidden_scale,
     )
 
 
@@ -169,7 +153,7 @@ def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
         raise UnsupportedError(
             f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}, but wanted are "
             f"[E, {'2 * ' if act_fn.gated else ''}Ip, H] and [E, H, I], Ip the next multiple of "
-            "128 from I on; layouts.gate_up.stack_gate_up pads"
+            "128 from I on; pack_experts pads"
         )
     return Workload(
         format="fp8_block",

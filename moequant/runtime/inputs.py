@@ -15,63 +15,113 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.runtime.backends.base import Workload
+
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTIZED_DTYPES = (QUANTIZED_DTYPE,)
+WORKSPACE_ALIGNMENT = 16
+"""Bytes, as TMA and vectorized loads need it."""
+
+_SHAPES = {
+    "hidden_states": "[M, H]",
+    "topk_weights": "[M, T]",
+    "topk_ids": "[M, T]",
+    "hidden_scale": "[M, groups]",
+    "expert_map": "[global experts]",
+    "out": "[M, H]",
+    "workspace": "[bytes]",
+}
 
 
 def check_inputs(
+    workload: Workload,
     hidden_states: Tensor,
-    topk_ids: Tensor,
     topk_weights: Tensor,
+    topk_ids: Tensor,
     *,
-    hidden: int,
-    device: torch.device,
     weight_on_input: bool,
     hidden_scale: Tensor | None = None,
-    scheme: str = "none",
 ) -> None:
-    """Check a call of experts of H = `hidden` columns on `device`; reads no values.
+    """Check the arguments of a call; reads no values.
 
     Args:
+        workload: H and device of the experts, and how they are fed.
         hidden_states: [M, H].
-        topk_ids: [M, T].
         topk_weights: [M, T].
-        hidden: H.
-        device: of the experts.
+        topk_ids: [M, T].
         weight_on_input: whether the router's weight multiplies the input.
         hidden_scale: where hidden states come quantized, their scales.
-        scheme: how the experts are fed, of `moequant.runtime.activations`.
 
     Raises:
         UnsupportedError: a dtype, shape or device that no backend takes; or router weights that
             multiply the input, and more than one of them a token.
     """
+    hidden, device = workload.hidden, workload.device
     _check_tensor("hidden_states", hidden_states)
-    _check_quantized(hidden_states, hidden_scale, scheme)
-    dtypes = HIDDEN_DTYPES if hidden_scale is None else (QUANTIZED_DTYPE,)
-    _check("hidden_states", hidden_states, dtypes, f"[M, {hidden}]", 2, device)
-    _check("topk_ids", topk_ids, ID_DTYPES, "[M, T]", 2, device)
-    _check("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", 2, device)
-    if hidden_states.shape[1] != hidden:
+    _check_quantized(hidden_states, hidden_scale, workload.activations)
+    dtypes = HIDDEN_DTYPES if hidden_scale is None else QUANTIZED_DTYPES
+    _check("hidden_states", hidden_states, dtypes, 2, device)
+    _check("topk_weights", topk_weights, WEIGHT_DTYPES, 2, device)
+    _check("topk_ids", topk_ids, ID_DTYPES, 2, device)
+    tokens, columns = hidden_states.shape
+    if columns != hidden:
         raise UnsupportedError(
             f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {hidden}]"
         )
     if hidden_scale is not None:
-        shape = [hidden_states.shape[0], scale_columns(scheme, hidden)]
-        _check("hidden_scale", hidden_scale, (torch.float32,), f"{shape}", 2, device)
+        _check("hidden_scale", hidden_scale, (torch.float32,), 2, device)
+        shape = [tokens, scale_columns(workload.activations, hidden)]
         if list(hidden_scale.shape) != shape:
             raise UnsupportedError(
-                f"hidden_scale is {list(hidden_scale.shape)}, but for {scheme} and hidden_states "
-                f"{list(hidden_states.shape)} wanted is {shape}"
+                f"hidden_scale is {list(hidden_scale.shape)}, but for {workload.activations} and "
+                f"hidden_states {list(hidden_states.shape)} wanted is {shape}"
             )
-    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != hidden_states.shape[0]:
+    shape_of_ids = topk_ids.shape
+    if shape_of_ids != topk_weights.shape or shape_of_ids[0] != tokens:
         raise UnsupportedError(
-            f"topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, but "
-            f"both want [M, T] for the M = {hidden_states.shape[0]} rows of hidden_states"
+            f"topk_weights is {list(topk_weights.shape)} and topk_ids {list(shape_of_ids)}, but "
+            f"both want [M, T] for the M = {tokens} rows of hidden_states"
         )
-    if weight_on_input and topk_ids.shape[1] != 1:
+    if weight_on_input and shape_of_ids[1] != 1:
         raise UnsupportedError(
             "apply_router_weight_on_input wants one expert a token, but topk_ids is "
-            f"{list(topk_ids.shape)}"
+            f"{list(shape_of_ids)}"
+        )
+
+
+def check_out(out: Tensor, hidden_states: Tensor, hidden_scale: Tensor | None) -> None:
+    """Check the tensor that a caller gives for the output.
+
+    Raises:
+        UnsupportedError: it is not contiguous, or has another shape, dtype or device than the
+            output.
+    """
+    dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
+    _check("out", out, (dtype,), 2, hidden_states.device)
+    if out.shape != hidden_states.shape or not out.is_contiguous():
+        raise UnsupportedError(
+            f"out is {list(out.shape)} with strides {list(out.stride())}, but wanted is a "
+            f"contiguous {list(hidden_states.shape)}"
+        )
+
+
+def check_workspace(workspace: Tensor, size_bytes: int, device: torch.device) -> None:
+    """Check the scratch memory that a caller gives.
+
+    Raises:
+        UnsupportedError: it is too small, not contiguous, not aligned to 16 bytes, or of another
+            dtype or device.
+    """
+    _check("workspace", workspace, (torch.uint8,), 1, device)
+    if (
+        workspace.numel() < size_bytes
+        or not workspace.is_contiguous()
+        or workspace.data_ptr() % WORKSPACE_ALIGNMENT
+    ):
+        raise UnsupportedError(
+            f"workspace has {workspace.numel()} bytes, strides {list(workspace.stride())} and "
+            f"address {workspace.data_ptr():#x}, but wanted is a contiguous tensor of at least "
+            f"{size_bytes} bytes at a multiple of {WORKSPACE_ALIGNMENT}; ask workspace_bytes"
         )
 
 
@@ -102,7 +152,7 @@ def check_expert_map(
     Raises:
         UnsupportedError: another dtype, shape or device, or an index that is no expert's.
     """
-    _check("expert_map", expert_map, ID_DTYPES, "[global experts]", 1, device)
+    _check("expert_map", expert_map, ID_DTYPES, 1, device)
     if not values:
         return
     unknown = (expert_map < NOWHERE) | (expert_map >= experts)
@@ -136,7 +186,6 @@ def _check(
     name: str,
     tensor: Tensor,
     dtypes: tuple[torch.dtype, ...],
-    shape: str,
     dimensions: int,
     device: torch.device,
 ) -> None:
@@ -145,7 +194,7 @@ def _check(
         wanted = ", ".join(str(dtype) for dtype in dtypes)
         raise UnsupportedError(f"{name} is {tensor.dtype}, but wanted is one of: {wanted}")
     if tensor.dim() != dimensions:
-        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but wanted is {shape}")
+        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but wanted is {_SHAPES[name]}")
     if tensor.device != device:
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
 
@@ -153,5 +202,5 @@ def _check(
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError(f"{name} is {type(value).__name__}, but wanted is a tensor")
-    if value.layout != torch.strided:
+    if value.layout is not torch.strided:
         raise UnsupportedError(f"{name} is {value.layout}, but wanted is a dense tensor")

@@ -14,19 +14,19 @@ Decision / failure it prevents:
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.backends.stacked import projections, room, unstack
 from moequant.runtime.layer_source import (
     LayerSource,
     PortableLayer,
     PreparedLayerSource,
 )
 from moequant.runtime.staging import Read, Staging
-from moequant.runtime.weights import ExpertWeights
 from moequant.storage.headers import DTYPES
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from moequant.act_fn import ActFn
     from moequant.formats import QuantizedWeight
     from moequant.preparation import PreparedCheckpoint
+    from moequant.runtime.weights import ExpertWeights
     from moequant.storage.checkpoint import TensorRange
     from moequant.weights.converted import ConvertedCheckpoint
     from moequant.weights.encoded import EncodedWeight
@@ -87,14 +88,16 @@ class LayerReader:
             source = PreparedLayerSource.open(self._prepared, layer)
         # Tensors of that mode could not be written to outside of it.
         with torch.inference_mode(mode=False):
-            weights = self._read_experts(source, experts, f"layer {layer}")
+            weights = self._read_experts(source, experts, f"layer {layer}", act_fn)
             biases = {
-                f"{projection}_bias": bias[list(experts)].to(self.device)
+                projection: bias[list(experts)].to(self.device)
                 for projection, bias in (self.converted.read_biases(layer) or {}).items()
             }
-        named = dict(zip(self.converted.moe.projections, weights, strict=True))
-        return ExpertWeights(
-            gate=named.get("gate"), up=named["up"], down=named["down"], act_fn=act_fn, **biases
+        return replace(
+            weights,
+            gate_bias=biases.get("gate"),
+            up_bias=biases.get("up"),
+            down_bias=biases.get("down"),
         )
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -114,32 +117,41 @@ class LayerReader:
             yield weight.module, weight.decode(weight.pick(unit.tensors)).to(self.device)
 
     def _read_experts(
-        self, source: LayerSource, experts: Sequence[int], name: str
-    ) -> tuple[QuantizedWeight, ...]:
-        """The projections of all `experts`, in their order; errors call the layer `name`."""
+        self, source: LayerSource, experts: Sequence[int], name: str, act_fn: ActFn
+    ) -> ExpertWeights:
+        """The weights of all `experts`, in their order; errors call the layer `name`."""
         # The first alone: it shows what is decoded, and to what.
         (first,) = self._arrivals([_Unit(what=0, ranges=source.ranges(experts[0]))])
-        weights = source.decode(experts[0], first.tensors)
-        batches = [_Batch(len(experts), q) for q in weights]
-        kept = [_kept_as_read(q, first.tensors) for q in weights]
+        names = self.converted.moe.projections
+        like = dict(zip(names, source.decode(experts[0], first.tensors), strict=True))
+        tensors = room(like, len(experts))
+        I, H = like["up"].shape
+        shape = (len(experts), I, H)
+        format = like["up"].format
+        places = projections(tensors, format=format, shape=shape, gated=act_fn.gated)
+        kept = {p: _kept_as_read(q, first.tensors) for p, q in like.items()}
 
         def unit(row: int) -> _Unit:
-            places = {
-                key: batch.part(part, row).view(dtype)
-                for batch, keys in zip(batches, kept, strict=True)
-                for key, (part, dtype) in keys.items()
-            }
-            return _Unit(what=row, ranges=source.ranges(experts[row]), places=places)
+            return _Unit(
+                what=row,
+                ranges=source.ranges(experts[row]),
+                places={
+                    key: places[projection].tensors()[part][row].view(dtype)
+                    for projection, keys in kept.items()
+                    for key, (part, dtype) in keys.items()
+                },
+            )
 
-        for batch, q in zip(batches, weights, strict=True):
-            batch.put(0, q, name)
+        for projection, q in like.items():
+            _put(places[projection], 0, q, name)
         for arrived in self._arrivals(map(unit, range(1, len(experts)))):
             row = cast("int", arrived.what)
             weights = source.decode(experts[row], arrived.tensors)
-            projections = self.converted.moe.projections
-            for projection, batch, q in zip(projections, batches, weights, strict=True):
-                batch.put(row, q, f"{name}, {projection} of expert {experts[row]}")
-        return tuple(batch.weight.to(self.device) for batch in batches)
+            for projection, q in zip(names, weights, strict=True):
+                what = f"{name}, {projection} of expert {experts[row]}"
+                _put(places[projection], row, q, what)
+        there = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        return unstack(there, format=format, shape=shape, act_fn=act_fn)
 
     def _arrivals(self, units: Iterable[_Unit]) -> Iterator[_Unit]:
         """Each unit once its tensors are there, or on their way."""
@@ -202,38 +214,21 @@ class _Unit:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _Batch:
-    """The weights of several experts, [count, N, K], filled one by one.
+def _put(weights: QuantizedWeight, row: int, q: QuantizedWeight, name: str) -> None:
+    """Make `q`, which errors call `name`, the weight of expert `row`.
 
-    Args:
-        count: how many.
-        like: one of them; parts are where its parts are.
+    Raises:
+        UnsupportedError: its format or shape is not that of the others.
     """
-
-    def __init__(self, count: int, like: QuantizedWeight) -> None:
-        self.weight = like.map(
-            lambda t: t.new_empty((count, *t.shape)), torch.Size((count, *like.shape))
+    if q.format != weights.format or q.shape != weights.shape[1:]:
+        raise UnsupportedError(
+            f"{name} is {q.format} {list(q.shape)}, but another expert is {weights.format} "
+            f"{list(weights.shape[1:])}; convert them by one rule"
         )
-
-    def part(self, name: str, row: int) -> Tensor:
-        """Part `name` of weight `row`."""
-        return self.weight.tensors()[name][row]
-
-    def put(self, row: int, q: QuantizedWeight, name: str) -> None:
-        """Make `q`, which errors call `name`, weight `row`.
-
-        Raises:
-            UnsupportedError: its format or shape is not that of the others.
-        """
-        if q.format != self.weight.format or q.shape != self.weight.shape[1:]:
-            raise UnsupportedError(
-                f"{name} is {q.format} {list(q.shape)}, but another expert is "
-                f"{self.weight.format} {list(self.weight.shape[1:])}; convert them by one rule"
-            )
-        for part, tensor in q.tensors().items():
-            place = self.part(part, row)
-            if tensor.data_ptr() != place.data_ptr():
-                place.copy_(tensor)
+    for part, tensor in q.tensors().items():
+        place = weights.tensors()[part][row]
+        if tensor.data_ptr() != place.data_ptr():
+            place.copy_(tensor)
 
 
 def _kept_as_read(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.capture import plain_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,10 +32,6 @@ class Routing:
     expert: Tensor
     weight: Tensor
 
-    def unweighted(self) -> Routing:
-        """The same experts, all with weight 1."""
-        return Routing(expert=self.expert, weight=(self.expert != NOWHERE).float())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Permutation:
@@ -54,8 +51,8 @@ class Permutation:
 
 
 def route(
-    topk_ids: Tensor,
     topk_weights: Tensor,
+    topk_ids: Tensor,
     *,
     experts: int,
     expert_map: Tensor | None = None,
@@ -64,8 +61,8 @@ def route(
     """The routing as seen by the `experts` experts here.
 
     Args:
+        topk_weights: [M, T] float32, bfloat16 or float16.
         topk_ids: [M, T] int32 or int64, the router's choice; -1 stands for no expert.
-        topk_weights: [M, T] float32 or bfloat16.
         experts: E, the number of experts here.
         expert_map: [global experts] int32 or int64: index here of each id, or -1; by default an id
             is the index. An index that is no expert's stands for none.
@@ -91,9 +88,18 @@ def route(
     return Routing(expert=expert, weight=topk_weights.float().masked_fill(expert == NOWHERE, 0.0))
 
 
-def weight_input(hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Router weights [M, 1] moved into the input: their product in float32, and weights of 1."""
-    return hidden_states.float() * topk_weights.float(), torch.ones_like(topk_weights)
+def weight_input(
+    hidden_states: Tensor, hidden_scale: Tensor | None, topk_weights: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Router weights [M, 1] moved into the input: multiplied in float32, and weights of 1 left.
+
+    Hidden states that are quantized have their scales multiplied.
+    """
+    with plain_mode(hidden_states.device):
+        ones = torch.ones_like(topk_weights)
+        if hidden_scale is not None:
+            return hidden_states, hidden_scale * topk_weights.float(), ones
+        return hidden_states.float() * topk_weights.float(), None, ones
 
 
 def permute(routing: Routing, experts: int) -> Permutation:

@@ -5,46 +5,42 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.backends import REGISTRY, FusedBackend, backends
+from moequant.runtime.backends import REGISTRY, backends
+from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
-    from moequant.runtime.backends import Backend, Workload
+    from moequant.runtime.backends import Backend, Layout, Workload
 
 
-def select(workload: Workload, backend: str | None = None) -> Backend:
-    """The backend called `backend`, or else the best that runs `workload` on its device unasked.
+def select(
+    workload: Workload, backend: str | None = None, *, layout: Layout | None = None
+) -> Backend:
+    """The backend called `backend`, or else the best that runs `workload` on its device by default.
+
+    Args:
+        workload: what is to be run.
+        backend: name of a backend.
+        layout: how the weights are packed already; None, or stacked, can be packed for any backend.
 
     Raises:
         UnsupportedError: there is none; lists every backend with its reason.
     """
     if backend is None:
         for candidate in backends().values():
-            if _reason(candidate, workload) is None:
+            if _why_not_default(candidate, workload, layout) is None:
                 return candidate
-    elif backend in backends() and why_not(backends()[backend], workload) is None:
+    elif backend in backends() and why_not(backends()[backend], workload, layout) is None:
         return backends()[backend]
-    raise UnsupportedError(_refusal(workload, backend))
+    raise UnsupportedError(_refusal(workload, backend, layout))
 
 
-def check_takes_quantized(backend: Backend) -> None:
-    """Check that `backend` takes hidden states that come quantized.
+def why_not(backend: Backend, workload: Workload, layout: Layout | None = None) -> str | None:
+    """Why `backend` does not run `workload`, or does not read weights in `layout`; None if it does.
 
-    Raises:
-        UnsupportedError: it does not; names those that do.
+    A backend of another package that fails to answer does not run it; the reason says how.
     """
-    if not isinstance(backend, FusedBackend) or backend.takes_quantized:
-        return
-    others = ", ".join(
-        b.name for b in REGISTRY.values() if isinstance(b, FusedBackend) and b.takes_quantized
-    )
-    raise UnsupportedError(
-        f"backend {backend.name!r} quantizes hidden states itself, and takes none with a "
-        f"hidden_scale; give them as they were, or name a backend that does: {others}"
-    )
-
-
-def why_not(backend: Backend, workload: Workload) -> str | None:
-    """What `backend.supports` says; of another package's that fails, how."""
+    if layout not in (None, STACKED, backend.layout):
+        return f"reads weights as {backend.layout}, but these are packed as {layout}"
     try:
         return backend.supports(workload)
     except Exception as error:
@@ -53,22 +49,25 @@ def why_not(backend: Backend, workload: Workload) -> str | None:
         return f"cannot say whether it runs this: {error!r}"
 
 
-def _reason(backend: Backend, workload: Workload) -> str | None:
-    """Why `backend` is not chosen for `workload` unasked; None where it may be."""
-    reason = why_not(backend, workload)
+def _why_not_default(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
+    """Why `backend` is not chosen for `workload` by default; None where it may be."""
+    reason = why_not(backend, workload, layout)
     if reason is None and workload.device.type not in backend.default_on:
         return f'runs on {workload.device.type} only when named, backend="{backend.name}"'
     return reason
 
 
-def _refusal(workload: Workload, backend: str | None) -> str:
+def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> str:
     if backend is None:
         subject = "no backend runs"
     elif backend in backends():
         subject = f"backend {backend!r} does not run"
     else:
         subject = f"there is no backend {backend!r} to run"
-    reasons = [f"{b.name}: {_reason(b, workload) or 'runs it'}" for b in backends().values()]
+    reasons = [
+        f"{b.name}: {_why_not_default(b, workload, layout) or 'runs it'}"
+        for b in backends().values()
+    ]
     function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
     return (
         f"{subject} {workload.format} with activations {workload.activations}, "

@@ -8,14 +8,16 @@ request than in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle, product
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from moequant.errors import UnsupportedError
 from moequant.progress import SilentProgress
-from moequant.runtime.experts import MAX_TOKENS
+from moequant.runtime.call import MAX_TOKENS
 from moequant.runtime.load import load_experts, open_reader
+from moequant.runtime.routing import ID_DTYPES, WEIGHT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,14 +58,23 @@ def tokens_of(mode: str, max_tokens: int) -> list[int]:
 
 
 def warm_up(
-    experts: FusedExperts, tokens: Iterable[int], topk: int, *, progress: Progress | None = None
+    experts: FusedExperts,
+    tokens: Iterable[int],
+    topk: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Progress | None = None,
 ) -> list[int]:
     """Compile every kernel that calls of `tokens` tokens run, and no other.
+
+    With ids in int32 and int64, router weights in float32, bfloat16 and float16, and with or
+    without an expert_map, as long as the module's own or, without one, as there are experts.
 
     Args:
         experts: on the device they will run on; layers of the same sizes share kernels.
         tokens: each M that may come; M of equal kernels are run once.
         topk: T.
+        dtype: of the hidden states.
         progress: told of every set of kernels.
 
     Returns:
@@ -78,22 +89,32 @@ def warm_up(
     chosen = sorted(representative.values())
     report.start("compiling", len(chosen), unit="kernel sets")
     for M in chosen:
-        _call(experts, M, topk)
+        _call(experts, M, topk, dtype)
         report.advance(1, f"{M} tokens")
     report.finish()
     return chosen
 
 
-def _call(experts: FusedExperts, tokens: int, topk: int) -> None:
-    weights = experts.weights
-    ids = torch.arange(tokens * topk, device=weights.device, dtype=torch.int32)
-    experts(
-        torch.zeros(tokens, weights.hidden, device=weights.device, dtype=torch.bfloat16),
-        (ids % weights.experts).reshape(tokens, topk),
-        torch.full((tokens, topk), 1 / topk, device=weights.device),
-    )
-    if weights.device.type == "cuda":
-        torch.cuda.synchronize(weights.device)
+def _call(experts: FusedExperts, tokens: int, topk: int, dtype: torch.dtype) -> None:
+    """Call with ids and maps of every dtype, with a map and without, and every dtype of weights.
+
+    The kernels that read ids are compiled apart for each pair of ids and map, the one that reads
+    router weights for each of their dtypes: so six calls cover all.
+    """
+    workload = experts.packed().workload
+    device, E = workload.device, workload.experts
+    known = E if experts.expert_map is None else experts.expert_map.shape[0]
+    hidden = torch.zeros(tokens, workload.hidden, device=device, dtype=dtype)
+    weights = torch.full((tokens, topk), 1 / topk, device=device)
+    ids = (torch.arange(tokens * topk, device=device) % known).reshape(tokens, topk)
+    local = torch.arange(known, device=device) % E
+    maps = (None, local.int(), local)
+    for (id_dtype, expert_map), weight_dtype in zip(
+        product(ID_DTYPES, maps), cycle(WEIGHT_DTYPES), strict=False
+    ):
+        experts(hidden, weights.to(weight_dtype), ids.to(id_dtype), expert_map=expert_map)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +187,7 @@ def _warm_up_layer(
     experts: FusedExperts, tokens: list[int], topk: int, progress: Progress | None
 ) -> Warmed:
     return Warmed(
-        format=experts.weights.format,
+        format=experts.packed().workload.format,
         backend=experts.chosen_backend(),
         tokens=warm_up(experts, tokens, topk, progress=progress),
     )

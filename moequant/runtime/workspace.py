@@ -17,17 +17,17 @@ from torch import Tensor
 from moequant.runtime.capture import capturing
 from moequant.runtime.kept_memory import make_kept
 
-_BUFFERS: dict[tuple[torch.device, int, int], Tensor] = {}
+_BUFFERS: dict[tuple[int, int, int], Tensor] = {}
 
 
-def workspace(device: torch.device, size_bytes: int) -> Tensor:
+def shared_workspace(device: torch.device, size_bytes: int) -> Tensor:
     """At least `size_bytes` bytes, uint8, for this thread and the current stream of `device`.
 
     They are not initialized.
     """
     if device.type != "cuda" or capturing(device):
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream, get_ident())
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index), get_ident())
     buffer = _BUFFERS.get(key)
     if buffer is None or buffer.numel() < size_bytes:
         _BUFFERS.pop(key, None)  # let go of the old one before the new one is taken

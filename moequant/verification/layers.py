@@ -212,7 +212,7 @@ def _measure(
 
     reference, bound = _evaluate(batch, quantized, converted, layer)
     wanted, wanted_bound = _evaluate(batch, original, converted, layer)
-    inputs = batch.hidden, batch.topk_ids, batch.topk_weights
+    inputs = batch.hidden, batch.topk_weights, batch.topk_ids
     plain = experts(*inputs, activations="none").double()
     with_activations = experts(*inputs, activations="format").double()
     return LayerCheck(

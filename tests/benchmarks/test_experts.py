@@ -158,7 +158,7 @@ def contenders_are(monkeypatch, **made):
 
 
 def broken(weights):
-    return lambda hidden, ids, topk_weights: hidden
+    return lambda hidden, topk_weights, ids: hidden
 
 
 def refused(weights):
@@ -166,10 +166,10 @@ def refused(weights):
 
 
 def out_of_memory(weights):
-    def run(hidden, ids, topk_weights):
+    def run(hidden, topk_weights, ids):
         if hidden.shape[0] > 1:
             raise torch.OutOfMemoryError("out of memory\nsee the manual")
-        return FusedExperts(weights)(hidden, ids, topk_weights)
+        return FusedExperts(weights)(hidden, topk_weights, ids)
 
     return run
 

@@ -81,9 +81,9 @@ def test_more_tokens_than_a_part_have_the_stages_and_the_tiling_of_a_part(monkey
     experts = FusedExperts(
         random_experts(SHAPE, "fp8_block", CPU), backend="sm90_fp8_block", max_tokens=40
     )
-    plan = kernels.Plan
+    plan = kernels.Fp8BlockPlan
     monkeypatch.setattr(
-        kernels, "Plan", lambda w, M, T, **rest: asked.append(M) or plan(w, M, T, **rest)
+        kernels, "Fp8BlockPlan", lambda w, M, T, **rest: asked.append(M) or plan(w, M, T, **rest)
     )
     stages.time_stages(experts, random_inputs(SHAPE, 100, CPU, 0), rests=False)
     assert asked == [34]
@@ -100,15 +100,15 @@ class RightBut:
         assert workspace.numel() >= kernels.workspace_bytes(weights, tokens, topk, tiling)
         self.tiling = tiling
 
-    def __call__(self, hidden, ids, topk_weights, out):
-        y = FusedExperts(self.experts)(hidden, ids, topk_weights)
+    def __call__(self, hidden, topk_weights, ids, out):
+        y = FusedExperts(self.experts)(hidden, topk_weights, ids)
         out.copy_(-y if self.tiling in self.wrong else y)
 
 
 @pytest.fixture
 def layer(monkeypatch):
     monkeypatch.setattr(RightBut, "experts", random_experts(SHAPE, "fp8_block", CPU))
-    monkeypatch.setattr(kernels, "Plan", RightBut)
+    monkeypatch.setattr(kernels, "Fp8BlockPlan", RightBut)
     monkeypatch.setattr(tune, "time_interleaved", call_each)
     # The reference, that is: by default the backend here would be the one of SM90.
     monkeypatch.setattr(Sm90Fp8Block, "default_on", ())

@@ -49,7 +49,7 @@ def test_demo_takes_the_checkpoint_through_every_format(run, tmp_path):
     verified = run("verify", folder / "w4a8", "--against", folder / "source", "--json")
     assert verified.document["formats"][0]["sqnr_db"] == rows["w4a8"]["sqnr_db"]
     experts = load_experts(rows["w4a8"]["prepared"], LAYERS - 1)
-    y = experts(torch.ones(1, HIDDEN), torch.tensor([[EXPERTS - 1]]), torch.ones(1, 1))
+    y = experts(torch.ones(1, HIDDEN), torch.ones(1, 1), torch.tensor([[EXPERTS - 1]]))
     assert y.abs().sum() > 0
 
     # A rerun mends what was changed since.

@@ -167,7 +167,7 @@ def test_layers_that_a_recipe_kept_run_on_transformers_experts(sources, tmp_path
     source = AutoModelForCausalLM.from_pretrained(sources("mixtral"))
     model = load_model(path)
     kept, ours = (layer.mlp.experts for layer in model.model.layers)
-    assert isinstance(ours, FusedExperts)
+    assert isinstance(ours.fused, FusedExperts)
     for key, value in source.model.layers[0].mlp.experts.named_parameters():
         assert torch.equal(kept.get_parameter(key), value)
     replace_experts(source, path)

@@ -234,7 +234,7 @@ def test_the_runtime_computes_what_transformers_block_does(model, converted, for
     weights = torch.rand(9, 2, generator=generator)
     with torch.no_grad():
         wanted = block(hidden, ids, weights)
-    found = load_experts(path, 1, activations="none")(hidden, ids, weights)
+    found = load_experts(path, 1, activations="none")(hidden, weights, ids)
     # Float32 sums of 128 products in another order, twice over: far below any mistake.
     assert relative(found, wanted) < 2**-18
 
@@ -309,7 +309,7 @@ def test_a_stack_that_is_lost_or_of_other_extents_is_named(converted, tmp_path, 
 def test_prepared_layers_are_the_portable_ones(source, converted, tmp_path, format):
     path = copy_of(converted(format, DEFAULT_DIALECT[format]), tmp_path)
     hidden = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1))
-    call = hidden, torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
+    call = hidden, torch.rand(3, 2), torch.tensor([[0, 1], [2, 3], [3, 1]])
     wanted = load_experts(path, 0)(*call)
     for target in ("sm90", "sm100"):
         folder = prepare(path, target=target).folder

@@ -208,7 +208,7 @@ def test_the_runtime_equals_transformers_own_block(converted, loaded, name, form
     gate_up, down = decoded_by_libraries(path, layer, format, lambda: loaded(name, format))
     hidden = torch.randn(9, 256, generator=torch.Generator().manual_seed(1))
     theirs, ids, weights = run_block(loaded(name, None), layer, hidden, gate_up, down)
-    ours = load_experts(path, layer, activations="none")(hidden, ids, weights)
+    ours = load_experts(path, layer, activations="none")(hidden, weights, ids)
 
     ours_gate, ours_up, ours_down = (
         [decoded(path, layer, e, p) for e in range(EXPERTS)] for p in PROJECTIONS

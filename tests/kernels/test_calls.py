@@ -16,7 +16,7 @@ def plan_for(runs):
     """Plans that note their tokens, and whose output tells of every input."""
 
     def plan(tokens):
-        def run(hidden, ids, weights, out, expert_map, scale):
+        def run(hidden, weights, ids, out, expert_map, scale):
             parts = [hidden, ids, weights, out, *([] if scale is None else [scale])]
             assert {len(part) for part in parts} == {tokens}
             assert all(t.is_contiguous() for t in (*parts, expert_map))
@@ -48,12 +48,17 @@ def test_parts_make_the_output_of_the_whole(monkeypatch, tokens, runs, quantized
         hidden, want = hidden.to(torch.float8_e4m3fn), (want * scale).bfloat16()
     monkeypatch.setattr(calls, "MAX_SLOTS", 5 * T)
     done = []
-    out = run_in_parts(
-        plan_for(done), hidden, ids, weights, expert_map, scale if quantized else None
+    out = torch.empty_like(want, memory_format=torch.contiguous_format)
+    run_in_parts(
+        plan_for(done),
+        hidden,
+        weights,
+        ids,
+        out=out,
+        expert_map=expert_map,
+        hidden_scale=scale if quantized else None,
     )
     assert done == runs
-    assert out.dtype == want.dtype
-    assert out.is_contiguous()
     assert torch.equal(out, want)
 
 
@@ -62,7 +67,10 @@ def test_without_slots_nothing_runs_and_the_output_is_zero(tokens, topk):
     hidden = torch.ones(tokens, H, dtype=torch.float16)
     ids = torch.zeros(tokens, topk, dtype=torch.int32)
     done = []
-    out = run_in_parts(plan_for(done), hidden, ids, ids.float(), None, None)
+    out = torch.ones_like(hidden)
+    run_in_parts(
+        plan_for(done), hidden, ids.float(), ids, out=out, expert_map=None, hidden_scale=None
+    )
     assert done == []
     assert torch.equal(out, torch.zeros_like(hidden))
 

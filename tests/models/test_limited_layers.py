@@ -43,7 +43,7 @@ def test_each_layer_computes_what_transformers_module_does(save, tmp_path, model
             wanted = theirs(hidden.double(), ids, weights.double())
             theirs.limit = float("inf")
             unclamped = theirs(hidden.double(), ids, weights.double())
-        found = ours[layer](hidden, ids, weights).double()
+        found = ours[layer](hidden, weights, ids).double()
         assert ours[layer].weights.act_fn.name == name
         assert (found - wanted).norm() < 2**-18 * wanted.norm()
         assert ((unclamped - wanted).norm() > 0.1 * wanted.norm()) == (name == "swiglustep")

@@ -92,8 +92,8 @@ def test_every_command_takes_experts_without_a_gate(nemotron, tmp_path, format, 
     assert portable.weights.gate is None
     hidden = torch.randn(3, H, generator=torch.Generator().manual_seed(1))
     ids, weights = torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.tensor([[0.5, 0.25]] * 3)
-    y = portable(hidden, ids, weights)
-    assert torch.equal(y, ready(hidden, ids, weights))
+    y = portable(hidden, weights, ids)
+    assert torch.equal(y, ready(hidden, weights, ids))
     wanted = by_hand(ConvertedCheckpoint.open(out), 1, hidden, ids, weights)
     # Sums of 256 float32 terms, twice, squared between: 2**-24 * sqrt(256) * 4 is 2**-18.
     assert (y - wanted).norm() < 2**-16 * wanted.norm()
@@ -109,7 +109,7 @@ def test_blocks_that_are_not_whole_are_prepared_without_padding(nemotron, tmp_pa
     shapes = {n: tuple(w.shape) for n, w in load_file(folder / "layer-00001.safetensors").items()}
     assert (E, 192, H) in shapes.values()
     hidden, ids = torch.randn(2, H), torch.tensor([[0], [3]])
-    runs = [load_experts(path, 1)(hidden, ids, torch.ones(2, 1)) for path in (out, folder)]
+    runs = [load_experts(path, 1)(hidden, torch.ones(2, 1), ids) for path in (out, folder)]
     assert torch.equal(*runs)
 
 

@@ -75,7 +75,7 @@ def test_the_reference_gives_the_same_from_either(own, format, target):
     hidden = torch.randn(6, 256, generator=generator)
     ids = torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0], [0, 2], [-1, -1]])
     weights = torch.rand(6, 2, generator=generator)
-    outputs = [load_experts(p, 1)(hidden, ids, weights) for p in (path, folder)]
+    outputs = [load_experts(p, 1)(hidden, weights, ids) for p in (path, folder)]
     assert outputs[0].abs().max() > 0
     assert torch.equal(*outputs)
 
@@ -419,9 +419,9 @@ def test_a_rank_loads_its_experts_alone(converted):
     ids = torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [0, 1]])
     weights = torch.rand(5, 2, generator=generator)
     path = converted["mxfp4"]
-    whole = load_experts(path, 0)(hidden, ids, weights)
+    whole = load_experts(path, 0)(hidden, weights, ids)
     halves = [
-        load_experts(path, 0, experts=half)(hidden, ids, weights) for half in ([2, 0], [1, 3])
+        load_experts(path, 0, experts=half)(hidden, weights, ids) for half in ([2, 0], [1, 3])
     ]
     # One float32 addition instead of two in a row: each rounds once, by 2**-24 of what it sums.
     assert torch.allclose(whole, sum(halves), rtol=0, atol=2**-22 * whole.abs().max())

@@ -30,7 +30,7 @@ class Layer:
 
     @property
     def call(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.hidden, self.ids, self.topk_weights
+        return self.hidden, self.topk_weights, self.ids
 
     def evaluate(
         self,

@@ -85,8 +85,8 @@ def test_bfloat16_biases_are_read_as_they_are(layers):
 
 def test_biases_are_part_of_the_state_and_keep_their_dtype(layers):
     module = FusedExperts(variant(layers.make(), SWIGLUOAI)).half()
-    assert module.state_dict()["up_bias"].dtype == torch.float32
-    assert module.weights.up_bias is module.up_bias
+    assert module.state_dict()["w13_bias"].dtype == torch.float32
+    assert module.state_dict()["w2_bias"] is not None
 
 
 @pytest.mark.parametrize(

@@ -182,11 +182,11 @@ def test_layer_with_quantized_activations_equals_a_loop_written_by_hand(
     layer = layers.make(format, H=H, I=I, dtype=dtype)
     output, bound = emulate(layer)
     module = FusedExperts(layer.weights)
-    result = module(layer.hidden.float(), layer.ids, layer.topk_weights).double()
+    result = module(layer.hidden.float(), layer.topk_weights, layer.ids).double()
     assert ((result - output).abs() <= bound).all()
     # The bound is tight enough to tell: without quantization nearly everything lies outside.
     unquantized = module(
-        layer.hidden.float(), layer.ids, layer.topk_weights, activations="none"
+        layer.hidden.float(), layer.topk_weights, layer.ids, activations="none"
     ).double()
     assert ((unquantized - output).abs() > bound).double().mean() > 0.5
 
@@ -213,4 +213,4 @@ def test_router_weight_on_input_comes_before_quantization(layers, format):
     module = FusedExperts(layer.weights)
     result = module(*layer.call, apply_router_weight_on_input=True)
     weighted = layer.hidden * layer.topk_weights
-    assert torch.equal(result, module(weighted, layer.ids, torch.ones(13, 1)))
+    assert torch.equal(result, module(weighted, torch.ones(13, 1), layer.ids))

@@ -10,9 +10,8 @@ import torch
 from moequant.act_fn import RELU2, SWIGLUOAI, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import RUNNABLE, get_format
-from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.activations import SCHEMES, quantize_activations
-from moequant.runtime.backends import REGISTRY
 from moequant.runtime.batched import (
     OVERFLOW,
     BatchedTokens,
@@ -197,7 +196,7 @@ def test_batches_take_every_call_that_the_reference_takes(layers, dtype, router)
         FusedExperts(layer.weights, backend=name) for name in ("torch_reference", "naive_batched")
     )
     for M in (0, 1, 13):
-        call = layer.hidden[:M], ids[:M], topk_weights[:M]
+        call = layer.hidden[:M], topk_weights[:M], ids[:M]
         for expert_map in (None, here):
             for on_input in (False, True):
                 options = {"expert_map": expert_map, "apply_router_weight_on_input": on_input}
@@ -225,11 +224,11 @@ def test_naive_batched_looks_at_no_row_beyond_the_counts(layers):
     weights = layers.make("nvfp4").weights
     x = torch.randn(6, 4, 256, generator=torch.Generator().manual_seed(0))
     counts = torch.tensor([4, 0, 1, 2, 3, 0], dtype=torch.int32)
-    naive = REGISTRY["naive_batched"]
+    naive = pack_experts(weights, backend="naive_batched", activations="none")
     tokens = BatchedTokens(scheme="none", qdata=x, scale=None, counts=counts)
-    want = naive.run(tokens, weights)
+    want = naive.run_batches(tokens)
     x[torch.arange(4)[None, :] >= counts[:, None]] = torch.nan
-    assert torch.equal(naive.run(tokens, weights), want)
+    assert torch.equal(naive.run_batches(tokens), want)
     assert not want[1].any()
 
 
@@ -249,7 +248,7 @@ def test_triton_batched_computes_what_naive_batched_does(format, activations):
     hidden = torch.randn(90, 512, generator=g, device="cuda").bfloat16()
     topk_weights, ids = torch.rand(90, 8, generator=g, device="cuda").topk(3)
     ids[5:20, 0] = -1
-    routing = route(ids, topk_weights, experts=8)
+    routing = route(topk_weights, ids, experts=8)
     tokens, places = prepare_batched(hidden, routing, experts=8, capacity=90, scheme=scheme)
     beyond = torch.arange(90, device="cuda")[None, :] >= tokens.counts[:, None]
     if tokens.scale is None:
@@ -257,7 +256,11 @@ def test_triton_batched_computes_what_naive_batched_does(format, activations):
     else:
         tokens.scale[beyond] = torch.nan
     got, want = (
-        finalize_batched(REGISTRY[name].run(tokens, weights), routing, places)
+        finalize_batched(
+            pack_experts(weights, backend=name, activations=activations).run_batches(tokens),
+            routing,
+            places,
+        )
         for name in ("triton_batched", "naive_batched")
     )
     # As in test_triton_backend.py: bfloat16 between the GEMMs and in the rows, and codes that flip.
@@ -268,4 +271,4 @@ def test_a_batched_backend_runs_when_it_is_named(layers):
     layer = layers.make()
     assert FusedExperts(layer.weights, backend="naive_batched").chosen_backend() == "naive_batched"
     assert FusedExperts(layer.weights).chosen_backend() == "torch_reference"
-    assert route(layer.ids, layer.topk_weights, experts=6).expert.shape == layer.ids.shape
+    assert route(layer.topk_weights, layer.ids, experts=6).expert.shape == layer.ids.shape

@@ -12,7 +12,7 @@ from torch import nn
 from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
 from moequant.runtime import FusedExperts
-from moequant.runtime.workspace import release_workspaces, workspace
+from moequant.runtime.workspace import release_workspaces, shared_workspace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,8 +31,8 @@ class Block(nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, x, ids, weights):
-        return x + self.experts(x * 2, ids, weights)
+    def forward(self, x, weights, ids):
+        return x + self.experts(x * 2, weights, ids)
 
 
 # torch's compiler uses what torch itself deprecates, and captures an empty graph first.
@@ -80,7 +80,7 @@ def test_layers_share_a_workspace_of_the_size_that_was_said(every_format):
     assert size > 0
     for layer in layers:
         layer(*call)
-    assert workspace(CUDA, 0).numel() == size
+    assert shared_workspace(CUDA, 0).numel() == size
 
 
 def test_a_workspace_that_holds_anything_changes_no_bit(every_format):
@@ -88,7 +88,7 @@ def test_a_workspace_that_holds_anything_changes_no_bit(every_format):
     call = random_inputs(SHAPE, 40, CUDA, 4).arguments
     want = experts(*call)
     for poison in (0xFF, 0x7F):
-        workspace(CUDA, 0).fill_(poison)
+        shared_workspace(CUDA, 0).fill_(poison)
         assert torch.equal(experts(*call), want)
 
 
@@ -110,8 +110,8 @@ def test_calls_on_two_streams_do_not_meet(every_format):
 
 def test_threads_do_not_share_a_workspace():
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(workspace, CUDA, 256).result()
-    assert other.data_ptr() != workspace(CUDA, 256).data_ptr()
+        other = pool.submit(shared_workspace, CUDA, 256).result()
+    assert other.data_ptr() != shared_workspace(CUDA, 256).data_ptr()
 
 
 def test_experts_are_there_once():

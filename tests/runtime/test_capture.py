@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
-from moequant.formats import get_format
-from moequant.runtime import FusedExperts, call, experts
-from moequant.runtime.backends import REGISTRY, naive_batched, torch_reference
-from moequant.runtime.call import Call
+from moequant.runtime import FusedExperts, experts, pack_experts
+from moequant.runtime.backends import batched, naive_batched, standard, torch_reference
+from moequant.runtime.backends.naive_batched import NaiveBatchedExperts
+from moequant.runtime.call import run_experts
 
 ANYWHERE = ["torch_reference", "naive_batched"]
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -23,7 +23,7 @@ HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0
 
 @pytest.fixture
 def captured(monkeypatch):
-    for module in (call, experts, naive_batched, torch_reference):
+    for module in (experts, standard, batched, naive_batched, torch_reference):
         monkeypatch.setattr(module, "capturing", lambda device: True)
 
 
@@ -37,35 +37,28 @@ class NoCopyFromHost(TorchFunctionMode):
 
 @pytest.mark.parametrize("activations", ["format", "none"])
 @pytest.mark.parametrize("backend", ANYWHERE)
-def test_nothing_is_read_on_the_host(layers, every_format, backend, activations, captured):
+def test_nothing_is_read_on_the_host(
+    layers, every_format, backend, activations, captured, monkeypatch
+):
     layer = layers.make(every_format)
     weights = layer.weights.replace({n: t.to("meta") for n, t in layer.weights.tensors().items()})
-    run = Call(
-        backend=REGISTRY[backend],
-        weights=weights,
-        packed=None,
-        scheme=get_format(every_format).activations if activations == "format" else "none",
-        expert_map=torch.arange(6, device="meta"),
-        weight_on_input=False,
-    )
+    monkeypatch.setattr(torch_reference, "why_not_reference", lambda workload: None)
+    monkeypatch.setattr(naive_batched, "why_not_reference", lambda workload: None)
+    packed = pack_experts(weights, backend=backend, activations=activations)
+    call = [t.to("meta") for t in layer.call]
     with NoCopyFromHost():
-        assert run(*(t.to("meta") for t in layer.call)).shape == layer.hidden.shape
+        y = run_experts(packed, *call, expert_map=torch.arange(6, device="meta"))
+    assert y.shape == layer.hidden.shape
 
 
-def test_outside_of_a_capture_something_is(layers):
+def test_outside_of_a_capture_something_is(layers, monkeypatch):
     # What the test above relies on.
     layer = layers.make()
     weights = layer.weights.replace({n: t.to("meta") for n, t in layer.weights.tensors().items()})
-    run = Call(
-        backend=REGISTRY["torch_reference"],
-        weights=weights,
-        packed=None,
-        scheme="none",
-        expert_map=None,
-        weight_on_input=False,
-    )
+    monkeypatch.setattr(torch_reference, "why_not_reference", lambda workload: None)
+    packed = pack_experts(weights, backend="torch_reference", activations="none")
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        run(*(t.to("meta") for t in layer.call))
+        run_experts(packed, *(t.to("meta") for t in layer.call))
     with pytest.raises(AssertionError, match="tensor"), NoCopyFromHost():
         torch.tensor([1.0], device="meta")
 
@@ -89,10 +82,10 @@ def test_ids_and_indices_out_of_range_contribute_nothing(layers, backend, captur
     layer = layers.make()
     module = FusedExperts(layer.weights, backend=backend)
     absent = layer.ids == 2
-    want = module(layer.hidden, layer.ids.masked_fill(absent, -1), layer.topk_weights)
+    want = module(layer.hidden, layer.topk_weights, layer.ids.masked_fill(absent, -1))
     for far in (6, -2, 1 << 40):
         ids = layer.ids.masked_fill(absent, far)
-        assert torch.equal(module(layer.hidden, ids, layer.topk_weights), want)
+        assert torch.equal(module(layer.hidden, layer.topk_weights, ids), want)
     here = torch.tensor([0, 1, 77, 3, 4, 5])
     assert torch.equal(module(*layer.call, expert_map=here), want)
 
@@ -105,11 +98,11 @@ def test_a_call_before_the_capture_runs_the_kernels_of_the_captured_one(
     from moequant.kernels.portable.experts import TILE_ROWS
 
     rooms = []
-    run = REGISTRY["naive_batched"].run
+    run = NaiveBatchedExperts._run_batches
     monkeypatch.setattr(
-        REGISTRY["naive_batched"],
-        "run",
-        lambda t, w: (rooms.append(t.qdata.shape[1]), run(t, w))[1],
+        NaiveBatchedExperts,
+        "_run_batches",
+        lambda self, t: (rooms.append(t.qdata.shape[1]), run(self, t))[1],
     )
     layer = layers.make(M=M)
     module = FusedExperts(layer.weights, backend="naive_batched")
@@ -150,10 +143,10 @@ def test_a_captured_call_is_replayed_on_new_inputs(every_format, backend):
     with torch.cuda.graph(graph):
         out = module(*static)
     for seed in (1, 2):
-        hidden, ids, topk_weights = random_inputs(shape, 40, device, seed).arguments
+        hidden, topk_weights, ids = random_inputs(shape, 40, device, seed).arguments
         absent = torch.rand(ids.shape, device="cuda") < 0.2
-        want = module(hidden, ids.masked_fill(absent, -1), topk_weights)
-        new = (hidden, ids.masked_fill(absent, 1 << 20), topk_weights)
+        want = module(hidden, topk_weights, ids.masked_fill(absent, -1))
+        new = (hidden, topk_weights, ids.masked_fill(absent, 1 << 20))
         for to, value in zip(static, new, strict=True):
             to.copy_(value)
         graph.replay()

@@ -20,8 +20,8 @@ class Block(nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, x, ids, weights):
-        return x + self.experts(x * 2, ids, weights.sqrt())
+    def forward(self, x, weights, ids):
+        return x + self.experts(x * 2, weights.sqrt(), ids)
 
 
 def compiled(module):

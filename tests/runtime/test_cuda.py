@@ -67,7 +67,7 @@ def test_the_reference_runs_on_a_device_when_it_is_named(
     hidden = torch.randn(9, 256, generator=generator)
     ids = torch.randint(-1, 4, (9, 2), generator=generator)
     weights = torch.rand(9, 2, generator=generator)
-    here = load_experts(path, 0, activations=activations)(hidden, ids, weights)
+    here = load_experts(path, 0, activations=activations)(hidden, weights, ids)
     experts = load_experts(
         path, 0, device="cuda", backend="torch_reference", activations=activations
     )

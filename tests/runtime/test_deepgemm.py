@@ -11,11 +11,12 @@ from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import quantize
-from moequant.layouts.gate_up import stack_gate_up
-from moequant.runtime import ExpertWeights, FusedExperts, select
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts, select
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.backends.stacked import STACKED
 from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.call import run_experts
 from moequant.runtime.functional import deep_gemm_moe_fp8
 from moequant.runtime.routing import route
 
@@ -74,7 +75,7 @@ def inputs(shape, M, dtype=torch.bfloat16):
     hidden = torch.randn(M, H, generator=g, device="cuda").to(dtype)
     topk_weights, ids = torch.rand(M, E, generator=g, device="cuda").topk(T)
     ids[torch.rand(M, T, generator=g, device="cuda") < 0.2] = -1
-    return hidden, ids.int(), topk_weights
+    return hidden, topk_weights, ids.int()
 
 
 def check(got, weights, call, **options):
@@ -137,15 +138,15 @@ def test_it_computes_what_the_reference_does(shape, M):
 @pytest.mark.parametrize("M", [1, 100])
 @pytest.mark.parametrize("shape", [SMALL, ODD])
 def test_batches_do_too(shape, M):
-    weights, (hidden, ids, topk_weights) = weights_of(shape), inputs(shape, M)
-    routing = route(ids, topk_weights, experts=shape[0])
+    weights, (hidden, topk_weights, ids) = weights_of(shape), inputs(shape, M)
+    routing = route(topk_weights, ids, experts=shape[0])
     tokens, places = prepare_batched(
         hidden, routing, experts=shape[0], capacity=M, scheme="fp8_group128"
     )
     tokens.scale[torch.arange(M, device="cuda")[None, :] >= tokens.counts[:, None]] = torch.nan
-    rows = REGISTRY["deepgemm_batched"].run(tokens, weights)
+    rows = pack_experts(weights, backend="deepgemm_batched").run_batches(tokens)
     got = finalize_batched(rows, routing, places).to(hidden.dtype)
-    check(got, weights, (hidden, ids, topk_weights))
+    check(got, weights, (hidden, topk_weights, ids))
 
 
 @gpu
@@ -177,34 +178,33 @@ def test_batches_do_so_too(act_fn):
 def test_no_weight_is_there_twice(act_fn):
     module = FusedExperts(weights_of(ODD, act_fn), backend="deepgemm")
     module(*inputs(ODD, 4))
-    w13 = module.packed_weights().w13
+    w13 = module.packed().kernel_weights.w13
     assert module.weights.up.qdata.untyped_storage().data_ptr() == w13.untyped_storage().data_ptr()
 
 
 @gpu
 def test_it_takes_the_ids_of_other_ranks_and_weights_the_input():
     weights = weights_of(SMALL)
-    hidden, ids, topk_weights = inputs((64, 1024, 512, 1), 50)
+    hidden, topk_weights, ids = inputs((64, 1024, 512, 1), 50)
     here = torch.full((64,), -1, dtype=torch.int32, device="cuda")
     here[20:36] = torch.arange(15, -1, -1, device="cuda").int()
     for on_input in (False, True):
         options = {"expert_map": here, "apply_router_weight_on_input": on_input}
-        call = (hidden, ids, topk_weights)
+        call = (hidden, topk_weights, ids)
         check(FusedExperts(weights, backend="deepgemm")(*call, **options), weights, call, **options)
 
 
 @gpu
 def test_no_buffer_is_read_before_it_is_written():
     weights = weights_of(SMALL, SWIGLUOAI, biases=True)
-    backend = REGISTRY["deepgemm"]
-    packed = backend.pack(weights, "fp8_group128")
+    packed = pack_experts(weights, backend="deepgemm")
     for M in (1, 300):
         call = inputs(SMALL, M)
-        size = backend.workspace_bytes(packed, M, SMALL[3])
+        size = packed.workspace_bytes(M, SMALL[3])
         # Bytes of 0x7F are NaN in E4M3, huge numbers in float32, and absurd indices.
         for byte in (0x7F, 0xFF):
             memory = torch.full((size,), byte, dtype=torch.uint8, device="cuda")
-            out = backend.forward(packed, *call, expert_map=None, workspace=memory)
+            out = run_experts(packed, *call, workspace=memory)
             check(out, weights, call)
 
 
@@ -227,21 +227,20 @@ def test_a_captured_call_is_replayed_on_new_inputs_to_the_same_bits():
 
 @gpu
 def test_the_call_without_a_module_gives_the_same_bits():
-    weights, (hidden, ids, topk_weights) = weights_of(ODD), inputs(ODD, 40)
-    want = FusedExperts(weights, backend="deepgemm")(hidden, ids, topk_weights)
-    w13 = stack_gate_up(weights.gate, weights.up)
-    w2 = weights.down
-    parts = (w13.qdata, w2.qdata, w13.scale, w2.scale)
+    weights, (hidden, topk_weights, ids) = weights_of(ODD), inputs(ODD, 40)
+    want = FusedExperts(weights, backend="deepgemm")(hidden, topk_weights, ids)
+    w = STACKED.pack(weights)
+    parts = tuple(w[name] for name in ("w13_qdata", "w2_qdata", "w13_scale", "w2_scale"))
     assert torch.equal(deep_gemm_moe_fp8(hidden, *parts, topk_weights, ids), want)
     with pytest.raises(CheckpointError, match=r"w13\.scale"):
-        deep_gemm_moe_fp8(hidden, *parts[:2], w2.scale, w2.scale, topk_weights, ids)
+        deep_gemm_moe_fp8(hidden, *parts[:2], w["w2_scale"], w["w2_scale"], topk_weights, ids)
 
 
 @gpu
 @pytest.mark.parametrize("shape", [SMALL, ODD])
 def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(shape):
-    hidden, ids, topk_weights = inputs(shape, 60)
+    hidden, topk_weights, ids = inputs(shape, 60)
     module = FusedExperts(weights_of(shape), backend="deepgemm")
     x = quantize_activations(hidden, "fp8_group128")
-    got = module(x.qdata, ids, topk_weights, hidden_scale=x.scale)
-    assert torch.equal(got, module(hidden, ids, topk_weights))
+    got = module(x.qdata, topk_weights, ids, hidden_scale=x.scale)
+    assert torch.equal(got, module(hidden, topk_weights, ids))

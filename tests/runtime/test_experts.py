@@ -91,13 +91,13 @@ def test_layer_error_against_the_bf16_layer_follows_from_the_weight_error(layers
 def test_router_weights_may_be_bfloat16(layers):
     layer = layers.make()
     weights = layer.topk_weights.bfloat16()
-    result = plain(layer)(layer.hidden, layer.ids, weights)
-    assert torch.equal(result, plain(layer)(layer.hidden, layer.ids, weights.float()))
+    result = plain(layer)(layer.hidden, weights, layer.ids)
+    assert torch.equal(result, plain(layer)(layer.hidden, weights.float(), layer.ids))
 
 
 def test_int32_and_int64_ids_mean_the_same(layers):
     layer = layers.make()
-    narrow = plain(layer)(layer.hidden, layer.ids.int(), layer.topk_weights)
+    narrow = plain(layer)(layer.hidden, layer.topk_weights, layer.ids.int())
     assert torch.equal(narrow, plain(layer)(*layer.call))
 
 
@@ -107,7 +107,7 @@ def test_permuting_experts_changes_no_bit(layers, every_format, activations):
     order = [3, 0, 5, 1, 4, 2]
     renamed = torch.tensor(order).argsort()[layer.ids]
     permuted = FusedExperts(take(layer.weights, order), activations=activations)
-    result = permuted(layer.hidden, renamed, layer.topk_weights)
+    result = permuted(layer.hidden, layer.topk_weights, renamed)
     same = FusedExperts(layer.weights, activations=activations)(*layer.call)
     assert torch.equal(result, same)
 
@@ -135,13 +135,13 @@ def test_expert_map_of_the_call_replaces_the_module_s(layers):
     module = plain(layer, expert_map=torch.full((6,), -1))
     assert not module(*layer.call).any()
     result = module(*layer.call, expert_map=reverse)
-    assert torch.equal(result, plain(layer)(layer.hidden, reverse[layer.ids], layer.topk_weights))
+    assert torch.equal(result, plain(layer)(layer.hidden, layer.topk_weights, reverse[layer.ids]))
 
 
 def test_there_may_be_more_experts_elsewhere_than_here(layers):
     layer = layers.make()
     expert_map = torch.cat([torch.full((100,), -1), torch.arange(6)])
-    result = plain(layer, expert_map=expert_map)(layer.hidden, layer.ids + 100, layer.topk_weights)
+    result = plain(layer, expert_map=expert_map)(layer.hidden, layer.topk_weights, layer.ids + 100)
     assert torch.equal(result, plain(layer)(*layer.call))
 
 
@@ -149,11 +149,11 @@ def test_id_minus_one_contributes_nothing_whatever_its_weight(layers):
     layer = layers.make()
     ids, weights = layer.ids.clone(), layer.topk_weights.clone()
     ids[:, 1], weights[:, 1] = -1, torch.nan
-    result = plain(layer)(layer.hidden, ids, weights)
-    without = plain(layer)(layer.hidden, ids[:, [0, 2]], weights[:, [0, 2]])
+    result = plain(layer)(layer.hidden, weights, ids)
+    without = plain(layer)(layer.hidden, weights[:, [0, 2]], ids[:, [0, 2]])
     assert torch.equal(result, without)
     expert_map = torch.arange(6)
-    assert torch.equal(plain(layer, expert_map=expert_map)(layer.hidden, ids, weights), without)
+    assert torch.equal(plain(layer, expert_map=expert_map)(layer.hidden, weights, ids), without)
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])
@@ -162,10 +162,10 @@ def test_a_token_without_experts_is_zero_and_its_values_reach_no_other(layers, a
     hidden, ids = layer.hidden.clone(), layer.ids.clone()
     ids[4] = -1
     module = FusedExperts(layer.weights, activations=activations)
-    clean = module(hidden, ids, layer.topk_weights)
+    clean = module(hidden, layer.topk_weights, ids)
     assert not clean[4].any()
     hidden[4] = torch.nan
-    assert torch.equal(module(hidden, ids, layer.topk_weights), clean)
+    assert torch.equal(module(hidden, layer.topk_weights, ids), clean)
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])
@@ -185,7 +185,7 @@ def test_an_expert_may_be_chosen_twice_by_one_token(layers):
     layer = layers.make()
     ids = layer.ids.clone()
     ids[:, 1] = ids[:, 0]
-    assert_within(plain(layer)(layer.hidden, ids, layer.topk_weights), *layer.evaluate(ids=ids))
+    assert_within(plain(layer)(layer.hidden, layer.topk_weights, ids), *layer.evaluate(ids=ids))
 
 
 @pytest.mark.parametrize("T", [0, 1, 6])
@@ -209,7 +209,7 @@ def test_any_number_of_tokens_works_for_one_expert_with_the_others_empty(
 
 def test_no_tokens_of_no_slots_work(layers):
     module = plain(layers.make())
-    assert module(torch.empty(0, 256), torch.empty(0, 0).long(), torch.empty(0, 0)).shape == (
+    assert module(torch.empty(0, 256), torch.empty(0, 0), torch.empty(0, 0).long()).shape == (
         0,
         256,
     )
@@ -347,17 +347,19 @@ def test_state_dict_carries_the_weights_and_not_the_expert_map(layers, every_for
     assert torch.equal(copy.deepcopy(module)(*layer.call), module(*layer.call))
 
 
-def test_weights_are_made_anew_only_where_buffers_were_replaced(layers, every_format):
+def test_experts_are_packed_anew_only_where_buffers_were_replaced(layers, every_format):
     layer, other = layers.make(every_format), layers.make(every_format, seed=1)
     module = plain(layer)
-    weights = module.weights
+    packed = module.packed()
     module(*layer.call)
-    module.half().load_state_dict(plain(other).state_dict())
-    assert module.weights is weights
+    assert module.half().packed() is packed
+    module.load_state_dict(plain(other).state_dict())
+    assert torch.equal(module(*layer.call), plain(other)(*layer.call))
+    packed = module.packed()
     module.load_state_dict(plain(layer).state_dict(), assign=True)
-    assert module.weights is not weights
+    assert module.packed() is not packed
     assert torch.equal(module(*layer.call), plain(layer)(*layer.call))
-    broken = {**module.state_dict(), "gate_scale": module.weights.gate.scale.double()}
+    broken = {**module.state_dict(), "w13_scale": module.w13_scale.double()}
     module.load_state_dict(broken, assign=True)
     with pytest.raises(CheckpointError, match=r"gate\.scale is float64"):
         module(*layer.call)
@@ -454,13 +456,13 @@ def test_weights_that_are_none_are_refused(weights):
         (0, lambda t: t[None], r"hidden_states is \[1, 13, 256\]"),
         (0, lambda t: t.double(), "hidden_states is torch.float64"),
         (0, lambda t: t.to("meta"), "hidden_states is on meta, but the experts are on cpu"),
-        (0, lambda t: t[:12], r"topk_ids is \[13, 3\].*M = 12"),
-        (1, lambda t: t.short(), "topk_ids is torch.int16"),
-        (1, lambda t: t[:, :2], r"topk_ids is \[13, 2\] and topk_weights \[13, 3\]"),
-        (1, lambda t: t[:, 0], r"topk_ids is \[13\]"),
-        (1, lambda t: t.to("meta"), "topk_ids is on meta"),
-        (2, lambda t: t.double(), "topk_weights is torch.float64"),
-        (2, lambda t: t.to("meta"), "topk_weights is on meta"),
+        (0, lambda t: t[:12], r"topk_ids \[13, 3\].*M = 12"),
+        (1, lambda t: t.double(), "topk_weights is torch.float64"),
+        (1, lambda t: t.to("meta"), "topk_weights is on meta"),
+        (2, lambda t: t.short(), "topk_ids is torch.int16"),
+        (2, lambda t: t[:, :2], r"topk_weights is \[13, 3\] and topk_ids \[13, 2\]"),
+        (2, lambda t: t[:, 0], r"topk_ids is \[13\]"),
+        (2, lambda t: t.to("meta"), "topk_ids is on meta"),
     ],
 )
 def test_a_bad_argument_is_refused_by_name(layers, index, change, message):
@@ -492,13 +494,13 @@ def test_torchs_default_dtype_changes_nothing(layers, every_format, activations)
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("position", range(3), ids=["hidden_states", "topk_ids", "topk_weights"])
+@pytest.mark.parametrize("position", range(3), ids=["hidden_states", "topk_weights", "topk_ids"])
 @pytest.mark.parametrize("make", [lambda t: None, lambda t: t.tolist(), torch.Tensor.to_sparse])
 def test_what_is_no_dense_tensor_is_refused_by_name(layers, position, make):
     layer = layers.make()
     call = list(layer.call)
     call[position] = make(call[position])
-    name = ["hidden_states", "topk_ids", "topk_weights"][position]
+    name = ["hidden_states", "topk_weights", "topk_ids"][position]
     with pytest.raises(UnsupportedError, match=rf"^{name} is .*, but wanted is a"):
         plain(layer)(*call)
 
@@ -521,9 +523,9 @@ def test_a_weight_that_is_no_buffer_any_more_is_named(layers, gone):
     layer = layers.make()
     experts = plain(layer)
     experts(*layer.call)
-    up = experts.up_qdata
-    del experts.up_qdata
+    w13 = experts.w13_qdata
+    del experts.w13_qdata
     if gone != "deleted":
-        experts.up_qdata = None if gone is None else torch.nn.Parameter(up, requires_grad=False)
-    with pytest.raises(UnsupportedError, match="up_qdata of these experts is no buffer any more"):
+        experts.w13_qdata = None if gone is None else torch.nn.Parameter(w13, requires_grad=False)
+    with pytest.raises(UnsupportedError, match="w13_qdata of these experts is no buffer any more"):
         experts(*layer.call)

@@ -1,4 +1,4 @@
-"""FusedExperts around a backend that lays out the weights anew and gives them back as views."""
+"""FusedExperts around a fused backend with a layout of its own."""
 
 from __future__ import annotations
 
@@ -8,40 +8,58 @@ import threading
 import pytest
 import torch
 
-from moequant.runtime import FusedExperts, backends, fused_experts
-from moequant.runtime.backends import FusedBackend
+from moequant.errors import UnsupportedError
+from moequant.runtime import FusedExperts, backends, fused_experts, pack_experts
+from moequant.runtime.backends import Backend, Layout, PackedExperts
+from moequant.runtime.backends.stacked import STACKED
 
 
-class Stacks(FusedBackend):
-    """Keeps every part beside another of its bytes; computes by the reference."""
+def flipped(tensor):
+    return tensor.contiguous().view(torch.uint8).flip(0).view(tensor.dtype)
 
-    name = "stacks"
-    default_on = ()
+
+class Reversed(Layout):
+    """Each tensor of the stacked layout with its experts in reverse."""
+
+    name = "reversed"
+    version = 1
 
     def __init__(self):
         self.packs = 0
 
+    def pack(self, weights):
+        self.packs += 1
+        return {f"{n}_r": flipped(t) for n, t in STACKED.pack(weights).items()}
+
+
+class ReversedExperts(PackedExperts):
+    def run(self, hidden_states, topk_weights, topk_ids, *, out, workspace, **options):
+        tensors = {n.removesuffix("_r"): flipped(t) for n, t in self.tensors.items()}
+        reference = backends.REGISTRY["torch_reference"].load(tensors, self.workload)
+        reference.run(
+            hidden_states, topk_weights, topk_ids, out=out, workspace=workspace, **options
+        )
+
+
+class Reverses(Backend):
+    """A fused backend that packs weights in a layout of its own; computes by the reference."""
+
+    name = "reverses"
+    default_on = ()
+
+    def __init__(self):
+        self.layout = Reversed()
+
     def supports(self, workload):
         return None
 
-    def pack(self, weights, activations):
-        self.packs += 1
-        both = {name: torch.stack([t, t], dim=1) for name, t in weights.tensors().items()}
-        return weights.replace({name: t[:, 0] for name, t in both.items()})
-
-    def adopted(self, packed):
-        return packed
-
-    def forward(
-        self, packed, hidden_states, topk_ids, topk_weights, *, expert_map, workspace, **options
-    ):
-        reference = FusedExperts(packed, backend="torch_reference")
-        return reference(hidden_states, topk_ids, topk_weights, expert_map=expert_map, **options)
+    def load(self, tensors, workload):
+        return ReversedExperts(self, tensors, workload=workload)
 
 
 @pytest.fixture
-def stacks(monkeypatch):
-    backend = Stacks()
+def reverses(monkeypatch):
+    backend = Reverses()
     monkeypatch.setitem(backends.backends(), backend.name, backend)
     return backend
 
@@ -53,22 +71,36 @@ def outputs(layers, every_format):
     return layer.call, *(FusedExperts(x.weights)(*layer.call) for x in (layer, other))
 
 
-def test_weights_are_laid_out_once_and_adopted(layers, every_format, stacks, outputs):
+def test_weights_are_packed_once_and_are_the_buffers(layers, every_format, reverses, outputs):
     call, want, _ = outputs
-    experts = FusedExperts(layers.make(every_format).weights, backend="stacks")
-    before = {name: t.clone() for name, t in experts.state_dict().items()}
+    experts = FusedExperts(layers.make(every_format).weights, backend="reverses")
     for _ in range(2):
         assert torch.equal(experts(*call), want)
-    assert stacks.packs == 1
-    assert experts.weights is experts.packed_weights()
-    for name, tensor in experts.state_dict().items():
-        as_bytes = (t.contiguous().view(torch.uint8) for t in (tensor, before[name]))
-        assert torch.equal(*as_bytes)
+    assert reverses.layout.packs == 1
+    stacked = FusedExperts(layers.make(every_format).weights).state_dict()
+    assert experts.state_dict().keys() == {f"{name}_r" for name in stacked}
 
 
-def test_a_copy_is_a_module_of_its_own(layers, every_format, stacks, outputs):
+def test_weights_move_from_the_stacked_layout_into_another_and_not_back(
+    layers, every_format, reverses, outputs
+):
     call, want, _ = outputs
-    experts = FusedExperts(layers.make(every_format).weights, backend="stacks")
+    experts = FusedExperts(layers.make(every_format).weights)
+    assert torch.equal(experts(*call), want)
+    experts.backend = "reverses"
+    assert torch.equal(experts(*call), want)
+    assert all(name.endswith("_r") for name in experts.state_dict())
+    experts.backend = "torch_reference"
+    message = "reads weights as stacked version 2, but these are packed as reversed version 1"
+    with pytest.raises(UnsupportedError, match=message):
+        experts(*call)
+    with pytest.raises(UnsupportedError, match="packed as reversed version 1, which does not hold"):
+        _ = experts.weights
+
+
+def test_a_copy_is_a_module_of_its_own(layers, every_format, reverses, outputs):
+    call, want, _ = outputs
+    experts = FusedExperts(layers.make(every_format).weights, backend="reverses")
     experts(*call)
     other = copy.deepcopy(experts)
     for tensor in experts.buffers():
@@ -81,21 +113,22 @@ def test_a_copy_is_a_module_of_its_own(layers, every_format, stacks, outputs):
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("then", [False, True])
 def test_weights_loaded_later_count_in_inference_mode_or_not(
-    layers, every_format, stacks, outputs, assign, first, then
+    layers, every_format, reverses, outputs, assign, first, then
 ):
     call, _, want = outputs
-    experts = FusedExperts(layers.make(every_format).weights, backend="stacks")
+    experts = FusedExperts(layers.make(every_format).weights, backend="reverses")
     with torch.inference_mode(mode=first):
         experts(*call)
-    state = FusedExperts(layers.make(every_format, seed=1).weights).state_dict()
+    other = FusedExperts(layers.make(every_format, seed=1).weights, backend="reverses")
+    state = other.state_dict()
     with torch.inference_mode(mode=then):
         experts.load_state_dict(state, assign=assign)
     assert torch.equal(experts(*call), want)
 
 
-def test_first_calls_of_several_threads_agree(layers, every_format, stacks, outputs):
+def test_first_calls_of_several_threads_agree(layers, every_format, reverses, outputs):
     call, want, _ = outputs
-    experts = FusedExperts(layers.make(every_format).weights, backend="stacks")
+    experts = FusedExperts(layers.make(every_format).weights, backend="reverses")
     got = []
     threads = [threading.Thread(target=lambda: got.append(experts(*call))) for _ in range(6)]
     for thread in threads:
@@ -106,36 +139,33 @@ def test_first_calls_of_several_threads_agree(layers, every_format, stacks, outp
     assert all(torch.equal(y, want) for y in got)
 
 
-def test_a_call_without_a_module_leaves_the_weights_alone(layers, every_format, stacks, outputs):
-    (hidden, ids, topk_weights), want, _ = outputs
-    weights = layers.make(every_format).weights
-    before = dict(weights.tensors())
+def test_a_call_without_a_module_packs_nothing(layers, every_format, reverses, outputs):
+    (hidden, topk_weights, ids), want, _ = outputs
+    packed = pack_experts(layers.make(every_format).weights, backend="reverses")
     for _ in range(2):
-        y = fused_experts(hidden, weights, topk_weights, ids, backend="stacks")
-        assert torch.equal(y, want)
-    assert stacks.packs == 1
-    assert all(before[name] is tensor for name, tensor in weights.tensors().items())
+        assert torch.equal(fused_experts(hidden, packed, topk_weights, ids), want)
+    assert reverses.layout.packs == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_router_weight_on_the_input_reaches_any_backend_as_a_weight_of_one(
-    layers, stacks, monkeypatch, dtype
+    layers, reverses, monkeypatch, dtype
 ):
     layer = layers.make(T=1, dtype=dtype)
     weights = layer.topk_weights / 2
     seen = []
-    forward = stacks.forward
+    run = ReversedExperts.run
 
-    def watched(packed, x, ids, topk_weights, **options):
-        seen.append((x, topk_weights))
-        return forward(packed, x, ids, topk_weights, **options)
+    def watched(self, hidden_states, topk_weights, topk_ids, **options):
+        seen.append((hidden_states, topk_weights))
+        run(self, hidden_states, topk_weights, topk_ids, **options)
 
-    monkeypatch.setattr(stacks, "forward", watched)
-    call = (layer.hidden, layer.ids, weights)
-    got = FusedExperts(layer.weights, backend="stacks")(*call, apply_router_weight_on_input=True)
+    monkeypatch.setattr(ReversedExperts, "run", watched)
+    call = (layer.hidden, weights, layer.ids)
+    got = FusedExperts(layer.weights, backend="reverses")(*call, apply_router_weight_on_input=True)
     want = FusedExperts(layer.weights)(*call, apply_router_weight_on_input=True)
     assert got.dtype == dtype
     assert torch.equal(got, want)
-    ((x, ones),) = seen
+    x, ones = seen[0]
     assert torch.equal(x, layer.hidden.float() * weights)
     assert (ones == 1).all()

@@ -43,7 +43,7 @@ def prepared(path):
 
 
 def bytes_of(tensor):
-    return tensor.cpu().reshape(-1).view(torch.uint8)
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_holds(experts, path, layer, indices):

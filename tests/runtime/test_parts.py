@@ -7,7 +7,7 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts
-from moequant.runtime.backends.torch_reference import TorchReference
+from moequant.runtime.backends.torch_reference import ReferenceExperts
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4, 12, 13, 14])
@@ -19,13 +19,13 @@ def test_parts_change_no_bit(layers, every_format, max_tokens):
 
 def test_parts_are_as_equal_as_can_be(layers, monkeypatch):
     seen = []
-    run = TorchReference.run
+    run = ReferenceExperts.run
 
-    def counted(self, activations, weights, permutation):
-        seen.append(activations.qdata.shape[0])
-        return run(self, activations, weights, permutation)
+    def counted(self, hidden_states, *args, **options):
+        seen.append(hidden_states.shape[0])
+        run(self, hidden_states, *args, **options)
 
-    monkeypatch.setattr(TorchReference, "run", counted)
+    monkeypatch.setattr(ReferenceExperts, "run", counted)
     layer = layers.make(M=13)
     FusedExperts(layer.weights, max_tokens=5)(*layer.call)
     assert seen == [5, 4, 4]

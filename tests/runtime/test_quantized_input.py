@@ -9,10 +9,15 @@ import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize, get_format
-from moequant.runtime import ExpertWeights, FusedExperts, backends, fused_experts
+from moequant.runtime import (
+    ExpertWeights,
+    FusedExperts,
+    backends,
+    fused_experts,
+    pack_experts,
+)
 from moequant.runtime.activations import quantize_activations
-from moequant.runtime.backends import REGISTRY, FusedBackend
-from moequant.runtime.select import check_takes_quantized
+from moequant.runtime.backends import Backend, PackedExperts
 
 ANYWHERE = ["torch_reference", "naive_batched"]
 QUANTIZING = ["fp8_block", "w4a8", "fp8_channel", "fp8_tensor"]
@@ -49,9 +54,8 @@ def test_quantized_outside_or_inside_gives_the_same_bits(case, backend):
     assert torch.equal(got, want)
     module.max_tokens = 4
     assert torch.equal(module(x.qdata, *layer.call[1:], hidden_scale=x.scale), want)
-    alone = fused_experts(
-        x.qdata, weights, layer.topk_weights, layer.ids, backend=backend, hidden_scale=x.scale
-    )
+    packed = pack_experts(weights, backend=backend)
+    alone = fused_experts(x.qdata, packed, layer.topk_weights, layer.ids, hidden_scale=x.scale)
     assert torch.equal(alone, want)
 
 
@@ -63,13 +67,13 @@ def test_a_router_weight_on_the_input_is_part_of_its_scale(layers, backend):
     module = FusedExperts(layer.weights, backend=backend)
     got = module(
         x.qdata,
-        layer.ids,
         layer.topk_weights,
+        layer.ids,
         hidden_scale=x.scale,
         apply_router_weight_on_input=True,
     )
     ones, scale = torch.ones_like(layer.topk_weights), x.scale * layer.topk_weights
-    assert torch.equal(got, module(x.qdata, layer.ids, ones, hidden_scale=scale))
+    assert torch.equal(got, module(x.qdata, ones, layer.ids, hidden_scale=scale))
 
 
 def test_compiled_calls_take_them_too(case):
@@ -110,56 +114,56 @@ def test_a_scale_wants_codes_and_weights_that_quantize(layers):
         FusedExperts(layer.weights)(x.qdata, *layer.call[1:], hidden_scale=x.scale)
 
 
-class Takes(FusedBackend):
-    """Says what it was given."""
+class TakesExperts(PackedExperts):
+    """Keeps what it was given."""
 
+    def run(self, hidden_states, topk_weights, topk_ids, *, out, hidden_scale, **options):
+        self.seen = hidden_states, topk_weights, hidden_scale
+        out.zero_()
+
+
+class TakesNoneExperts(TakesExperts):
+    takes_quantized = False
+
+
+class Takes(Backend):
     name = "takes"
     default_on = ()
-    takes_quantized = True
+    makes = TakesExperts
 
     def supports(self, workload):
         return None
 
-    def pack(self, weights, activations):
-        return activations
-
-    def forward(self, packed, hidden_states, topk_ids, topk_weights, **options):
-        self.seen = hidden_states, topk_weights, options.keys()
-        return hidden_states.dequantize()
-
-
-def test_a_fused_backend_that_takes_them_gets_them_as_activations(layers, monkeypatch):
-    backend = Takes()
-    monkeypatch.setitem(backends.backends(), "takes", backend)
-    layer = layers.make(T=1)
-    x = quantize_activations(layer.hidden, "fp8_group128")
-    module = FusedExperts(layer.weights, backend="takes")
-    call = (x.qdata, layer.ids, layer.topk_weights / 2)
-    assert module(*call, hidden_scale=x.scale).dtype == torch.bfloat16
-    given, _, options = backend.seen
-    assert (given.scheme, given.qdata, given.scale) == ("fp8_group128", x.qdata, x.scale)
-    assert set(options) == {"expert_map", "workspace"}
-    module(*call, hidden_scale=x.scale, apply_router_weight_on_input=True)
-    given, ones, _ = backend.seen
-    assert torch.equal(given.scale, x.scale * call[2])
-    assert bool((ones == 1).all())
+    def load(self, tensors, workload):
+        return self.makes(self, tensors, workload=workload)
 
 
 class TakesNone(Takes):
     name = "takes_none"
-    takes_quantized = False
+    makes = TakesNoneExperts
 
 
-def test_a_fused_backend_that_takes_none_says_which_do(layers, monkeypatch):
-    for backend in REGISTRY.values():
-        check_takes_quantized(backend)
-    backend = TakesNone()
-    monkeypatch.setitem(backends.backends(), "takes_none", backend)
+def test_a_fused_backend_gets_them_with_their_scales(layers, monkeypatch):
+    monkeypatch.setitem(backends.backends(), "takes", Takes())
+    layer = layers.make(T=1)
+    x = quantize_activations(layer.hidden, "fp8_group128")
+    module = FusedExperts(layer.weights, backend="takes")
+    call = (x.qdata, layer.topk_weights / 2, layer.ids)
+    assert module(*call, hidden_scale=x.scale).dtype == torch.bfloat16
+    codes, _, scale = module.packed().seen
+    assert (codes, scale) == (x.qdata, x.scale)
+    module(*call, hidden_scale=x.scale, apply_router_weight_on_input=True)
+    _, ones, scale = module.packed().seen
+    assert torch.equal(scale, x.scale * call[1])
+    assert bool((ones == 1).all())
+
+
+def test_a_fused_backend_that_takes_none_refuses_them(layers, monkeypatch):
+    monkeypatch.setitem(backends.backends(), "takes_none", TakesNone())
     layer = layers.make()
     x = quantize_activations(layer.hidden, "fp8_group128")
     module = FusedExperts(layer.weights, backend="takes_none")
-    wanted = r"'takes_none' quantizes .*: sm90_fp8_block, deepgemm, triton"
-    with pytest.raises(UnsupportedError, match=wanted):
+    with pytest.raises(UnsupportedError, match="'takes_none' takes no hidden states that are qu"):
         module(x.qdata, *layer.call[1:], hidden_scale=x.scale)
 
 
@@ -217,7 +221,7 @@ def test_of_scales_of_experts_the_largest_counts(layers):
 def test_static_scales_are_part_of_the_state_and_move_along(layers):
     layer = layers.make()
     module = FusedExperts(static(weights_of(layer, "fp8_tensor")))
-    assert module.state_dict()["gate_up_input_scale"].tolist() == [pytest.approx(0.01)]
+    assert module.state_dict()["w13_input_scale"].tolist() == [pytest.approx(0.01)]
     assert module.weights.activations == "fp8_static"
     assert module.to("meta").weights.down_input_scale.device.type == "meta"
 
@@ -284,6 +288,6 @@ def test_a_static_scale_that_is_overwritten_is_looked_at_again(layers):
     layer = layers.make()
     experts = FusedExperts(static(weights_of(layer, "fp8_tensor")))
     experts(*layer.call)
-    experts.load_state_dict({**experts.state_dict(), "down_input_scale": torch.tensor([0.0])})
+    experts.load_state_dict({**experts.state_dict(), "w2_input_scale": torch.tensor([0.0])})
     with pytest.raises(CheckpointError, match=r"down_input_scale\[0\] is 0"):
         experts(*layer.call)

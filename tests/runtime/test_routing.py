@@ -11,8 +11,8 @@ from moequant.runtime.routing import permute, reduce, route
 
 def routing_of(ids, *, experts, expert_map=None):
     return route(
-        torch.tensor(ids),
         torch.ones(len(ids), len(ids[0])),
+        torch.tensor(ids),
         experts=experts,
         expert_map=expert_map,
     )
@@ -51,7 +51,7 @@ def some_ids(draw):
 @given(some_ids())
 def test_every_slot_has_one_row_among_those_of_its_expert(case):
     E, ids = case
-    permutation = permute(route(ids, torch.ones(ids.shape), experts=E), E)
+    permutation = permute(route(torch.ones(ids.shape), ids, experts=E), E)
     assert sorted(permutation.row.flatten().tolist()) == list(range(ids.numel()))
     for m, slots in enumerate(ids.tolist()):
         for t, e in enumerate(slots):
@@ -69,7 +69,7 @@ def test_reduce_is_the_weighted_sum_in_the_order_of_the_slots(case):
     E, ids = case
     g = torch.Generator().manual_seed(0)
     weights = torch.randn(ids.shape, generator=g)
-    routing = route(ids, weights, experts=E)
+    routing = route(weights, ids, experts=E)
     permutation = permute(routing, E)
     rows = torch.randn(ids.numel(), 7, generator=g)
     rows[permutation.offsets[E] :] = 0

@@ -12,10 +12,10 @@ from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, quantize
-from moequant.runtime import ExpertWeights, FusedExperts, select
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts, select
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
-from moequant.runtime.workspace import workspace
+from moequant.runtime.workspace import shared_workspace
 
 NAME = "sm90_fp8_block"
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -79,66 +79,6 @@ def test_without_a_device_it_says_so():
 @gpu
 def test_it_is_the_default_where_it_runs():
     assert select(WORKLOAD).name == NAME
-
-
-def layer_on_cpu(I, act_fn=SILU, bias_dtype=None):
-    g = torch.Generator().manual_seed(0)
-    parts = {"gate": (3, I, 256), "up": (3, I, 256), "down": (3, 256, I)}
-    if not act_fn.gated:
-        del parts["gate"]
-    projections = {n: quantize(torch.randn(s, generator=g), "fp8_block") for n, s in parts.items()}
-    biases = {f"{n}_bias": torch.randn(s[:2], generator=g).to(bias_dtype) for n, s in parts.items()}
-    return ExpertWeights(
-        **{"gate": None, **projections, **(biases if bias_dtype else {})}, act_fn=act_fn
-    )
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
-@pytest.mark.parametrize("I", [128, 144])
-def test_gate_and_up_are_stacked_once_and_adopted_as_views(I):
-    layer, backend = layer_on_cpu(I), REGISTRY[NAME]
-    packed = backend.pack(layer, "fp8_group128")
-    views = backend.adopted(packed)
-    for name, tensor in layer.tensors().items():
-        assert torch.equal(as_bytes(views.tensors()[name]), as_bytes(tensor))
-    assert views.up.qdata.untyped_storage().data_ptr() == packed.w13.untyped_storage().data_ptr()
-    again = backend.pack(views, "fp8_group128")
-    assert again.w13.data_ptr() == packed.w13.data_ptr()
-    assert again.w13_scale.data_ptr() == packed.w13_scale.data_ptr()
-    assert again.w13.shape == packed.w13.shape == (3, 2 * -(-I // 128) * 128, 256)
-    assert backend.adopted(again) is None
-    moved = views.replace({name: t.clone() for name, t in views.tensors().items()})
-    assert torch.equal(as_bytes(backend.pack(moved, "fp8_group128").w13), as_bytes(packed.w13))
-
-
-def test_up_alone_is_padded_once_and_biases_are_float32():
-    layer, backend = layer_on_cpu(144, RELU2, torch.bfloat16), REGISTRY[NAME]
-    packed = backend.pack(layer, "fp8_group128")
-    views = backend.adopted(packed)
-    assert views.up.qdata.data_ptr() == packed.w13.data_ptr()
-    assert torch.equal(as_bytes(views.up.qdata), as_bytes(layer.up.qdata))
-    again = backend.pack(views, "fp8_group128")
-    assert again.w13.data_ptr() == packed.w13.data_ptr()
-    assert backend.adopted(again) is None
-    whole = backend.pack(layer_on_cpu(128, RELU2), "fp8_group128")
-    assert backend.adopted(whole) is None
-    assert packed.w13.shape == (3, 256, 256)
-    assert not as_bytes(packed.w13[:, 144:]).any()
-    assert packed.bias13.dtype == packed.bias2.dtype == torch.float32
-    assert torch.equal(packed.bias13[:, :144], layer.up_bias.float())
-    assert not packed.bias13[:, 144:].any()
-
-
-def test_gate_biases_lie_over_those_of_up():
-    layer = layer_on_cpu(144, SWIGLUOAI, torch.float32)
-    bias = REGISTRY[NAME].pack(layer, "fp8_group128").bias13
-    assert torch.equal(bias[:, :144], layer.gate_bias)
-    assert torch.equal(bias[:, 256:400], layer.up_bias)
-    assert not bias[:, 144:256].any()
-    assert not bias[:, 400:].any()
 
 
 @pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI, RELU2, ActFn(name="gelu", gated=False)])
@@ -217,50 +157,50 @@ def test_it_does_for_every_kind_of_routing(weights, inputs, shape, M, kind):
 @pytest.mark.parametrize("router", [torch.bfloat16, torch.float16, torch.float32])
 def test_it_takes_every_dtype(weights, inputs, dtype, router):
     for M in (5, 20):  # up to 32 slots, the first GEMM reads the ids too
-        hidden, ids, topk_weights = inputs(SMALL, M, dtype=dtype)
-        check(weights(SMALL), (hidden, ids.long(), topk_weights.to(router)))
+        hidden, topk_weights, ids = inputs(SMALL, M, dtype=dtype)
+        check(weights(SMALL), (hidden, topk_weights.to(router), ids.long()))
 
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_it_takes_the_ids_of_other_ranks(weights, inputs, dtype):
-    hidden, ids, topk_weights = inputs((64, *SMALL[1:]), 50)
+    hidden, topk_weights, ids = inputs((64, *SMALL[1:]), 50)
     here = torch.full((64,), -1, dtype=dtype, device="cuda")
     here[20:36] = torch.arange(15, -1, -1, device="cuda").to(dtype)
-    check(weights(SMALL), (hidden, ids, topk_weights), expert_map=here)
+    check(weights(SMALL), (hidden, topk_weights, ids), expert_map=here)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_weights_the_input_where_asked(weights, inputs, dtype):
-    hidden, ids, topk_weights = inputs((16, 1024, 512, 1), 30, dtype=dtype)
+    hidden, topk_weights, ids = inputs((16, 1024, 512, 1), 30, dtype=dtype)
     topk_weights = topk_weights * torch.rand_like(topk_weights)
-    check(weights(SMALL), (hidden, ids, topk_weights), apply_router_weight_on_input=True)
+    check(weights(SMALL), (hidden, topk_weights, ids), apply_router_weight_on_input=True)
 
 
 @gpu
 def test_it_takes_strided_inputs(weights, inputs):
-    hidden, ids, topk_weights = inputs(SMALL, 40)
+    hidden, topk_weights, ids = inputs(SMALL, 40)
     module = FusedExperts(weights(SMALL))
-    strided = (t.repeat_interleave(2, 1)[:, ::2] for t in (hidden, ids, topk_weights))
-    assert torch.equal(module(*strided), module(hidden, ids, topk_weights))
+    strided = (t.repeat_interleave(2, 1)[:, ::2] for t in (hidden, topk_weights, ids))
+    assert torch.equal(module(*strided), module(hidden, topk_weights, ids))
 
 
 @gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_ids_out_of_range_contribute_nothing_and_nothing_waits_for_the_device(weights, inputs):
-    hidden, ids, topk_weights = inputs(SMALL, 40)
+    hidden, topk_weights, ids = inputs(SMALL, 40)
     module = FusedExperts(weights(SMALL))
     absent = torch.rand(ids.shape, device="cuda") < 0.5
     far = torch.tensor([16, -2, 1 << 32, -(1 << 40)], device="cuda").repeat(40, 1)
-    want = module(hidden, ids.masked_fill(absent, -1), topk_weights)
+    want = module(hidden, topk_weights, ids.masked_fill(absent, -1))
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        got = module(hidden, torch.where(absent, far, ids.long()), topk_weights)
+        got = module(hidden, topk_weights, torch.where(absent, far, ids.long()))
         identity = torch.arange(16, device="cuda")
         again = module(
-            hidden, torch.where(absent, far, ids.long()), topk_weights, expert_map=identity
+            hidden, topk_weights, torch.where(absent, far, ids.long()), expert_map=identity
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -270,11 +210,11 @@ def test_ids_out_of_range_contribute_nothing_and_nothing_waits_for_the_device(we
 
 @gpu
 def test_nan_stays_in_its_own_token(weights, inputs):
-    hidden, ids, topk_weights = inputs(SMALL, 40)
+    hidden, topk_weights, ids = inputs(SMALL, 40)
     module = FusedExperts(weights(SMALL))
-    clean = module(hidden, ids, topk_weights)
+    clean = module(hidden, topk_weights, ids)
     hidden[7, 3], hidden[9, 500] = torch.nan, torch.inf
-    got = module(hidden, ids, topk_weights)
+    got = module(hidden, topk_weights, ids)
     assert bool(got[[7, 9]].isnan().all())
     others = [m for m in range(40) if m not in (7, 9)]
     assert torch.equal(got[others], clean[others])
@@ -346,17 +286,17 @@ def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, 
     from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
-    packed = REGISTRY[NAME].pack(weights(shape), "fp8_group128")
+    packed = pack_experts(weights(shape), backend=NAME).kernel_weights
     splits = ((1, 2), (2, 4)) if choice["rows"] <= 32 else ((1, 1),)
     for M, split in (*splits, (50, 1), (600, 1), (2000, 1)):
-        hidden, ids, topk_weights = inputs(shape, M, "holes")
-        want = FusedExperts(weights(shape), backend="torch_reference")(hidden, ids, topk_weights)
+        hidden, topk_weights, ids = inputs(shape, M, "holes")
+        want = FusedExperts(weights(shape), backend="torch_reference")(hidden, topk_weights, ids)
         tiling = Tiling(**choice, split13=split, split2=split)
         size_bytes = workspace_bytes(packed, M, shape[3], tiling)
         workspace = torch.full((size_bytes,), byte, dtype=torch.uint8, device="cuda")
         plan = Fp8BlockPlan(packed, M, shape[3], workspace=workspace, tiling=tiling)
         out = torch.full_like(hidden, torch.nan)
-        plan(hidden, ids, topk_weights, out)
+        plan(hidden, topk_weights, ids, out)
         assert bool(out.isfinite().all())
         assert not want.any() or calc_diff(out, want) <= CALC_DIFF
 
@@ -372,13 +312,13 @@ def test_every_number_of_rows_behind_whole_tiles_counts(weights, inputs, shape, 
     from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
-    packed = REGISTRY[NAME].pack(weights(shape), "fp8_group128")
+    packed = pack_experts(weights(shape), backend=NAME).kernel_weights
     tiling = Tiling(**choice)
     for counts in ([127, 128, 129, 135, 136, 137, 143, 144], [145, 0, 256, 257, 264, 272, 273, 1]):
         ids = torch.arange(8).repeat_interleave(torch.tensor(counts))
         ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
-        hidden, _, topk_weights = inputs(shape, len(ids))
-        call = hidden, ids[:, None].int().cuda(), topk_weights
+        hidden, topk_weights, _ = inputs(shape, len(ids))
+        call = hidden, topk_weights, ids[:, None].int().cuda()
         size_bytes = workspace_bytes(packed, len(ids), 1, tiling)
         workspace = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
         out = torch.full_like(hidden, torch.nan)
@@ -419,8 +359,8 @@ def test_it_does_on_the_shapes_of_real_models(inputs, name):
     module = FusedExperts(layer)
     for M in (0, 1, 3, 8, 32, 128, 512, 2048, 8192):
         for kind in ("uniform", "skewed", "one expert") if M in (3, 512, 8192) else ("uniform",):
-            hidden, ids, topk_weights = inputs(shape, M, kind)
-            got = module(hidden, ids, topk_weights)
+            hidden, topk_weights, ids = inputs(shape, M, kind)
+            got = module(hidden, topk_weights, ids)
             assert got.shape == hidden.shape
             if M == 0:
                 continue
@@ -455,20 +395,21 @@ def random_experts(shape):
 
 
 @gpu
-def test_a_workspace_is_reused_and_its_size_is_known(weights, inputs):
-    from moequant.kernels.fp8_block.experts import fused_experts, workspace_bytes
-
-    packed = REGISTRY[NAME].pack(weights(SMALL), "fp8_group128")
+def test_a_workspace_of_the_caller_is_reused_and_its_size_is_known(weights, inputs):
+    module = FusedExperts(weights(SMALL), backend=NAME)
     calls = [inputs(SMALL, M) for M in (1, 40, 600)]
-    sizes = [workspace_bytes(packed, call[1].shape[0], SMALL[3]) for call in calls]
+    sizes = [module.workspace_bytes(call[1].shape[0], SMALL[3]) for call in calls]
     workspace = torch.empty(max(sizes), dtype=torch.uint8, device="cuda")
     guard = torch.full((4096,), 7, dtype=torch.uint8, device="cuda")
-    want = [fused_experts(packed, *call) for call in calls]
+    want = [module(*call) for call in calls]
     for _ in range(2):
         for call, size_bytes, expected in zip(calls, sizes, want, strict=True):
-            assert torch.equal(
-                fused_experts(packed, *call, workspace=workspace[:size_bytes]), expected
-            )
+            out = torch.full_like(expected, torch.nan)
+            got = module(*call, workspace=workspace[:size_bytes], out=out)
+            assert got is out
+            assert torch.equal(out, expected)
+            with pytest.raises(UnsupportedError, match=f"at least {size_bytes} bytes"):
+                module(*call, workspace=workspace[: size_bytes - 1])
     assert bool((guard == 7).all())
 
 
@@ -483,8 +424,10 @@ def test_the_module_holds_gate_and_up_once(weights, inputs):
     first = module(*call)
     assert torch.cuda.memory_allocated() - before < 64 << 20  # 400 MB are gate and up
     state = module.state_dict()
-    assert torch.equal(state["gate_qdata"].view(torch.uint8),
-                       weights(QWEN3_30B).gate.qdata.view(torch.uint8))  # fmt: skip
+    gate = state["w13_qdata"][:, : QWEN3_30B[2]]
+    assert torch.equal(
+        gate.contiguous().view(torch.uint8), weights(QWEN3_30B).gate.qdata.view(torch.uint8)
+    )
     module.load_state_dict({name: t.clone() for name, t in state.items()})
     assert torch.equal(module(*call), first)
 
@@ -530,10 +473,10 @@ def test_weights_that_are_loaded_later_count(weights, inputs):
     module = FusedExperts(copy.deepcopy(weights(SMALL)))
     first = module(*call)
     state = {name: t.clone() for name, t in module.state_dict().items()}
-    state["up_scale"] *= 2
+    state["w13_scale"][:, SMALL[2] // 128 :] *= 2
     module.load_state_dict(state)
     assert torch.equal(module(*call), 2 * first)
-    state["up_scale"] /= 2
+    state["w13_scale"][:, SMALL[2] // 128 :] /= 2
     module.load_state_dict(state, assign=True)
     assert torch.equal(module(*call), first)
 
@@ -555,12 +498,12 @@ def test_a_module_moves_to_the_device_and_back(weights, inputs):
 def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
     weights, inputs, shape, M
 ):
-    hidden, ids, topk_weights = inputs(shape, M, "holes")
+    hidden, topk_weights, ids = inputs(shape, M, "holes")
     module = FusedExperts(weights(shape), backend=NAME)
     x = quantize_activations(hidden, "fp8_group128")
-    want = module(hidden, ids, topk_weights)
-    workspace(hidden.device, 0).fill_(0x7F)
-    got = module(x.qdata, ids, topk_weights, hidden_scale=x.scale)
+    want = module(hidden, topk_weights, ids)
+    shared_workspace(hidden.device, 0).fill_(0x7F)
+    got = module(x.qdata, topk_weights, ids, hidden_scale=x.scale)
     assert torch.equal(got, want)
 
 
@@ -574,8 +517,8 @@ def test_they_do_with_every_way_to_prepare(weights, inputs, choice):
     from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
-    packed = REGISTRY[NAME].pack(weights(SMALL), "fp8_group128")
-    hidden, ids, topk_weights = inputs(SMALL, 6)
+    packed = pack_experts(weights(SMALL), backend=NAME).kernel_weights
+    hidden, topk_weights, ids = inputs(SMALL, 6)
     x, tiling = quantize_activations(hidden, "fp8_group128"), Tiling(**choice)
     size = workspace_bytes(packed, 6, SMALL[3], tiling)
     outs = []
@@ -583,5 +526,5 @@ def test_they_do_with_every_way_to_prepare(weights, inputs, choice):
         memory = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
         plan = Fp8BlockPlan(packed, 6, SMALL[3], workspace=memory, tiling=tiling)
         outs.append(torch.empty_like(hidden))
-        plan(call[0], ids, topk_weights, outs[-1], None, call[1])
+        plan(call[0], topk_weights, ids, outs[-1], None, call[1])
     assert torch.equal(*outs)

@@ -11,18 +11,23 @@ from click.testing import CliRunner
 from moequant.cli import cli
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
-from moequant.runtime.backends import Backend, ExpertsBackend, third_party
+from moequant.runtime.backends import Backend, StandardExperts, third_party
 
 
-class Zeros(ExpertsBackend):
+class ZeroExperts(StandardExperts):
+    def run_sorted(self, activations, permutation):
+        return torch.zeros(permutation.token.shape[0], self.workload.hidden)
+
+
+class Zeros(Backend):
     name = "zeros"
     default_on = ()
 
     def supports(self, workload):
         return None
 
-    def run(self, activations, weights, permutation):
-        return torch.zeros(permutation.token.shape[0], weights.hidden)
+    def load(self, tensors, workload):
+        return ZeroExperts(self, tensors, workload=workload)
 
 
 class Misnamed(Zeros):
@@ -33,11 +38,11 @@ def not_a_backend():
     return 3
 
 
-class Nameless(ExpertsBackend):
-    supports = run = None
+class Nameless(Backend):
+    supports = load = None
 
 
-class OfNoKind(Backend):
+class LoadsNothing(Backend):
     name = "kind"
     default_on = ()
 
@@ -86,8 +91,8 @@ def test_an_installed_backend_runs_when_named(layers, install):
     ("name", "value", "reason"),
     [
         ("gone", "Missing", "cannot be loaded from .*: KeyError"),
-        ("three", "not_a_backend", "makes none of ExpertsBackend"),
-        ("kind", "OfNoKind", "makes none of ExpertsBackend"),
+        ("three", "not_a_backend", "makes no Backend"),
+        ("kind", "LoadsNothing", "cannot be loaded from .*: TypeError"),
         ("twos", "Misnamed", "calls itself 'ones'; both names must be one"),
         ("name", "Nameless", "calls itself None; both names must be one"),
         ("nowhere", "ByDefaultNowhere", "has default_on None; it must be a tuple"),

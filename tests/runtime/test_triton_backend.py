@@ -11,9 +11,10 @@ from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.formats import RUNNABLE, get_format
-from moequant.runtime import ExpertWeights, FusedExperts, select
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts, select
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.call import run_experts
 from moequant.runtime.warm_up import warm_up
 
 NAME = "triton"
@@ -179,8 +180,8 @@ def test_it_does_for_every_function_with_and_without_biases(
 @gpu
 @pytest.mark.parametrize("router", [torch.bfloat16, torch.float16])
 def test_it_takes_router_weights_of_every_dtype_and_strided_inputs(weights, inputs, router):
-    hidden, ids, topk_weights = inputs(SMALL, 40)
-    call = (hidden, ids.long(), topk_weights.to(router))
+    hidden, topk_weights, ids = inputs(SMALL, 40)
+    call = (hidden, topk_weights.to(router), ids.long())
     got = check(weights("nvfp4"), call)
     strided = (t.repeat_interleave(2, 1)[:, ::2] for t in call)
     assert torch.equal(FusedExperts(weights("nvfp4"))(*strided), got)
@@ -189,18 +190,18 @@ def test_it_takes_router_weights_of_every_dtype_and_strided_inputs(weights, inpu
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_takes_the_ids_of_other_ranks(weights, inputs, format):
-    hidden, ids, topk_weights = inputs((64, *SMALL[1:]), 50)
+    hidden, topk_weights, ids = inputs((64, *SMALL[1:]), 50)
     here = torch.full((64,), -1, dtype=torch.int32, device="cuda")
     here[20:36] = torch.arange(15, -1, -1, device="cuda").int()
-    check(weights(format), (hidden, ids, topk_weights), expert_map=here)
+    check(weights(format), (hidden, topk_weights, ids), expert_map=here)
 
 
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_weights_the_input_where_asked(weights, inputs, format):
-    hidden, ids, topk_weights = inputs((16, 1024, 512, 1), 30)
+    hidden, topk_weights, ids = inputs((16, 1024, 512, 1), 30)
     topk_weights = topk_weights * torch.rand_like(topk_weights)
-    check(weights(format), (hidden, ids, topk_weights), apply_router_weight_on_input=True)
+    check(weights(format), (hidden, topk_weights, ids), apply_router_weight_on_input=True)
 
 
 @gpu
@@ -219,15 +220,15 @@ def test_scales_far_from_one_are_exact_too(weights, inputs, scale):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("format", FORMATS)
 def test_nothing_waits_for_the_device(weights, inputs, format):
-    hidden, ids, topk_weights = inputs(SMALL, 40)
+    hidden, topk_weights, ids = inputs(SMALL, 40)
     module = FusedExperts(weights(format), backend=NAME)
     absent = torch.rand(ids.shape, device="cuda") < 0.5
     far = torch.tensor([16, -2, 1 << 32, -(1 << 40)], device="cuda").repeat(40, 1)
-    want = module(hidden, ids.masked_fill(absent, -1), topk_weights)
+    want = module(hidden, topk_weights, ids.masked_fill(absent, -1))
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        got = module(hidden, torch.where(absent, far, ids.long()), topk_weights)
+        got = module(hidden, topk_weights, torch.where(absent, far, ids.long()))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, want)
@@ -236,11 +237,11 @@ def test_nothing_waits_for_the_device(weights, inputs, format):
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_nan_stays_in_its_own_token(weights, inputs, format):
-    hidden, ids, topk_weights = inputs(SMALL, 40)
+    hidden, topk_weights, ids = inputs(SMALL, 40)
     module = FusedExperts(weights(format), backend=NAME)
-    clean = module(hidden, ids, topk_weights)
+    clean = module(hidden, topk_weights, ids)
     hidden[7, 3], hidden[9, 500] = torch.nan, torch.inf
-    got = module(hidden, ids, topk_weights)
+    got = module(hidden, topk_weights, ids)
     assert bool((~got[[7, 9]].isfinite()).all())
     others = [m for m in range(40) if m not in (7, 9)]
     assert torch.equal(got[others], clean[others])
@@ -250,15 +251,13 @@ def test_nan_stays_in_its_own_token(weights, inputs, format):
 @pytest.mark.parametrize("M", [1, 300])
 @pytest.mark.parametrize("format", FORMATS)
 def test_runs_of_one_call_are_bitwise_equal_whatever_the_buffers_hold(weights, inputs, format, M):
-    from moequant.kernels.portable.experts import fused_experts
-
-    packed = REGISTRY[NAME].pack(weights(format), get_format(format).activations)
+    packed = pack_experts(weights(format), backend=NAME)
     call = inputs(SMALL, M, "skewed")
-    size = REGISTRY[NAME].workspace_bytes(packed, M, SMALL[3])
-    want = fused_experts(packed, *call)
+    size = packed.workspace_bytes(M, SMALL[3])
+    want = run_experts(packed, *call)
     for byte in (0x7F, 0xFF, 0x00, 0x7F):
         workspace = torch.full((size,), byte, dtype=torch.uint8, device="cuda")
-        assert torch.equal(fused_experts(packed, *call, workspace=workspace), want)
+        assert torch.equal(run_experts(packed, *call, workspace=workspace), want)
 
 
 @gpu
@@ -323,11 +322,11 @@ def test_the_scheme_of_a_call_is_its_own(weights, inputs):
 def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
     weights, inputs, format, M
 ):
-    hidden, ids, topk_weights = inputs(SMALL, M)
+    hidden, topk_weights, ids = inputs(SMALL, M)
     module = FusedExperts(weights(format), backend=NAME)
     x = quantize_activations(hidden, get_format(format).activations)
-    got = module(x.qdata, ids, topk_weights, hidden_scale=x.scale)
-    assert torch.equal(got, module(hidden, ids, topk_weights))
+    got = module(x.qdata, topk_weights, ids, hidden_scale=x.scale)
+    assert torch.equal(got, module(hidden, topk_weights, ids))
 
 
 @gpu

@@ -6,32 +6,33 @@ import torch
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
-from moequant.runtime.backends import FusedBackend
-from moequant.runtime.experts import MAX_TOKENS
+from moequant.runtime.backends import Backend, PackedExperts
+from moequant.runtime.call import MAX_TOKENS
 from moequant.runtime.warm_up import tokens_of, warm_up, warm_up_checkpoint
 
 
-class Compiles(FusedBackend):
+class CompilesExperts(PackedExperts):
     """Has a kernel for up to 16 tokens and one for more."""
 
+    calls = ()
+
+    def kernels_for(self, tokens, topk):
+        return ("few" if tokens <= 16 else "many", topk)
+
+    def run(self, hidden_states, topk_weights, topk_ids, *, out, **options):
+        type(self).calls += (tuple(topk_ids.shape),)
+        out.copy_(hidden_states)
+
+
+class Compiles(Backend):
     name = "compiles"
     default_on = ()
-
-    def __init__(self):
-        self.calls = []
 
     def supports(self, workload):
         return None
 
-    def pack(self, weights, activations):
-        return weights
-
-    def kernels_for(self, packed, tokens, topk):
-        return ("few" if tokens <= 16 else "many", topk)
-
-    def forward(self, packed, hidden_states, topk_ids, topk_weights, **options):
-        self.calls.append(tuple(topk_ids.shape))
-        return hidden_states
+    def load(self, tensors, workload):
+        return CompilesExperts(self, tensors, workload=workload)
 
 
 class Told:
@@ -50,16 +51,16 @@ class Told:
 
 @pytest.fixture
 def compiles(monkeypatch):
-    backend = Compiles()
-    monkeypatch.setitem(backends.backends(), backend.name, backend)
-    return backend
+    monkeypatch.setitem(backends.backends(), "compiles", Compiles())
+    monkeypatch.setattr(CompilesExperts, "calls", ())
+    return CompilesExperts
 
 
 def test_each_set_of_kernels_is_run_once_and_reported(layers, compiles):
     experts = FusedExperts(layers.make().weights, backend="compiles")
     told = Told()
     assert warm_up(experts, range(1, 65), 3, progress=told) == [1, 17]
-    assert compiles.calls == [(1, 3), (17, 3)]
+    assert compiles.calls == ((1, 3),) * 6 + ((17, 3),) * 6
     assert told.messages == [
         ("compiling", 2, "kernel sets"), (1, "1 tokens"), (1, "17 tokens"), "done",
     ]  # fmt: skip
@@ -88,7 +89,7 @@ def test_a_warm_up_of_a_checkpoint_runs_the_tokens_of_its_mode(
     make_checkpoint, tmp_path, compiles, monkeypatch
 ):
     path = convert(make_checkpoint(), tmp_path / "out", format="nvfp4").output
-    monkeypatch.setattr(compiles, "kernels_for", lambda packed, tokens, topk: tokens // 10)
+    monkeypatch.setattr(compiles, "kernels_for", lambda self, tokens, topk: tokens // 10)
     how = {"max_tokens": 35, "device": "cpu", "backend": "compiles"}
     for mode, tokens in (("full", [1, 10, 20, 30]), ("relax", [1, 16, 32]), ("skip", [])):
         found = warm_up_checkpoint(path, mode=mode, **how)
@@ -98,7 +99,7 @@ def test_a_warm_up_of_a_checkpoint_runs_the_tokens_of_its_mode(
 def test_calls_in_parts_need_the_kernels_of_a_part(layers, compiles):
     experts = FusedExperts(layers.make().weights, backend="compiles", max_tokens=16)
     assert warm_up(experts, [64], 2) == [64]
-    assert compiles.calls == [(16, 2)] * 4
+    assert compiles.calls == ((16, 2),) * 4 * 6
 
 
 def test_a_backend_that_compiles_nothing_runs_nothing(layers):
@@ -108,12 +109,23 @@ def test_a_backend_that_compiles_nothing_runs_nothing(layers):
 
 def test_ids_are_experts_that_are_there(layers, compiles, monkeypatch):
     seen = []
-    forward = compiles.forward
-    monkeypatch.setattr(
-        compiles, "forward", lambda p, x, ids, w, **o: (seen.append(ids), forward(p, x, ids, w))[1]
-    )
+    monkeypatch.setattr(compiles, "run", lambda self, x, w, ids, **options: seen.append(ids))
     warm_up(FusedExperts(layers.make().weights, backend="compiles"), [20], 6)
     assert seen[0].unique().equal(torch.arange(6, dtype=torch.int32))
+
+
+def test_every_dtype_of_ids_weights_and_maps_is_called(layers, compiles, monkeypatch):
+    ids_and_maps, weights = set(), set()
+
+    def seen(self, x, topk_weights, ids, *, expert_map, **options):
+        ids_and_maps.add((ids.dtype, None if expert_map is None else expert_map.dtype))
+        weights.add(topk_weights.dtype)
+
+    monkeypatch.setattr(compiles, "run", seen)
+    warm_up(FusedExperts(layers.make().weights, backend="compiles"), [20], 6)
+    integers = (torch.int32, torch.int64)
+    assert ids_and_maps == {(i, m) for i in integers for m in (None, *integers)}
+    assert weights == {torch.float32, torch.bfloat16, torch.float16}
 
 
 @pytest.mark.parametrize("mode", ["full", "relax", "skip"])

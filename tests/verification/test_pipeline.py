@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moequant import act_fn
 from moequant.conversion import Recipe, convert
 from moequant.conversion.recipe import Rule
 from moequant.dialects import default_dialect, get_dialect
 from moequant.errors import CheckpointError, MoequantError, NonFiniteError
 from moequant.formats import CONVERTIBLE, QuantizedWeight, dequantize, get_format, quantize
 from moequant.formats.elements import encode_e4m3, encode_int4, pack_nibbles
-from moequant.runtime import act_fn
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import sha256_of
 from moequant.storage.headers import read_header

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from moequant.runtime.backends.base import (
-    Backend,
-    BatchedExpertsBackend,
-    ExpertsBackend,
-    FusedBackend,
-    Workload,
-)
+from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
+from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
+from moequant.runtime.backends.standard import StandardExperts
 from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
 from moequant.runtime.backends.triton_batched import TritonBatched
@@ -43,9 +40,10 @@ def backends() -> dict[str, Backend]:
 __all__ = [
     "REGISTRY",
     "Backend",
-    "BatchedExpertsBackend",
-    "ExpertsBackend",
-    "FusedBackend",
+    "BatchedExperts",
+    "Layout",
+    "PackedExperts",
+    "StandardExperts",
     "Workload",
     "backends",
 ]

@@ -1,9 +1,10 @@
-"""What a backend is: one way to run the experts of a layer, of one of three kinds.
+"""What a backend is: one way to run the experts of a layer.
 
-A call of `FusedExperts` is prepare (quantize activations, route, permute), the two GEMMs of every
-expert with what lies between them, and finalize (weight, reduce). An `ExpertsBackend` is the middle
-alone, over rows sorted by expert; a `BatchedExpertsBackend` the same over a batch per expert; a
-`FusedBackend` is all of it.
+A `Backend` says what it runs and packs weights; what it returns, `PackedExperts`, runs them. A call
+is prepare (quantize activations, route, permute), the two GEMMs of every expert with what lies
+between them, and finalize (weight, reduce). A fused backend implements all of it in `run`;
+`StandardExperts` and `BatchedExperts` implement `run` around GEMMs over sorted rows and over a
+batch per expert.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moequant.act_fn import SILU, ActFn
+from moequant.runtime.backends.stacked import STACKED, unstack
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
     import torch
     from torch import Tensor
 
-    from moequant.runtime.activations import Activations
-    from moequant.runtime.batched import BatchedTokens
-    from moequant.runtime.routing import Permutation
+    from moequant.runtime.backends.layout import Layout
     from moequant.runtime.weights import ExpertWeights
 
 
@@ -51,108 +51,99 @@ class Workload:
     bias: bool = False
 
 
+class PackedExperts(ABC):
+    """The experts of a layer in the layout of a backend, ready to run.
+
+    It keeps `tensors` and writes to none of them. One object may be called from several threads and
+    on several streams, each with a workspace of its own.
+
+    Attributes:
+        backend: what made it.
+        tensors: the weights, as `backend.layout` packs them; on `workload.device`, contiguous.
+        workload: what it was made for.
+    """
+
+    takes_quantized: ClassVar[bool] = True
+    """Whether `run` takes hidden states that are quantized."""
+    capturable: ClassVar[bool] = True
+    """Whether it never waits for the device, so that `moequant bench` can time it in a graph."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
+        self.backend = backend
+        self.tensors = dict(tensors)
+        self.workload = workload
+
+    @abstractmethod
+    def run(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        out: Tensor,
+        workspace: Tensor,
+        expert_map: Tensor | None,
+        hidden_scale: Tensor | None,
+    ) -> None:
+        """Write every token's output to `out`, on the current stream.
+
+        Shapes, dtypes and devices are checked by the caller, which is `moequant.runtime.call`.
+
+        Args:
+            hidden_states: [M, H]; float8_e4m3fn with a `hidden_scale`.
+            topk_weights: [M, T] float32, bfloat16 or float16.
+            topk_ids: [M, T] int32 or int64; -1 contributes nothing.
+            out: [M, H] contiguous, bfloat16, float16 or float32.
+            workspace: uint8, at least `workspace_bytes`, with any contents; the next call on this
+                stream may overwrite it.
+            expert_map: [global experts] int32 or int64, index here or -1; None where ids are
+                indices.
+            hidden_scale: float32 scales of `hidden_states`, quantized by `workload.activations`.
+        """
+
+    def workspace_bytes(self, tokens: int, topk: int) -> int:
+        """Bytes of scratch memory that `run` needs for [tokens, topk] token-expert pairs."""
+        return 0
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """Names the compiled kernels that `run` launches for [tokens, topk] token-expert pairs.
+
+        Calls of equal names launch the same kernels. None: nothing is compiled.
+        """
+        return None
+
+    def weights(self) -> ExpertWeights:
+        """The weights as gate, up and down, for layouts that hold them so: views.
+
+        Errors as `unstack`.
+        """
+        w = self.workload
+        shape = (w.experts, w.intermediate, w.hidden)
+        return unstack(self.tensors, format=w.format, shape=shape, act_fn=w.act_fn)
+
+
 class Backend(ABC):
-    """What every kind says about themselves; one file, and one line in REGISTRY."""
+    """What it runs, where, and in which layout; one file, and one line in REGISTRY."""
 
     name: ClassVar[str]
     default_on: ClassVar[tuple[str, ...]]
-    """Types of device it is chosen on unasked; on others it runs only when named."""
+    """Types of device it is chosen on by default; on others it runs only when named."""
+    targets: ClassVar[tuple[str, ...]] = ()
+    """Targets of `moequant prepare` that it serves by default; see `moequant.preparation`."""
+    layout: ClassVar[Layout] = STACKED
+    """How its kernels read weights."""
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:
         """None where it can run `workload`, else why not, in one clause."""
 
-
-class ExpertsBackend(Backend):
-    """The GEMMs of every expert and what lies between them, on rows that are sorted by expert."""
-
     @abstractmethod
-    def run(
-        self, activations: Activations, weights: ExpertWeights, permutation: Permutation
-    ) -> Tensor:
-        """Every expert's result for its rows, not yet weighted.
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """The experts whose weights are `tensors`, in `layout`; copies none of them.
 
         Args:
-            activations: M tokens of H columns.
-            weights: the experts here.
-            permutation: the rows of each expert.
-
-        Returns:
-            [M * T, H] float32 in the order of `permutation`; 0 in rows that belong to no expert.
-        """
-
-
-class BatchedExpertsBackend(Backend):
-    """The same over a batch per expert, as an expert-parallel dispatch leaves it."""
-
-    @abstractmethod
-    def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
-        """Every expert's result for its tokens, not yet weighted.
-
-        Args:
-            tokens: at most C tokens of H columns for each of the E experts.
-            weights: the experts here.
-
-        Returns:
-            [E, C, H] float32 or bfloat16; rows at or beyond an expert's count hold anything.
-        """
-
-
-class FusedBackend(Backend):
-    """The whole of a call: it sorts, quantizes, weights and adds up by itself."""
-
-    takes_quantized: ClassVar[bool] = False
-    """Whether `forward` takes hidden states that are quantized."""
-
-    @abstractmethod
-    def pack(self, weights: ExpertWeights, activations: str) -> object:
-        """The weights as `forward` wants them; made once, and again only after they changed.
-
-        Args:
-            weights: the experts here.
-            activations: the scheme by which `forward` quantizes, as `supports` was asked.
-        """
-
-    def adopted(self, packed: object) -> ExpertWeights | None:
-        """The weights given to `pack` as views into `packed`; None where it holds no copy of them.
-
-        Whoever gave them may let go of what it has and keep these.
-        """
-        return None
-
-    def workspace_bytes(self, packed: object, tokens: int, topk: int) -> int:
-        """Bytes of scratch memory that `forward` wants for [tokens, topk] slots; 0 for none."""
-        return 0
-
-    def kernels_for(self, packed: object, tokens: int, topk: int) -> Hashable:
-        """Names the compiled kernels that `forward` runs for [tokens, topk] slots.
-
-        Calls of equal names run the same kernels. None: nothing is compiled.
-        """
-        return None
-
-    @abstractmethod
-    def forward(
-        self,
-        packed: object,
-        hidden_states: Tensor | Activations,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-    ) -> Tensor:
-        """Every token's output, [M, H] in the dtype of `hidden_states`; bfloat16 if quantized.
-
-        Shapes, dtypes and devices are as `FusedExperts.forward` wants them, and checked.
-
-        Args:
-            packed: what `pack` made.
-            hidden_states: [M, H]; as they are, or, only if `takes_quantized`, quantized by the
-                scheme given to `pack`.
-            topk_ids: [M, T].
-            topk_weights: [M, T].
-            expert_map: [global experts], index here or -1.
-            workspace: uint8, at least `workspace_bytes`, with anything in it; the next call of any
-                layer may have it.
+            tensors: as `layout.pack` made them, on `workload.device`.
+            workload: one that `supports` accepts.
         """

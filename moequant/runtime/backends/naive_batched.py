@@ -1,4 +1,4 @@
-"""Batched experts decoded and multiplied in float32: every format, any device."""
+"""Batched experts dequantized and multiplied in float32: every format, any device."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.runtime.activations import Activations
-from moequant.runtime.backends.base import BatchedExpertsBackend, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.torch_reference import run_expert, why_not_reference
 from moequant.runtime.capture import capturing
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from moequant.runtime.batched import BatchedTokens
-    from moequant.runtime.weights import ExpertWeights
 
 
-class NaiveBatched(BatchedExpertsBackend):
+class NaiveBatched(Backend):
     """`torch_reference` over a batch for each expert; the other batched backends are judged by it.
 
     Counts are read on the host, but within the capture of a CUDA graph, where every expert computes
-    all its C places.
+    all its C rows.
     """
 
     name = "naive_batched"
@@ -32,23 +34,32 @@ class NaiveBatched(BatchedExpertsBackend):
         """See `why_not_reference`."""
         return why_not_reference(workload)
 
-    def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
-        """See `BatchedExpertsBackend.run`; rows beyond the counts are 0."""
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        return NaiveBatchedExperts(self, tensors, workload=workload)
+
+
+class NaiveBatchedExperts(BatchedExperts):
+    """See `NaiveBatched`."""
+
+    def _run_batches(self, tokens: BatchedTokens) -> Tensor:
+        """See `BatchedExperts.run_batches`; rows beyond the counts are 0."""
+        weights = self.weights()
         C = tokens.qdata.shape[1]
         rows = torch.zeros(tokens.qdata.shape, dtype=torch.float32, device=tokens.qdata.device)
         if capturing(rows.device):
-            place = torch.arange(C, device=rows.device)[:, None]
+            row = torch.arange(C, device=rows.device)[:, None]
             for e in range(weights.experts):
-                y = run_expert(batch(tokens, e, C), weights, e)
-                rows[e] = torch.where(place < tokens.counts[e], y, 0)
+                y = run_expert(_batch(tokens, e, C), weights, e)
+                rows[e] = torch.where(row < tokens.counts[e], y, 0)
             return rows
         for e, count in enumerate(tokens.counts.tolist()):
             if count:
-                rows[e, :count] = run_expert(batch(tokens, e, count), weights, e)
+                rows[e, :count] = run_expert(_batch(tokens, e, count), weights, e)
         return rows
 
 
-def batch(tokens: BatchedTokens, e: int, count: int) -> Activations:
+def _batch(tokens: BatchedTokens, e: int, count: int) -> Activations:
     """The first `count` tokens of expert `e`."""
     return Activations(
         scheme=tokens.scheme,

@@ -7,116 +7,110 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from moequant.kernels.cuda_driver import why_no_compiler
-from moequant.runtime.activations import data_and_scale
-from moequant.runtime.backends.base import FusedBackend, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts, Workload
 from moequant.runtime.backends.capability import why_not_sm90
-from moequant.runtime.backends.stacked import first_bias, first_weight_once
-from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
     import torch
     from torch import Tensor
 
-    from moequant.kernels.fp8_block.experts import Fp8BlockWeights
-    from moequant.runtime.activations import Activations
-
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 
 
-class Sm90Fp8Block(FusedBackend):
+class Sm90Fp8Block(Backend):
     """FP8 GEMMs with activations in FP8 groups of 128, quantized as `quantize_activations` does.
 
     Every activation function, with biases or without. An expert's result is rounded to bfloat16,
-    whatever the dtype of the hidden states; the sum over a token's slots is float32. Runs of one
+    whatever the dtype of the hidden states; the sum over a token's experts is float32. Runs of one
     call are bitwise equal. Nothing is read on the host: an id that is out of range contributes
     nothing, like -1, and raises no error.
     """
 
     name = "sm90_fp8_block"
     default_on = ("cuda",)
-    takes_quantized = True
+    targets = ("sm90",)
 
     def supports(self, workload: Workload) -> str | None:
         """Wants fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
-        if workload.format != "fp8_block":
-            return "runs fp8_block alone"
-        if workload.activations != "fp8_group128":
-            return "multiplies by activations in fp8_group128 alone"
-        for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
-            if size % _ROW_MULTIPLE:
-                return f"wants {name} a multiple of {_ROW_MULTIPLE}"
-        if workload.experts == 0:
-            return "wants at least one expert"
-        if workload.device.type != "cuda":
-            return "wants a CUDA device"
-        return _why_not_on(workload.device)
+        reason = why_not_fp8_block(workload)
+        return _why_not_on(workload.device) if reason is None else reason
 
-    def pack(self, weights: ExpertWeights, activations: str) -> object:
-        """Stack gate over up: a copy of both, unless they lie so already; the rest is as it was."""
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        return Sm90Fp8BlockExperts(self, tensors, workload=workload)
+
+
+class Sm90Fp8BlockExperts(PackedExperts):
+    """See `Sm90Fp8Block`."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
         from moequant.kernels.fp8_block.experts import Fp8BlockWeights
 
-        w13, adopted = first_weight_once(weights)
-        return Fp8BlockWeights(
-            w13=w13.qdata,
-            w13_scale=w13.scale,
-            w2=weights.down.qdata.contiguous(),
-            w2_scale=weights.down.scale.contiguous(),
-            bias13=first_bias(weights, w13.shape[1] // (2 if weights.act_fn.gated else 1)),
-            bias2=None if weights.down_bias is None else weights.down_bias.float().contiguous(),
-            act_fn=weights.act_fn,
-            source=adopted,
+        super().__init__(backend, tensors, workload=workload)
+        self.kernel_weights = Fp8BlockWeights(
+            w13=tensors["w13_qdata"],
+            w13_scale=tensors["w13_scale"],
+            w2=tensors["w2_qdata"],
+            w2_scale=tensors["w2_scale"],
+            bias13=tensors.get("w13_bias"),
+            bias2=tensors.get("w2_bias"),
+            act_fn=workload.act_fn,
         )
 
-    def adopted(self, packed: object) -> ExpertWeights | None:
-        """Gate and up as views into them stacked, or up into it padded; None without a copy."""
-        source = _packed(packed).source
-        assert source is None or isinstance(source, ExpertWeights)
-        return source
-
-    def workspace_bytes(self, packed: object, tokens: int, topk: int) -> int:
-        """See `FusedBackend.workspace_bytes`."""
+    def workspace_bytes(self, tokens: int, topk: int) -> int:
+        """See `PackedExperts.workspace_bytes`."""
         from moequant.kernels.fp8_block.experts import workspace_bytes
 
-        return workspace_bytes(_packed(packed), tokens, topk)
+        return workspace_bytes(self.kernel_weights, tokens, topk)
 
-    def kernels_for(self, packed: object, tokens: int, topk: int) -> Hashable:
-        """See `FusedBackend.kernels_for`."""
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """See `PackedExperts.kernels_for`."""
         from moequant.kernels.fp8_block.experts import kernels_for
 
-        return kernels_for(_packed(packed), tokens, topk)
+        return kernels_for(self.kernel_weights, tokens, topk)
 
-    def forward(
+    def run(
         self,
-        packed: object,
-        hidden_states: Tensor | Activations,
-        topk_ids: Tensor,
+        hidden_states: Tensor,
         topk_weights: Tensor,
+        topk_ids: Tensor,
         *,
-        expert_map: Tensor | None,
+        out: Tensor,
         workspace: Tensor,
-    ) -> Tensor:
-        """See `FusedBackend.forward`."""
+        expert_map: Tensor | None,
+        hidden_scale: Tensor | None,
+    ) -> None:
+        """See `PackedExperts.run`."""
         from moequant.kernels.fp8_block.experts import fused_experts
 
-        x, scale = data_and_scale(hidden_states)
-        return fused_experts(
-            _packed(packed),
-            x,
-            topk_ids,
+        fused_experts(
+            self.kernel_weights,
+            hidden_states,
             topk_weights,
-            expert_map=expert_map,
+            topk_ids,
+            out=out,
             workspace=workspace,
-            hidden_scale=scale,
+            expert_map=expert_map,
+            hidden_scale=hidden_scale,
         )
 
 
-def _packed(packed: object) -> Fp8BlockWeights:
-    from moequant.kernels.fp8_block.experts import Fp8BlockWeights
-
-    assert isinstance(packed, Fp8BlockWeights)
-    return packed
+def why_not_fp8_block(workload: Workload) -> str | None:
+    """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
+    if workload.format != "fp8_block":
+        return "runs fp8_block alone"
+    if workload.activations != "fp8_group128":
+        return "multiplies by activations in fp8_group128 alone"
+    for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
+        if size % _ROW_MULTIPLE:
+            return f"wants {name} a multiple of {_ROW_MULTIPLE}"
+    if workload.experts == 0:
+        return "wants at least one expert"
+    return None if workload.device.type == "cuda" else "wants a CUDA device"
 
 
 @cache

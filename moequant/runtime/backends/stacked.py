@@ -1,126 +1,221 @@
-"""Gate over up as one weight, which backends with one GEMM for both want, and without a copy kept.
+"""Gate over up in one tensor, row-major: the layout that all backends here read.
 
-I is padded to whole scale blocks (Ip), with zeros. What is copied is handed on as views into the
-copy, so that whoever gave the weights can keep these; views that come back are recognized.
+    w13_qdata         [E, 2 * Ip, K]      gate in rows 0 to I, up in rows Ip to Ip + I
+    w13_scale         [E, 2 * S, ...]     the S rows of gate's scales, then those of up's
+    w13_global_scale  [E, 2]              gate's, then up's; of formats that have one
+    w13_bias          [E, 2 * Ip] float32
+    w13_input_scale   [1] or [E] float32, static scale of the activations
+    w2_...            down, as it is
+
+Ip is I rounded up to whole scale blocks: 128 rows for fp8_block, so that no block holds rows of
+both. The rows in between are zero. Experts without a gate have up alone: [E, Ip, K]. vLLM calls
+these tensors w13_weight and w2_weight and puts them in the same order.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.formats import QuantizedWeight
-from moequant.layouts.gate_up import padded_rows, split_gate_up, stack_gate_up
+from moequant.formats import QuantizedWeight, get_format
+from moequant.runtime.backends.layout import Layout
+from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
-    from moequant.runtime.weights import ExpertWeights
+    from moequant.act_fn import ActFn
+
+_MOST_BLOCK_ROWS = 1 << 16
+"""A scale of more rows than this is one of the whole matrix, which needs no padding."""
 
 
-def first_weight(weights: ExpertWeights) -> QuantizedWeight:
-    """The weight of the first GEMM, contiguous; reads nothing on the host.
+class Stacked(Layout):
+    """See the module."""
 
-    Returns:
-        Gate over up, [E, 2 * Ip, H], without a copy where they lie so; or up alone, [E, Ip, H].
+    name = "stacked"
+    version = 2
+
+    def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
+        """Copy gate and up into one tensor, unless they are views of one already."""
+        gate, up, down = weights.gate, weights.up, weights.down
+        first = [up] if gate is None else [gate, up]
+        rows = padded_rows(weights.format, weights.intermediate)
+        tensors = {
+            "w13_qdata": _stack([q.qdata for q in first], rows),
+            "w13_scale": _stack([q.scale for q in first], up.scale.shape[1]),
+            "w2_qdata": down.qdata.contiguous(),
+            "w2_scale": down.scale.contiguous(),
+        }
+        if up.global_scale is not None and down.global_scale is not None:
+            tensors["w13_global_scale"] = _stack(
+                [q.global_scale[:, None] for q in first if q.global_scale is not None], 1
+            )
+            tensors["w2_global_scale"] = down.global_scale.contiguous()
+        biases = [weights.up_bias] if gate is None else [weights.gate_bias, weights.up_bias]
+        if any(bias is not None for bias in biases):
+            tensors["w13_bias"] = _stack_biases(biases, rows)
+        if weights.down_bias is not None:
+            tensors["w2_bias"] = weights.down_bias.float().contiguous()
+        for name, scale in weights.input_scales().items():
+            tensors[_INPUT_SCALES[name]] = scale
+        return tensors
+
+
+STACKED = Stacked()
+
+_PARTS = ("w13_qdata", "w13_scale", "w13_global_scale")
+_INPUT_SCALES = {"gate_up_input_scale": "w13_input_scale", "down_input_scale": "w2_input_scale"}
+
+
+def padded_rows(format: str, intermediate: int) -> int:
+    """Ip: rows of gate's and of up's part of w13 for I = `intermediate`."""
+    block = get_format(format).block[0]
+    return intermediate if block > _MOST_BLOCK_ROWS else -(-intermediate // block) * block
+
+
+def room(like: Mapping[str, QuantizedWeight], experts: int) -> dict[str, Tensor]:
+    """Tensors for `experts` experts, without biases: not initialized, but for padding.
+
+    Args:
+        like: weights of one expert by projection: "gate", "up" and "down", or "up" and "down". Each
+            tensor is on the device of the part that goes into it.
+        experts: how many.
     """
-    gate, up = weights.gate, weights.up
-    if gate is None:
-        return _padded(up)
-    return _stacked(gate, up) or stack_gate_up(gate, up)
+    up, down = like["up"], like["down"]
+    halves = len(like) - 1
+    rows = padded_rows(up.format, up.shape[0])
+
+    def empty(part: Tensor, rows: int) -> Tensor:
+        return part.new_empty((experts, rows, *part.shape[1:]))
+
+    tensors = {
+        "w13_qdata": empty(up.qdata, halves * rows),
+        "w13_scale": empty(up.scale, halves * up.scale.shape[0]),
+        "w2_qdata": empty(down.qdata, down.qdata.shape[0]),
+        "w2_scale": empty(down.scale, down.scale.shape[0]),
+    }
+    if up.global_scale is not None and down.global_scale is not None:
+        tensors["w13_global_scale"] = up.global_scale.new_empty(experts, halves)
+        tensors["w2_global_scale"] = down.global_scale.new_empty(experts)
+    for half in tensors["w13_qdata"].tensor_split(halves, 1):
+        half[:, up.shape[0] :].view(torch.uint8).zero_()
+    return tensors
 
 
-def first_weight_once(weights: ExpertWeights) -> tuple[QuantizedWeight, ExpertWeights | None]:
-    """The same, and `weights` with gate and up as views into it, or None where nothing was copied.
-
-    Waits for the device.
-    """
-    gate, up = weights.gate, weights.up
-    if gate is None:
-        w = _padded_in_place(up) or _padded(up)
-        if w.qdata.data_ptr() == up.qdata.data_ptr():
-            return w, None
-        return w, replace(weights, up=_first_rows(w, up.shape))
-    w13 = first_weight(weights)
-    if w13.qdata.data_ptr() == gate.qdata.data_ptr():
-        return w13, None
-    gate, up = split_gate_up(w13, weights.intermediate)
-    return w13, replace(weights, gate=gate, up=up)
-
-
-def first_bias(weights: ExpertWeights, rows: int) -> Tensor | None:
-    """Float32 biases of the first GEMM: [E, 2 * rows], or [E, rows] where there is no gate."""
-    biases = [weights.gate_bias, weights.up_bias] if weights.act_fn.gated else [weights.up_bias]
-    if all(bias is None for bias in biases):
-        return None
-    out = torch.zeros(weights.experts, len(biases), rows, device=weights.device)
-    for half, bias in enumerate(biases):
-        if bias is not None:
-            out[:, half, : weights.intermediate] = bias
-    return out.flatten(1)
-
-
-def _padded(up: QuantizedWeight) -> QuantizedWeight:
-    """`up` with rows of zeros to whole scale blocks; itself where it needs none."""
-    E, I, _ = up.shape
-    rows = padded_rows(up.format, I)
-    gap = up.qdata.new_zeros(E, rows - I, up.qdata.shape[2])
-    qdata = torch.cat([up.qdata, gap], dim=1) if rows > I else up.qdata.contiguous()
-    return _weight(up, qdata, up.scale.contiguous())
-
-
-def _padded_in_place(up: QuantizedWeight) -> QuantizedWeight | None:
-    """What `up` is the first rows of, as `_first_rows` made it; None where it is not."""
-    E, I, _ = up.shape
-    rows, columns = padded_rows(up.format, I), up.qdata.shape[2]
-    size, end = E * rows * columns, up.qdata.untyped_storage().nbytes()
-    start = up.qdata.storage_offset()
-    fits = (start + size) * up.qdata.element_size() <= end
-    if up.qdata.stride() != (rows * columns, columns, 1) or not fits:
-        return None
-    qdata = up.qdata.as_strided((E, rows, columns), up.qdata.stride())
-    if qdata[:, I:].view(torch.uint8).any():  # rows of something else
-        return None
-    return _weight(up, qdata, up.scale.contiguous())
-
-
-def _first_rows(w: QuantizedWeight, shape: torch.Size) -> QuantizedWeight:
-    return QuantizedWeight(
-        format=w.format,
-        qdata=w.qdata[:, : shape[1]],
-        scale=w.scale,
-        global_scale=w.global_scale,
-        shape=shape,
+def projections(
+    tensors: Mapping[str, Tensor], *, format: str, shape: Sequence[int], gated: bool
+) -> dict[str, QuantizedWeight]:
+    """The weights in `tensors` by projection, as views; arguments as for `unstack`."""
+    E, I, H = shape
+    halves = 2 if gated else 1
+    parts = [
+        {name: half for name in _PARTS if (half := _half(tensors, name, halves, index)) is not None}
+        for index in range(halves)
+    ]
+    first = [
+        QuantizedWeight(
+            format=format,
+            qdata=part["w13_qdata"][:, :I],
+            scale=part["w13_scale"],
+            global_scale=part["w13_global_scale"][:, 0] if "w13_global_scale" in part else None,
+            shape=torch.Size((E, I, H)),
+        )
+        for part in parts
+    ]
+    down = QuantizedWeight(
+        format=format,
+        qdata=tensors["w2_qdata"],
+        scale=tensors["w2_scale"],
+        global_scale=tensors.get("w2_global_scale"),
+        shape=torch.Size((E, H, I)),
+    )
+    return dict(
+        zip(("gate", "up", "down") if gated else ("up", "down"), [*first, down], strict=True)
     )
 
 
-def _stacked(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:
-    """What gate and up are views into, as `split_gate_up` made them; None where they are not."""
-    rows = padded_rows(gate.format, gate.shape[1])
-    qdata = _halves(gate.qdata, up.qdata, rows)
-    scale = _halves(gate.scale, up.scale, gate.scale.shape[1])
-    return None if qdata is None or scale is None else _weight(gate, qdata, scale)
+def unstack(
+    tensors: Mapping[str, Tensor], *, format: str, shape: Sequence[int], act_fn: ActFn
+) -> ExpertWeights:
+    """The weights in `tensors`, as views.
+
+    Args:
+        tensors: as `Stacked.pack` makes them.
+        format: of the weights.
+        shape: E, I, H.
+        act_fn: the function between the GEMMs.
+
+    Raises:
+        CheckpointError: a tensor is not of the dtype or shape that the format and sizes say.
+    """
+    halves = 2 if act_fn.gated else 1
+    biases = [_half(tensors, "w13_bias", halves, index) for index in range(halves)]
+    gate_bias, up_bias = biases if act_fn.gated else (None, biases[0])
+    weights = projections(tensors, format=format, shape=shape, gated=act_fn.gated)
+    return ExpertWeights(
+        gate=weights.get("gate"),
+        up=weights["up"],
+        down=weights["down"],
+        gate_bias=None if gate_bias is None else gate_bias[:, : shape[1]],
+        up_bias=None if up_bias is None else up_bias[:, : shape[1]],
+        down_bias=tensors.get("w2_bias"),
+        act_fn=act_fn,
+        gate_up_input_scale=tensors.get("w13_input_scale"),
+        down_input_scale=tensors.get("w2_input_scale"),
+    )
 
 
-def _halves(first: Tensor, second: Tensor, rows: int) -> Tensor | None:
-    """The contiguous [E, 2 * rows, columns] in which both [E, <= rows, columns] are views."""
-    E, _, columns = first.shape
-    whole = (2 * rows * columns, columns, 1)
+def _half(tensors: Mapping[str, Tensor], name: str, halves: int, index: int) -> Tensor | None:
+    """Part `index` of the rows of a tensor, if there is such a tensor."""
+    tensor = tensors.get(name)
+    return None if tensor is None else tensor.tensor_split(halves, 1)[index]
+
+
+def _stack(parts: Sequence[Tensor], rows: int) -> Tensor:
+    """[E, parts * rows, ...]: the rows of each part, then zeros up to `rows`."""
+    stacked = _as_stacked(parts, rows)
+    if stacked is not None:
+        return stacked
+    E, used, *rest = parts[0].shape
+    out = parts[0].new_empty((E, len(parts), rows, *rest))
+    for index, part in enumerate(parts):
+        out[:, index, :used] = part
+    out[:, :, used:].view(torch.uint8).zero_()
+    return out.flatten(1, 2)
+
+
+def _as_stacked(parts: Sequence[Tensor], rows: int) -> Tensor | None:
+    """The contiguous [E, parts * rows, ...] whose views `unstack` made the parts; None if none."""
+    first = parts[0]
+    E, used, *rest = first.shape
+    shape = (E, len(parts) * rows, *rest)
+    strides = torch.empty(shape, device="meta").stride()
+    step = rows * math.prod(rest)
+    end = first.storage_offset() + E * len(parts) * step
     if (
-        first.stride() != whole
-        or second.stride() != whole
-        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        or second.storage_offset() != first.storage_offset() + rows * columns
+        first.device.type == "meta"
+        or any(part.stride() != strides for part in parts)
+        or end * first.element_size() > first.untyped_storage().nbytes()
+        or any(
+            part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or part.storage_offset() != first.storage_offset() + index * step
+            for index, part in enumerate(parts)
+        )
     ):
         return None
-    return first.as_strided((E, 2 * rows, columns), whole)
+    stacked = first.as_strided(shape, strides)
+    # What lies between the parts may be rows of another tensor.
+    padding = stacked.view(E, len(parts), rows, *rest)[:, :, used:]
+    return None if padding.contiguous().view(torch.uint8).any() else stacked
 
 
-def _weight(part: QuantizedWeight, qdata: Tensor, scale: Tensor) -> QuantizedWeight:
-    """A weight of `qdata` and `scale`, in the format and with the columns of `part`."""
-    shape = torch.Size((*qdata.shape[:2], part.shape[2]))
-    return QuantizedWeight(
-        format=part.format, qdata=qdata, scale=scale, global_scale=part.global_scale, shape=shape
-    )
+def _stack_biases(biases: Sequence[Tensor | None], rows: int) -> Tensor:
+    """[E, biases * rows] float32; 0 where there is none."""
+    known = next(bias for bias in biases if bias is not None)
+    zero = torch.zeros_like(known, dtype=torch.float32)
+    return _stack([zero if bias is None else bias.float() for bias in biases], rows)

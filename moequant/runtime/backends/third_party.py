@@ -3,9 +3,9 @@
     [project.entry-points."moequant.backends"]
     my_kernels = "my_package.backend:MyBackend"
 
-The name of the entry point is the name of the backend; the object, a subclass of one of the kinds
-in `moequant.runtime.backends.base` that takes no arguments. It comes after ours, in the order of
-the names.
+The name of the entry point is the name of the backend; the object is a subclass of
+`moequant.runtime.backends.Backend` that takes no arguments. These backends come after ours, in the
+order of their names.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from moequant.runtime.backends.base import (
-    Backend,
-    BatchedExpertsBackend,
-    ExpertsBackend,
-    FusedBackend,
-)
+from moequant.errors import UnsupportedError
+from moequant.runtime.backends.base import Backend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from importlib.metadata import EntryPoint
 
-    from moequant.runtime.backends.base import Workload
+    from torch import Tensor
+
+    from moequant.runtime.backends.base import PackedExperts, Workload
 
 GROUP = "moequant.backends"
-_KINDS = (ExpertsBackend, BatchedExpertsBackend, FusedBackend)
 
 
 class Unavailable(Backend):
@@ -41,6 +39,10 @@ class Unavailable(Backend):
     def supports(self, workload: Workload) -> str | None:
         """Never does."""
         return self.reason
+
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """Is not called, since `supports` always has a reason."""
+        raise UnsupportedError(self.reason)
 
 
 def load_third_party(taken: frozenset[str]) -> dict[str, Backend]:
@@ -60,9 +62,8 @@ def _load(point: EntryPoint, taken: frozenset[str]) -> Backend:
         backend = point.load()()
     except Exception as error:
         return Unavailable(point.name, f"cannot be loaded from {point.value}: {error!r}")
-    if not isinstance(backend, _KINDS):
-        kinds = ", ".join(kind.__name__ for kind in _KINDS)
-        return Unavailable(point.name, f"{point.value} makes none of {kinds}")
+    if not isinstance(backend, Backend):
+        return Unavailable(point.name, f"{point.value} makes no Backend")
     name, default_on = (getattr(backend, field, None) for field in ("name", "default_on"))
     if name != point.name:
         return Unavailable(

@@ -10,10 +10,13 @@ from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
-from moequant.runtime.backends.base import ExpertsBackend, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.standard import StandardExperts
 from moequant.runtime.capture import capturing
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from moequant.formats import QuantizedWeight
@@ -31,11 +34,12 @@ weights they meet.
 """
 
 
-class TorchReference(ExpertsBackend):
-    """Float32 throughout: decoded weights, products, activations, and the sums of both GEMMs.
+class TorchReference(Backend):
+    """Float32 throughout: dequantized weights, products, activations, and the sums of both GEMMs.
 
-    Weights are decoded one matrix at a time, each at most once a call. Runs of one call are bitwise
-    equal. torch.set_float32_matmul_precision other than "highest" lowers the precision here too.
+    Weights are dequantized one matrix at a time, each at most once a call. Runs of one call are
+    bitwise equal. torch.set_float32_matmul_precision other than "highest" lowers the precision here
+    too.
 
     The rows of an expert are read on the host, but within the capture of a CUDA graph, where every
     expert computes all tokens.
@@ -48,10 +52,17 @@ class TorchReference(ExpertsBackend):
         """See `why_not_reference`."""
         return why_not_reference(workload)
 
-    def run(
-        self, activations: Activations, weights: ExpertWeights, permutation: Permutation
-    ) -> Tensor:
-        """See `ExpertsBackend.run`."""
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        return ReferenceExperts(self, tensors, workload=workload)
+
+
+class ReferenceExperts(StandardExperts):
+    """See `TorchReference`."""
+
+    def run_sorted(self, activations: Activations, permutation: Permutation) -> Tensor:
+        """See `StandardExperts.run_sorted`."""
+        weights = self.weights()
         token = permutation.token
         size = (token.shape[0], weights.hidden)
         rows = torch.zeros(size, dtype=torch.float32, device=token.device)

@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.runtime.backends.base import BatchedExpertsBackend, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.triton_portable import portable_experts, why_not_portable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from moequant.runtime.batched import BatchedTokens
-    from moequant.runtime.weights import ExpertWeights
 
 
-class TritonBatched(BatchedExpertsBackend):
+class TritonBatched(Backend):
     """The kernels of `triton` on the batches of an expert-parallel dispatch.
 
     Results are bfloat16, or float32 for float16 and float32 tokens that are not quantized. Nothing
@@ -30,11 +32,23 @@ class TritonBatched(BatchedExpertsBackend):
         """Wants a CUDA device of SM80 or newer, and triton."""
         return why_not_portable(workload)
 
-    def run(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
-        """See `BatchedExpertsBackend.run`."""
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        return TritonBatchedExperts(self, tensors, workload=workload)
+
+
+class TritonBatchedExperts(BatchedExperts):
+    """See `TritonBatched`."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
+        super().__init__(backend, tensors, workload=workload)
+        self._experts = portable_experts(self.weights(), workload.activations)
+
+    def _run_batches(self, tokens: BatchedTokens) -> Tensor:
         from moequant.kernels.portable.batched import batched_experts
 
         codes = tokens.qdata if tokens.scale is None else tokens.qdata.view(torch.uint8)
         scale = None if tokens.scale is None else tokens.scale.contiguous()
-        experts = portable_experts(weights, tokens.scheme)
-        return batched_experts(experts, codes.contiguous(), scale, tokens.counts)
+        return batched_experts(self._experts, codes.contiguous(), scale, tokens.counts)

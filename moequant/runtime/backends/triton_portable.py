@@ -9,83 +9,94 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.kernels.portable.weights import KINDS, Experts, projection
-from moequant.runtime.activations import SCHEMES, data_and_scale
-from moequant.runtime.backends.base import FusedBackend, Workload
+from moequant.runtime.activations import SCHEMES
+from moequant.runtime.backends.base import Backend, PackedExperts, Workload
 from moequant.runtime.backends.capability import why_not_capable
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
     from torch import Tensor
 
     from moequant.formats import QuantizedWeight
     from moequant.kernels.portable.weights import Projection
-    from moequant.runtime.activations import Activations
     from moequant.runtime.weights import ExpertWeights
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
 
 
-class TritonPortable(FusedBackend):
-    """Weights decoded in registers, products exact in BF16, sums in float32.
+class TritonPortable(Backend):
+    """Weights dequantized in registers, products exact in BF16, sums in float32.
 
     So it differs from the reference by the order of sums, and by what lies between the GEMMs: where
     that is not quantized, it is rounded to bfloat16 for bfloat16 hidden states, as is an expert's
     result, and is float32 for others. Hidden states that are not quantized are multiplied as they
     are: float16 in two passes of the tensor cores, float32 in three. Runs of one call are bitwise
     equal. Nothing is read on the host: an id that is out of range contributes nothing, like -1, and
-    raises no error. Weights stay as they are, without a copy.
+    raises no error.
     """
 
     name = "triton"
     default_on = ("cuda",)
-    takes_quantized = True
+    targets = ("sm90", "sm100")
 
     def supports(self, workload: Workload) -> str | None:
         """Wants a CUDA device of SM80 or newer, and triton."""
         return why_not_portable(workload)
 
-    def pack(self, weights: ExpertWeights, activations: str) -> object:
-        """Views."""
-        return portable_experts(weights, activations)
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        return TritonExperts(self, tensors, workload=workload)
 
-    def workspace_bytes(self, packed: object, tokens: int, topk: int) -> int:
+
+class TritonExperts(PackedExperts):
+    """See `TritonPortable`."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
+        super().__init__(backend, tensors, workload=workload)
+        self.kernel_weights = portable_experts(self.weights(), workload.activations)
+
+    def workspace_bytes(self, tokens: int, topk: int) -> int:
         """As for float32 hidden states, which take most."""
         from moequant.kernels.portable.experts import workspace_bytes
 
-        assert isinstance(packed, Experts)
-        return workspace_bytes(packed, tokens, topk, torch.float32) if tokens * topk else 0
+        return (
+            workspace_bytes(self.kernel_weights, tokens, topk, torch.float32)
+            if tokens * topk
+            else 0
+        )
 
-    def kernels_for(self, packed: object, tokens: int, topk: int) -> Hashable:
-        """See `FusedBackend.kernels_for`."""
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """See `PackedExperts.kernels_for`."""
         from moequant.kernels.portable.experts import kernels_for
 
-        assert isinstance(packed, Experts)
-        return kernels_for(packed, tokens, topk)
+        return kernels_for(self.kernel_weights, tokens, topk)
 
-    def forward(
+    def run(
         self,
-        packed: object,
-        hidden_states: Tensor | Activations,
-        topk_ids: Tensor,
+        hidden_states: Tensor,
         topk_weights: Tensor,
+        topk_ids: Tensor,
         *,
-        expert_map: Tensor | None,
+        out: Tensor,
         workspace: Tensor,
-    ) -> Tensor:
-        """See `FusedBackend.forward`."""
+        expert_map: Tensor | None,
+        hidden_scale: Tensor | None,
+    ) -> None:
+        """See `PackedExperts.run`."""
         from moequant.kernels.portable.experts import fused_experts
 
-        assert isinstance(packed, Experts)
-        x, scale = data_and_scale(hidden_states)
-        return fused_experts(
-            packed,
-            x,
-            topk_ids,
+        fused_experts(
+            self.kernel_weights,
+            hidden_states,
             topk_weights,
-            expert_map=expert_map,
+            topk_ids,
+            out=out,
             workspace=workspace,
-            hidden_scale=scale,
+            expert_map=expert_map,
+            hidden_scale=hidden_scale,
         )
 
 

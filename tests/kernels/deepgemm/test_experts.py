@@ -6,8 +6,6 @@ GPU.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -23,6 +21,8 @@ from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY
 from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.call import run_experts
+from moequant.runtime.packing import workload_of
 from moequant.runtime.routing import route
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the package itself is tested on a GPU")
@@ -84,11 +84,17 @@ def call_of(dtype=torch.float32):
     hidden = torch.randn(M, H, generator=g).to(dtype)
     topk_weights, ids = torch.rand(M, E, generator=g).topk(T)
     ids[0, 0] = -1
-    return hidden, ids, topk_weights
+    return hidden, topk_weights, ids
 
 
 def pack(weights):
-    return REGISTRY["deepgemm"].pack(weights, "fp8_group128")
+    return packed_by("deepgemm", weights)
+
+
+def packed_by(name, weights):
+    """As the backend packs them, which runs on GPUs alone."""
+    backend = REGISTRY[name]
+    return backend.load(backend.layout.pack(weights), workload_of(weights, "format"))
 
 
 def check(got, weights, call, **options):
@@ -102,17 +108,17 @@ def check(got, weights, call, **options):
 @pytest.mark.parametrize("act_fn", FUNCTIONS, ids=str)
 def test_every_function_with_and_without_biases(act_fn, biases):
     weights, call = weights_of(act_fn, biases), call_of()
-    check(experts.fused_experts(pack(weights), *call), weights, call)
+    check(run_experts(pack(weights), *call), weights, call)
 
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("act_fn", FUNCTIONS, ids=str)
 def test_batches_too(act_fn, biases):
-    weights, (hidden, ids, topk_weights) = weights_of(act_fn, biases), call_of()
-    routing = route(ids, topk_weights, experts=E)
+    weights, (hidden, topk_weights, ids) = weights_of(act_fn, biases), call_of()
+    routing = route(topk_weights, ids, experts=E)
     tokens, places = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="fp8_group128")
-    rows = REGISTRY["deepgemm_batched"].run(tokens, weights)
-    check(finalize_batched(rows, routing, places), weights, (hidden, ids, topk_weights))
+    rows = packed_by("deepgemm_batched", weights).run_batches(tokens)
+    check(finalize_batched(rows, routing, places), weights, (hidden, topk_weights, ids))
 
 
 def test_biases_are_those_of_the_expert():
@@ -120,95 +126,71 @@ def test_biases_are_those_of_the_expert():
     weights = weights_of(RELU2, biases=True)
     zero = {n: torch.zeros_like(t) for n, t in weights.tensors().items() if "qdata" in n}
     weights = weights.replace({**weights.tensors(), **zero})
-    hidden, ids, topk_weights = call_of()
-    got = experts.fused_experts(pack(weights), hidden, ids, topk_weights)
+    hidden, topk_weights, ids = call_of()
+    got = run_experts(pack(weights), hidden, topk_weights, ids)
     here = (ids >= 0)[..., None]
     want = (weights.down_bias[ids.clamp(min=0)] * topk_weights[..., None] * here).sum(1)
     torch.testing.assert_close(got, want, rtol=0, atol=4 * 2.0**-24 * float(want.abs().max()))
 
 
 def test_an_expert_map_counts_and_biases_follow_it():
-    weights, (hidden, ids, topk_weights) = weights_of(SWIGLUOAI, biases=True), call_of()
+    weights, (hidden, topk_weights, ids) = weights_of(SWIGLUOAI, biases=True), call_of()
     here = torch.tensor([2, -1, 0, 3])
-    call = (hidden, ids, topk_weights)
-    got = experts.fused_experts(pack(weights), *call, expert_map=here)
+    call = (hidden, topk_weights, ids)
+    got = run_experts(pack(weights), *call, expert_map=here)
     check(got, weights, call, expert_map=here)
 
 
 def test_the_workspace_is_as_large_as_was_said_and_may_hold_anything():
     weights, call = weights_of(SILU, biases=True), call_of()
     packed = pack(weights)
-    size = REGISTRY["deepgemm"].workspace_bytes(packed, M, T)
-    assert size == experts.workspace_bytes(packed, M, T) > 0
-    want = experts.fused_experts(packed, *call)
+    size = packed.workspace_bytes(M, T)
+    assert size == experts.workspace_bytes(packed.kernel_weights, M, T) > 0
+    want = run_experts(packed, *call)
     check(want, weights, call)
     for byte in (0x7F, 0xFF, 0x00):
         memory = torch.full((size + 64,), byte, dtype=torch.uint8)
-        assert torch.equal(experts.fused_experts(packed, *call, workspace=memory[:size]), want)
+        assert torch.equal(run_experts(packed, *call, workspace=memory[:size]), want)
         assert bool((memory[size:] == byte).all())
 
 
 def test_the_plan_takes_nothing_but_the_arena():
     packed, arena = pack(weights_of()), WorkspaceArena()
-    plan = experts.DeepGemmPlan(packed, M, T, arena)
+    plan = experts.DeepGemmPlan(packed.kernel_weights, M, T, arena)
     assert {t.device.type for t in (plan.x, plan.x_scale, plan.gate_up, plan.act, plan.y)} == {
         "meta"
     }
-    assert arena.size_bytes == experts.workspace_bytes(packed, M, T)
-
-
-@pytest.mark.parametrize("act_fn", [SILU, RELU2], ids=str)
-def test_what_was_copied_comes_back_as_views(act_fn):
-    weights, backend = weights_of(act_fn), REGISTRY["deepgemm"]
-    packed = pack(weights)
-    views = backend.adopted(packed)
-    assert views.up.qdata.untyped_storage().data_ptr() == packed.w13.untyped_storage().data_ptr()
-    for name, tensor in weights.tensors().items():
-        got, want = (t.contiguous().view(torch.uint8) for t in (views.tensors()[name], tensor))
-        assert torch.equal(got, want)
-    again = pack(views)
-    assert again.w13.data_ptr() == packed.w13.data_ptr()
-    assert backend.adopted(again) is None
-
-
-def test_rows_of_something_else_are_no_padding():
-    weights = weights_of(RELU2)
-    padded = torch.ones(E, 256, H).to(torch.float8_e4m3fn)
-    padded[:, :I] = weights.up.qdata
-    up = dataclasses.replace(weights.up, qdata=padded[:, :I])
-    packed = pack(dataclasses.replace(weights, up=up))
-    assert packed.w13.data_ptr() != padded.data_ptr()
-    assert not packed.w13[:, I:].view(torch.uint8).any()
+    assert arena.size_bytes == experts.workspace_bytes(packed.kernel_weights, M, T)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_results_are_in_the_dtype_of_the_hidden_states(dtype):
     weights, call = weights_of(), call_of(dtype)
-    check(experts.fused_experts(pack(weights), *call), weights, call)
+    check(run_experts(pack(weights), *call), weights, call)
 
 
 def test_no_token_and_no_expert_for_any_token():
-    (hidden, ids, topk_weights), packed = call_of(), pack(weights_of(SILU, biases=True))
-    assert REGISTRY["deepgemm"].workspace_bytes(packed, 0, T) == 0
-    assert experts.fused_experts(packed, hidden[:0], ids[:0], topk_weights[:0]).shape == (0, H)
-    assert not experts.fused_experts(packed, hidden, torch.full_like(ids, -1), topk_weights).any()
+    (hidden, topk_weights, ids), packed = call_of(), pack(weights_of(SILU, biases=True))
+    assert packed.workspace_bytes(0, T) == 0
+    assert run_experts(packed, hidden[:0], topk_weights[:0], ids[:0]).shape == (0, H)
+    assert not run_experts(packed, hidden, topk_weights, torch.full_like(ids, -1)).any()
 
 
 def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here():
-    weights, (hidden, ids, topk_weights) = (
+    weights, (hidden, topk_weights, ids) = (
         weights_of(SWIGLUOAI, biases=True),
         call_of(torch.bfloat16),
     )
     packed, x = pack(weights), quantize_activations(hidden, "fp8_group128")
-    size = experts.workspace_bytes(packed, M, T)
-    want = experts.fused_experts(packed, hidden, ids, topk_weights)
+    size = experts.workspace_bytes(packed.kernel_weights, M, T)
+    want = run_experts(packed, hidden, topk_weights, ids)
     for byte in (0x7F, 0xFF):
         memory = torch.full((size,), byte, dtype=torch.uint8)
-        got = REGISTRY["deepgemm"].forward(
-            packed, x, ids, topk_weights, expert_map=None, workspace=memory
+        got = run_experts(
+            packed, x.qdata, topk_weights, ids, hidden_scale=x.scale, workspace=memory
         )
         assert torch.equal(got, want)
     # Column-major scales, as other kernels leave them.
     strided = x.scale.mT.contiguous().mT
-    got = experts.fused_experts(packed, x.qdata, ids, topk_weights, hidden_scale=strided)
+    got = run_experts(packed, x.qdata, topk_weights, ids, hidden_scale=strided)
     assert torch.equal(got, want)

@@ -10,17 +10,14 @@ from moequant.formats import RUNNABLE, get_format
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.batched import batched_experts
-from moequant.kernels.portable.experts import (
-    TILE_ROWS,
-    PortablePlan,
-    fused_experts,
-    workspace_bytes,
-)
+from moequant.kernels.portable.experts import TILE_ROWS, PortablePlan, workspace_bytes
 from moequant.kernels.portable.weights import KINDS
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import quantize_activations
-from moequant.runtime.backends.triton_portable import portable_experts
+from moequant.runtime.backends import REGISTRY as BACKENDS
 from moequant.runtime.batched import finalize_batched, lay_out, prepare_batched
+from moequant.runtime.call import run_experts as fused_experts
+from moequant.runtime.packing import workload_of
 from moequant.runtime.routing import route
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -34,6 +31,13 @@ EXACT = 1e-5
 QUANTIZED = 5e-3
 
 
+def packed_for(weights, scheme):
+    """As the backend packs them, which runs on GPUs alone."""
+    triton = BACKENDS["triton"]
+    workload = dataclasses.replace(workload_of(weights, "format"), activations=scheme)
+    return triton.load(triton.layout.pack(weights), workload)
+
+
 def check(got, want, scheme):
     assert got.dtype == want.dtype
     assert bool(got.isfinite().all())
@@ -44,7 +48,7 @@ def check(got, want, scheme):
 def run(weights, call, activations="format", **options):
     """The output, compared with the float32 reference."""
     scheme = get_format(weights.format).activations if activations == "format" else "none"
-    got = fused_experts(portable_experts(weights, scheme), *call, **options)
+    got = fused_experts(packed_for(weights, scheme), *call, **options)
     reference = FusedExperts(weights, backend="torch_reference", activations=activations)
     check(got, reference(*call, **options), scheme)
     return got
@@ -89,34 +93,34 @@ def test_functions_and_biases(weights, call, act_fn, format):
 
 
 def test_an_expert_map_and_ids_without_an_expert(weights, call):
-    hidden, ids, topk_weights = call(E=8)
+    hidden, topk_weights, ids = call(E=8)
     here = torch.tensor([3, -1, 0, -1, 1, 2, -1, -1], device=DEVICE)
-    run(weights("mxfp4"), (hidden, ids, topk_weights), expert_map=here)
+    run(weights("mxfp4"), (hidden, topk_weights, ids), expert_map=here)
     far = ids.clone()
     far[far == 1] = 1 << 33
-    packed = portable_experts(weights("mxfp4"), "none")
-    got = fused_experts(packed, hidden, far, topk_weights, expert_map=here)
-    want = fused_experts(packed, hidden, ids, topk_weights, expert_map=here)
+    packed = packed_for(weights("mxfp4"), "none")
+    got = fused_experts(packed, hidden, topk_weights, far, expert_map=here)
+    want = fused_experts(packed, hidden, topk_weights, ids, expert_map=here)
     assert torch.equal(got, want)
 
 
 def test_no_token_and_no_expert_for_any_token(weights, call):
-    hidden, ids, topk_weights = call()
-    packed = portable_experts(weights("fp8_block"), "fp8_group128")
-    none = fused_experts(packed, hidden[:0], ids[:0], topk_weights[:0])
+    hidden, topk_weights, ids = call()
+    packed = packed_for(weights("fp8_block"), "fp8_group128")
+    none = fused_experts(packed, hidden[:0], topk_weights[:0], ids[:0])
     assert none.shape == (0, 256)
-    assert not fused_experts(packed, hidden, torch.full_like(ids, -1), topk_weights).any()
+    assert not fused_experts(packed, hidden, topk_weights, torch.full_like(ids, -1)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hidden_states_of_16_bits(weights, call, dtype):
-    hidden, ids, topk_weights = call(dtype=dtype)
-    packed = portable_experts(weights("bf16"), "none")
-    got = fused_experts(packed, hidden, ids, topk_weights)
+    hidden, topk_weights, ids = call(dtype=dtype)
+    packed = packed_for(weights("bf16"), "none")
+    got = fused_experts(packed, hidden, topk_weights, ids)
     assert got.dtype == dtype
     # As the same numbers in float32, but for the result, and for bfloat16 what lies between. The
     # interpreter does not round to bfloat16 but truncates: each of 3 roundings costs 2**-7 at most.
-    want = fused_experts(packed, hidden.float(), ids, topk_weights)
+    want = fused_experts(packed, hidden.float(), topk_weights, ids)
     limit = 2.0**-11 if dtype == torch.float16 else 3 * 2.0**-7
     assert (got.float() - want).norm() <= limit * want.norm()
 
@@ -125,31 +129,36 @@ def test_hidden_states_of_16_bits(weights, call, dtype):
     ("format", "tile_rows"), [("fp8_block", 16), ("w4a8", 32), ("nvfp4", TILE_ROWS[-1])]
 )
 def test_no_buffer_is_read_before_it_is_written(weights, call, format, tile_rows):
-    w, (hidden, ids, topk_weights) = weights(format), call(M=40)
+    w, (hidden, topk_weights, ids) = weights(format), call(M=40)
     scheme = get_format(format).activations
-    packed = portable_experts(w, scheme)
+    packed = packed_for(w, scheme)
     size = WorkspaceArena()
-    PortablePlan(packed, 40, 2, dtype=torch.float32, arena=size, tile_rows=tile_rows)
+    PortablePlan(packed.kernel_weights, 40, 2, dtype=torch.float32, arena=size, tile_rows=tile_rows)
     # Bytes of 0x7F are NaN in E4M3, huge numbers in float32, and absurd indices.
     for byte in (0x7F, 0xFF):
         memory = torch.full((size.size_bytes,), byte, dtype=torch.uint8, device=DEVICE)
         plan = PortablePlan(
-            packed, 40, 2, dtype=torch.float32, arena=WorkspaceArena(memory), tile_rows=tile_rows
+            packed.kernel_weights,
+            40,
+            2,
+            dtype=torch.float32,
+            arena=WorkspaceArena(memory),
+            tile_rows=tile_rows,
         )
         out = torch.full_like(hidden, torch.nan)
-        plan(hidden, ids, topk_weights, out)
-        check(out, FusedExperts(w, backend="torch_reference")(hidden, ids, topk_weights), scheme)
+        plan(hidden, topk_weights, ids, out)
+        check(out, FusedExperts(w, backend="torch_reference")(hidden, topk_weights, ids), scheme)
 
 
 def test_the_workspace_is_as_large_as_was_said(weights, call):
-    packed, inputs = portable_experts(weights("w4a8"), "fp8_token"), call()
-    size = workspace_bytes(packed, 9, 2, torch.float32)
+    packed, inputs = packed_for(weights("w4a8"), "fp8_token"), call()
+    size = workspace_bytes(packed.kernel_weights, 9, 2, torch.float32)
     memory = torch.zeros(size + 64, dtype=torch.uint8, device=DEVICE)
     guard = memory[size:].clone()
     got = fused_experts(packed, *inputs, workspace=memory[:size])
     assert torch.equal(memory[size:], guard)
     assert torch.equal(got, fused_experts(packed, *inputs))
-    assert workspace_bytes(packed, 9, 2, torch.bfloat16) < size
+    assert workspace_bytes(packed.kernel_weights, 9, 2, torch.bfloat16) < size
 
 
 @pytest.mark.parametrize(
@@ -161,17 +170,17 @@ def test_the_workspace_is_as_large_as_was_said(weights, call):
     ],
 )
 def test_a_batch_for_each_expert_computes_the_same(weights, call, format, options):
-    w, (hidden, ids, topk_weights) = weights(format, **options), call()
+    w, (hidden, topk_weights, ids) = weights(format, **options), call()
     scheme = get_format(format).activations
-    routing = route(ids, topk_weights, experts=4)
+    routing = route(topk_weights, ids, experts=4)
     tokens, places = prepare_batched(hidden, routing, experts=4, capacity=9, scheme=scheme)
     codes = tokens.qdata if tokens.scale is None else tokens.qdata.view(torch.uint8)
     beyond = torch.arange(9, device=DEVICE)[None, :] >= tokens.counts[:, None]
     codes[beyond] = 0x7F  # NaN, in codes
-    rows = batched_experts(portable_experts(w, scheme), codes, tokens.scale, tokens.counts)
+    rows = batched_experts(packed_for(w, scheme).kernel_weights, codes, tokens.scale, tokens.counts)
     assert rows.shape == (4, 9, 256)
     got = finalize_batched(rows, routing, places)
-    want = FusedExperts(w, backend="torch_reference")(hidden, ids, topk_weights)
+    want = FusedExperts(w, backend="torch_reference")(hidden, topk_weights, ids)
     if rows.dtype == torch.bfloat16:  # truncated by the interpreter
         assert (got - want).norm() <= 2.0**-7 * want.norm()
     else:
@@ -182,40 +191,40 @@ def test_a_batch_for_each_expert_computes_the_same(weights, call, format, option
 def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
     weights, call, format
 ):
-    w, (hidden, ids, topk_weights) = weights(format), call(dtype=torch.bfloat16)
+    w, (hidden, topk_weights, ids) = weights(format), call(dtype=torch.bfloat16)
     scheme = get_format(format).activations
-    packed, x = portable_experts(w, scheme), quantize_activations(hidden, scheme)
-    size = workspace_bytes(packed, 9, 2, torch.float32)
+    packed, x = packed_for(w, scheme), quantize_activations(hidden, scheme)
+    size = workspace_bytes(packed.kernel_weights, 9, 2, torch.float32)
     memory = torch.full((size,), 0x7F, dtype=torch.uint8, device=DEVICE)
-    got = fused_experts(packed, x.qdata, ids, topk_weights, hidden_scale=x.scale, workspace=memory)
+    got = fused_experts(packed, x.qdata, topk_weights, ids, hidden_scale=x.scale, workspace=memory)
     assert got.dtype == torch.bfloat16
-    assert torch.equal(got, fused_experts(packed, hidden, ids, topk_weights))
-    none = fused_experts(packed, x.qdata[:0], ids[:0], topk_weights[:0], hidden_scale=x.scale[:0])
+    assert torch.equal(got, fused_experts(packed, hidden, topk_weights, ids))
+    none = fused_experts(packed, x.qdata[:0], topk_weights[:0], ids[:0], hidden_scale=x.scale[:0])
     assert none.shape == (0, 256)
     assert none.dtype == torch.bfloat16
 
 
 def test_static_scales_of_activations(weights, call):
-    w, (hidden, ids, topk_weights) = weights("fp8_tensor"), call()
+    w, (hidden, topk_weights, ids) = weights("fp8_tensor"), call()
     w = dataclasses.replace(
         w,
         gate_up_input_scale=torch.tensor([0.004, 0.01, 0.002, 0.01], device=DEVICE),
         down_input_scale=torch.tensor([0.005], device=DEVICE),
     )
-    packed = portable_experts(w, "fp8_static")
-    want = FusedExperts(w, backend="torch_reference")(hidden, ids, topk_weights)
-    got = fused_experts(packed, hidden, ids, topk_weights)
+    packed = packed_for(w, "fp8_static")
+    want = FusedExperts(w, backend="torch_reference")(hidden, topk_weights, ids)
+    got = fused_experts(packed, hidden, topk_weights, ids)
     check(got, want, "fp8_static")
-    dynamic = fused_experts(portable_experts(w, "fp8_token"), hidden, ids, topk_weights)
+    dynamic = fused_experts(packed_for(w, "fp8_token"), hidden, topk_weights, ids)
     assert not torch.equal(got, dynamic)
-    exact = fused_experts(portable_experts(w, "none"), hidden, ids, topk_weights)
+    exact = fused_experts(packed_for(w, "none"), hidden, topk_weights, ids)
     assert not torch.equal(got, exact)
 
-    routing = route(ids, topk_weights, experts=4)
+    routing = route(topk_weights, ids, experts=4)
     x = quantize_activations(hidden, "fp8_static", static_scale=w.static_scale("gate_up"))
     tokens, places = lay_out(x, routing, experts=4, capacity=9)
     codes = tokens.qdata.view(torch.uint8)
-    rows = batched_experts(packed, codes, tokens.scale, tokens.counts)
+    rows = batched_experts(packed.kernel_weights, codes, tokens.scale, tokens.counts)
     # bfloat16 rows, truncated by the interpreter.
     batched = finalize_batched(rows, routing, places)
     assert (batched - want).norm() <= 2.0**-7 * want.norm()

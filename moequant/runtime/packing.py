@@ -1,0 +1,83 @@
+"""pack_experts(): weights to what a backend runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from moequant.errors import UnsupportedError
+from moequant.formats import get_format
+from moequant.runtime.backends import Workload
+from moequant.runtime.inputs import check_input_scales
+from moequant.runtime.kept_memory import make_kept
+from moequant.runtime.select import select
+from moequant.runtime.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from moequant.runtime.backends import PackedExperts
+
+
+def pack_experts(
+    weights: ExpertWeights,
+    *,
+    backend: str | None = None,
+    activations: Literal["format", "none"] = "format",
+) -> PackedExperts:
+    """Pack weights for a backend, on the device they are on.
+
+    Gate and up are copied into one tensor unless they are views of one already, as those of
+    `load_experts` are; down is not copied unless the backend's layout permutes it.
+
+    Args:
+        weights: the experts here.
+        backend: name of a backend; by default the best that runs them on their device.
+        activations: see `FusedExperts`.
+
+    Raises:
+        UnsupportedError: no backend runs this; says every backend's reason.
+        CheckpointError: static scales of activations that are negative, not finite, or all 0.
+    """
+    if not isinstance(weights, ExpertWeights):
+        raise UnsupportedError(
+            f"weights is {type(weights).__name__}, but wanted is ExpertWeights; load_experts "
+            "makes them of a checkpoint"
+        )
+    workload = workload_of(weights, activations)
+    chosen = select(workload, backend)
+    check_input_scales(weights.input_scales())
+    return make_kept(lambda: chosen.load(chosen.layout.pack(weights), workload), workload.device)
+
+
+def workload_of(weights: ExpertWeights, activations: str) -> Workload:
+    """What a backend is asked to run.
+
+    Raises:
+        UnsupportedError: `activations` is neither "format" nor "none".
+    """
+    return Workload(
+        format=weights.format,
+        activations=scheme_of(weights.format, activations, static=bool(weights.input_scales())),
+        experts=weights.experts,
+        hidden=weights.hidden,
+        intermediate=weights.intermediate,
+        device=weights.device,
+        act_fn=weights.act_fn,
+        bias=bool(weights.biases()),
+    )
+
+
+def scheme_of(format: str, activations: str, *, static: bool) -> str:
+    """The scheme that "format" or "none" stands for.
+
+    Args:
+        format: of the weights.
+        activations: which.
+        static: whether static scales of activations came with the weights.
+
+    Raises:
+        UnsupportedError: `activations` is neither.
+    """
+    if activations not in ("format", "none"):
+        raise UnsupportedError(f'activations is {activations!r}, but it is "format" or "none"')
+    if activations == "none":
+        return "none"
+    return "fp8_static" if static else get_format(format).activations
