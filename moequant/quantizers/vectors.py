@@ -2,6 +2,10 @@
 
 IR vectors are of any length; LLVM cuts them to what the processor has. No instruction here carries
 a fast-math flag, so each is rounded as IEEE 754 says and gives what torch gives, on any processor.
+
+The text is written here and not by `llvmlite.ir`, which takes 9 to 18 CPU ms for a format instead
+of 1 to 2, and 57 instead of 4 from FP8 blocks to NVFP4, at the start of each conversion. It also
+has no names for intrinsics on vectors, and refuses some uses of pointers that LLVM takes.
 """
 
 from __future__ import annotations
