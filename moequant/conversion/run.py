@@ -69,7 +69,7 @@ def write_shards(
     the one that is being filled, takes two descriptors, 256 KiB and what `OutputFile` gathers.
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
-    results = _Results(
+    results = _ResultBuffers(
         choice.quantizer.allocate, plan.memory.batch_bytes, plan.memory.buffer_bytes(workers)
     )
     with (
@@ -111,7 +111,7 @@ class _Run(threading.local):
         journal: Journal,
         choice: Choice,
         progress: Progress,
-        results: _Results,
+        results: _ResultBuffers,
         *,
         one_digest: bool,
     ) -> None:
@@ -212,10 +212,10 @@ class _Run(threading.local):
             if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
             if not writer.is_behind and all(one.done() for one in finishing):
-                # What is lent lies beyond a hole, which only items that are left may fill: the
-                # parts of stacks and tensors of odd sizes are not written in the file's order.
+                # What waits lies beyond a hole, which only items that are left may fill: the parts
+                # of stacks and tensors of odd sizes are not written in the file's order.
                 return
-            self._results.wait_until_less_is_lent(_PAUSE_SECONDS)
+            self._results.wait_for_room(_PAUSE_SECONDS)
 
     def _make(
         self,
@@ -240,7 +240,7 @@ class _Run(threading.local):
         units = [(number, item) for number, item in batch if isinstance(item, Unit)]
         assert len(units) == len(batch), batch
         position = writer.position(units[0][1].first_tensor(self._plan.dialect))
-        memory = self._results.borrow(position)
+        memory = self._results.acquire(position)
         tensors: dict[str, Tensor] = {}
         for number, unit in units:
             # A unit that failed has left something in it, and this thread may be asked for others.
@@ -255,55 +255,55 @@ class _Run(threading.local):
             tensors |= converted.tensors
         self._write(replace(converted, tensors=tensors), memory, writer)
 
-    def _lend(self, memory: Arena, writer: ShardWriter) -> Callable[[], None] | None:
-        """As `_Results.lend`, once the disk has had the time it needs."""
-        release = self._results.lend(memory)
+    def _share(self, memory: Arena, writer: ShardWriter) -> Callable[[], None] | None:
+        """As `_ResultBuffers.share`; while there is no room, wait for the disk."""
+        release = self._results.share(memory)
         while release is None and writer.wait_for_disk():
-            release = self._results.lend(memory)
+            release = self._results.share(memory)
         return release
 
     def _write(self, converted: Converted, memory: Arena, writer: ShardWriter) -> None:
         if converted.as_stored:
             # It lies where it was read; the next unit is read into what it did not need.
             memory, self._arena = self._arena, memory
-        release = None if converted.joined else self._lend(memory, writer)
+        release = None if converted.joined else self._share(memory, writer)
         writer.write_all(converted.tensors, release)
         if release is None:
-            self._results.give_back(memory)
+            self._results.release(memory)
         converted.tensors.clear()
         self._arena.clear()
 
     def _copy(self, copy: Copy, writer: ShardWriter) -> None:
         name, size_bytes = copy.name, copy.info.size_bytes
         for offset in range(0, size_bytes, COPY_CHUNK_BYTES):
-            memory = self._results.borrow(writer.position(name, offset))
+            memory = self._results.acquire(writer.position(name, offset))
             count = min(COPY_CHUNK_BYTES, size_bytes - offset)
             chunk = tensor_bytes(memory.empty((count,), dtype=torch.uint8))
             self._source.read_into(name, offset, chunk)
-            release = self._lend(memory, writer)
+            release = self._share(memory, writer)
             writer.write_bytes(name, offset, chunk, release)
             if release is None:
-                self._results.give_back(memory)
+                self._results.release(memory)
 
 
-class _Results:
-    """Memory for what is written, which digest and disk may look at when its worker is further.
+class _ResultBuffers:
+    """Memory for results, which digest and disk may still read when its worker has moved on.
 
     Args:
         allocate: as Arena.
-        one_bytes: what is lent at once at most.
-        size_bytes: how much may be lent to digest and disk, and kept for what comes next.
+        one_bytes: what one buffer holds at most.
+        size_bytes: of all that are shared with digest and disk, or kept to be used again.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], one_bytes: int, size_bytes: int) -> None:
         self._new = partial(Arena, allocate, one_bytes)
         self._kept: deque[Arena] = deque()
         self._left_bytes = size_bytes
-        self._lent_bytes = 0
+        self._shared_bytes = 0
         self._full_bytes = size_bytes
         self._changed = threading.Condition()
 
-    def borrow(self, position: int) -> Arena:
+    def acquire(self, position: int) -> Arena:
         """Memory for one worker; its first tensor goes to `position` of a file."""
         with self._changed:
             # The last that came back: a processor's cache may still have it.
@@ -313,39 +313,39 @@ class _Results:
         memory.begin_like(position)
         return memory
 
-    def lend(self, memory: Arena) -> Callable[[], None] | None:
-        """What takes `memory` back, once nobody looks at it; None if too much is lent already."""
+    def share(self, memory: Arena) -> Callable[[], None] | None:
+        """What to call when digest and disk have read `memory`; None if too much is shared."""
         with self._changed:
             while memory.size_bytes > self._left_bytes and self._kept:
                 self._left_bytes += self._kept.popleft().size_bytes
             if memory.size_bytes > self._left_bytes:
                 return None
             self._left_bytes -= memory.size_bytes
-            self._lent_bytes += memory.size_bytes
-        return partial(self._take_back, memory)
+            self._shared_bytes += memory.size_bytes
+        return partial(self._keep, memory)
 
-    def give_back(self, memory: Arena) -> None:
-        """Take what was borrowed, and not lent."""
-        take_back = self.lend(memory)
-        if take_back is not None:
-            take_back()
+    def release(self, memory: Arena) -> None:
+        """Take back what was acquired and not shared."""
+        keep = self.share(memory)
+        if keep is not None:
+            keep()
 
     @property
     def has_room(self) -> bool:
-        """Whether at least a quarter is left to be lent."""
-        return 4 * self._lent_bytes <= 3 * self._full_bytes
+        """Whether at most three quarters are shared."""
+        return 4 * self._shared_bytes <= 3 * self._full_bytes
 
-    def wait_until_less_is_lent(self, seconds: float) -> None:
-        """Wait while less than a quarter is left to be lent."""
+    def wait_for_room(self, seconds: float) -> None:
+        """Wait while more than three quarters are shared."""
         with self._changed:
             self._changed.wait_for(lambda: self.has_room, seconds)
 
-    def _take_back(self, memory: Arena) -> None:
-        lent_bytes = memory.size_bytes
+    def _keep(self, memory: Arena) -> None:
+        shared_bytes = memory.size_bytes
         memory.clear()  # which may round up what it keeps
         with self._changed:
-            self._lent_bytes -= lent_bytes
-            self._left_bytes -= memory.size_bytes - lent_bytes
+            self._shared_bytes -= shared_bytes
+            self._left_bytes -= memory.size_bytes - shared_bytes
             self._kept.append(memory)
             self._changed.notify_all()
 

@@ -72,7 +72,7 @@ class Quantizer(ABC):
     def allocate(self, size_bytes: int) -> Tensor:
         """CPU memory it likes weights and results to lie in: uint8 [size_bytes], or a few more."""
         if size_bytes < _MAPPED_BYTES:
-            # The device is named because `torch.set_default_device` would lend another.
+            # The device is named because `torch.set_default_device` may have set another.
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         # A map of its own goes back to the system when it is freed. Of what the C library gives it
         # keeps blocks up to 32 MiB, for each thread, and who frees them is often not who asked.

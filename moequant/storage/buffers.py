@@ -25,8 +25,8 @@ _MOST_VIEWS = 64
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """A writable view of a contiguous CPU tensor's memory, one item a byte; keeps the tensor alive.
 
-    Goes through the address because torch has no buffer protocol and numpy, which would lend its
-    own, knows neither bfloat16 nor float8.
+    Goes through the address because torch has no buffer protocol, and numpy's knows
+    neither bfloat16 nor float8.
     """
     return joined_bytes([tensor])
 
@@ -53,7 +53,7 @@ def _array_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
 
 
 def _allocate(size_bytes: int) -> Tensor:
-    # The device is named because `torch.set_default_device` would lend another.
+    # The device is named because `torch.set_default_device` may have set another.
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    Done = Callable[[int, BaseException | None], None]
+
 LEAST_BYTES = 1 << 18
 """Less than this the page cache gathers better than a disk."""
 
@@ -44,16 +46,14 @@ class DirectFile:
         self._pool = ThreadPoolExecutor(_THREADS, "moequant-disk")
         self._under_way: set[Future[None]] = set()
 
-    def begin(
-        self, position: int, view: memoryview, done: Callable[[int, OSError | None], None]
-    ) -> None:
+    def begin(self, position: int, view: memoryview, done: Done) -> None:
         """Begin to write `view` at `position`.
 
         Args:
             position: in the file.
             view: what to write.
-            done: called by another thread with the number of bytes that are written, and why it is
-                none if the system refused.
+            done: called by another thread with the number of bytes that are written, and with the
+                error if there was one.
         """
         future = self._pool.submit(self._write, position, view, done)
         self._under_way.add(future)
@@ -75,12 +75,10 @@ class DirectFile:
         self._pool.shutdown()
         os.close(self.fd)
 
-    def _write(
-        self, position: int, view: memoryview, done: Callable[[int, OSError | None], None]
-    ) -> None:
+    def _write(self, position: int, view: memoryview, done: Done) -> None:
         try:
             count = os.pwrite(self.fd, view, position)
-        except OSError as error:
+        except BaseException as error:  # whoever waits shall hear of it
             done(0, error)
         else:
             done(count, None)

@@ -2,7 +2,7 @@
 
 Decision / failure it prevents:
 
-* what is lent goes from its memory to the disk (`moequant.storage.direct`) while its worker goes
+* large pieces go from their memory to the disk (`moequant.storage.direct`) while the worker goes
   on / a core waits for the disk, and before that copies into pages that the kernel must find and
   clear: up to ten times the processor time;
 * what is small, or does not fill pages at an end of something large, is gathered and written
@@ -19,7 +19,6 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moequant.errors import MoequantError
 from moequant.storage.digest import GrowingDigest
 from moequant.storage.direct import direct_part, open_direct
 from moequant.storage.disk import explained, write_all
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 # What file systems answer that cannot reserve space (ZFS says EINVAL).
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
-KEPT_BYTES = 1 << 16
-"""Less than this is not lent: the digest may come to it much later, and memory would wait."""
+SHARED_BYTES = 1 << 16
+"""Smaller pieces are copied: the digest may come to them much later, and memory would wait."""
 _GATHERED_BYTES = 4 << 20
 """At most so much waits to be written through the cache, and is kept for the digest."""
 
@@ -49,14 +48,14 @@ class OutputFile:
     Args:
         path: where.
         size_bytes: how large it will be; every byte is written once.
-        past_cache: whether what is lent goes past the page cache, where that can be.
+        past_cache: whether `write_shared` goes past the page cache, where that can be.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, past_cache: bool) -> None:
         self.path = path
         self.size_bytes = size_bytes
         self._direct: DirectFile | None = None
-        self._failure: MoequantError | None = None
+        self._failure: BaseException | None = None
         self._gathered: list[tuple[int, bytes]] = []
         self._gathered_bytes = 0
         self._noting = threading.Lock()
@@ -75,7 +74,7 @@ class OutputFile:
 
     def write(self, position: int, view: memoryview) -> None:
         """Write `view` at `position`; it may be changed afterwards."""
-        if self._direct is None or view.nbytes >= KEPT_BYTES:
+        if self._direct is None or view.nbytes >= SHARED_BYTES:
             self._write_cached(position, view)
             self._digest.wrote(position, position + view.nbytes)
         else:
@@ -83,8 +82,11 @@ class OutputFile:
             self._digest.wrote_from(position, memoryview(copy), nothing)
             self._gather(position, copy)
 
-    def lend(self, position: int, view: memoryview, release: Callable[[], None]) -> None:
-        """As `write`; `view` must stay as it is until `release` was called for the second time."""
+    def write_shared(self, position: int, view: memoryview, release: Callable[[], None]) -> None:
+        """As `write`, without a copy of `view`.
+
+        It must stay as it is until `release` was called twice, for the disk and for the digest.
+        """
         self._raise_failure()
         start, stop = direct_part(position, view)
         if self._direct is not None and start < stop:
@@ -120,7 +122,7 @@ class OutputFile:
     def is_behind(self) -> bool:
         """Whether `digest` could go on, or a write past the cache is under way.
 
-        What is lent and waits for nothing of this lies beyond a hole, until that is filled.
+        What waits for neither lies beyond a hole, until that is filled.
         """
         return self._digest.is_behind or (self._direct is not None and self._direct.is_busy)
 
@@ -174,16 +176,15 @@ class OutputFile:
         view: memoryview,
         release: Callable[[], None],
         count: int,
-        error: OSError | None,
+        error: BaseException | None,
     ) -> None:
         """Write through the cache what a write past it has left; as `DirectFile.begin` has it."""
         try:
             with explained(self.path, "written"):
-                # Some disks want more than whole pages.
-                if error is not None and error.errno != errno.EINVAL:
+                if error is not None and not _wants_more_than_pages(error):
                     raise error
             self._write_cached(position + count, view[count:])
-        except MoequantError as failure:
+        except BaseException as failure:  # for a thread that waits for the disk
             self._failure = failure
         finally:
             release()
@@ -204,6 +205,11 @@ class OutputFile:
             self._write_cached(position, memoryview(joined))
         for position, data in gathered:
             self._digest.forget(position, data)
+
+
+def _wants_more_than_pages(error: BaseException) -> bool:
+    """Whether a disk refused a write past the cache for its position, address or size."""
+    return isinstance(error, OSError) and error.errno == errno.EINVAL
 
 
 def _reserve(fd: int, size_bytes: int) -> None:

@@ -16,7 +16,7 @@ from moequant.storage.headers import (
     dtype_name,
     encode_header,
 )
-from moequant.storage.output_file import KEPT_BYTES, OutputFile, nothing
+from moequant.storage.output_file import SHARED_BYTES, OutputFile, nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -192,12 +192,12 @@ class ShardWriter:
     def _write_runs(
         self, runs: Sequence[tuple[int, memoryview]], release: Callable[[], None] | None
     ) -> None:
-        lent = {at for at, view in runs if view.nbytes >= KEPT_BYTES} if release else set()
+        large = {at for at, view in runs if view.nbytes >= SHARED_BYTES} if release else set()
         # Each run is needed for the digest and for the disk.
-        once = _countdown(2 * len(lent), release or nothing)
+        once = _countdown(2 * len(large), release or nothing)
         for position, view in runs:
-            if position in lent:
-                self._file.lend(position, view, once)
+            if position in large:
+                self._file.write_shared(position, view, once)
             else:
                 self._file.write(position, view)
             if view.nbytes:
@@ -205,7 +205,7 @@ class ShardWriter:
         once()
 
     def wait_for_disk(self) -> bool:
-        """Wait until something of what is lent is on disk; whether there was any to wait for."""
+        """Wait until a write past the page cache is done; whether there was any to wait for."""
         return self._file.wait_for_disk()
 
     @property

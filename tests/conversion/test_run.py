@@ -13,7 +13,7 @@ import torch
 
 from moequant.conversion import convert, memory, run
 from moequant.conversion.journal import Journal
-from moequant.conversion.run import _Results
+from moequant.conversion.run import _ResultBuffers
 from moequant.errors import MoequantError
 from moequant.progress import SilentProgress
 from moequant.storage import writer
@@ -126,10 +126,10 @@ def test_workers_leave_to_the_end_what_they_do_not_keep_up_with(
 
 @pytest.mark.parametrize("stored", [None, "mxfp4"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_no_more_results_are_lent_than_the_plan_has_memory_for(
+def test_no_more_results_are_shared_than_the_plan_has_memory_for(
     source, make_checkpoint, tmp_path, monkeypatch, workers, stored
 ):
-    made, lent, settings = [], [], SETTINGS
+    made, shared, settings = [], [], SETTINGS
     if stored is not None:
         # Parts that are joined lie in memory that grows with the first of them, to huge pages.
         plain = make_checkpoint(
@@ -137,40 +137,40 @@ def test_no_more_results_are_lent_than_the_plan_has_memory_for(
         )
         source = convert(plain, tmp_path / "source", format=stored).output
         settings = {"format": stored, "dialect": "gpt-oss"}
-    initialize, lend = _Results.__init__, _Results.lend
+    initialize, share = _ResultBuffers.__init__, _ResultBuffers.share
 
     def noted(self, *arguments):
         made.append(self)
         initialize(self, *arguments)
 
     def counted(self, memory):
-        release = lend(self, memory)
+        release = share(self, memory)
         assert self._left_bytes >= 0
-        lent.append(release is not None)
+        shared.append(release is not None)
         return release
 
-    monkeypatch.setattr(_Results, "__init__", noted)
-    monkeypatch.setattr(_Results, "lend", counted)
+    monkeypatch.setattr(_ResultBuffers, "__init__", noted)
+    monkeypatch.setattr(_ResultBuffers, "share", counted)
     monkeypatch.setattr(memory, "WRITE_BUFFER_BYTES", 1 << 16)
     result = convert(source, tmp_path / "out", workers=workers, **settings)
-    assert any(lent)
-    assert made[0]._lent_bytes == 0
+    assert any(shared)
+    assert made[0]._shared_bytes == 0
     kept = sum(memory.size_bytes for memory in made[0]._kept)
     assert kept + made[0]._left_bytes == result.plan.memory.buffer_bytes(workers)
 
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    """Little may be lent, nearly everything is, and who waits for memory does not for ever."""
+    """Little may be shared, nearly everything is, and who waits for memory does not for ever."""
     monkeypatch.setattr(memory, "WRITE_BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(writer, "KEPT_BYTES", 1 << 10)
-    original, until = _Results.wait_until_less_is_lent, time.monotonic() + 30
+    monkeypatch.setattr(writer, "SHARED_BYTES", 1 << 10)
+    original, until = _ResultBuffers.wait_for_room, time.monotonic() + 30
 
     def waited(self, seconds):
-        assert time.monotonic() < until, "a worker waits for what nobody gives back"
+        assert time.monotonic() < until, "a worker waits for what nobody releases"
         return original(self, seconds)
 
-    monkeypatch.setattr(_Results, "wait_until_less_is_lent", waited)
+    monkeypatch.setattr(_ResultBuffers, "wait_for_room", waited)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
@@ -198,7 +198,7 @@ def test_nobody_waits_for_a_worker_that_failed(source, tmp_path, monkeypatch, li
 
     def convert_slowly(*arguments):
         if first.acquire(blocking=False):
-            time.sleep(0.5)  # the other lends beyond this one's place meanwhile
+            time.sleep(0.5)  # the other writes beyond this one's place meanwhile
             raise MoequantError("the first fails")
         return convert_unit(*arguments)
 
@@ -221,7 +221,7 @@ def test_a_thread_that_failed_fails_again_for_the_same_reason(source, tmp_path, 
         convert(source, tmp_path / "out", workers=16, format="nvfp4")
 
 
-def test_nobody_waits_for_what_a_failed_shard_has_been_lent(
+def test_nobody_waits_for_what_is_shared_with_a_failed_shard(
     source, tmp_path, monkeypatch, little_memory
 ):
     digest, is_behind = OutputFile.digest, OutputFile.is_behind.fget
@@ -235,7 +235,7 @@ def test_nobody_waits_for_what_a_failed_shard_has_been_lent(
         return not fails(file) and digest(file, at_most_bytes)
 
     monkeypatch.setattr(OutputFile, "digest", fail)
-    # As if all that is lent to it lay beyond a hole.
+    # As if all that is shared with it lay beyond a hole.
     behind = property(lambda file: not fails(file) and is_behind(file))
     monkeypatch.setattr(OutputFile, "is_behind", behind)
     with pytest.raises(MoequantError, match="the second fails"):
@@ -243,26 +243,26 @@ def test_nobody_waits_for_what_a_failed_shard_has_been_lent(
 
 
 def filled(results, size_bytes):
-    memory = results.borrow(0)
+    memory = results.acquire(0)
     memory.empty((size_bytes,), dtype=torch.uint8)
     return memory
 
 
-def test_memory_that_is_kept_gives_way_to_what_is_lent():
-    results = _Results(Arena()._allocate, 0, 30_000)
+def test_memory_that_is_kept_gives_way_to_what_is_shared():
+    results = _ResultBuffers(Arena()._allocate, 0, 30_000)
     first, second = filled(results, 10_000), filled(results, 1000)
-    results.give_back(first)
-    assert results.borrow(0) is first  # what came back goes out again
+    results.release(first)
+    assert results.acquire(0) is first  # what came back goes out again
     first.clear()
-    results.give_back(first)
+    results.release(first)
     third = filled(results, 10_000)
     assert third is first
-    take_back = results.lend(third)
-    assert take_back is not None
-    assert results.lend(filled(results, 12_000)) is None  # 14096 of 30000 are lent
-    assert results.lend(second) is not None
-    take_back()
-    assert results.lend(filled(results, 10_000)) is not None
+    keep = results.share(third)
+    assert keep is not None
+    assert results.share(filled(results, 12_000)) is None  # 14096 of 30000 are shared
+    assert results.share(second) is not None
+    keep()
+    assert results.share(filled(results, 10_000)) is not None
 
 
 @pytest.mark.parametrize(("owner", "step"), [(ShardWriter, "__init__"), (run._Run, "fill")])

@@ -19,7 +19,7 @@ from moequant.errors import MoequantError
 from moequant.storage import direct, output_file
 from moequant.storage.buffers import PAGE_BYTES, Arena, tensor_bytes
 from moequant.storage.direct import LEAST_BYTES, DirectFile, direct_part, open_direct
-from moequant.storage.output_file import KEPT_BYTES, OutputFile
+from moequant.storage.output_file import SHARED_BYTES, OutputFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Written:
     return Written(monkeypatch)
 
 
-def lent(position: int, size_bytes: int) -> memoryview:
+def shared(position: int, size_bytes: int) -> memoryview:
     """Random bytes that lie in a page as `position` does."""
     memory = Arena()
     memory.empty((size_bytes + PAGE_BYTES,), dtype=torch.uint8)
@@ -100,9 +100,9 @@ def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
     tmp_path: Path, written: Written
 ) -> None:
     position, size_bytes = 128, LARGE
-    view = lent(position, size_bytes)
+    view = shared(position, size_bytes)
     file = OutputFile(tmp_path / "file", position + size_bytes, past_cache=True)
-    file.lend(position, view, nothing)
+    file.write_shared(position, view, nothing)
     file.write(0, memoryview(bytes(position)))
     digest = file.finish()
     first, last = PAGE_BYTES, size_bytes // PAGE_BYTES * PAGE_BYTES
@@ -114,11 +114,11 @@ def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
     assert digest == hashlib.sha256(content).hexdigest()
 
 
-def test_memory_is_lent_until_digest_and_disk_have_it(tmp_path: Path) -> None:
+def test_memory_is_shared_until_digest_and_disk_have_it(tmp_path: Path) -> None:
     released: list[int] = []
     file = OutputFile(tmp_path / "file", 2 * LARGE, past_cache=True)
-    file.lend(LARGE, lent(LARGE, LARGE), lambda: released.append(2))
-    file.lend(0, lent(0, LARGE), lambda: released.append(1))
+    file.write_shared(LARGE, shared(LARGE, LARGE), lambda: released.append(2))
+    file.write_shared(0, shared(0, LARGE), lambda: released.append(1))
     while file.wait_for_disk():
         pass
     assert sorted(released) == [1, 2]  # on disk, in whatever order, and not digested
@@ -135,7 +135,7 @@ def test_any_pieces_in_any_order_make_the_file(
 ) -> None:
     path = tmp_path_factory.mktemp("pieces") / "file"
     sizes = data.draw(
-        st.lists(st.sampled_from([0, 4, 72, 5000, KEPT_BYTES, LARGE, LARGE + 8]), min_size=1)
+        st.lists(st.sampled_from([0, 4, 72, 5000, SHARED_BYTES, LARGE, LARGE + 8]), min_size=1)
     )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     total = sum(sizes)
@@ -143,10 +143,10 @@ def test_any_pieces_in_any_order_make_the_file(
     file = OutputFile(path, total, past_cache=True)
     for i in data.draw(st.permutations(range(len(sizes)))):
         start, size = starts[i], sizes[i]
-        view = lent(start + data.draw(st.sampled_from([0, 0, 64])), size)
+        view = shared(start + data.draw(st.sampled_from([0, 0, 64])), size)
         content[start : start + size] = view
-        if size >= KEPT_BYTES and data.draw(st.booleans()):
-            file.lend(start, view, nothing)
+        if size >= SHARED_BYTES and data.draw(st.booleans()):
+            file.write_shared(start, view, nothing)
         else:
             file.write(start, view)
             view[:] = bytes(size)  # which the file must not see
@@ -187,11 +187,11 @@ def test_small_pieces_behind_a_hole_are_not_kept_for_the_digest(
     assert (tmp_path / "file").read_bytes() == content
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, reply: int | OSError) -> None:
+def answer(monkeypatch: pytest.MonkeyPatch, reply: int | BaseException) -> None:
     """Let the system write so much of each piece past the cache, or refuse with an error."""
 
     def written(file: DirectFile, position: int, view: memoryview, done: Any) -> None:
-        if isinstance(reply, OSError):
+        if isinstance(reply, BaseException):
             done(0, reply)
         else:
             done(os.pwrite(file.fd, view[:reply], position), None)
@@ -208,9 +208,9 @@ def test_what_a_disk_leaves_is_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: int | OSError
 ) -> None:
     answer(monkeypatch, reply)
-    view = lent(0, LARGE)
+    view = shared(0, LARGE)
     file = OutputFile(tmp_path / "file", LARGE, past_cache=True)
-    file.lend(0, view, nothing)
+    file.write_shared(0, view, nothing)
     assert file.finish() == hashlib.sha256(view).hexdigest()
     assert (tmp_path / "file").read_bytes() == view
 
@@ -223,13 +223,13 @@ def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
     answer(monkeypatch, OSError(errno.EIO, os.strerror(errno.EIO)))
     released: list[int] = []
     file = OutputFile(tmp_path / "file", 2 * LARGE, past_cache=True)
-    file.lend(0, lent(0, LARGE), lambda: released.append(1))
+    file.write_shared(0, shared(0, LARGE), lambda: released.append(1))
     file.digest(LARGE)
     assert file._direct is not None
     while file._direct.wait():
         pass
     next_step: dict[str, Callable[[], object]] = {
-        "by the next piece": lambda: file.lend(LARGE, lent(LARGE, LARGE), nothing),
+        "by the next piece": lambda: file.write_shared(LARGE, shared(LARGE, LARGE), nothing),
         "by who waits": lambda: file.wait_for_disk(),
         "at the end": lambda: file.finish(),
     }
@@ -239,6 +239,17 @@ def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
     assert released == [1, 1]
     assert list(tmp_path.iterdir()) == []
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+def test_any_other_failure_past_the_cache_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, MemoryError("no memory for it"))
+    file = OutputFile(tmp_path / "file", LARGE, past_cache=True)
+    file.write_shared(0, shared(0, LARGE), nothing)
+    with pytest.raises(MemoryError, match="no memory for it"):
+        file.finish()
+    file.abort()
 
 
 def test_a_file_system_without_such_writes_has_no_second_descriptor(
@@ -274,7 +285,7 @@ def direct_file(tmp_path: Path) -> Iterator[DirectFile]:
 
 
 def test_many_threads_begin_writes_and_wait(direct_file: DirectFile) -> None:
-    reported: list[tuple[int, OSError | None]] = []
+    reported: list[tuple[int, BaseException | None]] = []
     size_bytes, count = 8192, 400
 
     def piece(number: int) -> memoryview:
@@ -300,7 +311,7 @@ def test_a_write_is_busy_until_it_is_reported(direct_file: DirectFile) -> None:
     go_on = threading.Event()
     reported: list[int] = []
 
-    def done(count: int, error: OSError | None) -> None:
+    def done(count: int, error: BaseException | None) -> None:
         go_on.wait()
         reported.append(count)
 
@@ -325,9 +336,9 @@ def test_closing_waits_for_every_write(tmp_path: Path) -> None:
 def test_what_the_system_refuses_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     file = DirectFile(os.open(tmp_path / "file", os.O_RDONLY))
-    reported: list[OSError | None] = []
+    reported: list[BaseException | None] = []
     file.begin(0, memoryview(b"abc"), lambda _, error: reported.append(error))
     file.close()
     (error,) = reported
-    assert error is not None
+    assert isinstance(error, OSError)
     assert error.errno == errno.EBADF
