@@ -29,7 +29,6 @@ from moequant.kernels.portable.codes import (
     halves,
     int4_pairs,
 )
-from moequant.kernels.portable.weights import KINDS
 from moequant.kernels.routing import TILE_FIELDS
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def grouped_gemm(
         slot_of_row: [R] int32 where row r of the work reads row slot_of_row[r] // topk of `x`.
         topk: T.
     """
-    facts = KINDS[weight.kind]
+    facts = weight.kind
     N, K = weight.rows, weight.columns
     first = weight if gate is None else gate
     device = x.qdata.device
@@ -212,7 +211,7 @@ class Config:
 
 def config_for(weight: Projection, x: Rows, out: Rows, *, tile_rows: int, gated: bool) -> Config:
     """The fastest tried on an H200 with the sizes of Qwen3-30B, of those that fit every device."""
-    element = KINDS[weight.kind].element
+    element = weight.kind.element
     many = tile_rows > 32
     if out.scheme == "fp8_group128":
         block_n, block_k, warps = 128, 128, 8
@@ -454,7 +453,14 @@ def weight_tile(
     if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
         w = data
     elif ELEMENT == "e4m3":
-        w = decode_e4m3(data, NATIVE).to(tl.bfloat16)
+        w = decode_e4m3(data, NATIVE)
+        if SCALE_COLUMNS == 32:
+            spread = spread_scale(
+                scale, expert, n, k0, SCALE_APART, N, K, SCALE_COLUMNS, SCALE_COLUMNS, BLOCK_N,
+                BLOCK_K, NATIVE,
+            )  # fmt: skip
+            w *= spread
+        w = w.to(tl.bfloat16)
     elif ELEMENT == "int4":
         if INTERPRETED:
             both = tl.join(decode_int4(data & 0xF), decode_int4(data >> 4)).to(tl.bfloat16)
@@ -463,14 +469,10 @@ def weight_tile(
         w = tl.reshape(both, [BLOCK_N, BLOCK_K])
     else:
         tl.static_assert(ELEMENT == "e2m1")
-        GROUPS: tl.constexpr = BLOCK_K // SCALE_COLUMNS
-        group = (k0 // SCALE_COLUMNS + tl.arange(0, GROUPS))[None, :]
-        at_group = scale + (expert * SCALE_APART + n)[:, None] * (K // SCALE_COLUMNS) + group
-        code = tl.load(at_group, mask=inside_n & (group < K // SCALE_COLUMNS), other=0)
-        group_scale = decode_e4m3(code, NATIVE) if SCALE_COLUMNS == 16 else decode_e8m0(code)
-        BYTES: tl.constexpr = SCALE_COLUMNS // 2
-        spread = tl.broadcast_to(group_scale[:, :, None], [BLOCK_N, GROUPS, BYTES])
-        spread = tl.reshape(spread, [BLOCK_N, BLOCK_K // 2])
+        spread = spread_scale(
+            scale, expert, n, k0, SCALE_APART, N, K, SCALE_COLUMNS, SCALE_COLUMNS // 2, BLOCK_N,
+            BLOCK_K, NATIVE,
+        )  # fmt: skip
         if INTERPRETED:
             both = tl.join(decode_e2m1(data & 0xF), decode_e2m1(data >> 4))
             both = (both * spread[:, :, None]).to(tl.bfloat16)
@@ -478,6 +480,32 @@ def weight_tile(
             both = halves(e2m1_pairs(data, spread))
         w = tl.reshape(both, [BLOCK_N, BLOCK_K])
     return w
+
+
+@triton.jit
+def spread_scale(
+    scale,
+    expert,
+    n,
+    k0,
+    SCALE_APART: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The scale of each byte of codes, float32: E4M3 of 16 columns, E8M0 of 32; BYTES share one."""
+    GROUPS: tl.constexpr = BLOCK_K // SCALE_COLUMNS
+    group = (k0 // SCALE_COLUMNS + tl.arange(0, GROUPS))[None, :]
+    at_group = scale + (expert * SCALE_APART + n)[:, None] * (K // SCALE_COLUMNS) + group
+    inside = (n < N)[:, None] & (group < K // SCALE_COLUMNS)
+    code = tl.load(at_group, mask=inside, other=0)
+    group_scale = decode_e4m3(code, NATIVE) if SCALE_COLUMNS == 16 else decode_e8m0(code)
+    spread = tl.broadcast_to(group_scale[:, :, None], [BLOCK_N, GROUPS, BYTES])
+    return tl.reshape(spread, [BLOCK_N, GROUPS * BYTES])
 
 
 @triton.jit

@@ -1,19 +1,16 @@
 """How weights lie in memory: what a kernel must know to decode them.
 
-    kind          code           multiplied by
-    bf16          bfloat16       a float32 of the expert (1)
-    fp16          float16        likewise
-    fp32          float32        likewise
-    fp8_tensor    E4M3           a float32 of the expert
-    fp8_channel   E4M3           a float32 of the row
-    fp8_block     E4M3           a float32 of 128 rows and 128 columns
-    nvfp4         E2M1           an E4M3 of 16 columns, and a float32 of the expert
-    mxfp4         E2M1           an E8M0 of 32 columns
-    w4a8          INT4           a bfloat16 of 128 columns
+    code                               multiplied by
+    bfloat16, float16, float32         a float32 of the expert (1)
+    E4M3                               a float32 of the expert, of the row, or of 128 rows and
+                                       128 columns, or an E8M0 of 32 columns
+    E2M1                               an E8M0 of 32 columns, or an E4M3 of 16 columns and a
+                                       float32 of the expert
+    INT4                               a bfloat16 of 128 columns
 
-A code of at most 8 bits, and an E2M1 times its scale, is exact in bfloat16; a float16 is a sum of
-two bfloat16, a float32 of three. Scales of 128 columns multiply the
-float32 sum over these, those of a row or an expert the whole sum.
+A code of at most 8 bits, and one times its scale of 8 bits, is exact in bfloat16; a float16 is a
+sum of two bfloat16, a float32 of three. Scales of 128 columns multiply the float32 sum over these,
+those of a row or an expert the whole sum.
 """
 
 from __future__ import annotations
@@ -63,18 +60,6 @@ class Kind:
 
 END_EXPERT, END_ROW = 1, 2
 
-KINDS = {
-    "bf16": Kind(element="bf16", end_rows=END_EXPERT),
-    "fp16": Kind(element="fp16", end_rows=END_EXPERT),
-    "fp32": Kind(element="fp32", end_rows=END_EXPERT),
-    "fp8_tensor": Kind(element="e4m3", end_rows=END_EXPERT),
-    "fp8_channel": Kind(element="e4m3", end_rows=END_ROW),
-    "fp8_block": Kind(element="e4m3", scale_columns=128, scale_rows=128),
-    "nvfp4": Kind(element="e2m1", scale_columns=16, end_rows=END_EXPERT),
-    "mxfp4": Kind(element="e2m1", scale_columns=32),
-    "w4a8": Kind(element="int4", scale_columns=128),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
@@ -84,7 +69,7 @@ class Projection:
     in a tensor that holds gate over up.
 
     Attributes:
-        kind: a key of KINDS.
+        kind: how it lies in memory.
         qdata: [E, N, K] bfloat16, float16 or float32, or uint8 codes [E, N, K] or [E, N, K / 2],
             the even column in the low nibble.
         scale: [E, ceil(N / scale_rows), ceil(K / scale_columns)], bytes where it is of 8 bits; any
@@ -93,7 +78,7 @@ class Projection:
         bias: float32 or bfloat16 [E, N], or None.
     """
 
-    kind: str
+    kind: Kind
     qdata: Tensor
     scale: Tensor
     end: Tensor
@@ -112,7 +97,7 @@ class Projection:
     @property
     def columns(self) -> int:
         """K."""
-        return self.qdata.shape[2] * KINDS[self.kind].codes_per_byte
+        return self.qdata.shape[2] * self.kind.codes_per_byte
 
     @property
     def apart(self) -> tuple[int, int, int, int]:
@@ -126,7 +111,7 @@ class Projection:
 
 
 def projection(
-    kind: str,
+    kind: Kind,
     qdata: Tensor,
     scale: Tensor,
     global_scale: Tensor | None = None,
@@ -135,20 +120,19 @@ def projection(
     """A matrix from its parts as `QuantizedWeight` has them; views, where experts are contiguous.
 
     Args:
-        kind: a key of KINDS, which is the name of the format.
+        kind: how they lie in memory.
         qdata: codes [E, N, K], or [E, N, K / 2] where they are of four bits.
         scale: the format's.
-        global_scale: [E] float32 for nvfp4.
+        global_scale: [E] float32, where the format has one.
         bias: [E, N] or None.
     """
-    facts = KINDS[kind]
-    if facts.is_bytes:
+    if kind.is_bytes:
         qdata = qdata.view(torch.uint8)
     if scale.dtype.itemsize == 1:
         scale = scale.view(torch.uint8)
     end = scale if global_scale is None else global_scale
-    if facts.end_rows:
-        end = end.float().reshape(*qdata.shape[: facts.end_rows])
+    if kind.end_rows:
+        end = end.float().reshape(*qdata.shape[: kind.end_rows])
     return Projection(
         kind=kind,
         qdata=_each_contiguous(qdata),

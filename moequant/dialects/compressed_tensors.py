@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.encodings import (
+    E8m0Groups,
     Encoding,
     Fp8Blocks,
     Fp8Channels,
     Int4Groups,
     Int4Packed,
-    Mxfp4Packed,
     Nvfp4Packed,
 )
 from moequant.dialects.names import ModulePatterns, NamePatterns, kept_blocks
@@ -61,6 +61,15 @@ class _Scheme:
     """What the library calls the encoding."""
     weights: Mapping[str, Any]
     input_activations: Mapping[str, Any] | None = None
+    strategies: tuple[str, ...] = ()
+    """Strategies of weights beside the one in `weights` with which sources are read too."""
+
+    def difference(self, weights: Mapping[str, Any]) -> str | None:
+        """The first argument of a source's weights that is unlike this scheme's; None if none."""
+        wanted = dict(self.weights)
+        if _argument(weights, "strategy") in self.strategies:
+            del wanted["strategy"]
+        return _difference(weights, wanted)
 
 
 _SCHEMES = {
@@ -98,7 +107,7 @@ _SCHEMES = {
         },
     ),
     "mxfp4": _Scheme(
-        encoding=Mxfp4Packed(),
+        encoding=E8m0Groups("mxfp4", codes="weight_packed"),
         format="mxfp4-pack-quantized",
         weights={
             "num_bits": 4,
@@ -129,12 +138,36 @@ _SCHEMES = {
             "dynamic": True,
         },
     ),
+    "fp8_channel": _Scheme(
+        encoding=Fp8Channels("weight_scale"),
+        format="float-quantized",
+        weights={
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "channel",
+            "symmetric": True,
+            "dynamic": False,
+        },
+        strategies=("tensor",),
+    ),
+    "int4": _Scheme(
+        encoding=Int4Groups(),
+        format="pack-quantized",
+        weights={
+            "num_bits": 4,
+            "type": "int",
+            "strategy": "group",
+            "symmetric": True,
+            "dynamic": False,
+        },
+        strategies=("channel",),
+    ),
 }
 
 # The format that keeps `Linear` and names the whole checkpoint when there are others besides.
 _LINEAR = "w4a8"
 
-_FORMAT_OF = {scheme.format: name for name, scheme in _SCHEMES.items()}
+_STATED = list(dict.fromkeys(scheme.format for scheme in _SCHEMES.values()))
 
 # What a field means where it is missing; a `strategy` follows from the group size.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
@@ -148,11 +181,7 @@ class CompressedTensors(Dialect):
 
     name = "compressed-tensors"
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
-    encodings = {  # noqa: RUF012
-        **{name: scheme.encoding for name, scheme in _SCHEMES.items()},
-        "fp8_channel": Fp8Channels("weight_scale"),
-        "int4": Int4Groups(),
-    }
+    encodings = {name: scheme.encoding for name, scheme in _SCHEMES.items()}  # noqa: RUF012
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
@@ -189,7 +218,7 @@ class CompressedTensors(Dialect):
         return self._reader(quantization_config, _format_of_group)
 
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; weights in FP8 with a scale a row, and INT4 in any groups, are known too."""
+        """As Dialect; schemes are told apart by their weights alone."""
         return self._reader(quantization_config, _source_format_of_group)
 
     def _reader(
@@ -285,12 +314,22 @@ def _format_of_group(
         CheckpointError: a field has the wrong type.
     """
     stated = group.get("format") or config.get("format")
-    if not isinstance(stated, str) or stated not in _FORMAT_OF:
+    if not isinstance(stated, str) or stated not in _STATED:
         return UnsupportedError(
-            f"{where}.format is {show(stated)}, and moequant reads {', '.join(_FORMAT_OF)}"
+            f"{where}.format is {show(stated)}, and moequant reads {', '.join(_STATED)}"
         )
-    format = _FORMAT_OF[stated]
-    scheme = _SCHEMES[format]
+    differences = {}
+    for format, scheme in _SCHEMES.items():
+        if scheme.format == stated and not scheme.encoding.read_only:
+            differences[format] = _group_difference(group, scheme, where)
+            if differences[format] is None:
+                return format
+    format, difference = next(iter(differences.items()))
+    return UnsupportedError(f"{where}.{difference}, unlike {format} in moequant")
+
+
+def _group_difference(group: Mapping[str, Any], scheme: _Scheme, where: str) -> str | None:
+    """What of a config group is unlike a scheme, activations included; None if nothing is."""
     parts = {
         "weights": scheme.weights,
         "input_activations": scheme.input_activations,
@@ -299,8 +338,8 @@ def _format_of_group(
     for part, wanted in parts.items():
         difference = _difference(mapping_field(group, part, where), wanted)
         if difference is not None:
-            return UnsupportedError(f"{where}.{part}{difference}, unlike {format} in moequant")
-    return format
+            return f"{part}{difference}"
+    return None
 
 
 def _source_format_of_group(
@@ -316,43 +355,15 @@ def _source_format_of_group(
     weights = mapping_field(group, "weights", where)
     if not isinstance(ours, UnsupportedError) or not weights or not isinstance(stated, str):
         return ours
-    if stated in _FOREIGN and _FOREIGN[stated].holds(weights):
-        return _FOREIGN[stated].format
-    if stated not in _FORMAT_OF:
+    found = [name for name, scheme in _SCHEMES.items() if scheme.format == stated]
+    # Those that are read-only take more widths of groups, and dtypes of scales.
+    for format in sorted(found, key=lambda name: not _SCHEMES[name].encoding.read_only):
+        if _SCHEMES[format].difference(weights) is None:
+            return format
+    if not found:
         return ours
-    format = _FORMAT_OF[stated]
-    difference = _difference(weights, _SCHEMES[format].weights)
-    if difference is not None:
-        return UnsupportedError(f"{where}.weights{difference}, unlike {format} in moequant")
-    return format
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Foreign:
-    """Weights that are read, though not written, in one of the library's encodings."""
-
-    format: str
-    weights: Mapping[str, Any]
-    strategies: tuple[str, ...]
-
-    def holds(self, weights: Mapping[str, Any]) -> bool:
-        """Whether a group's weights are these."""
-        alike = _difference(weights, self.weights) is None
-        return alike and _argument(weights, "strategy") in self.strategies
-
-
-_FOREIGN = {
-    "float-quantized": _Foreign(
-        format="fp8_channel",
-        weights={"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
-        strategies=("channel", "tensor"),
-    ),
-    "pack-quantized": _Foreign(
-        format="int4",
-        weights={"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False},
-        strategies=("group", "channel"),
-    ),
-}
+    difference = _SCHEMES[found[0]].difference(weights)
+    return UnsupportedError(f"{where}.weights{difference}, unlike {found[0]} in moequant")
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> str | None:

@@ -5,7 +5,8 @@
 | Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
 | Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
 | Nvfp4Multiplied | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [], the global scale |
-| Mxfp4Packed | U8 [N, K/2] | U8 [N, K/32], the E8M0 byte | |
+| E8m0Groups | as in memory | U8 [N, K/32], the E8M0 byte | |
+| AsInMemory | as in memory | as in memory | FP32 [], the global scale, if any |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 | Plain | BF16 [N, K], the weight itself | | |
@@ -55,7 +56,7 @@ class Encoding(ABC):
     `decode` is the inverse of `encode`, and reads what other writers of the same scheme leave.
     """
 
-    format: ClassVar[Format]
+    format: Format
     """What it holds."""
     read_only: ClassVar[bool] = False
     """Whether weights are read and never written so; `check`, `specs` and `encode` then refuse."""
@@ -114,12 +115,18 @@ class Encoding(ABC):
     def _specs(
         self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
     ) -> tuple[TensorSpec, ...]:
-        """In the order of `suffixes`, given the specs of QuantizedWeight's fields."""
-        raise NotImplementedError(f"{type(self).__name__} is read-only")
+        """In the order of `suffixes`, given the specs of QuantizedWeight's fields.
+
+        By default as they are in memory.
+        """
+        return tuple(parts.values())
 
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
-        """In the order of `suffixes`; only with `consume` are the codes changed where they lie."""
-        raise NotImplementedError(f"{type(self).__name__} is read-only")
+        """In the order of `suffixes`; only with `consume` are the codes changed where they lie.
+
+        By default as they are in memory.
+        """
+        return tuple(q.tensors().values())
 
     def _read_scale(
         self,
@@ -185,14 +192,6 @@ class Fp8Blocks(Encoding):
             global_scale=None,
             shape=qdata.shape,
         )
-
-    def _specs(
-        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
-    ) -> tuple[TensorSpec, ...]:
-        return parts["qdata"], parts["scale"]
-
-    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
-        return q.qdata, q.scale
 
 
 class Nvfp4Packed(Encoding):
@@ -276,28 +275,20 @@ class Nvfp4Multiplied(Encoding):
             shape=torch.Size((N, K)),
         )
 
-    def _specs(
-        self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
-    ) -> tuple[TensorSpec, ...]:
-        return parts["qdata"], parts["scale"], parts["global_scale"]
 
-    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
-        assert q.global_scale is not None
-        return q.qdata, q.scale, q.global_scale
+class E8m0Groups(Encoding):
+    """A format with E8M0 scales, which are stored as plain bytes; codes are as in memory."""
 
-
-class Mxfp4Packed(Encoding):
-    """`mxfp4`: the E8M0 scale is stored as a plain byte."""
-
-    format = get_format("mxfp4")
-    suffixes = ("weight_packed", "weight_scale")
+    def __init__(self, format: str, codes: str) -> None:
+        self.format = get_format(format)
+        self.suffixes = (codes, "weight_scale")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """As Encoding; the scale may also say that it is E8M0."""
-        packed, scale = self._names(module)
-        qdata = read_matrix(tensors, packed, torch.uint8)
-        N, K = qdata.shape[0], 2 * qdata.shape[1]
-        check_columns(packed, K, self.format.block[1])
+        codes, scale = self._names(module)
+        qdata = read_matrix(tensors, codes, self.format.qdata_dtype)
+        N, K = qdata.shape[0], self.format.codes_per_byte * qdata.shape[1]
+        check_columns(codes, K, self.format.block[1])
         values = self._read_scale(tensors, scale, (N, K), torch.uint8, torch.float8_e8m0fnu)
         return QuantizedWeight(
             format=self.format.name,
@@ -314,6 +305,32 @@ class Mxfp4Packed(Encoding):
 
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         return q.qdata, q.scale.view(torch.uint8)
+
+
+class AsInMemory(Encoding):
+    """Any format: codes, scale and global scale with the dtypes and shapes they have in memory."""
+
+    def __init__(self, format: Format) -> None:
+        self.format = format
+        parts = ("codes", "scale", "global_scale")
+        self.suffixes = tuple(
+            f"weight_{part}" for part in parts[: 3 if format.has_global_scale else 2]
+        )
+
+    def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """As Encoding."""
+        codes, scale, *others = self._names(module)
+        qdata = read_matrix(tensors, codes, self.format.qdata_dtype)
+        N, K = qdata.shape[0], self.format.codes_per_byte * qdata.shape[1]
+        if not self.format.ragged:
+            check_columns(codes, K, self.format.block[1])
+        return QuantizedWeight(
+            format=self.format.name,
+            qdata=qdata,
+            scale=self._read_scale(tensors, scale, (N, K), self.format.scale_dtype),
+            global_scale=read_tensor(tensors, others[0], torch.float32) if others else None,
+            shape=torch.Size((N, K)),
+        )
 
 
 class Mxfp4Blocks(Encoding):

@@ -14,13 +14,21 @@ those to leave as they are, which go before.
 from __future__ import annotations
 
 from reprlib import repr as show
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
-from moequant.dialects.encodings import Fp8Blocks, Int4Packed, Mxfp4Packed, Nvfp4Packed
+from moequant.dialects.encodings import (
+    AsInMemory,
+    E8m0Groups,
+    Encoding,
+    Fp8Blocks,
+    Int4Packed,
+    Nvfp4Packed,
+)
 from moequant.dialects.names import ModulePatterns, NamePatterns, kept_blocks
 from moequant.errors import UnsupportedError
+from moequant.formats import CONVERTIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -34,10 +42,11 @@ class Moequant(Dialect):
 
     name = "moequant"
     summary = "moequant's own runtime alone, for what engines do not load in any dialect"
-    encodings = {  # noqa: RUF012
+    encodings: ClassVar[Mapping[str, Encoding]] = {
+        **{name: AsInMemory(format) for name, format in CONVERTIBLE.items()},
         "fp8_block": Fp8Blocks(codes="weight_fp8", scale="weight_scale", ragged=True),
         "nvfp4": Nvfp4Packed(),
-        "mxfp4": Mxfp4Packed(),
+        "mxfp4": E8m0Groups("mxfp4", codes="weight_packed"),
         "w4a8": Int4Packed(),
     }
 

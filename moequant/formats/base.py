@@ -11,7 +11,6 @@ Decision / failure it prevents:
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -21,9 +20,13 @@ import torch
 from torch import Tensor
 
 from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
+from moequant.formats.blocks import expand_blocks, grouped
+from moequant.formats.elements import unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from moequant.formats.elements import Element
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -132,11 +135,10 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-class Format(ABC):
+class Format:
     """What the numbers are; `moequant.formats` says what a new subclass needs besides its file.
 
-    Subclasses implement `_quantize` on float32 and `dequantize`; the checks every format shares
-    are made here, once.
+    Subclasses state facts and implement `_quantize` on float32; the rest follows from the facts.
     """
 
     name: ClassVar[str]
@@ -146,8 +148,8 @@ class Format(ABC):
     """Rows and columns that share a scale."""
     ragged: ClassVar[bool] = False
     """Whether the last block of a row or column may be incomplete."""
-    qdata_dtype: ClassVar[torch.dtype]
-    codes_per_byte: ClassVar[int]
+    element: ClassVar[Element]
+    """What a code is."""
     scale_dtype: ClassVar[torch.dtype]
     has_global_scale: ClassVar[bool] = False
     """Whether weights of one fused set (gate and up of an expert) share a FP32 scale."""
@@ -160,10 +162,24 @@ class Format(ABC):
     least_scale: ClassVar[float] = 0.0
     """Smallest scale that is as precise as larger ones and not held up by a lower limit."""
 
+    reach: ClassVar[tuple[float, float] | None] = None
+    """The lowest and the largest weight, in units of the scale, that some tool's rule for the scale
+    lets occur, which then are clipped; None where those are the element's own."""
+
+    @property
+    def qdata_dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return self.element.dtype
+
+    @property
+    def codes_per_byte(self) -> int:
+        """2 where codes are of four bits, else 1."""
+        return 2 if self.element.bits == 4 else 1
+
     @property
     def is_plain(self) -> bool:
         """Whether its codes are the numbers themselves, not quantized."""
-        return self.qdata_dtype in SOURCE_DTYPES
+        return self.element.dtype in SOURCE_DTYPES
 
     def block_of(self, q: QuantizedWeight) -> tuple[int, int]:
         """Rows and columns of a weight [..., N, K] that share a scale."""
@@ -305,9 +321,20 @@ class Format(ABC):
         """Quantize checked, contiguous [..., N, K] float32 with resolved options."""
         raise UnsupportedError(f"{self.name} is read-only; convert to another format")
 
-    @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """Decode to [..., N, K] float32: code * scale, and * global scale if there is one."""
+        """Decode to [..., N, K] float32: code * scale, and * global scale if there is one.
+
+        Exact where the scales are powers of two, or have so few bits that the product has 24.
+        """
+        codes = q.qdata if self.codes_per_byte == 1 else unpack_nibbles(q.qdata)
+        numbers, scale, block = self.element.decode(codes), q.scale.float(), self.block_of(q)
+        if scale.shape[-1] == 1 and (block[0] == 1 or scale.shape[-2] == 1):
+            w = numbers * scale
+        elif block[0] == 1 and q.shape[-1] % block[1] == 0:
+            w = (grouped(numbers, block[1]) * scale.unsqueeze(-1)).reshape(q.shape)
+        else:
+            w = numbers * expand_blocks(scale, block, q.shape)
+        return w if q.global_scale is None else w * q.global_scale[..., None, None]
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

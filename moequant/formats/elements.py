@@ -15,8 +15,14 @@ Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0); OCP 8-bit Floating Point v1
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -125,3 +131,102 @@ def ceil_exponent_of(x: Tensor) -> Tensor:
 def power_of_two(exponent: Tensor) -> Tensor:
     """2**exponent as float32, exact, for exponents -126..127, int32 [...]."""
     return ((exponent + 127) << 23).view(torch.float32)
+
+
+def half_step_e2m1(x: Tensor) -> Tensor:
+    """Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6."""
+    return torch.where(x < 2, 0.25, torch.where(x < 4, 0.5, 1.0))
+
+
+def half_step_e4m3(x: Tensor) -> Tensor:
+    """Eight steps an octave; below 2**-6 they stay as they are there."""
+    _, exponent = torch.frexp(x.clamp(E4M3_SMALLEST, E4M3_MAX))
+    octave = (exponent - 1).clamp(min=-6)
+    return torch.ldexp(torch.full_like(x, 2.0**-4), octave)
+
+
+def half_step_int4(x: Tensor) -> Tensor:
+    """Steps are 1."""
+    return torch.full_like(x, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Element:
+    """What one code of a format is.
+
+    Attributes:
+        name: as kernels call it.
+        bits: of a code; two codes of four bits share a byte.
+        dtype: of the tensor that holds codes.
+        lowest: the lowest number.
+        largest: the largest finite number.
+        encode: float32 [...] rounded to codes, one in each element of the result.
+        decode: the inverse, to float32 [...].
+        half_step: half the distance of the numbers around each magnitude, float32 [...].
+    """
+
+    name: str
+    bits: int
+    dtype: torch.dtype
+    lowest: float
+    largest: float
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    half_step: Callable[[Tensor], Tensor]
+
+
+E2M1 = Element(
+    name="e2m1",
+    bits=4,
+    dtype=torch.uint8,
+    lowest=-E2M1_MAX,
+    largest=E2M1_MAX,
+    encode=encode_e2m1,
+    decode=decode_e2m1,
+    half_step=half_step_e2m1,
+)
+E4M3 = Element(
+    name="e4m3",
+    bits=8,
+    dtype=torch.float8_e4m3fn,
+    lowest=-E4M3_MAX,
+    largest=E4M3_MAX,
+    encode=encode_e4m3,
+    decode=decode_e4m3,
+    half_step=half_step_e4m3,
+)
+INT4 = Element(
+    name="int4",
+    bits=4,
+    dtype=torch.uint8,
+    lowest=INT4_MIN,
+    largest=INT4_MAX,
+    encode=encode_int4,
+    decode=decode_int4,
+    half_step=half_step_int4,
+)
+
+
+def _plain(name: str, dtype: torch.dtype) -> Element:
+    """Numbers that are not quantized: a floating-point dtype of torch."""
+    info = torch.finfo(dtype)
+
+    def half_step(x: Tensor) -> Tensor:
+        _, exponent = torch.frexp(x.clamp(min=info.tiny))
+        return torch.ldexp(torch.full_like(x, info.eps / 4), exponent)
+
+    return Element(
+        name=name,
+        bits=info.bits,
+        dtype=dtype,
+        lowest=info.min,
+        largest=info.max,
+        encode=lambda x: x.to(dtype),
+        decode=lambda code: code.float(),
+        half_step=half_step,
+    )
+
+
+BF16 = _plain("bf16", torch.bfloat16)
+FP16 = _plain("fp16", torch.float16)
+FP32 = _plain("fp32", torch.float32)

@@ -10,11 +10,11 @@ from torch import Tensor
 from moequant.formats.base import Format, QuantizedWeight
 from moequant.formats.blocks import block_amax, expand_blocks
 from moequant.formats.elements import (
+    E4M3,
     E4M3_FLOAT32_MAX,
     E4M3_MAX,
     FLOAT32_TINY,
     ceil_exponent_of,
-    decode_e4m3,
     divide,
     encode_e4m3,
     power_of_two,
@@ -42,8 +42,7 @@ class Fp8Block(Format):
     summary = "FP8 E4M3, one FP32 scale per 128x128 block, FP8 activations"
     block = (128, 128)
     ragged = True
-    qdata_dtype = torch.float8_e4m3fn
-    codes_per_byte = 1
+    element = E4M3
     scale_dtype = torch.float32
     activations = "fp8_group128"
     ordinary_error = 0.0268
@@ -63,7 +62,3 @@ class Fp8Block(Format):
         return QuantizedWeight(
             format=self.name, qdata=qdata, scale=scale, global_scale=None, shape=w.shape
         )
-
-    def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """[..., N, K] float32, exact when the scale is a power of two."""
-        return decode_e4m3(q.qdata) * expand_blocks(q.scale, self.block, q.shape)

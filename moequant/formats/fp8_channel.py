@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moequant.formats.base import WHOLE, Format, QuantizedWeight
-from moequant.formats.elements import E4M3_MAX, FLOAT32_TINY, decode_e4m3, divide, encode_e4m3
+from moequant.formats.elements import E4M3, E4M3_MAX, FLOAT32_TINY, divide, encode_e4m3
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,8 +25,7 @@ class Fp8Channel(Format):
     uses = frozenset({"read", "run"})
     block = (1, WHOLE)
     ragged = True
-    qdata_dtype = torch.float8_e4m3fn
-    codes_per_byte = 1
+    element = E4M3
     scale_dtype = torch.float32
     activations = "fp8_token"
 
@@ -43,7 +42,3 @@ class Fp8Channel(Format):
             global_scale=None,
             shape=w.shape,
         )
-
-    def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """[..., N, K] float32, exact where the scale is a power of two."""
-        return decode_e4m3(q.qdata) * q.scale

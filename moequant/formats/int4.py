@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.formats.base import Format
-from moequant.formats.blocks import grouped
-from moequant.formats.elements import decode_int4, unpack_nibbles
+from moequant.formats.elements import INT4
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from moequant.formats.base import QuantizedWeight
 
 
@@ -26,16 +23,10 @@ class Int4(Format):
     summary = "INT4, one scale per group of columns or per row, weight only"
     uses = frozenset({"read"})
     block = (1, 32)
-    qdata_dtype = torch.uint8
-    codes_per_byte = 2
+    element = INT4
     scale_dtype = torch.float32
     activations = "none"
 
     def block_of(self, q: QuantizedWeight) -> tuple[int, int]:
         """As Format; the columns follow from the scale."""
         return 1, q.shape[-1] // q.scale.shape[-1]
-
-    def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """[..., N, K] float32, exact where the scale has at most 20 significant bits."""
-        codes = grouped(decode_int4(unpack_nibbles(q.qdata)), self.block_of(q)[1])
-        return (codes * q.scale.unsqueeze(-1)).reshape(q.shape)

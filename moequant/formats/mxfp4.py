@@ -9,7 +9,9 @@ from torch import Tensor
 
 from moequant.formats.base import Format, QuantizedWeight
 from moequant.formats.blocks import group_amax, group_sum, grouped
+from moequant.formats.e8m0 import scale_exponent
 from moequant.formats.elements import (
+    E2M1,
     E2M1_FLOAT32_MAX,
     E8M0_BIAS,
     decode_e2m1,
@@ -17,19 +19,12 @@ from moequant.formats.elements import (
     encode_e2m1,
     encode_e8m0,
     pack_nibbles,
-    unpack_nibbles,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _GROUP = 32
-
-# The exponent of E2M1's 4, the largest power of two it holds.
-_E2M1_EXPONENT = 2
-
-# What a rule adds to the bits of amax: the exponent moves up from mantissa 2, 1.75, and above 1.5.
-ROUND_UP_BITS = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}
 
 
 class Mxfp4(Format):
@@ -57,12 +52,13 @@ class Mxfp4(Format):
     name = "mxfp4"
     summary = "FP4 E2M1, one power-of-two E8M0 scale per 32 columns, weight only"
     block = (1, _GROUP)
-    qdata_dtype = torch.uint8
-    codes_per_byte = 2
+    element = E2M1
     scale_dtype = torch.float8_e8m0fnu
     activations = "none"
     ordinary_error = 0.1126
     least_scale = 2.0**-126
+    # OCP's rule, 2**(floor(log2(amax)) - 2); others clip less.
+    reach = (-8.0, 8.0)
     options = {"scale_rule": ("even", "floor", "ceil", "mse")}  # noqa: RUF012
 
     def _quantize(
@@ -71,7 +67,7 @@ class Mxfp4(Format):
         w = w.clamp(-E2M1_FLOAT32_MAX, E2M1_FLOAT32_MAX)
         groups = grouped(w, _GROUP)
         rule = options["scale_rule"]
-        exponent = _exponent(group_amax(w, _GROUP), "even" if rule == "mse" else rule)
+        exponent = scale_exponent(group_amax(w, _GROUP), "e2m1", "even" if rule == "mse" else rule)
         if rule == "mse":
             exponent = _least_squares(groups, exponent)
         scale = encode_e8m0(exponent)
@@ -83,20 +79,6 @@ class Mxfp4(Format):
             global_scale=None,
             shape=w.shape,
         )
-
-    def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """[..., N, K] float32, exact."""
-        values = grouped(decode_e2m1(unpack_nibbles(q.qdata)), _GROUP)
-        return (values * decode_e8m0(q.scale)[..., None]).reshape(q.shape)
-
-
-def _exponent(amax: Tensor, rule: str) -> Tensor:
-    """Exponent of each group's scale, int32, from float32 amax; 0 for a zero group.
-
-    Denormal amax need no care: their exponent field reads as -127 or -126, and both end clamped.
-    """
-    exponent = ((amax.view(torch.int32) + ROUND_UP_BITS[rule]) >> 23) - 127 - _E2M1_EXPONENT
-    return torch.where(amax == 0, 0, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))
 
 
 def _least_squares(groups: Tensor, exponent: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moequant.formats.base import Format, QuantizedWeight
 from moequant.formats.blocks import group_amax, group_sum, grouped, matrix_amax
 from moequant.formats.elements import (
+    E2M1,
     E2M1_FLOAT32_MAX,
     E2M1_MAX,
     E4M3_MAX,
@@ -22,7 +23,6 @@ from moequant.formats.elements import (
     encode_e4m3,
     pack_nibbles,
     power_of_two,
-    unpack_nibbles,
 )
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class Nvfp4(Format):
     name = "nvfp4"
     summary = "FP4 E2M1, one E4M3 scale per 16 columns, one FP32 scale per expert, weight only"
     block = (1, _GROUP)
-    qdata_dtype = torch.uint8
-    codes_per_byte = 2
+    element = E2M1
     scale_dtype = torch.float8_e4m3fn
     has_global_scale = True
     activations = "none"
@@ -97,14 +96,6 @@ class Nvfp4(Format):
             global_scale=global_scale,
             shape=w.shape,
         )
-
-    def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """[..., N, K] float32, exact when the global scale is a power of two."""
-        assert q.global_scale is not None
-        values = grouped(decode_e2m1(unpack_nibbles(q.qdata)), _GROUP)
-        # Code times scale is exact in float32, so the global scale brings the only rounding.
-        scaled = (values * q.scale.float()[..., None]).reshape(q.shape)
-        return scaled * q.global_scale[..., None, None]
 
 
 def _least_squares(x: Tensor, scale: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moequant.errors import UnsupportedError
 from moequant.formats.base import WHOLE, Format, QuantizedWeight
+from moequant.formats.elements import BF16, FP16, FP32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,24 +20,19 @@ class _Plain(Format):
 
     block = (WHOLE, WHOLE)
     ragged = True
-    codes_per_byte = 1
     scale_dtype = torch.float32
     activations = "none"
 
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
     ) -> QuantizedWeight:
-        qdata = w.to(self.qdata_dtype)
+        qdata = self.element.encode(w)
         if not qdata.isfinite().all():
             raise UnsupportedError(
                 f"a weight of {w.abs().max().item():g} is beyond {self.qdata_dtype}, which ends at "
-                f"{torch.finfo(self.qdata_dtype).max:g}; use bf16 or fp32"
+                f"{self.element.largest:g}; use bf16 or fp32"
             )
         return plain_weight(qdata)
-
-    def dequantize(self, q: QuantizedWeight) -> Tensor:
-        """[..., N, K] float32, exact."""
-        return q.qdata.float() * q.scale
 
 
 class Bf16(_Plain):
@@ -45,7 +41,7 @@ class Bf16(_Plain):
     name = "bf16"
     summary = "BF16, not quantized"
     uses = frozenset({"dequantize", "run"})
-    qdata_dtype = torch.bfloat16
+    element = BF16
 
 
 class Fp16(_Plain):
@@ -54,7 +50,7 @@ class Fp16(_Plain):
     name = "fp16"
     summary = "FP16, not quantized"
     uses = frozenset({"run"})
-    qdata_dtype = torch.float16
+    element = FP16
 
 
 class Fp32(_Plain):
@@ -63,10 +59,10 @@ class Fp32(_Plain):
     name = "fp32"
     summary = "FP32, not quantized"
     uses = frozenset({"run"})
-    qdata_dtype = torch.float32
+    element = FP32
 
 
-_NAMES = {format.qdata_dtype: format.name for format in (Bf16, Fp16, Fp32)}
+_NAMES = {format.element.dtype: format.name for format in (Bf16, Fp16, Fp32)}
 
 
 def plain_weight(w: Tensor) -> QuantizedWeight:

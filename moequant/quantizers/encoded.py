@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from moequant.formats import get_format
+from moequant.quantizers.base import UnavailableError
 from moequant.quantizers.elements import (
     Source,
     decode_e2m1,
@@ -50,32 +54,15 @@ _BF16 = _Code(element="i16", decode=lambda bits: widen_bfloat16(bits.to("i16")))
 _F32 = _Code(element="float", decode=lambda number: number)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Encoding:
-    """What the bytes of a format are.
-
-    Attributes:
-        decode: of codes of one byte, or of 16 codes two a byte, to float32.
-        packed: whether there are two codes in a byte.
-        scale: what the scales are, in the memory that `operand_of` gives.
-        has_global_scale: whether a float32 multiplies all.
-    """
-
-    decode: Callable[[Value], Value]
-    packed: bool
-    scale: _Code
-    has_global_scale: bool = False
-
-
-ENCODINGS = {
-    "fp8_block": _Encoding(decode=decode_e4m3, packed=False, scale=_F32),
-    "fp8_channel": _Encoding(decode=decode_e4m3, packed=False, scale=_F32),
-    "nvfp4": _Encoding(decode=decode_e2m1, packed=True, scale=_E4M3, has_global_scale=True),
-    "mxfp4": _Encoding(decode=decode_e2m1, packed=True, scale=_E8M0),
-    "w4a8": _Encoding(decode=decode_int4, packed=True, scale=_BF16),
-    "int4": _Encoding(decode=decode_int4, packed=True, scale=_F32),
+_SCALES = {
+    torch.float32: _F32,
+    torch.bfloat16: _BF16,
+    torch.float8_e4m3fn: _E4M3,
+    torch.float8_e8m0fnu: _E8M0,
 }
-"""By format, those that are read from sources alone too."""
+"""What scales are in the memory that `operand_of` gives."""
+_DECODERS = {"e2m1": decode_e2m1, "e4m3": decode_e4m3, "int4": decode_int4}
+"""By element: codes of one byte, or of 16 codes two a byte, to float32."""
 
 
 class Encoded(Source):
@@ -89,7 +76,9 @@ class Encoded(Source):
     def __init__(self, format: str, operand: str = "") -> None:
         super().__init__("float32")
         self.least_lanes = LEAST_RUN
-        self._encoding = ENCODINGS[format]
+        self._format = get_format(format)
+        if self._format.element.name not in _DECODERS or self._format.scale_dtype not in _SCALES:
+            raise UnavailableError(f"it cannot decode {format}")
         self._operand = operand
 
     def load(self, function: Function, base: Value, index: Value, lanes: int) -> Value:
@@ -102,19 +91,20 @@ class Encoded(Source):
 
     def prefetch(self, function: Function, base: Value, index: Value) -> None:
         """As Source; codes, not scales."""
-        function.prefetch(base, index >> 1 if self._encoding.packed else index, "i8")
+        function.prefetch(base, index >> 1 if self._format.codes_per_byte == 2 else index, "i8")
 
     def _run(self, f: Function, base: Value, index: Value) -> Value:
         """The LEAST_RUN weights from the `index`-th on, which share a scale: float32."""
-        encoding = self._encoding
+        format = self._format
         at = index >> f.parameter(f"{self._operand}shift")
-        stored = f.load(Type(encoding.scale.element), f.parameter(f"{self._operand}scale"), at)
-        scale = encoding.scale.number(stored).splat(LEAST_RUN)
-        if encoding.packed:
+        scales = _SCALES[format.scale_dtype]
+        stored = f.load(Type(scales.element), f.parameter(f"{self._operand}scale"), at)
+        scale = scales.number(stored).splat(LEAST_RUN)
+        if format.codes_per_byte == 2:
             codes = unpack_nibbles(f.load(Type("i8", LEAST_RUN // 2), base, index >> 1))
         else:
             codes = f.load(Type("i8", LEAST_RUN), base, index)
-        number = encoding.decode(codes.to("i32")) * scale
-        if encoding.has_global_scale:
+        number = _DECODERS[format.element.name](codes.to("i32")) * scale
+        if format.has_global_scale:
             number = number * f.parameter(f"{self._operand}global_scale").splat(LEAST_RUN)
         return number

@@ -15,8 +15,12 @@ Where these differ from the reference in more than the order of independent oper
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from moequant.formats.e8m0 import EXPONENTS, ROUND_UP_BITS
 from moequant.formats.elements import (
     E2M1_FLOAT32_MAX,
     E2M1_MAX,
@@ -27,7 +31,6 @@ from moequant.formats.elements import (
     INT4_MAX,
     INT4_MIN,
 )
-from moequant.formats.mxfp4 import ROUND_UP_BITS
 from moequant.formats.nvfp4 import SEARCH_STEPS
 from moequant.formats.w4a8 import (
     CHANNEL_SCALE_MIN,
@@ -38,9 +41,11 @@ from moequant.formats.w4a8 import (
     TABLE_HEADROOM,
 )
 from moequant.quantizers import e2m1
+from moequant.quantizers.base import UnavailableError
 from moequant.quantizers.elements import (
     E2M1,
     E4M3,
+    Minifloat,
     encode_int4,
     encode_near_int4,
     float_bits,
@@ -59,15 +64,18 @@ from moequant.quantizers.vectors import F32, I32, I64, Type
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from moequant.formats import Format
     from moequant.quantizers.elements import Source
     from moequant.quantizers.vectors import Function, Value
+
+    _Kernel = Callable[[Format, Source, Mapping[str, str]], Function]
 
 _EXPONENT = 0xFF << 23
 _ONE_E4M3 = 0x38
 _STRIP = 64
 """Weights that are encoded at a time: of 16, 32, 64 and 128 the fastest."""
 _TILE = 128
-"""Rows and columns of fp8_block's blocks, and the weights of it that are encoded at a time."""
+"""Weights that are encoded at a time under a FP32 scale."""
 _LINE = 32
 """Weights of two bytes in a line of the cache."""
 _GROUPS = 16
@@ -77,6 +85,47 @@ _PAIRED = 32
 _ROWS = 16
 """Rows of w4a8 whose scales are computed before their codes: few enough to stay in the cache, and
 enough for a processor not to wait for each row's scale; also how far ahead weights are fetched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupElement:
+    """What `_grouped` encodes.
+
+    Attributes:
+        minifloat: encodes magnitudes.
+        exponent: of the largest power of two it holds.
+        rounding: by rule, what is added to the bits of amax, so that the exponent moves up.
+        largest_weight: weights beyond are held to it.
+        sign: which bit of a code is the sign.
+        packed: whether two codes share a byte.
+    """
+
+    minifloat: Minifloat
+    exponent: int
+    rounding: Mapping[str, int]
+    largest_weight: float
+    sign: int
+    packed: bool
+
+
+_ELEMENTS = {
+    "e2m1": _GroupElement(
+        minifloat=E2M1,
+        exponent=EXPONENTS["e2m1"],
+        rounding=ROUND_UP_BITS["e2m1"],
+        largest_weight=E2M1_FLOAT32_MAX,
+        sign=3,
+        packed=True,
+    ),
+    "e4m3": _GroupElement(
+        minifloat=E4M3,
+        exponent=EXPONENTS["e4m3"],
+        rounding=ROUND_UP_BITS["e4m3"],
+        largest_weight=E4M3_FLOAT32_MAX,
+        sign=7,
+        packed=False,
+    ),
+}
 
 
 def amax(source: Source) -> Function:
@@ -93,8 +142,10 @@ def amax(source: Source) -> Function:
     return f
 
 
-def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
-    """`moequant.formats.fp8_block`."""
+def fp8_scaled(format: Format, source: Source, options: Mapping[str, str]) -> Function:
+    """E4M3 with a FP32 scale for blocks of rows and columns, or of whole rows."""
+    rule = options.get("scale", "float32")
+    block_rows, block_columns = format.block
     f = new_kernel()
     rows, columns = f.parameter("rows"), f.parameter("columns")
     zero = f.constant(I64, 0)
@@ -103,7 +154,7 @@ def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
 
     def code(w: Value, scale: Value) -> Value:
         held = _clamped(w, E4M3_FLOAT32_MAX)
-        if options["scale"] == "power_of_two":
+        if rule == "power_of_two":
             return E4M3.encode_clamped(held * _reciprocal(scale).splat(w.type.lanes))
         return E4M3.encode_clamped(held / scale.splat(w.type.lanes))
 
@@ -115,8 +166,8 @@ def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
         even, odd = (code(w, scale) for w in source.pairs(stored))
         return ((even | (odd << 16)).bitcast("i16") | signs).to("i8")
 
-    with f.loop(zero, rows, _TILE) as top, f.loop(zero, columns, _TILE) as left:
-        bottom, right = rows.umin(top + _TILE), columns.umin(left + _TILE)
+    with f.loop(zero, rows, block_rows) as top, f.loop(zero, columns, block_columns) as left:
+        bottom, right = rows.umin(top + block_rows), columns.umin(left + block_columns)
         strips = (_TILE, source.least_lanes)
         found = {n: f.variable(f.constant(Type(source.element, n), 0)) for n in strips}
         with f.loop(top, bottom, 1) as row:
@@ -128,7 +179,7 @@ def fp8_block(source: Source, options: Mapping[str, str]) -> Function:
         maxima = [one.get().reduce("umax") for one in found.values()]
         block_max = maxima[0].umax(maxima[1])
         largest.set(largest.get().umax(block_max))
-        scale = _fp8_scale(source.float(block_max).bitcast("i32"), options["scale"])
+        scale = _fp8_scale(source.float(block_max).bitcast("i32"), rule)
         f.store(scale, f.parameter("scale"), block_index.get())
         block_index.set(block_index.get() + 1)
         with f.loop(top, bottom, 1) as row:
@@ -159,15 +210,16 @@ def _reciprocal(power: Value) -> Value:
     return (power.function.constant(I32, 254 << 23) - bits).bitcast("float")
 
 
-def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
-    """`moequant.formats.mxfp4`."""
+def e8m0_groups(format: Format, source: Source, options: Mapping[str, str]) -> Function:
+    """Elements with an E8M0 scale for groups of columns, found by a rule of `ROUND_UP_BITS`."""
     rule = options["scale_rule"]
-    up = ROUND_UP_BITS["even" if rule == "mse" else rule]
+    element = _ELEMENTS[format.element.name]
+    up = element.rounding["even" if rule == "mse" else rule]
     f = new_kernel()
 
     def scale_of(amax: Value) -> Value:
-        # Two less is E2M1's own exponent; the byte of 2**0 is 127, and of a float32's field too.
-        byte = ((amax + up) >> 23).smax(2) - 2
+        # The byte of 2**0 is 127, and of a float32's field too.
+        byte = ((amax + up) >> 23).smax(element.exponent) - element.exponent
         return f.constant(byte.type, 127).where(amax.equals(0), byte)
 
     def power(byte: Value) -> Value:
@@ -190,16 +242,17 @@ def mxfp4(source: Source, options: Mapping[str, str]) -> Function:
     return _grouped(
         f,
         source,
-        group=32,
+        element,
+        group=format.block[1],
         scale_of=scale_of,
         search=least_squares if rule == "mse" else None,
         factor=reciprocal,
         scaled=lambda w, factor: w * factor,
-        scales=scales,
+        scales=scales if element.packed else None,
     )
 
 
-def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
+def nvfp4(format: Format, source: Source, options: Mapping[str, str]) -> Function:
     """`moequant.formats.nvfp4`, given the global scale."""
     f = new_kernel()
     g = f.parameter("global_scale")
@@ -230,6 +283,7 @@ def nvfp4(source: Source, options: Mapping[str, str]) -> Function:
     return _grouped(
         f,
         source,
+        _ELEMENTS[format.element.name],
         group=16,
         scale_of=scale_of,
         search=least_squares if options["search"] == "mse" else None,
@@ -257,6 +311,7 @@ def _spread(numbers: Value, lanes: int) -> list[Value]:
 def _grouped(
     f: Function,
     source: Source,
+    element: _GroupElement,
     *,
     group: int,
     scale_of: Callable[[Value], Value],
@@ -265,17 +320,19 @@ def _grouped(
     scaled: Callable[[Value, Value], Value],
     scales: Callable[[Value], tuple[Value, Value]] | None,
 ) -> Function:
-    """E2M1 codes of groups that depend on nothing but themselves, many groups at a time.
+    """Codes of groups that depend on nothing but themselves, many groups at a time.
 
     Args:
         f: to be written.
         source: of the weights.
+        element: what codes are.
         group: weights that share a scale.
         scale_of: bytes of scales, i32, from the bits of the groups' largest magnitudes.
         search: better bytes, from the groups' clamped magnitudes and the bytes; if any.
         factor: from bytes, what magnitudes are scaled by.
         scaled: what is encoded, from clamped magnitudes and the factor of each.
-        scales: of weights in BF16, as `e2m1` wants them, if they have few enough bits.
+        scales: of weights in BF16, as `e2m1` wants them, if codes are E2M1 and scales have few
+            enough bits.
     """
     w, qdata, scale = (f.parameter(name) for name in ("w", "qdata", "scale"))
 
@@ -283,19 +340,22 @@ def _grouped(
         starts = [(first + i) * group for i in range(count)]
         stored = [source.load(f, w, start, group) for start in starts]
         maxima = _maxima([source.magnitude(one) for one in stored])
-        byte = scale_of(_clamped(source.float(maxima), E2M1_FLOAT32_MAX).bitcast("i32"))
+        byte = scale_of(_clamped(source.float(maxima), element.largest_weight).bitcast("i32"))
         if search is not None:
             values = [source.float(one) for one in stored]
-            byte = search([_clamped(one, E2M1_FLOAT32_MAX) for one in values], byte)
+            byte = search([_clamped(one, element.largest_weight) for one in values], byte)
         f.store(byte.to("i8"), scale, first)
         factors = factor(byte)
         together = min(count, _STRIP // group)
         for i in range(0, count, together):
             own = [lane for lane in range(i, i + together) for _ in range(group)]
             strip = source.float(source.load(f, w, starts[i], len(own)))
-            x = scaled(_clamped(strip, E2M1_FLOAT32_MAX), factors.pick(own))
-            codes = E2M1.encode(x) | sign_bit(strip, 3)
-            f.store(pack_nibbles(codes), qdata, starts[i] // 2)
+            x = scaled(_clamped(strip, element.largest_weight), factors.pick(own))
+            codes = element.minifloat.encode(x) | sign_bit(strip, element.sign)
+            if element.packed:
+                f.store(pack_nibbles(codes), qdata, starts[i] // 2)
+            else:
+                f.store(codes.to("i8"), qdata, starts[i])
         return maxima.reduce("umax")
 
     largest = f.variable(f.constant(Type(source.element), 0))
@@ -351,7 +411,7 @@ def _sums(groups: list[Value]) -> Value:
     return groups[0]
 
 
-def w4a8(source: Source, options: Mapping[str, str]) -> Function:
+def w4a8(format: Format, source: Source, options: Mapping[str, str]) -> Function:
     """`moequant.formats.w4a8`; `scratch` holds the scales of some rows, as `scratch_count` says."""
     f = new_kernel()
     rows, columns = f.parameter("rows"), f.parameter("columns")
@@ -432,4 +492,23 @@ def _row_scale(row_max_bits: Value) -> Value:
     return floored * TABLE_HEADROOM
 
 
-KERNELS = {"fp8_block": fp8_block, "nvfp4": nvfp4, "mxfp4": mxfp4, "w4a8": w4a8}
+KERNELS: dict[tuple[str, torch.dtype], _Kernel] = {
+    ("e4m3", torch.float32): fp8_scaled,
+    ("e4m3", torch.float8_e8m0fnu): e8m0_groups,
+    ("e2m1", torch.float8_e8m0fnu): e8m0_groups,
+    ("e2m1", torch.float8_e4m3fn): nvfp4,
+    ("int4", torch.bfloat16): w4a8,
+}
+"""By element and dtype of the scale."""
+
+
+def quantizing_kernel(format: Format, source: Source, options: Mapping[str, str]) -> Function:
+    """A function that does what `format.quantize` does, to be compiled.
+
+    Raises:
+        UnavailableError: nothing here knows such elements and scales.
+    """
+    kernel = KERNELS.get((format.element.name, format.scale_dtype))
+    if kernel is None:
+        raise UnavailableError(f"it has no kernel for {format.name}")
+    return kernel(format, source, options)

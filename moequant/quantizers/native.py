@@ -14,8 +14,8 @@ from moequant.formats.base import SOURCE_DTYPES, check_values
 from moequant.quantizers import decoding, jit
 from moequant.quantizers.base import Quantizer, Stored, UnavailableError
 from moequant.quantizers.elements import Source, float_bits
-from moequant.quantizers.encoded import ENCODINGS, Encoded
-from moequant.quantizers.kernels import KERNELS, amax, scratch_count
+from moequant.quantizers.encoded import Encoded
+from moequant.quantizers.kernels import amax, quantizing_kernel, scratch_count
 from moequant.quantizers.operands import LEAST_RUN, Operand, operand_of, run_of
 from moequant.quantizers.probes import check_bytes, check_decoding, check_sums
 
@@ -96,13 +96,11 @@ class NativeQuantizer(Quantizer):
         return self._kernels[key]
 
     def _compile(self, format: Format, options: Mapping[str, str], stored: Stored) -> _Kernels:
-        if format.name not in KERNELS:
-            raise UnavailableError(f"it has no kernel for {format.name}")
         source = _source(stored, "w_")
         made = _Kernels(
             source=source,
             amax=jit.compile_kernel(amax(source).text()),
-            quantize=jit.compile_kernel(KERNELS[format.name](source, options).text()),
+            quantize=jit.compile_kernel(quantizing_kernel(format, source, options).text()),
         )
         run = partial(_run, [made], likely=_LikelyScales())
         check_bytes(format, options, stored, run, self._processor)
@@ -323,8 +321,6 @@ def _source(stored: Stored, operand: str = "") -> Source:
     """How kernels read weights that are stored so."""
     if not isinstance(stored, str):
         return Source(dtype_text(stored))
-    if stored not in ENCODINGS:
-        raise UnavailableError(f"it cannot decode {stored}")
     return Encoded(stored, operand)
 
 

@@ -7,10 +7,9 @@ Given the scale s of its block, an element of the weight may lie
 
 | format | codes end at | weights, in s, at | because |
 |---|---|---|---|
-| fp8_block | 448 | 448 | s is amax / 448, or that rounded up |
+| most | the element's ends | the same | s is amax over the largest number, or that rounded up |
 | nvfp4 | 6 | 6 (1 + u / s) | s is amax / 6 rounded to E4M3, u half a unit in its last place |
-| mxfp4 | 6 | 8 | OCP's rule, 2**(floor(log2(amax)) - 2); others clip less |
-| w4a8 | -8, 7 | 17/16 of -9, 8 | ours, rounded to E4M3 in a row; amax / 7 to / 8 clip less |
+| others | the element's ends | `Format.reach` | their files say it |
 
 * or clipped from further away, if the squared error of its block is within the budget of the one
   that our quantizer makes with default options: tools that search for scales clip where it pays.
@@ -27,14 +26,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.errors import UnsupportedError
 from moequant.formats import dequantize, get_format
 from moequant.formats.blocks import expand_blocks
-from moequant.formats.elements import E2M1_MAX, E4M3_MAX, E4M3_SMALLEST, INT4_MAX, INT4_MIN
+from moequant.formats.elements import E4M3
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from moequant.formats import QuantizedWeight
 
 MAX_LOST_DB = 1.5
@@ -48,7 +44,6 @@ loader quantized again for scales that are powers of two loses 2.6 to 3.1.
 """
 
 _ALLOWANCE = 2.0**-8
-_E4M3_SMALLEST_NORMAL_EXPONENT = -6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +87,11 @@ def find_out_of_bound(
         max_lost_db: by how much the SQNR of a clipped block may fall below the reference's.
 
     Raises:
-        UnsupportedError: a format without a bound.
+        UnsupportedError: there is no such format.
     """
-    if q.format not in _RULES:
-        raise UnsupportedError(
-            f"{q.format}: no bound is known for this format; derive it in "
-            "moequant/verification/bounds.py"
-        )
-    rule = _RULES[q.format]
-    block = get_format(q.format).block
+    format = get_format(q.format)
+    element, block = format.element, format.block_of(q)
+    codes = element.lowest, element.largest
 
     def spread(blocks: Tensor) -> Tensor:
         return expand_blocks(blocks, block, q.shape)
@@ -110,13 +101,15 @@ def find_out_of_bound(
     allowance = _ALLOWANCE * magnitude
     # A zero scale leaves no codes to choose from, and no quotient.
     in_steps = torch.where(scale > 0, magnitude / scale, 0.0)
-    end = _toward(w, rule.codes) * scale
+    end = _toward(w, codes) * scale
     # Written so that NaN, which compares false, is beyond its bound.
-    nearest = error <= rule.half_step(in_steps) * scale + allowance
+    nearest = error <= element.half_step(in_steps) * scale + allowance
     bad = ~(nearest & (magnitude <= end + allowance))
     if bad.any():
         clipped = error <= magnitude - end + allowance
-        meant = magnitude <= _toward(w, rule.weights) * spread(rule.unit(q)) + allowance
+        meant = (
+            magnitude <= _toward(w, format.reach or codes) * spread(_unrounded_scale(q)) + allowance
+        )
         bad &= ~(clipped & meant)
     if bad.any():
         budget = 10 ** (max_lost_db / 10) * _block_error(w, dequantize(reference), block)
@@ -155,77 +148,22 @@ def _first(bad: Tensor, w: Tensor, decoded: Tensor, scale: Tensor) -> OutOfBound
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """What holds for one format.
-
-    Attributes:
-        half_step: from |w| / s, half the distance of the codes around it.
-        codes: the lowest and the highest.
-        weights: likewise, the weights that rules for the scale let occur, in units of `unit`.
-        unit: the largest scale that each block's may have been rounded from.
-    """
-
-    half_step: Callable[[Tensor], Tensor]
-    codes: tuple[float, float]
-    weights: tuple[float, float]
-    unit: Callable[[QuantizedWeight], Tensor]
-
-
 def _block_scale(q: QuantizedWeight) -> Tensor:
     """Scale of each block, global scale included, float32."""
     scale = q.scale.float()
     return scale if q.global_scale is None else scale * q.global_scale
 
 
-def _half_step_e2m1(x: Tensor) -> Tensor:
-    """Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6."""
-    return torch.where(x < 2, 0.25, torch.where(x < 4, 0.5, 1.0))
+def _unrounded_scale(q: QuantizedWeight) -> Tensor:
+    """The largest that the scale of each block may have been rounded from, float32.
 
-
-def _half_step_e4m3(x: Tensor) -> Tensor:
-    """Eight steps an octave; below 2**-6 they stay as they are there."""
-    _, exponent = torch.frexp(x.clamp(E4M3_SMALLEST, E4M3_MAX))
-    octave = (exponent - 1).clamp(min=_E4M3_SMALLEST_NORMAL_EXPONENT)
-    return torch.ldexp(torch.full_like(x, 2.0**-4), octave)
-
-
-def _half_step_int4(x: Tensor) -> Tensor:
-    return torch.full_like(x, 0.5)
-
-
-def _unrounded_nvfp4(q: QuantizedWeight) -> Tensor:
-    assert q.global_scale is not None
+    Formats whose scale is a number of few bits other than E4M3 say in `reach` what rounding does.
+    """
+    if q.scale.dtype != E4M3.dtype:
+        return _block_scale(q)
     scale = q.scale.float()
-    return (scale + _half_step_e4m3(scale)) * q.global_scale
-
-
-_RULES = {
-    "fp8_block": _Rule(
-        half_step=_half_step_e4m3,
-        codes=(-E4M3_MAX, E4M3_MAX),
-        weights=(-E4M3_MAX, E4M3_MAX),
-        unit=_block_scale,
-    ),
-    "nvfp4": _Rule(
-        half_step=_half_step_e2m1,
-        codes=(-E2M1_MAX, E2M1_MAX),
-        weights=(-E2M1_MAX, E2M1_MAX),
-        unit=_unrounded_nvfp4,
-    ),
-    "mxfp4": _Rule(
-        half_step=_half_step_e2m1,
-        codes=(-E2M1_MAX, E2M1_MAX),
-        weights=(-8.0, 8.0),
-        unit=_block_scale,
-    ),
-    "w4a8": _Rule(
-        half_step=_half_step_int4,
-        codes=(INT4_MIN, INT4_MAX),
-        weights=(-9 * 17 / 16, 8 * 17 / 16),
-        unit=_block_scale,
-    ),
-}
+    scale = scale + E4M3.half_step(scale)
+    return scale if q.global_scale is None else scale * q.global_scale
 
 
 def _block_error(w: Tensor, decoded: Tensor, block: tuple[int, int]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from moequant.errors import NonFiniteError
 from moequant.formats import (
     CONVERTIBLE,
+    REGISTRY,
     QuantizedWeight,
     dequantize,
     dtype_text,
@@ -25,14 +25,16 @@ from moequant.quantizers import (
     choose_quantizer,
     decoding,
     elements,
+    encoded,
     jit,
     native,
 )
-from moequant.quantizers.encoded import ENCODINGS, Encoded
-from moequant.quantizers.kernels import KERNELS, amax
+from moequant.quantizers.encoded import Encoded
+from moequant.quantizers.kernels import amax, quantizing_kernel
 
 DTYPES = (torch.float32, torch.bfloat16)
-every_stored = pytest.mark.parametrize("stored", ENCODINGS)
+READ = [name for name, fmt in REGISTRY.items() if "read" in fmt.uses]
+every_stored = pytest.mark.parametrize("stored", READ)
 every_format = pytest.mark.parametrize("fmt", CONVERTIBLE.values(), ids=CONVERTIBLE)
 # N and K: one block, several, ragged, runs of 16, 32 and 64 columns that share a scale.
 SHAPES = {
@@ -251,7 +253,7 @@ def test_every_finite_number_is_quantized_to_the_reference_bytes(quantizer, stor
 
 @every_format
 def test_a_set_of_several_forms_gives_the_reference_bytes(quantizer, fmt):
-    weights = [random_weight(stored, (130, 1152)) for stored in ENCODINGS]
+    weights = [random_weight(stored, (130, 1152)) for stored in READ]
     weights.append(torch.randn(16, 1152).bfloat16())
     names = [str(i) for i in range(len(weights))]
     options = fmt.resolve_options()
@@ -329,7 +331,10 @@ def test_code_for_other_processors_needs_no_library(stored, triple):
     machine = target.create_target_machine(cpu=cpu, opt=3)
     source = Encoded(stored, "w_")
     texts = [decoding.decode(source, "bfloat16"), decoding.compare(source, Encoded(stored))]
-    texts += [amax(source), KERNELS["fp8_block"](source, {"scale": "float32"})]
+    texts += [
+        amax(source),
+        quantizing_kernel(CONVERTIBLE["fp8_block"], source, {"scale": "float32"}),
+    ]
     for function in texts:
         module = binding.parse_assembly(function.text())
         module.triple, module.data_layout = triple, str(machine.target_data)
@@ -366,9 +371,9 @@ def fresh(monkeypatch):
 
 
 def test_a_kernel_with_other_numbers_is_not_used(fresh, monkeypatch):
-    wrong = replace(ENCODINGS["mxfp4"], decode=lambda code: elements.decode_e2m1(code ^ 8))
-    monkeypatch.setitem(ENCODINGS, "mxfp4", wrong)
-    choice = choose_quantizer([(None, {}, "mxfp4")])
+    wrong = {"e2m1": lambda code: elements.decode_e2m1(code ^ 8)}
+    monkeypatch.setattr(encoded, "_DECODERS", encoded._DECODERS | wrong)
+    choice = choose_quantizer([(REGISTRY["bf16"], {}, "mxfp4")])
     assert isinstance(choice.quantizer, TorchQuantizer)
     assert re.match("decoding mxfp4, .* gives other numbers than the reference", choice.reason)
     fmt = CONVERTIBLE["w4a8"]
@@ -378,7 +383,7 @@ def test_a_kernel_with_other_numbers_is_not_used(fresh, monkeypatch):
 
 def test_a_kernel_with_other_sums_is_not_used(fresh, monkeypatch):
     monkeypatch.setattr(decoding, "_square", lambda numbers: numbers.to("double"))
-    choice = choose_quantizer([(None, {}, "mxfp4")])
+    choice = choose_quantizer([(REGISTRY["bf16"], {}, "mxfp4")])
     assert isinstance(choice.quantizer, TorchQuantizer)
     assert re.match(
         "the comparison of mxfp4, .* gives other sums than the reference", choice.reason
@@ -386,16 +391,9 @@ def test_a_kernel_with_other_sums_is_not_used(fresh, monkeypatch):
 
 
 def test_a_format_that_kernels_cannot_read_is_decoded_by_torch(fresh, monkeypatch):
-    monkeypatch.setattr(native, "ENCODINGS", {})
+    monkeypatch.setattr(encoded, "_DECODERS", {})
     fmt = CONVERTIBLE["fp8_block"]
-    for job in ((None, {}, "mxfp4"), (fmt, fmt.resolve_options(), "mxfp4")):
+    for job in ((REGISTRY["bf16"], {}, "mxfp4"), (fmt, fmt.resolve_options(), "mxfp4")):
         choice = choose_quantizer([job])
         assert isinstance(choice.quantizer, TorchQuantizer)
         assert choice.reason == "it cannot decode mxfp4"
-
-
-def test_encodings_are_of_formats_that_are_there():
-    for name, encoding in ENCODINGS.items():
-        q = random_weight(name, (128, 128))
-        assert encoding.has_global_scale is (q.global_scale is not None)
-        assert encoding.packed is (q.qdata.dtype == torch.uint8)

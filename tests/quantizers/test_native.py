@@ -11,14 +11,21 @@ import torch
 
 from moequant.errors import MoequantError, NonFiniteError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dtype_text
-from moequant.quantizers import NativeQuantizer, TorchQuantizer, choose_quantizer, jit, native
+from moequant.quantizers import (
+    NativeQuantizer,
+    TorchQuantizer,
+    choose_quantizer,
+    jit,
+    kernels,
+    native,
+)
 from moequant.quantizers.elements import Source
-from moequant.quantizers.kernels import KERNELS
+from moequant.quantizers.kernels import quantizing_kernel
 from moequant.storage.buffers import Arena
 
 EVERY = [
     pytest.param(fmt, dict(zip(fmt.options, values, strict=True)), id=f"{fmt.name}-{values}")
-    for fmt in map(CONVERTIBLE.get, KERNELS)
+    for fmt in CONVERTIBLE.values()
     for values in itertools.product(*fmt.options.values())
 ]
 every_option = pytest.mark.parametrize(("fmt", "options"), EVERY)
@@ -179,7 +186,7 @@ def test_values_that_are_not_finite_are_refused_as_the_reference_refuses_them(
         assert str(found.value) == str(wanted.value)
 
 
-@pytest.mark.parametrize("fmt", [CONVERTIBLE[name] for name in KERNELS], ids=KERNELS)
+@pytest.mark.parametrize("fmt", CONVERTIBLE.values(), ids=CONVERTIBLE)
 def test_other_dtypes_and_shapes_are_refused(quantizer, fmt):
     options = fmt.resolve_options()
     for w in (torch.ones(128, 128, dtype=torch.float64), torch.ones(2, 128, 128), torch.ones(128)):
@@ -254,7 +261,8 @@ def test_arm_code_needs_no_library(fmt, options, dtype):
     except RuntimeError:
         pytest.skip("this LLVM knows no ARM")
     machine = target.create_target_machine(cpu="neoverse-n1", opt=3)
-    module = binding.parse_assembly(KERNELS[fmt.name](Source(dtype_text(dtype)), options).text())
+    function = quantizing_kernel(fmt, Source(dtype_text(dtype)), options)
+    module = binding.parse_assembly(function.text())
     module.triple, module.data_layout = triple, str(machine.target_data)
     assembly = machine.emit_assembly(module)
     assert re.search(r"\sfmul\s|\sfdiv\s", assembly)
@@ -302,8 +310,10 @@ def test_where_new_code_may_not_run_torch_quantizes():
 
 
 def test_a_kernel_with_other_bytes_is_not_used(fresh, monkeypatch):
-    wrong = {**KERNELS, "mxfp4": lambda source, _: KERNELS["mxfp4"](source, {"scale_rule": "ceil"})}
-    monkeypatch.setattr(native, "KERNELS", wrong)
+    def wrong(fmt, source, options):
+        return quantizing_kernel(fmt, source, {"scale_rule": "ceil"})
+
+    monkeypatch.setattr(native, "quantizing_kernel", wrong)
     fmt = CONVERTIBLE["mxfp4"]
     choice = choose_quantizer([(fmt, {"scale_rule": "even"}, torch.bfloat16)])
     assert isinstance(choice.quantizer, TorchQuantizer)
@@ -311,7 +321,7 @@ def test_a_kernel_with_other_bytes_is_not_used(fresh, monkeypatch):
 
 
 def test_a_format_without_a_kernel_is_quantized_by_torch(fresh, monkeypatch):
-    monkeypatch.setattr(native, "KERNELS", {})
+    monkeypatch.setattr(kernels, "KERNELS", {})
     fmt = CONVERTIBLE["mxfp4"]
     choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
     assert isinstance(choice.quantizer, TorchQuantizer)

@@ -9,15 +9,15 @@ from moequant.formats import CONVERTIBLE
 from moequant.quantizers import jit
 from moequant.quantizers.elements import Source
 from moequant.quantizers.encoded import Encoded
-from moequant.quantizers.kernels import KERNELS, amax
+from moequant.quantizers.kernels import amax, quantizing_kernel
 from moequant.quantizers.operands import new_kernel, operand_of
 from moequant.quantizers.vectors import F32, F64, I32, I64, Type
 
 
 @pytest.mark.parametrize("stored", [Source("bfloat16"), Encoded("nvfp4", "w_")])
-@pytest.mark.parametrize("fmt", [CONVERTIBLE[name] for name in KERNELS], ids=KERNELS)
+@pytest.mark.parametrize("fmt", CONVERTIBLE.values(), ids=CONVERTIBLE)
 def test_kernels_round_as_ieee_754_says(fmt, stored):
-    text = KERNELS[fmt.name](stored, fmt.resolve_options()).text()
+    text = quantizing_kernel(fmt, stored, fmt.resolve_options()).text()
     operations = re.findall(r"= (f(?:add|sub|mul|div)\b[^<\n]*?)(?:<|float)", text)
     assert operations
     # A fast-math flag would stand between the name and the type.

@@ -143,7 +143,7 @@ def test_the_first_element_beyond_its_bound_is_named():
 def test_a_format_without_a_bound_is_refused():
     w = torch.zeros(1, 32)
     q = quantize(w, "mxfp4")
-    with pytest.raises(UnsupportedError, match=r"fp3: .*bounds\.py"):
+    with pytest.raises(UnsupportedError, match=r"'fp3'"):
         find_out_of_bound(w, replace(q, format="fp3"), q)
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.portable.weights import KINDS, Experts, projection
+from moequant.formats import RUNNABLE, get_format
+from moequant.formats.base import WHOLE
+from moequant.kernels.portable.weights import END_EXPERT, END_ROW, Experts, Kind, projection
 from moequant.runtime.activations import SCHEMES
 from moequant.runtime.backends.base import Backend, PackedExperts, Workload
 from moequant.runtime.backends.capability import why_not_capable
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.formats import QuantizedWeight
+    from moequant.formats import Format, QuantizedWeight
     from moequant.kernels.portable.weights import Projection
     from moequant.runtime.weights import ExpertWeights
 
@@ -102,7 +104,7 @@ class TritonExperts(PackedExperts):
 
 def why_not_portable(workload: Workload) -> str | None:
     """Why the kernels do not run `workload`; None where they do."""
-    if workload.format not in KINDS:
+    if workload.format not in RUNNABLE:
         return f"cannot decode {workload.format}"
     if workload.activations not in SCHEMES:
         return f"cannot quantize activations to {workload.activations}"
@@ -113,11 +115,25 @@ def why_not_portable(workload: Workload) -> str | None:
     return _why_not_on(workload.device)
 
 
+def kind_of(format: Format) -> Kind:
+    """How weights of a format lie in memory."""
+    rows, columns = format.block
+    end = END_EXPERT if format.has_global_scale else 0
+    if columns == WHOLE:
+        end = END_ROW if rows == 1 else END_EXPERT
+    return Kind(
+        element=format.element.name,
+        scale_columns=0 if columns == WHOLE else columns,
+        scale_rows=1 if columns == WHOLE else rows,
+        end_rows=end,
+    )
+
+
 def portable_experts(weights: ExpertWeights, activations: str) -> Experts:
     """The weights as `moequant.kernels.portable` takes them: views."""
 
     def part(q: QuantizedWeight, bias: Tensor | None) -> Projection:
-        return projection(q.format, q.qdata, q.scale, q.global_scale, bias)
+        return projection(kind_of(get_format(q.format)), q.qdata, q.scale, q.global_scale, bias)
 
     static = activations == "fp8_static"
     return Experts(

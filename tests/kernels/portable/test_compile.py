@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moequant.kernels.portable.weights import KINDS
+from moequant.formats import RUNNABLE
 
 SCRIPT = Path(__file__).parent / "compile_for.py"
 
@@ -17,7 +17,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 HEAVIEST = ("fp8_block/format/bfloat16", "nvfp4/none/bfloat16", "w4a8/none/float32")
 EVERY = tuple(
     f"{format}/{activations}/{dtype}"
-    for format in KINDS
+    for format in RUNNABLE
     for activations, dtype in (("format", "bfloat16"), ("none", "float32"))
 )
 

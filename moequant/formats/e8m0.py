@@ -1,0 +1,42 @@
+"""E8M0 scales, powers of two, for groups of columns: how their exponent follows from amax.
+
+| rule | exponent of the scale |
+|---|---|
+| even | as floor, one more where amax would round up to a power of two |
+| floor | floor(log2(amax)) less the element's exponent |
+| ceil | ceil(log2(amax / the element's largest number)) |
+
+The element's exponent is that of the largest power of two it holds. "floor" is the conversion of
+OCP Microscaling Formats v1.0, section 6.3, "ceil" Model-Optimizer's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.formats.elements import E8M0_BIAS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROUND_UP_BITS = {
+    # From mantissa 1.75 up, and above 1.5, of which 6 is 4 times.
+    "e2m1": {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF},
+    # Above 1.75, of which 448 is 256 times. Four significant bits round up to 2 from 1.9375.
+    "e4m3": {"floor": 0, "ceil": 0x1FFFFF},
+}
+"""What a rule adds to the bits of amax, by element: the exponent moves up."""
+EXPONENTS = {"e2m1": 2, "e4m3": 8}
+"""Of the largest power of two that an element holds."""
+
+
+def scale_exponent(amax: Tensor, element: str, rule: str) -> Tensor:
+    """Exponent of each group's scale, int32, from float32 amax; 0 for a zero group.
+
+    Denormal amax need no care: their exponent field reads as -127 or -126, and both end clamped.
+    """
+    bits = amax.view(torch.int32) + ROUND_UP_BITS[element][rule]
+    exponent = (bits >> 23) - 127 - EXPONENTS[element]
+    return torch.where(amax == 0, 0, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))
