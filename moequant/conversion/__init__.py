@@ -26,7 +26,11 @@ from moequant.conversion.record import (
     recorded_claims,
     recorded_recipe,
 )
-from moequant.conversion.requantization_error import RequantizationError, merged_errors
+from moequant.conversion.requantization_error import (
+    RequantizationError,
+    error_of_tiles,
+    merged_errors,
+)
 from moequant.conversion.shards import unit_outputs
 from moequant.conversion.stack import Stack
 from moequant.conversion.stacked_output import dequantizing_units
@@ -51,6 +55,7 @@ __all__ = [
     "converted_config",
     "copied_sidecars",
     "dequantizing_units",
+    "error_of_tiles",
     "is_unfinished",
     "load_recipe",
     "merged_errors",

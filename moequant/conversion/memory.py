@@ -73,18 +73,29 @@ class MemoryBound:
     @cached_property
     def read_bytes(self) -> int:
         """What is read at once at most, copies left out."""
-        return max((unit.source_bytes for unit in self.units), default=0)
+        return max((unit.tiles[0].source_bytes for unit in self.units), default=0)
 
 
 def working_bytes(unit: Unit) -> int:
-    """What converting a unit takes beside its batch's results."""
+    """What converting a unit, or a tile of it, takes beside its batch's results."""
+    if len(unit.tiles) > 1:
+        return working_bytes(unit.tiles[0])
     if unit.is_plain:
         # In a stack, weights are joined and transposed; float32 of a tile lies in between.
         return 3 * unit.source_bytes + 2 * unit.result_bytes + _decoding_bytes(unit.weights)
     format = get_format(unit.format)
+    if _stays(unit):
+        return _reading_bytes(unit.weights, as_stored=True) + unit.result_bytes
     workspace = max(format.workspace_bytes(weight.info.shape) for weight in unit.weights)
     # Results exist once more while tiles are joined and while codes are put in disk form.
     return _reading_bytes(unit.weights) + unit.result_bytes + workspace
+
+
+def _stays(unit: Unit) -> bool:
+    """Whether codes and scales are written as they are stored, whatever they hold."""
+    stored = {weight.stored_format for weight in unit.weights}
+    shares_scale = get_format(unit.format).has_global_scale
+    return unit.recode and stored == {unit.format} and not shares_scale
 
 
 def _decoding_bytes(weights: Sequence[Weight]) -> int:
@@ -99,10 +110,11 @@ def _stands_alone(info: WeightInfo) -> bool:
     return not isinstance(info, PartInfo)
 
 
-def _reading_bytes(weights: Sequence[Weight]) -> int:
-    """Upper bound of what weights take while they are read and brought into plain form."""
+def _reading_bytes(weights: Sequence[Weight], *, as_stored: bool = False) -> int:
+    """Upper bound of what weights take while they are read, and decoded unless `as_stored`."""
     source = sum(weight.info.size_bytes for weight in weights)
     # An expert in a stack is read whole, and picked out before it is turned.
     copies = 3 if any(not _stands_alone(weight.info) for weight in weights) else 1
-    numbers = sum(weight.decoded_bytes for weight in weights)
-    return copies * source + numbers + (_decoding_bytes(weights) if numbers else 0)
+    decoded = sum(weight.decoded_bytes for weight in weights)
+    numbers = 0 if as_stored else decoded
+    return copies * source + numbers + (_decoding_bytes(weights) if decoded else 0)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,16 @@ class RequantizationError:
         if any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
             return None
         return cls(**{key: entry[key] for key in kinds})
+
+
+def error_of_tiles(tiles: Sequence[RequantizationError]) -> RequantizationError:
+    """The error of one weight, given those of its tiles."""
+    return replace(
+        tiles[0],
+        exact=int(all(tile.exact for tile in tiles)),
+        signal=sum(tile.signal for tile in tiles),
+        noise=sum(tile.noise for tile in tiles),
+    )
 
 
 def merged_errors(errors: Iterable[RequantizationError]) -> list[RequantizationError]:

@@ -23,7 +23,7 @@ from moequant.conversion.batches import Batches
 from moequant.conversion.journal import FinishedShard
 from moequant.conversion.memory import COPY_CHUNK_BYTES
 from moequant.conversion.quantize_unit import convert_unit
-from moequant.conversion.requantization_error import merged_errors
+from moequant.conversion.requantization_error import error_of_tiles, merged_errors
 from moequant.conversion.units import Copy, Unit
 from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.quantizers.worker_pool import worker_pool
@@ -223,8 +223,10 @@ class _Run(threading.local):
         writer: ShardWriter,
         errors: dict[int, list[RequantizationError]],
     ) -> None:
-        _, item = batch[0]
-        if isinstance(item, Unit):
+        number, item = batch[0]
+        if isinstance(item, Unit) and len(item.tiles) > 1:
+            errors[number] = [self._convert_in_tiles(item, writer)]
+        elif isinstance(item, Unit):
             self._convert(batch, writer, errors)
         else:
             if item.is_bias:
@@ -254,6 +256,26 @@ class _Run(threading.local):
             errors[number] = converted.requantization_errors
             tensors |= converted.tensors
         self._write(replace(converted, tensors=tensors), memory, writer)
+
+    def _convert_in_tiles(self, unit: Unit, writer: ShardWriter) -> RequantizationError:
+        """Dequantize a weight some rows at a time; they follow one another in its tensor."""
+        name, offset = unit.first_tensor(self._plan.dialect), 0
+        errors: list[RequantizationError] = []
+        for tile in unit.tiles:
+            self._arena.clear()
+            memory = self._results.acquire(writer.position(name, offset))
+            converted = convert_unit(
+                self._source, tile, self._plan.dialect, self._quantizer, self._arena, memory
+            )
+            errors += converted.requantization_errors
+            chunk = tensor_bytes(converted.tensors.pop(name))
+            release = self._share(memory, writer)
+            writer.write_bytes(name, offset, chunk, release)
+            offset += len(chunk)
+            if release is None:
+                self._results.release(memory)
+        self._arena.clear()
+        return error_of_tiles(errors)
 
     def _share(self, memory: Arena, writer: ShardWriter) -> Callable[[], None] | None:
         """As `_ResultBuffers.share`; while there is no room, wait for the disk."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
@@ -11,6 +11,7 @@ from moequant.formats import get_format
 from moequant.formats.base import SOURCE_DTYPES
 from moequant.storage.headers import DTYPES
 from moequant.weights.encoded import EncodedInfo
+from moequant.weights.row_tiles import split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -94,6 +95,22 @@ class Unit:
         """Bytes read."""
         return sum(weight.info.size_bytes for weight in self.weights)
 
+    @cached_property
+    def tiles(self) -> tuple[Unit, ...]:
+        """Units of some rows each, to be converted one after the other; itself if it is small.
+
+        Only a weight that is dequantized into a tensor of its own is taken apart.
+        """
+        info = self.weights[0].info
+        if not self.is_plain or self.stack is not None or not isinstance(info, EncodedInfo):
+            return (self,)
+        tiles = split_rows(info)
+        if len(tiles) == 1:
+            return (self,)
+        return tuple(
+            replace(self, weights=(replace(self.weights[0], info=tile),)) for tile in tiles
+        )
+
     def first_tensor(self, dialect: Dialect) -> str:
         """Name of the first tensor it makes, or of its part of one."""
         suffix = dialect.encoding(self.format).suffixes[0]
@@ -101,7 +118,9 @@ class Unit:
 
     @property
     def result_bytes(self) -> int:
-        """What its weights take in their format."""
+        """What its weights, or those of one tile, take in their format."""
+        if len(self.tiles) > 1:
+            return self.tiles[0].result_bytes
         return sum(_quantized_bytes(self.format, weight.info.shape) for weight in self.weights)
 
 

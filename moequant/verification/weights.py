@@ -20,6 +20,7 @@ from moequant.conversion import (
     beyond_limit,
     convert_again,
     convert_unit,
+    error_of_tiles,
     requantization_error,
     unit_outputs,
 )
@@ -33,7 +34,7 @@ from moequant.formats import (
     sum_of_squares,
 )
 from moequant.formats.squares import TILE_ROWS
-from moequant.storage.buffers import Arena
+from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound, join_out_of_bound
 from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
@@ -189,6 +190,9 @@ def _check_dequantized(
 ) -> _Result:
     """Dequantized weights: what the source's codes and scales say, rounded to the plain format."""
     result = _Result()
+    if len(unit.tiles) > 1:
+        _check_tiles(source, stored, expected, unit, quantizer, result)
+        return result
     converted = convert_unit(source, unit, expected.dialect, quantizer, Arena(), Arena())
     result.requantization_errors += converted.requantization_errors
     outputs = unit_outputs(unit, expected.dialect)
@@ -202,6 +206,34 @@ def _check_dequantized(
         if difference := compare_tensors(found, w):
             result.add(piece, difference)
     return result
+
+
+def _check_tiles(
+    source: Checkpoint,
+    stored: Checkpoint,
+    expected: Expectation,
+    unit: Unit,
+    quantizer: Quantizer,
+    result: _Result,
+) -> None:
+    """As `_check_dequantized`, of a weight that is dequantized some rows at a time."""
+    ((name, dtype, shape),) = unit_outputs(unit, expected.dialect)
+    info = stored.tensors.get(name)
+    errors: list[RequantizationError] = []
+
+    def pairs() -> Iterator[tuple[memoryview, memoryview]]:
+        for number, tile in enumerate(unit.tiles):
+            converted = convert_unit(source, tile, expected.dialect, quantizer, Arena(), Arena())
+            errors.extend(converted.requantization_errors)
+            (wanted,) = converted.tensors.values()
+            if info is not None and (info.dtype, info.shape) == (dtype, shape):
+                rows = slice(number * len(wanted), (number + 1) * len(wanted))
+                yield tensor_bytes(stored.read(name, rows)), tensor_bytes(wanted)
+
+    difference = find_difference(pairs(), dtype, shape)
+    if difference is not None:
+        result.add(name, difference)
+    result.requantization_errors.append(error_of_tiles(errors))
 
 
 def _part_of(stored: Checkpoint, stack: Stack, name: str, shape: Sequence[int]) -> Tensor:

@@ -9,9 +9,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from moequant.conversion import convert
 from moequant.formats import CONVERTIBLE
+from moequant.storage.checkpoint import Checkpoint
+from moequant.verification import verify
 
 # Peak resident memory, mapped file pages included, beyond what importing torch and LLVM's library
 # takes. That library is 180 MB of file, of which about 80 MB become resident as it is loaded.
@@ -166,3 +170,79 @@ def test_memory_of_results_goes_back_to_the_system_when_it_is_freed():
         [sys.executable, "-c", FREED], capture_output=True, text=True, check=True, timeout=120
     )
     assert int(done.stdout) < 8 << 20  # less than the least that was freed
+
+
+ROWS = 16384
+"""Of a matrix of attention with 2048 columns: 32 M weights, four tiles."""
+
+
+@pytest.fixture
+def fp8_with_large_attention(tmp_path):
+    """A Qwen3 in FP8 blocks whose q_proj is large; all its other weights are small."""
+    path, generator = tmp_path / "source", torch.Generator().manual_seed(0)
+    config = {
+        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 2048,
+        "moe_intermediate_size": 128, "num_hidden_layers": 1, "num_experts": 1,
+        "num_experts_per_tok": 1, "quantization_config": FP8,
+    }  # fmt: skip
+    expert, shapes = "model.layers.0.mlp.experts.0", {}
+    shapes |= {f"{expert}.{leaf}_proj": (128, 2048) for leaf in ("gate", "up")}
+    shapes |= {f"{expert}.down_proj": (2048, 128)}
+    shapes |= {"model.layers.0.self_attn.q_proj": (ROWS, 2048)}
+    tensors = {}
+    for module, (N, K) in shapes.items():
+        codes = torch.randint(0, 0x7F, (N, K), dtype=torch.uint8, generator=generator)
+        scale = torch.randn((N // 128, K // 128), generator=generator).abs() + 0.01
+        tensors[f"{module}.weight"] = codes.view(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale_inv"] = scale
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path, tensors
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def test_large_weights_are_dequantized_some_rows_at_a_time(fp8_with_large_attention, tmp_path):
+    source, tensors = fp8_with_large_attention
+    result = convert(source, tmp_path / "out", format="nvfp4", workers=2)
+    # Whole, q_proj alone takes 34 MB as codes and twice that in BF16, for each worker and the disk.
+    assert result.plan.peak_bytes(2) < 250e6
+    module = "model.layers.0.self_attn.q_proj"
+    codes, scale = tensors[f"{module}.weight"].float(), tensors[f"{module}.weight_scale_inv"]
+    wanted = codes * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    found = Checkpoint.open(tmp_path / "out").read(f"{module}.weight")
+    assert torch.equal(found, wanted.bfloat16())
+    (loss,) = (loss for loss in result.requantization_errors if loss.role == "attention")
+    assert (loss.weights, loss.exact) == (1, 0)
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert loss.relative_error == pytest.approx(error.item(), rel=1e-6)
+    report = verify(tmp_path / "out", against=source)
+    assert report.ok, report.problems
+    assert report.requantization_errors == result.requantization_errors
+
+
+def test_a_flipped_bit_in_a_later_tile_is_named_by_its_place(fp8_with_large_attention, tmp_path):
+    source, _ = fp8_with_large_attention
+    out = convert(source, tmp_path / "out", format="nvfp4").output
+    name = "model.layers.0.self_attn.q_proj.weight"
+    info = Checkpoint.open(out).info(name)
+    with (out / info.file).open("r+b") as file:
+        place = info.start + 2 * ((ROWS - 3) * 2048 + 5)
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    (problem,) = [p for p in verify(out, against=source).problems if p.check == "weights"]
+    assert problem.name == name
+    assert problem.message.startswith(f"element [{ROWS - 3}, 5] is ")
+
+
+def test_the_memory_of_dequantized_weights_is_what_the_plan_says(
+    fp8_with_large_attention, tmp_path
+):
+    source, _ = fp8_with_large_attention
+    plan = convert(source, tmp_path / "out", format="nvfp4", dry_run=True).plan
+    peak = peak_of_conversion(source, tmp_path / "out", "nvfp4")
+    assert peak < plan.peak_bytes(workers=2) + 60e6  # as above

@@ -89,6 +89,7 @@ def test_every_form_becomes_every_format(make_form, forms, tmp_path, name, forma
             assert torch.linalg.vector_norm(decoded - numbers) < 0.25 * numbers.norm()
     report = verify(tmp_path / "out", against=source.path)
     assert report.ok, report.problems
+    assert report.requantization_errors == result.requantization_errors
 
 
 PLAN_ALL = """
