@@ -1,4 +1,4 @@
-"""moequant formats --architectures, and the table of the README, which it prints."""
+"""moequant formats --architectures, and the table of docs/architectures.md, which it prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.models import architectures
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 BEGIN, END = "<!-- moequant formats --architectures --markdown -->", "<!-- end -->"
 
 
@@ -74,10 +74,10 @@ def test_people_see_every_name(run):
     assert all(t in shown for a in architectures() for t in a.model_types)
 
 
-def test_the_readme_has_what_the_command_prints(run):
+def test_the_page_has_what_the_command_prints(run):
     """Print it again: moequant formats --architectures --markdown."""
     printed = run("formats", "--architectures", "--markdown").stdout
-    text = README.read_text()
+    text = PAGE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.split(BEGIN)[1].split(END)[0].strip() == printed.strip()
 

@@ -1,78 +1,126 @@
-"""What the README shows of commands is what they print, but for what a machine decides."""
+"""What the README says: sizes of a real model, what engines load, and Python that runs."""
 
 from __future__ import annotations
 
 import re
-import shlex
+from math import prod
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from moequant import convert
-from moequant.cli import cli
 from moequant.cli.demo_checkpoint import write_demo_checkpoint
-from moequant.storage.headers import read_header
+from moequant.conversion.plan import make_plan
+from moequant.conversion.recipe import Recipe
+from moequant.dialects.engines import Written, judge
+from moequant.formats import CONVERTIBLE
+from moequant.storage.checkpoint import natural_key
+from moequant.storage.headers import TensorInfo
 
-README = Path(__file__).parents[2] / "README.md"
-VARIES = (
-    (r"\d+\.\d s, [\d.]+ [kMG]B/s", "TIME"),
-    (r"^peak memory .*", "PEAK"),  # by cores
-    (r"^(quantizer) .*", r"\1"),
-)
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
 
-
-def shown():
-    """Commands of the README, and what it shows of each."""
-    for block in re.findall(r"^```\n(\$ .*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            yield command, output
-
-
-def settled(text):
-    for pattern, instead in VARIES:
-        text = re.sub(pattern, instead, text, flags=re.MULTILINE)
-    return text.rstrip()
+# config.json of Qwen/Qwen3-30B-A3B, as far as a plan reads it.
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 
 
-def flip(path, name):
-    """Flip the lowest bit of element [0, 8] of a tensor of bytes."""
-    info = read_header(path, path.name)[name]
-    data = bytearray(path.read_bytes())
-    data[info.start + 8] ^= 1
-    path.write_bytes(data)
+def rows_below(head):
+    """Cells of the table of the README that begins with `head`."""
+    lines = README[README.index(head) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder in which the demo was run, as far as the commands need it."""
+def qwen3_30b_shapes():
+    yield from {"lm_head": (151936, 2048), "model.embed_tokens": (151936, 2048)}.items()
+    yield "model.norm", (2048,)
+    for layer in range(48):
+        at = f"model.layers.{layer}"
+        for name, rows in {"q": 4096, "k": 512, "v": 512}.items():
+            yield f"{at}.self_attn.{name}_proj", (rows, 2048)
+        yield f"{at}.self_attn.o_proj", (2048, 4096)
+        yield from {f"{at}.self_attn.{n}_norm": (128,) for n in "qk"}.items()
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{at}.{name}", (2048,)
+        yield f"{at}.mlp.gate", (128, 2048)
+        for expert in range(128):
+            for name in ("gate", "up"):
+                yield f"{at}.mlp.experts.{expert}.{name}_proj", (768, 2048)
+            yield f"{at}.mlp.experts.{expert}.down_proj", (2048, 768)
+
+
+@pytest.fixture(scope="module")
+def qwen3_30b():
+    """Headers of Qwen3-30B-A3B, and the size of all its tensors in bytes."""
+    tensors, start = {}, 0
+    for module, shape in sorted(qwen3_30b_shapes(), key=lambda item: natural_key(item[0])):
+        name, stop = f"{module}.weight", start + 2 * prod(shape)
+        tensors[name] = TensorInfo(
+            name=name, dtype="BF16", shape=shape, file="model.safetensors", start=start, stop=stop
+        )
+        start = stop
+    return tensors, start
+
+
+@pytest.mark.parametrize("row", rows_below("| `--format` | source"), ids=lambda row: row[0])
+def test_the_sizes_of_a_real_model_are_what_its_plan_says(qwen3_30b, row):
+    tensors, size_bytes = qwen3_30b
+    format, *said = row
+    recipe = Recipe.for_format(format.strip("`"))
+    plan = make_plan(tensors, QWEN3_30B, {"model.safetensors": size_bytes}, recipe)
+    planned = (plan.source_bytes / 1e9, plan.output_bytes / 1e9, plan.peak_bytes(2) / 1e6)
+    assert said == [f"{planned[0]:.1f} GB", f"{planned[1]:.1f} GB", f"{planned[2]:.0f} MB"]
+
+
+def test_every_format_has_its_size():
+    assert [row[0].strip("`") for row in rows_below("| `--format` | source")] == [*CONVERTIBLE]
+
+
+@pytest.mark.parametrize("row", rows_below("| format | dialect | transformers"), ids=str)
+def test_what_engines_load_is_what_convert_says(row):
+    format, dialect, *said = row
+    dialect = re.match("`([^`]+)`", dialect)[1]
+    written = Written(
+        dialect=dialect,
+        model_type="gpt_oss" if dialect == "gpt-oss" else "qwen3_moe",
+        formats=frozenset(),
+        experts=(format.strip("`"),),
+        shapes=frozenset({(256, 512)}),
+        some_kept=False,
+    )
+    verdicts = judge(written)
+    assert [cell.partition(":")[0] for cell in said] == [
+        f"{'yes' if verdict.loads else 'no'}, {verdict.known}" for verdict in verdicts
+    ]
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_demo_checkpoint(Path("moequant-demo/source"))
-    convert("moequant-demo/source", "moequant-demo/fp8_block", format="fp8_block")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    exec(code, {})  # noqa: S102
+    assert capsys.readouterr().out == "torch.Size([3, 512])\n"
 
 
-@pytest.mark.usefixtures("folder")
-def test_what_the_readme_shows_is_what_is_printed():
-    commands = [c for c in shown() if re.match("moequant (inspect|convert|prepare|recipes)", c[0])]
-    assert len(commands) == 7
-    for command, output in commands:
-        done = CliRunner().invoke(cli, shlex.split(command)[1:])
-        assert (done.exit_code, settled(done.output)) == (0, settled(output)), command
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    text = (ROOT / page).read_text("utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        found = ((ROOT / page).parent / file).resolve() if file else ROOT / page
+        assert found.exists(), target
+        if anchor:
+            there = found.read_text("utf-8")
+            heads = re.findall(r"^#+ (.*)$", there, re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor in slugs or f'<a id="{anchor}">' in there, target
 
 
-@pytest.mark.usefixtures("folder")
-def test_what_the_readme_shows_of_verify_is_what_is_printed():
-    convert("moequant-demo/source", "out", format="nvfp4")
-    right, wrong, whole = (c for c in shown() if c[0].startswith("moequant verify"))
-
-    def verify(command):
-        return CliRunner().invoke(cli, shlex.split(command)[1:])
-
-    # What the last table says of layers that were run, a machine's arithmetic decides.
-    assert verify(right[0]).output.split("layer ")[0] == right[1].split("layer ")[0]
-    assert verify(whole[0]).output == whole[1]
-    (shard,) = Path("out").glob("*.safetensors")
-    flip(shard, "model.layers.1.mlp.experts.3.up_proj.weight_scale")
-    done = verify(wrong[0])
-    assert (done.exit_code, done.output) == (5, wrong[1])
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200

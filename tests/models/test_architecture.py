@@ -59,7 +59,7 @@ def test_routers_and_biases_are_never_convertible(saved):
 
 
 def test_the_table_says_of_every_model_type_how_it_is_tested(models):
-    """By what is done with the class of transformers; the README prints what the table says."""
+    """By what is done with the class of transformers; docs/architectures.md prints it."""
     said = {how: set() for how in ("class", "by_hand", "read")}
     for architecture in architectures():
         assert architecture.tested.keys() <= {*said, "not_loaded"}

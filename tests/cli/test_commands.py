@@ -1,0 +1,78 @@
+"""What docs/commands.md shows is what commands print, but for what a machine decides."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moequant import convert
+from moequant.cli import cli
+from moequant.cli.demo_checkpoint import write_demo_checkpoint
+from moequant.storage.headers import read_header
+
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+VARIES = (
+    (r"\d+\.\d s, [\d.]+ [kMG]B/s", "TIME"),
+    (r"^peak memory .*", "PEAK"),  # by cores
+    (r"^(quantizer) .*", r"\1"),
+)
+
+
+def shown():
+    """Commands of the page, and what it shows of each."""
+    for block in re.findall(r"^```\n(\$ .*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            yield command, output
+
+
+def settled(text):
+    for pattern, instead in VARIES:
+        text = re.sub(pattern, instead, text, flags=re.MULTILINE)
+    return text.rstrip()
+
+
+def flip(path, name):
+    """Flip the lowest bit of element [0, 8] of a tensor of bytes."""
+    info = read_header(path, path.name)[name]
+    data = bytearray(path.read_bytes())
+    data[info.start + 8] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder in which the demo was run, as far as the commands need it."""
+    monkeypatch.chdir(tmp_path)
+    write_demo_checkpoint(Path("moequant-demo/source"))
+    convert("moequant-demo/source", "moequant-demo/fp8_block", format="fp8_block")
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_the_page_shows_is_what_is_printed():
+    commands = [c for c in shown() if re.match("moequant (inspect|convert|prepare|recipes)", c[0])]
+    assert len(commands) == 7
+    for command, output in commands:
+        done = CliRunner().invoke(cli, shlex.split(command)[1:])
+        assert (done.exit_code, settled(done.output)) == (0, settled(output)), command
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_the_page_shows_of_verify_is_what_is_printed():
+    convert("moequant-demo/source", "out", format="nvfp4")
+    right, wrong, whole = (c for c in shown() if c[0].startswith("moequant verify"))
+
+    def verify(command):
+        return CliRunner().invoke(cli, shlex.split(command)[1:])
+
+    # What the last table says of layers that were run, a machine's arithmetic decides.
+    assert verify(right[0]).output.split("layer ")[0] == right[1].split("layer ")[0]
+    assert verify(whole[0]).output == whole[1]
+    (shard,) = Path("out").glob("*.safetensors")
+    flip(shard, "model.layers.1.mlp.experts.3.up_proj.weight_scale")
+    done = verify(wrong[0])
+    assert (done.exit_code, done.output) == (5, wrong[1])
