@@ -27,11 +27,15 @@ class Assignment:
     Attributes:
         units: what is converted, in natural order.
         dequantized: format by name of the quantized weights that are dequantized.
+        kept: names of the quantized weights that a rule keeps.
+        groups: names of convertible weights in the sets that engines merge.
         warnings: a sentence each.
     """
 
     units: list[Unit]
     dequantized: dict[str, str]
+    kept: set[str]
+    groups: list[tuple[str, ...]]
     warnings: list[str]
 
 
@@ -56,6 +60,7 @@ def apply_recipe(
     """
     chosen: dict[str, Rule] = {}
     dequantized: dict[str, str] = {}
+    kept: set[str] = set()
     used: set[int] = set()
     for name, info in tensors.items():
         role, encoded = roles[name], isinstance(info, EncodedInfo)
@@ -66,6 +71,7 @@ def apply_recipe(
             continue
         used.add(id(rule))
         if rule.format == KEEP:
+            kept |= {name} if encoded else set()
             continue
         if get_format(rule.format).is_plain:
             if encoded:
@@ -83,7 +89,44 @@ def apply_recipe(
     groups = group_fused(tensors, roles, fused)
     units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))]
     _check_dequantized_together(groups, dequantized, tensors)
-    return Assignment(units=units, dequantized=dequantized, warnings=warnings)
+    return Assignment(
+        units=units, dequantized=dequantized, kept=kept, groups=groups, warnings=warnings
+    )
+
+
+def keeping_units(
+    kept: Mapping[str, EncodedInfo],
+    groups: Iterable[Sequence[str]],
+    roles: Mapping[str, TensorRole],
+) -> list[Unit]:
+    """Units that write quantized weights in their format, without a change of codes and scales.
+
+    Args:
+        kept: weights that a rule keeps and that cannot be copied, by name.
+        groups: names of weights in the sets that engines merge.
+        roles: the role of every weight.
+
+    Raises:
+        RecipeError: the rule keeps a part of what engines merge.
+    """
+    together = [group for group in groups if not kept.keys().isdisjoint(group)]
+    for group in together:
+        if others := [name for name in group if name not in kept]:
+            first = next(name for name in group if name in kept)
+            raise RecipeError(
+                f"{first} would stay quantized and {others[0]} not, but engines merge them; widen "
+                "the rule to both"
+            )
+    grouped = {name for group in together for name in group}
+    alone = [(name,) for name in kept if name not in grouped]
+    return [
+        Unit(
+            weights=tuple(Weight(info=kept[name], role=roles[name].role) for name in group),
+            format=kept[group[0]].format,
+            options=get_format(kept[group[0]].format).resolve_options(),
+        )
+        for group in (*together, *alone)
+    ]
 
 
 def _check_useful(

@@ -30,7 +30,11 @@ def output_dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) ->
     formats = list(dict.fromkeys(unit.format for unit in assigned.units))
     name = recipe.output.dialect
     if formats:
-        return choose_dialect(name, formats, source.model.architecture)
+        # What a rule keeps quantized has to be written too.
+        stored = {n: i.format for n, i in source.weights.items() if isinstance(i, EncodedInfo)}
+        kept = [format for n, format in stored.items() if n in assigned.kept]
+        together = list(dict.fromkeys((*formats, *kept)))
+        return choose_dialect(name, together, source.model.architecture)
     encoded = {n for n, info in source.weights.items() if isinstance(info, EncodedInfo)}
     if encoded == assigned.dequantized.keys():
         if name not in (None, PLAIN_DIALECT):

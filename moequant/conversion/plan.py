@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion.apply_recipe import apply_recipe
+from moequant.conversion.apply_recipe import apply_recipe, keeping_units
 from moequant.conversion.items import plan_items, unmatched
 from moequant.conversion.memory import MemoryBound
 from moequant.conversion.output_dialect import PLAIN_DIALECT, output_dialect
@@ -172,11 +172,15 @@ def make_plan(
     )
     units, warnings = assigned.units, assigned.warnings
     dialect = output_dialect(recipe, source, assigned)
+    left = unmatched(source, assigned)
+    unchanged = unchanged_weights(left, source, dialect)
+    kept_quantized = {
+        name: info for name, info in left.items() if name in assigned.kept and name not in unchanged
+    }
+    units += keeping_units(kept_quantized, assigned.groups, model.roles)
     if dialect.stacks:
         units = [replace(unit, stack=stack_of(unit.name, model)) for unit in units]
     converted = {weight.module: unit.format for unit in units for weight in unit.weights}
-    left = unmatched(source, assigned)
-    unchanged = unchanged_weights(left, source, dialect)
     formats = converted | {info.module: info.format for info in unchanged.values()}
     modules = (_module(name, info) for name, info in weights.items())
     kept = [module for module in modules if module is not None and module not in formats]
@@ -189,7 +193,7 @@ def make_plan(
         shards = plan_shards(items, dialect, parse_size(recipe.output.max_shard_size))
         quantization_config = dialect.quantization_config(formats, kept)
     source_files = describe_files(tensors, file_bytes)
-    back = [info for name, info in left.items() if name not in unchanged]
+    back = [i for name, i in left.items() if name not in unchanged and name not in kept_quantized]
     warnings += warnings_of_source(source, back, config)
     if plain:
         warnings += warnings_of_experts_apart(items, model)

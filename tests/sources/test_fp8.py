@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from moequant.cli import cli
 from moequant.conversion import Recipe, convert
+from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.formats import get_format
 from moequant.progress import SilentProgress
@@ -197,8 +198,9 @@ RECIPE_OF_THE_DOCS = [
 ]
 
 
+@pytest.mark.parametrize("format", ["keep", "fp8_block"])
 def test_the_recipe_of_the_docs_keeps_the_attention_of_deepseek_v3_in_fp8(
-    make_fp8, by_hand, edit, read_tensors, tmp_path
+    make_fp8, by_hand, edit, read_tensors, tmp_path, format
 ):
     """With the 576 rows of `kv_a_proj_with_mqa`, which engines merge with `q_a_proj`."""
     source = make_fp8("deepseek_v3", path=tmp_path / "source").path
@@ -212,7 +214,8 @@ def test_the_recipe_of_the_docs_keeps_the_attention_of_deepseek_v3_in_fp8(
             merged |= {f"{module}.{suffix}": t for suffix, t in encoded.tensors.items()}
     edit(source, {n: t for n, t in merged.items() if "q_a_proj" in n}, new=True)
     edit(source, {n: t for n, t in merged.items() if "q_a_proj" not in n})
-    recipe = Recipe.model_validate({"rules": RECIPE_OF_THE_DOCS})
+    rules = [RECIPE_OF_THE_DOCS[0] | {"format": format}, RECIPE_OF_THE_DOCS[1]]
+    recipe = Recipe.model_validate({"rules": rules})
     result = convert(source, tmp_path / "out", recipe=recipe)
     errors = by_role(result.requantization_errors)
     for role in ("attention", "shared_experts", "dense_mlp"):
@@ -221,6 +224,53 @@ def test_the_recipe_of_the_docs_keeps_the_attention_of_deepseek_v3_in_fp8(
     for name, tensor in merged.items():
         assert same(after[name.replace("weight_scale_inv", "weight_scale")], tensor)
     assert verify(tmp_path / "out", against=source).ok
+
+
+KEEP = [
+    {"roles": ["attention"], "format": "keep"},
+    {"roles": ["routed_experts"], "layers": "0", "format": "keep"},
+    {"roles": ["routed_experts"], "format": "nvfp4"},
+]
+
+
+@pytest.mark.parametrize("settings", SCALES)
+def test_keep_leaves_quantized_weights_quantized_in_another_dialect(
+    make_fp8, read_tensors, config_of, tmp_path, settings
+):
+    source = make_fp8("qwen3_moe", **settings)
+    recipe = Recipe.model_validate({"rules": KEEP})
+    result = convert(source.path, tmp_path / "out", recipe=recipe)
+    assert result.plan.dialect.name == "compressed-tensors"
+    assert not any("dequantized" in warning for warning in result.plan.warnings)
+    before, after = read_tensors(source.path), read_tensors(tmp_path / "out")
+    for module in (ATTENTION, "model.layers.0.mlp.experts.1.up_proj"):
+        assert same(after[f"{module}.weight"], before[f"{module}.weight"])
+        scale = before[f"{module}.weight_scale_inv"].float()
+        assert torch.equal(after[f"{module}.weight_scale"], scale)
+        config = config_of(tmp_path / "out")["quantization_config"]
+        assert find_dialect(config).reader(config)(module) == "fp8_block"
+    kept = [e for e in result.requantization_errors if e.format == "fp8_block"]
+    assert {e.role for e in kept} == {"attention", "routed_experts"}
+    assert all(error.exact == error.weights for error in kept)
+    assert verify(tmp_path / "out", against=source.path).ok
+
+
+def test_keep_leaves_numbers_of_e8m0_scales_exact(make_fp8, read_tensors, tmp_path):
+    source = make_fp8("qwen3_moe", scale_dtype=torch.float8_e8m0fnu)
+    rules = [{"roles": ["attention"], "format": "keep"}]
+    rules += [{"roles": ["routed_experts"], "format": "fp8_block"}]
+    result = convert(source.path, tmp_path / "out", recipe=Recipe.model_validate({"rules": rules}))
+    after = read_tensors(tmp_path / "out")
+    assert after[f"{ATTENTION}.weight"].dtype == torch.float8_e4m3fn
+    assert all(error.exact == error.weights for error in result.requantization_errors)
+    assert verify(tmp_path / "out", against=source.path).ok
+
+
+def test_keep_of_a_part_of_what_engines_merge_is_refused(make_fp8, tmp_path):
+    source = make_fp8("qwen3_moe")
+    rules = [{"match": r".*\.q_proj\.weight", "format": "keep"}, KEEP[2]]
+    with pytest.raises(RecipeError, match=r"q_proj.* stay quantized and .*k_proj.* merge them"):
+        convert(source.path, tmp_path / "out", recipe=Recipe.model_validate({"rules": rules}))
 
 
 def test_rows_that_do_not_fill_a_block_are_refused_where_engines_add_more(
