@@ -136,6 +136,24 @@ def test_outlier_channels_pass(scaled, tmp_path, format):
 
 
 @pytest.mark.parametrize("format", CONVERTIBLE)
+def test_weights_of_any_size_have_the_ordinary_error_until_a_scale_underflows(format):
+    wanted = get_format(format)
+    w = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) * 0.02
+    lost = []
+    for exponent in range(-140, 120, 2):
+        scaled = w * 2.0 ** (exponent // 2) * 2.0 ** (exponent - exponent // 2)
+        q = wanted.quantize(scaled)
+        lost.append(wanted.underflows(q))
+        error = (dequantize(q).double() - scaled.double()).norm() / scaled.double().norm()
+        # Of 131 072 weights the error is within 5 % of that of any number.
+        assert lost[-1] or error < 1.05 * wanted.ordinary_error, exponent
+    # Small ones alone, and not all of them.
+    assert lost == sorted(lost, reverse=True)
+    assert not lost[len(lost) // 2]
+    assert lost[0]
+
+
+@pytest.mark.parametrize("format", CONVERTIBLE)
 def test_blocks_with_scales_in_range_stay_within_the_limit(format):
     """One large weight in each block, and others just below half of the smallest step."""
     wanted = get_format(format)
