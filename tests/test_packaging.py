@@ -16,6 +16,8 @@ import pytest
 
 import moequant
 import moequant.conversion
+from moequant.dialects import REGISTRY as DIALECTS
+from moequant.dialects import SOURCES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -115,6 +117,15 @@ def test_verification_uses_public_names_of_conversion_alone():
     }
     assert used - public == set()
     assert used, "it plans again"
+
+
+@pytest.mark.parametrize("layer", ["storage", "weights", "conversion", "verification"])
+def test_code_that_reads_and_writes_weights_names_no_dialect(layer):
+    dialects = {type(d).__module__ for d in (*DIALECTS.values(), *SOURCES.values())}
+    for name, path in MODULES.items():
+        if name.startswith(f"moequant.{layer}."):
+            named = {i if i in MODULES else i.rpartition(".")[0] for i in imports(path)}
+            assert named & dialects == set(), name
 
 
 def test_no_two_public_classes_share_a_name():

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from moequant._version import __version__
 from moequant.conversion.recipe import Recipe, field_path
 from moequant.conversion.source_identity import content_digests, source_digests
-from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
+from moequant.dialects import SOURCES
 from moequant.errors import RecipeError
 from moequant.progress import SilentProgress
 from moequant.storage.files import HF_QUANT_CONFIG_FILE
@@ -41,8 +41,8 @@ def converted_config(
     text_config = result.get("text_config")
     if isinstance(text_config, dict):
         result["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
-    # What DeepSeek-V4 says of its experts, and would not be true of ours.
-    for key in ("quantization_config", EXPERT_DTYPE):
+    # What is said of the source's quantization is not true of ours.
+    for key in ("quantization_config", *(k for d in SOURCES.values() for k in d.config_keys)):
         result.pop(key, None)
     if quantization_config:
         result["quantization_config"] = dict(quantization_config)

@@ -34,6 +34,8 @@ class Dialect(ABC):
     summary: ClassVar[str]
     encodings: ClassVar[Mapping[str, Encoding]]
     """How the parts of each quantized format it knows lie on disk; some are read-only."""
+    config_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys at the top of config.json that speak of its quantization too."""
     stacks: ClassVar[bool] = False
     """Whether the experts of a layer lie stacked in tensors that the architecture table names.
 
@@ -139,6 +141,24 @@ class Dialect(ABC):
         Raises:
             UnsupportedError: the dialect cannot carry this mixture of formats.
         """
+
+    def complete(
+        self,
+        quantization_config: Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        read: Callable[[str], Mapping[str, Any] | None],
+    ) -> Mapping[str, Any] | None:
+        """A source's `quantization_config` with what its writers say of it elsewhere.
+
+        Args:
+            quantization_config: the entry of config.json; None where there is none.
+            config: config.json.
+            read: a JSON file beside config.json, by name; None where it is not there.
+
+        Raises:
+            CheckpointError: that file is malformed.
+        """
+        return quantization_config
 
     @abstractmethod
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:

@@ -34,6 +34,19 @@ class DeepseekV4(SourceDialect):
     name = "deepseek-v4"
     summary = "DeepSeek-V4's FP8 and MXFP4; as a source alone"
     encodings = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes(scale="scale")}  # noqa: RUF012
+    config_keys = (EXPERT_DTYPE,)
+
+    def complete(
+        self,
+        quantization_config: Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        read: Callable[[str], Mapping[str, Any] | None],
+    ) -> Mapping[str, Any] | None:
+        """As Dialect; `expert_dtype` may stand at the top of config.json."""
+        found = quantization_config
+        if found is None or EXPERT_DTYPE in found or EXPERT_DTYPE not in config:
+            return found
+        return {**found, EXPERT_DTYPE: config[EXPERT_DTYPE]}
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """As Dialect."""

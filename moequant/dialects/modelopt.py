@@ -46,6 +46,7 @@ from moequant.dialects.config_fields import as_mapping, key_text, mapping_field,
 from moequant.dialects.encodings import Fp8BlocksFlexible, Fp8Channels, Nvfp4Multiplied
 from moequant.dialects.names import expert_block, kept_blocks
 from moequant.errors import UnsupportedError
+from moequant.storage.files import HF_QUANT_CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,6 +129,23 @@ class ModelOpt(Dialect):
             "ignore": sorted(blocks + others),
         }
 
+    def complete(
+        self,
+        quantization_config: Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        read: Callable[[str], Mapping[str, Any] | None],
+    ) -> Mapping[str, Any] | None:
+        """As Dialect; hf_quant_config.json says it, or says which layer has which format."""
+        found = quantization_config
+        if found is not None and not _lacks_layers(found):
+            return found
+        document = read(HF_QUANT_CONFIG_FILE)
+        quantization = None if document is None else document.get("quantization")
+        if not isinstance(quantization, dict):
+            # Who reads the weights says of quantized ones that nothing describes them.
+            return found
+        return {"quant_method": "modelopt", **quantization, **(found or {})}
+
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """As Dialect."""
         return quantization_config.get("quant_method") in _METHODS
@@ -174,7 +192,7 @@ class ModelOpt(Dialect):
         return format_of
 
 
-def lacks_layers(quantization_config: Mapping[str, Any]) -> bool:
+def _lacks_layers(quantization_config: Mapping[str, Any]) -> bool:
     """Whether an entry of config.json says that formats are mixed, and not which layer has which.
 
     hf_quant_config.json then does.

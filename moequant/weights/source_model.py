@@ -16,13 +16,10 @@ import torch
 
 from moequant.dialects import SOURCES as DIALECTS
 from moequant.dialects import find_dialect
-from moequant.dialects.deepseek_v4 import EXPERT_DTYPE
-from moequant.dialects.modelopt import lacks_layers
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture, read_model
 from moequant.storage.documents import read_document
-from moequant.storage.files import HF_QUANT_CONFIG_FILE
 from moequant.storage.headers import DTYPE_BITS, DTYPES, TensorInfo, dtype_name
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint, stored_places
@@ -112,24 +109,19 @@ def read_source(
 def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """config.json of a source, its `quantization_config` with all that is said elsewhere.
 
-    That is `expert_dtype` at the top of config.json, and hf_quant_config.json: instead of the
-    entry, or the `quantized_layers` of one that has none.
-
     Raises:
-        CheckpointError: that file is malformed.
+        CheckpointError: a file that says it is malformed.
     """
-    config, path = checkpoint.config, checkpoint.path / HF_QUANT_CONFIG_FILE
-    found = _quantization_config(config)
-    if found is not None and EXPERT_DTYPE not in found and EXPERT_DTYPE in config:
-        return {**config, "quantization_config": {**found, EXPERT_DTYPE: config[EXPERT_DTYPE]}}
-    if (found is not None and not lacks_layers(found)) or not path.is_file():
-        return config
-    quantization = read_document(FixedFile.at(path)).get("quantization")
-    if not isinstance(quantization, dict):
-        # Of weights that are quantized all the same, who reads them says that nothing describes it.
-        return config
-    entry = {"quant_method": "modelopt", **quantization, **(found or {})}
-    return {**config, "quantization_config": entry}
+
+    def read(file: str) -> Mapping[str, Any] | None:
+        path = checkpoint.path / file
+        return read_document(FixedFile.at(path)) if path.is_file() else None
+
+    config = checkpoint.config
+    before = found = _quantization_config(config)
+    for dialect in DIALECTS.values():
+        found = dialect.complete(found, config, read)
+    return config if found is before else {**config, "quantization_config": found}
 
 
 def seen_as_source(
