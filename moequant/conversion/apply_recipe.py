@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.recipe import Recipe, Rule
     from moequant.models import TensorRole
-    from moequant.weights.parts import WeightInfo
+    from moequant.weights.source_weights import WeightInfo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from moequant.conversion.stacked_output import dequantizing_units
 from moequant.conversion.units import Copy
 from moequant.models import biases_of
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.parts import PartInfo
+from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from moequant.conversion.apply_recipe import Assignment
     from moequant.conversion.units import Item, Unit
     from moequant.storage.headers import TensorInfo
-    from moequant.weights.parts import WeightInfo
     from moequant.weights.source_model import SourceModel
+    from moequant.weights.source_weights import WeightInfo
 
 
 _BESIDE_QUANTIZED = "bf16"

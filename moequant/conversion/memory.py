@@ -14,13 +14,13 @@ from moequant.conversion.batches import BATCH_BYTES
 from moequant.formats import get_format, tile_bytes
 from moequant.formats.squares import TILE_ROWS
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.parts import PartInfo
+from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moequant.conversion.units import Unit, Weight
-    from moequant.weights.parts import WeightInfo
+    from moequant.weights.source_weights import WeightInfo
 
 
 _TENSOR_BYTES = 1200

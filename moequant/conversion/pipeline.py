@@ -49,7 +49,7 @@ from moequant.storage.locate import locate
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import described_architectures
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.parts import PartInfo
+from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

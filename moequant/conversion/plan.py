@@ -30,7 +30,8 @@ from moequant.conversion.units import Copy, Unit, quantizer_jobs
 from moequant.dialects.engines import Verdict, warnings_of
 from moequant.errors import RecipeError
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.source_model import read_source, source_config
+from moequant.weights.source_config import source_config
+from moequant.weights.source_model import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from moequant.quantizers import Job
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
-    from moequant.weights.parts import WeightInfo
     from moequant.weights.source_model import SourceModel
+    from moequant.weights.source_weights import WeightInfo
 
 
 @dataclass(frozen=True, kw_only=True)

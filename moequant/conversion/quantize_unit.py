@@ -17,7 +17,7 @@ from moequant.formats import QuantizedWeight, get_format, plain_weight, recode
 from moequant.formats.base import check_values
 from moequant.storage.buffers import Arena
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.parts import decoded, read_stored
+from moequant.weights.source_weights import decoded, read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.quantizers import Job
     from moequant.storage.headers import TensorInfo
-    from moequant.weights.parts import WeightInfo
+    from moequant.weights.source_weights import WeightInfo
 
 
 @dataclass(frozen=True, kw_only=True)

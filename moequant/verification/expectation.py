@@ -29,7 +29,7 @@ from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.verification.differences import differences
 from moequant.weights.converted import stored_places
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.parts import PartInfo
+from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
-    from moequant.weights.parts import WeightInfo
     from moequant.weights.source_model import SourceModel
+    from moequant.weights.source_weights import WeightInfo
 
     FormatOf = Callable[[str], str | None]
 

@@ -25,7 +25,7 @@ from moequant.runtime.layer_reader import act_fn_of
 from moequant.verification.decode import decode
 from moequant.verification.reference import activation, evaluate_layer
 from moequant.verification.report import LayerCheck
-from moequant.weights.parts import read_weights
+from moequant.weights.source_weights import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moequant.storage.checkpoint import Checkpoint
     from moequant.verification.findings import Findings
     from moequant.weights.converted import ConvertedCheckpoint
-    from moequant.weights.parts import WeightInfo
+    from moequant.weights.source_weights import WeightInfo
 
     Layers = Literal["all"] | int
 

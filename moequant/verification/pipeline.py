@@ -36,7 +36,8 @@ from moequant.verification.structure import (
 )
 from moequant.verification.weights import check_weights
 from moequant.weights.converted import ConvertedCheckpoint, recorded_architectures
-from moequant.weights.source_model import read_source, source_config
+from moequant.weights.source_config import source_config
+from moequant.weights.source_model import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

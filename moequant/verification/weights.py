@@ -40,8 +40,8 @@ from moequant.verification.findings import WeightChecks
 from moequant.verification.identity import compare_tensors, find_difference
 from moequant.verification.report import Problem, WeightCheck
 from moequant.weights.biases import check_bias
-from moequant.weights.parts import read_stored
 from moequant.weights.places import read_places
+from moequant.weights.source_weights import read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ from moequant.models import Model, StackedExperts, find_architecture
 from moequant.models.experts import read_model
 from moequant.storage.buffers import Arena
 from moequant.storage.checkpoint import Checkpoint
-from moequant.weights.parts import PartInfo, read_weights, unstacked
+from moequant.weights.source_weights import PartInfo, read_weights, unstacked
 
 E, H, I = 3, 4, 4  # H = I: no shape tells how a stack lies
 CONFIG = {
