@@ -1,4 +1,4 @@
-"""A converted checkpoint as any stranger would read it: from disk, through its dialect."""
+"""A converted checkpoint, read as an engine reads it: from disk, through its dialect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ConvertedCheckpoint:
         dialect: the dialect its config.json is written in.
         architecture: the family it belongs to.
         moe: sizes of its expert layers.
-        format_of: the format config.json gives a module, or None where it was kept.
+        format_of: the format config.json gives a module, or None for one that is not quantized.
     """
 
     checkpoint: Checkpoint
@@ -142,12 +142,13 @@ class ConvertedCheckpoint:
         return None
 
     def encoded(self, module: str) -> EncodedWeight:
-        """Where the tensors of a converted module lie; without those a dialect may do without.
+        """Where the tensors of a converted module lie.
 
-        Of a stack every tensor is wanted, and missed by the name it has on disk.
+        Tensors of its own that are not there are left out: some are optional, and the dialect says
+        which one it misses. Of tensors that stack experts, each must be there.
 
         Raises:
-            UnsupportedError: config.json says that the module was kept.
+            UnsupportedError: config.json says that the module is not quantized.
         """
         format = self.format_of(module)
         if format is None:
@@ -166,7 +167,7 @@ class ConvertedCheckpoint:
 
         Raises:
             CheckpointError: a tensor is missing, or not what the dialect says.
-            UnsupportedError: config.json says that the module was kept.
+            UnsupportedError: config.json says that the module is not quantized.
         """
         return self.encoded(module).read(self.checkpoint)
 

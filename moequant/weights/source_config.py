@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """config.json of a source, its `quantization_config` with all that is said elsewhere.
+    """config.json of a source, with all of its `quantization_config`.
+
+    Some dialects write a part of it elsewhere: at the top of config.json, or in another file.
 
     Raises:
         CheckpointError: a file that says it is malformed.
@@ -34,7 +36,7 @@ def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def quantization_config_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The entry of config.json, which vision models may keep in the language model's section."""
+    """`quantization_config` of config.json; vision models may have it in `text_config`."""
     text_config = config.get("text_config")
     sections = (config, text_config if isinstance(text_config, dict) else {})
     found = (section.get("quantization_config") for section in sections)
@@ -44,7 +46,10 @@ def quantization_config_of(config: Mapping[str, Any]) -> Mapping[str, Any] | Non
 def find_source_dialect(
     quantization_config: Mapping[str, Any] | None, names: Iterable[str]
 ) -> Dialect | None:
-    """What claims the source; of several, the first that has a last name found among `names`."""
+    """The dialect that claims a source, or None.
+
+    Of several, the first of which a suffix is found among the `names` of tensors.
+    """
     if quantization_config is None:
         return None
     claiming = [d for d in DIALECTS.values() if d.claims(quantization_config)]
@@ -55,5 +60,5 @@ def find_source_dialect(
 
 
 def telling_suffixes(dialect: Dialect) -> set[str]:
-    """Last names that no plain tensor has."""
+    """Suffixes of tensor names that only quantized weights have."""
     return {suffix for e in dialect.encodings.values() for suffix in e.suffixes} - {"weight"}

@@ -64,8 +64,8 @@ def _on_their_own(
         format = format_of(module)
         if format is None:
             raise CheckpointError(
-                f"{name}: says that its weight is quantized, but quantization_config says that it "
-                f"was kept as it was; {_NEXT}"
+                f"{name}: belongs to a quantized weight, but quantization_config says that its "
+                f"module is not quantized; {_NEXT}"
             )
         names = [f"{module}.{suffix}" for suffix in dialect.encoding(format).suffixes]
         parts = {n: tensors[n] for n in names if n in tensors}

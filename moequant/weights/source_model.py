@@ -1,8 +1,8 @@
-"""A source seen through its quantization: weights by name, however they are stored.
+"""A source: its architecture, and every weight by name, however it is stored.
 
-Which of them are quantized, the tensors say: a module is if codes or scales by the names of the
-source's dialect are there. In which format, config.json says. Where the two contradict each other
-the source is refused, for one of them is wrong.
+The tensors say which weights are quantized: those with codes or scales by the names of the
+source's dialect. config.json says in which format. A source in which the two contradict each other
+is refused.
 """
 
 from __future__ import annotations
