@@ -28,7 +28,7 @@ from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, biases_of
 from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.verification.differences import differences
 from moequant.weights.converted import stored_places
-from moequant.weights.encoded import EncodedInfo
+from moequant.weights.encoded import EncodedInfo, EncodedWeight
 from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion import Plan, Unit
     from moequant.dialects import Dialect
-    from moequant.models import Architecture, Model, Place, TensorRole
+    from moequant.models import Architecture, Model, TensorRole
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
@@ -105,9 +105,15 @@ class Expectation:
         }
         return left | {w.module: unit.format for unit in self.units for w in unit.weights}
 
-    def places(self, module: str, format: str) -> dict[str, Place]:
-        """Where each tensor of a converted module lies, by the name its dialect has for it."""
-        return stored_places(self.model.architecture, self.model.moe, self.dialect, module, format)
+    def encoded(self, module: str, format: str) -> EncodedWeight:
+        """Where the tensors of a converted module lie, and how they are decoded."""
+        model = self.model
+        return EncodedWeight(
+            module=module,
+            format=format,
+            dialect=self.dialect,
+            places=stored_places(model.architecture, model.moe, self.dialect, module, format),
+        )
 
 
 def expect_by_record(

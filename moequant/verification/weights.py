@@ -264,7 +264,8 @@ def _read_weight(
         arena: whose memory to use.
     """
     files = stored.checkpoint
-    places = expected.places(weight.module, format)
+    encoded = expected.encoded(weight.module, format)
+    places = encoded.places
     there = {n: p for n, p in places.items() if _is_as_expected(p.tensor, files, expected)}
     try:
         tensors = dict(zip(there, read_places(files, [*there.values()], arena), strict=True))
@@ -277,7 +278,7 @@ def _read_weight(
             for name, place in places.items()
         ):
             return None
-        q = expected.dialect.from_disk(weight.module, format, tensors)
+        q = encoded.decode(tensors)
     except MoequantError as error:
         result.add(weight.info.name, error)
         return None
