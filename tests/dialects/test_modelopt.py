@@ -204,7 +204,7 @@ def test_it_is_looked_at_loaded_prepared_and_given_back(written, plain, tmp_path
     shown = CliRunner().invoke(cli, ["inspect", str(out), "--json"])
     assert json.loads(shown.stdout)["formats"] == ["nvfp4"]
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    topk = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5)
+    topk = torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5)
     layers = [moequant.load_experts(path, layer=1, device="cpu") for path in (out, twin)]
     one, other = (layer(x, *topk) for layer in layers)
     assert torch.equal(one, other)
