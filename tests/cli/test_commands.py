@@ -61,6 +61,16 @@ def test_what_the_page_shows_is_what_is_printed():
         assert (done.exit_code, settled(done.output)) == (0, settled(output)), command
 
 
+def test_what_the_page_shows_of_the_demo_is_what_is_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (shown_table,) = re.findall(r"^```\n(format +before .*?)^```$", PAGE.read_text(), re.S | re.M)
+    printed = CliRunner().invoke(cli, ["demo"]).output
+    # Errors of layers depend on a machine's arithmetic.
+    columns = slice(0, shown_table.index("layer error"))
+    rows = [line[columns] for line in shown_table.splitlines()]
+    assert [line[columns] for line in printed.splitlines()[: len(rows)]] == rows
+
+
 @pytest.mark.usefixtures("folder")
 def test_what_the_page_shows_of_verify_is_what_is_printed():
     convert("moequant-demo/source", "out", format="nvfp4")

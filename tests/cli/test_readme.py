@@ -122,5 +122,13 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
             assert anchor in slugs or f'<a id="{anchor}">' in there, target
 
 
+def test_the_tests_that_are_named_as_proof_are_there():
+    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    named = re.findall(r"\[(test_\w+)\]\(\.\./([^)]+)\)", text)
+    assert len(named) >= 8
+    for test, file in named:
+        assert f"def {test}(" in (ROOT / file).read_text("utf-8"), test
+
+
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
