@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton kernels run on the CPU: no inline assembly, and no native cast to FP8."""
@@ -30,18 +30,41 @@ def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-# How a compiled kernel is called has changed with Triton's versions: older ones launch as ever.
+# How constexpr are given to a compiled kernel has changed with Triton's versions.
 _RELAUNCHES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-_COMPILED: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
+_COMPILED: dict[tuple[Hashable, ...], Any] = {}
+
+
+class Relaunch:
+    """A launch that can be repeated with other tensors of the same dtypes and alignments.
+
+    Args:
+        run: launches the kernel: called with all its arguments, and a stream.
+        args: the arguments, constexpr included.
+    """
+
+    __slots__ = ("_args", "_run")
+
+    def __init__(self, run: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._run = run
+        self._args = args
+
+    def keeping_all_but(self, count: int) -> Relaunch:
+        """The same without its first `count` arguments, which must then be given."""
+        return Relaunch(self._run, (*(None,) * count, *self._args[count:]))
+
+    def __call__(self, *first: Tensor, stream: int) -> None:
+        """Launch on `stream` with `first` in place of as many of the first arguments."""
+        self._run(*first, *self._args[len(first) :], stream=stream)
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, overlap: bool, **constants: Any
-) -> None:
+) -> Relaunch | None:
     """Launch a Triton kernel on the current stream.
 
     As `kernel[grid](...)` does, but what Triton would compile for arguments of their kinds is
-    looked up here, in less time on the host.
+    looked up here: Triton 3.6 takes 20 to 30 us on the host to find that out in each launch.
 
     Args:
         kernel: its parameters are `args`, then constexpr.
@@ -51,34 +74,27 @@ def launch(
         num_warps: of a program.
         overlap: whether it may start before the kernel in front has ended.
         constants: the constexpr.
+
+    Returns:
+        The launch, to be repeated; None in the interpreter and with older versions of Triton.
     """
     if INTERPRETED or not _RELAUNCHES or args[0].device.type != "cuda":
         kernel[grid](*args, **constants, num_warps=num_warps, launch_pdl=overlap)
-        return
+        return None
     kinds = tuple(
         (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (a == 1, a % 16 == 0)
         for a in args
     )
     key = (id(kernel), args[0].device, num_warps, overlap, kinds, *constants.values())
-    known = _COMPILED.get(key)
-    if known is None:
+    every = (*args, *(constants[name] for name in kernel.arg_names[len(args) :]))
+    compiled = _COMPILED.get(key)
+    if compiled is None:
         compiled = kernel[grid](*args, **constants, num_warps=num_warps, launch_pdl=overlap)
-        rest = kernel.arg_names[len(args) :]
-        _COMPILED[key] = compiled, tuple(constants[name] for name in rest)
-        return
-    compiled, rest = known
-    # As a compiled kernel launches itself, without what it does for profilers' hooks.
-    compiled.run(
-        *(*grid, 1, 1)[:3],
-        stream_of(args[0].device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *args,
-        *rest,
-    )
+        _COMPILED[key] = compiled
+        return Relaunch(compiled[(*grid, 1, 1)[:3]], every)
+    again = Relaunch(compiled[(*grid, 1, 1)[:3]], every)
+    again(stream=stream_of(args[0].device))
+    return again
 
 
 @triton.jit

@@ -12,6 +12,8 @@ from moequant.kernels.launch import launch, overlaps_launches, wait_for_inputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moequant.kernels.launch import Relaunch
+
 _BLOCKS = ((64, 256), (1 << 62, 1024))
 
 
@@ -23,7 +25,7 @@ def weighted_reduce(
     *,
     bias: Tensor | None = None,
     row_end: Tensor | None = None,
-) -> None:
+) -> Relaunch | None:
     """Sum over a token's slots t of `topk_weights[m, t] * rows[row_of_slot[m * T + t]]`.
 
     Args:
@@ -33,10 +35,13 @@ def weighted_reduce(
         out: [M, H] contiguous, written.
         bias: [E, H] contiguous, float32 or bfloat16, added to the rows of each expert.
         row_end: with a bias, [E] int32, the row behind the last of each expert.
+
+    Returns:
+        See `launch`; the first arguments are `rows`, `row_of_slot`, `topk_weights` and `out`.
     """
     tokens, H = out.shape
     if tokens == 0:
-        return
+        return None
     block = next(block for most, block in _BLOCKS if tokens <= most)
     shared: dict[str, Any] = {
         "H": H,
@@ -48,11 +53,10 @@ def weighted_reduce(
     }
     grid = (tokens, -(-H // block))
     if bias is None:
-        launch(reduce_tokens, grid, rows, row_of_slot, topk_weights, out, **shared)
-        return
+        return launch(reduce_tokens, grid, rows, row_of_slot, topk_weights, out, **shared)
     assert row_end is not None
     E = row_end.shape[0]
-    launch(
+    return launch(
         reduce_biased_tokens,
         grid,
         rows,

@@ -32,6 +32,8 @@ from moequant.kernels.routing import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moequant.kernels.launch import Relaunch
+
 FEW_SLOTS = 1024
 """Up to here, one launch sorts, quantizes and permutes."""
 BESIDE_SLOTS = 16384
@@ -49,7 +51,7 @@ def prepare(
     grouping: Grouping,
     *,
     expert_map: Tensor | None = None,
-) -> None:
+) -> Relaunch | None:
     """Sort the routing, quantize, permute: one launch for few slots and alignment 1, else up to 3.
 
     Args:
@@ -60,10 +62,14 @@ def prepare(
         scale: float32 [ceil(H / 128), row stride], written but for gaps.
         grouping: how `routing` is sorted.
         expert_map: [global experts], see `sort_routing`.
+
+    Returns:
+        Of a single launch, see `launch`: its first arguments are `hidden`, `topk_ids`, and
+        `expert_map` or again `topk_ids`. None of several.
     """
     tokens, topk = topk_ids.shape
     if tokens == 0:
-        return
+        return None
     overlap = overlaps_launches(hidden.device)
     H = hidden.shape[1]
     shared = {
@@ -73,7 +79,7 @@ def prepare(
         "OVERLAP": overlap,
     }
     if tokens * topk <= FEW_SLOTS and grouping.alignment == 1:
-        launch(
+        return launch(
             prepare_few,
             (tokens + 1, -(-H // (128 * _GROUPS_A_PROGRAM))),
             hidden,
@@ -100,7 +106,6 @@ def prepare(
             num_warps=4,
             overlap=overlap,
         )
-        return
     sort_routing(topk_ids, routing, grouping, expert_map=expert_map)
     groups = _groups_a_program(H)
     launch(
@@ -117,6 +122,7 @@ def prepare(
         num_warps=4,
         overlap=overlap,
     )
+    return None
 
 
 def _groups_a_program(H: int) -> int:

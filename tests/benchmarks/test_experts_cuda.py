@@ -54,7 +54,7 @@ def test_stages_and_host_are_timed_too(act_fn):
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setattr(contenders, "_OTHERS", {"broken": lambda weights: lambda x, ids, w: x * 2})
+    monkeypatch.setattr(contenders, "_OTHERS", {"broken": lambda weights: lambda x, w, ids: x * 2})
     (result,) = bench_experts({"s": SHAPE}, Measure(tokens=[8], against=["broken"]))
     (layer,) = result.layers
     assert list(layer.cells[0].times) == [OURS]

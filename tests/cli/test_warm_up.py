@@ -17,8 +17,8 @@ experts = load_experts(sys.argv[1], 0, "cuda")
 topk = 2
 for M in range(1, 601):
     ids = torch.arange(M * topk, device="cuda").reshape(M, topk) % experts.weights.experts
-    experts(torch.ones(M, experts.weights.hidden, device="cuda").bfloat16(), ids.int(),
-            torch.ones(M, topk, device="cuda"))
+    experts(torch.ones(M, experts.weights.hidden, device="cuda").bfloat16(),
+            torch.ones(M, topk, device="cuda"), ids.int())
 torch.cuda.synchronize()
 """
 

@@ -129,4 +129,4 @@ def _inputs(
     if kind == "nowhere":
         ids[:] = -1
     router = torch.rand(M, T, generator=g, device="cuda") + 0.1
-    return hidden, ids.int(), router / router.sum(1, keepdim=True)
+    return hidden, router / router.sum(1, keepdim=True), ids.int()

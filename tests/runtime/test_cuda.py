@@ -71,7 +71,7 @@ def test_the_reference_runs_on_a_device_when_it_is_named(
     experts = load_experts(
         path, 0, device="cuda", backend="torch_reference", activations=activations
     )
-    there = experts(hidden.cuda(), ids.cuda(), weights.cuda()).cpu()
+    there = experts(hidden.cuda(), weights.cuda(), ids.cuda()).cpu()
     # Without quantized activations only float32 accumulation in another order differs: sums of 256
     # terms. With them, a last bit of an intermediate may decide between two FP8 neighbours.
     limit = 1e-5 if activations == "none" else 1e-2

@@ -149,7 +149,7 @@ def test_it_computes_what_the_reference_does(weights, inputs, shape, M):
 def test_it_does_for_every_kind_of_routing(weights, inputs, shape, M, kind):
     call = inputs(shape, M, kind)
     got = check(weights(shape), call)
-    assert not got[(call[1] < 0).all(1)].any()
+    assert not got[(call[2] < 0).all(1)].any()
 
 
 @gpu
