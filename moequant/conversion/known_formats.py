@@ -1,4 +1,4 @@
-"""The work behind an output whose formats are known: what another tool wrote, as we would."""
+"""Units of work for an output whose formats are known, as those that other tools wrote."""
 
 from __future__ import annotations
 

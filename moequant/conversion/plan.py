@@ -162,7 +162,7 @@ def make_plan(
     Raises:
         CheckpointError: the source is incomplete or contradicts its config.
         UnsupportedError: an unknown architecture, an expert no rule explains, or no such dialect.
-        RecipeError: the recipe is for other architectures, splits what must unchanged together, or
+        RecipeError: the recipe is for other architectures, splits what must stay together, or
             matches nothing.
     """
     source = read_source(tensors, config, own)

@@ -1,4 +1,4 @@
-"""What decides the bytes of an output, as one digest: the same plan anywhere, or not."""
+"""One digest of all that decides the bytes of an output; equal for equal plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user should know before a conversion begins: engines that load the output, surprises."""
+"""What a user should know before a conversion: which engines load the output, and warnings."""
 
 from __future__ import annotations
 

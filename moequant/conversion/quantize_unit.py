@@ -1,4 +1,4 @@
-"""Read a unit of work, bring it into its format, and name its tensors as the dialect does.
+"""Read and quantize one unit of work, and name its tensors as the dialect does.
 
 A weight of the source may be quantized itself. What its format and the wanted one both hold is
 written without a change of any number (`moequant.formats.recode`); all else is dequantized to

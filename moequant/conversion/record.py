@@ -1,4 +1,4 @@
-"""What an output says of its source and its making, for who writes it and who checks it."""
+"""What an output records about its source and how it was made; written and verified by this."""
 
 from __future__ import annotations
 

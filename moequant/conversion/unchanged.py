@@ -1,9 +1,10 @@
-"""Quantized weights of a source that no rule speaks of: whether they stay as they are.
+"""Quantized weights of a source that no rule of the recipe names: which of them stay unchanged.
 
-They do, bit for bit, where the output is in the source's dialect and its `quantization_config`
-describes them as they lie: every engine that loaded them from the source then loads them from the
-output. In another dialect they are dequantized to BF16, which all engines load beside any format;
-a rule that gives them a format of that dialect keeps them quantized, exactly if it is their own.
+They are copied bit for bit where the output is in the source's dialect and `quantization_config`
+describes them as they are stored: an engine that loads them from the source then loads them from
+the output. In another dialect they are dequantized to BF16, which every engine loads beside any
+format. A rule that gives them a format of that dialect keeps them quantized, without an error if it
+is the format they have.
 
 | stored | stays in the same dialect | because |
 |---|---|---|
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 def unchanged_weights(
     left: Mapping[str, EncodedInfo], source: SourceModel, dialect: Dialect
 ) -> dict[str, EncodedInfo]:
-    """Of quantized weights that no rule speaks of, those that come along bit for bit, by name.
+    """The quantized weights that are copied bit for bit, by name.
 
     Args:
-        left: those weights of `source`, by name.
+        left: the quantized weights of `source` that no rule names, by name.
         source: what they are in.
         dialect: what the output is in.
     """
