@@ -116,7 +116,7 @@ def test_what_is_converted_needs_no_file_again(run, unknown, converted):
     assert run("verify", converted, "--against", unknown).exit_code == 0
     shutil.rmtree(converted / "moequant-prepared")
     experts = load_experts(converted, 0)
-    y = experts(torch.randn(2, 256), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2))
+    y = experts(torch.randn(2, 256), torch.ones(2, 2), torch.tensor([[0, 1], [2, 3]]))
     assert torch.isfinite(y).all()
 
 

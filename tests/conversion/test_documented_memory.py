@@ -107,7 +107,8 @@ def test_the_guide_prints_what_the_plan_does(model):
     assert unit == f"{2 * elements / 1e6:.1f} MB"
     # A plan that refuses, as W4A8 does 2880 columns, has no peak.
     plans = [plan(config, shapes, format) for format in CONVERTIBLE]
-    planned = [p.peak_bytes(workers=1) and p.peak_bytes(workers=1) - p.own_bytes for p in plans]
+    peaks_of_one = [(p.peak_bytes(workers=1), p.memory.plan_bytes) for p in plans]
+    planned = [peak and peak - plan_bytes for peak, plan_bytes in peaks_of_one]
     assert peaks == [f"{peak / 1e6:.0f} MB" if peak else "" for peak in planned]
 
 
