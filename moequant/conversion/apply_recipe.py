@@ -239,5 +239,5 @@ def _unit(
         format=format,
         options=options,
         # Who names options wants the quantizer's numbers.
-        recode=not any(rule.options for rule in rules),
+        lossless=not any(rule.options for rule in rules),
     )

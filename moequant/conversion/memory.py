@@ -95,7 +95,7 @@ def _stays(unit: Unit) -> bool:
     """Whether codes and scales are written as they are stored, whatever they hold."""
     stored = {weight.stored_format for weight in unit.weights}
     shares_scale = get_format(unit.format).has_global_scale
-    return unit.recode and stored == {unit.format} and not shares_scale
+    return unit.lossless and stored == {unit.format} and not shares_scale
 
 
 def _decoding_bytes(weights: Sequence[Weight]) -> int:

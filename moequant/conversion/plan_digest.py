@@ -53,7 +53,7 @@ def plan_digest(
     if source.dialect is not None:
         # How the source's bytes are read, and what is written without being quantized anew.
         decided["source_quantization"] = source.quantization_config
-        decided["recode"] = [unit.recode for unit in units]
+        decided["recode"] = [unit.lossless for unit in units]
     return _sha256_of_json(decided)
 
 

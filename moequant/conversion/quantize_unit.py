@@ -94,7 +94,7 @@ def _recode(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight
     It does not look at what they hold: NaN stays NaN.
     """
     stored = [w for w in weights if isinstance(w, QuantizedWeight)]
-    if not unit.recode or len(stored) < len(weights):
+    if not unit.lossless or len(stored) < len(weights):
         return None
     return recode(stored, unit.format)
 

@@ -78,7 +78,7 @@ class Unit:
     format: str
     options: Mapping[str, str]
     stack: Stack | None = None
-    recode: bool = True
+    lossless: bool = True
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
-"""What consumers call tensors and write into config.json; the third axis beside format and layout.
+"""Dialects: the tensor names, encodings and `quantization_config` that engines expect.
 
-Adding a dialect is one file here and one line in REGISTRY; tests and the command line read it.
+A new dialect is one file here and one line in REGISTRY, which tests and the command line read.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ REGISTRY: dict[str, Dialect] = {
     d.name: d
     for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant(), PlainDialect())
 }
-"""By name; of two that carry a format, the one more engines load comes first, for most models."""
+"""By name. The default dialect of a format is the first that supports it."""
 
 
 SOURCES: dict[str, Dialect] = {d.name: d for d in (*REGISTRY.values(), DeepseekV4()) if d.encodings}
-"""By name, those that quantized weights of a source may be in; some are read-only. Of two that
-claim one, that whose names its tensors have."""
+"""By name, the dialects of quantized sources, some read-only. If two claim a config, the names of
+the tensors decide."""
 
 
 def get_dialect(name: str) -> Dialect:
     """The dialect called `name`.
 
     Raises:
-        UnsupportedError: there is none; lists those there are.
+        UnsupportedError: there is no such dialect; the message lists all.
     """
     if name not in REGISTRY:
-        raise UnsupportedError(f"no dialect is called {name!r}; there are: {', '.join(REGISTRY)}")
+        raise UnsupportedError(f"unknown dialect {name!r}; use one of: {', '.join(REGISTRY)}")
     return REGISTRY[name]
 
 
@@ -45,12 +45,12 @@ def default_dialect(format: str) -> str:
     """Name of the dialect in which most engines load the format called `format`.
 
     Raises:
-        UnsupportedError: none carries it.
+        UnsupportedError: no dialect supports it.
     """
     for dialect in REGISTRY.values():
         if format in dialect.carried:
             return dialect.name
-    raise UnsupportedError(f"no dialect carries the format {format!r}")
+    raise UnsupportedError(f"no dialect supports the format {format!r}")
 
 
 def find_dialect(quantization_config: object) -> Dialect:
@@ -58,7 +58,7 @@ def find_dialect(quantization_config: object) -> Dialect:
 
     Raises:
         CheckpointError: `quantization_config` is not an object.
-        UnsupportedError: no dialect claims it; says what it is.
+        UnsupportedError: an unknown `quant_method`.
     """
     if quantization_config is None:
         raise CheckpointError(

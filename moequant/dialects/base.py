@@ -1,7 +1,7 @@
-"""What a consumer calls the tensors of a quantized module, and what it wants in config.json.
+"""The base class of dialects: tensor names, encodings and `quantization_config`.
 
-A dialect renames and re-encodes losslessly: bytes in, the same numbers out. Reciprocal scales and
-offset codes exist here and nowhere else.
+A dialect renames and re-encodes tensors losslessly. Reciprocal scales and offset codes exist only
+in dialects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = Plain()
 
 
 class Dialect(ABC):
-    """A table of encodings and a config: one file for each consumer, and one line in REGISTRY.
+    """The encodings and the config of one tool or engine.
 
     A *module* is a tensor name without its `.weight`, for example
     `model.layers.3.mlp.experts.7.down_proj`. All tensor names below are full names.
@@ -45,31 +45,31 @@ class Dialect(ABC):
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """The quantized formats it can write; BF16 lies in every dialect as in none."""
+        """The quantized formats it can write; every dialect also writes BF16."""
         return tuple(name for name, e in self.encodings.items() if not e.read_only)
 
     def encoding(self, format: str) -> Encoding:
-        """How the parts of a format that it knows lie on disk."""
+        """The encoding of a format that it knows."""
         return _PLAIN if format == _PLAIN.format.name else self.encodings[format]
 
     def check(
         self, module: str, format: str, shape: Sequence[int], *, rows_follow: bool = False
     ) -> None:
-        """Refuse a weight [N, K] that the consumers of this dialect would load wrong.
+        """Check that engines would load a weight [N, K] correctly.
 
         Args:
-            module: the weight's.
-            format: of the weight.
-            shape: its shape.
+            module: the weight's module.
+            format: the weight's format.
+            shape: the weight's shape.
             rows_follow: whether engines merge it with a layer whose rows come after its own.
 
         Raises:
-            UnsupportedError: a format the dialect cannot carry, or such a shape; names the module.
+            UnsupportedError: a format or shape that the dialect does not support.
         """
         self._encoding(module, format).check(module, shape, rows_follow=rows_follow)
 
     def specs(self, module: str, format: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
-        """What `to_disk` writes for a weight [N, K], in the order of its encoding's suffixes.
+        """Dtype and shape of each tensor that `to_disk` returns for a weight [N, K], in order.
 
         Raises:
             UnsupportedError: as `check`.
@@ -80,14 +80,14 @@ class Dialect(ABC):
     def to_disk(
         self, module: str, q: QuantizedWeight, *, consume: bool = False
     ) -> dict[str, Tensor]:
-        """The tensors of one weight as they go to disk; equal to `specs` in names and shapes.
+        """Encode one weight; names, dtypes and shapes are those of `specs`.
 
         Exact, unless the encoding says otherwise.
 
         Args:
-            module: the weight's.
+            module: the weight's module.
             q: the weight.
-            consume: whether codes may be changed where they lie; `q` is of no use afterwards.
+            consume: whether codes may be changed in place; `q` is invalid afterwards.
 
         Raises:
             UnsupportedError: as `check`.
@@ -96,33 +96,33 @@ class Dialect(ABC):
         return self._encoding(module, q.format).encode(module, q, consume=consume)
 
     def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Inverse of `to_disk`; also reads what other writers leave, as the encoding says.
+        """Inverse of `to_disk`; also accepts variants of other writers, as the encoding says.
 
-        `tensors` may hold more than this module's, and headers on the meta device.
+        `tensors` may contain other modules' tensors. On the meta device they stand for headers.
 
         Raises:
-            CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
+            CheckpointError: a tensor is missing or has the wrong dtype or shape.
             UnsupportedError: a format the dialect does not know, or a scale with values that the
-                format's scale dtype cannot hold.
+                format's scale dtype cannot represent.
         """
         if format in self.encodings:
             return self.encodings[format].decode(module, tensors)
         return self._encoding(module, format).decode(module, tensors)
 
     def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
-        """What `from_disk` makes of `q` once `to_disk` has written it."""
+        """The weight that `from_disk` returns for what `to_disk` writes for `q`."""
         return self.encoding(q.format).as_read(q)
 
     def stored_ratio(self, q: QuantizedWeight) -> float:
-        """The numbers on disk over those of `q` as it is read: 1 where no reciprocal rounds."""
+        """The exact numbers on disk divided by those that `from_disk` returns; 1 if exact."""
         return self.encoding(q.format).stored_ratio(q)
 
     def _encoding(self, module: str, format: str) -> Encoding:
-        """The encoding that a format is written in."""
+        """The encoding to write a format in."""
         if format not in (*self.carried, _PLAIN.format.name):
             carried = ", ".join((*self.carried, _PLAIN.format.name))
             raise UnsupportedError(
-                f"{module}: the dialect {self.name} does not carry {format}, only {carried}; "
+                f"{module}: the dialect {self.name} does not support {format}, only {carried}; "
                 "choose another dialect or format"
             )
         return self.encoding(format)
@@ -131,15 +131,15 @@ class Dialect(ABC):
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
-        """The `quantization_config` of config.json; options of formats leave no trace in it.
+        """The `quantization_config` of config.json; it does not depend on options of formats.
 
         Args:
             formats: format by converted module.
-            kept: every other module with a two-dimensional weight; of experts that are stacked,
-                the module that holds them all, `model.layers.3.mlp.experts`.
+            kept: every other module with a two-dimensional weight; for stacked experts, the module
+                of the stack, `model.layers.3.mlp.experts`.
 
         Raises:
-            UnsupportedError: the dialect cannot carry this mixture of formats.
+            UnsupportedError: the dialect does not support this mixture of formats.
         """
 
     def complete(
@@ -162,46 +162,45 @@ class Dialect(ABC):
 
     @abstractmethod
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint with this `quantization_config` is written in this dialect."""
+        """Whether this `quantization_config` is of this dialect."""
 
     @abstractmethod
     def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """Parse the config once, and look up any number of modules.
+        """Parse the config once, to look up any number of modules.
 
-        config.json speaks of linear layers. Embeddings, norms and routers it may pass over in
-        silence, so ask about a module whose codes are on disk, or one known to be linear.
+        config.json describes linear layers and may not mention embeddings, norms and routers. So
+        look up only modules that are known to be linear or have codes on disk.
 
         Returns:
-            From a module's name the format config.json gives it, or None where it is kept as it
-            was. Raises UnsupportedError, with the name of the field, for a scheme of this dialect
-            that we have no format for.
+            A function from a module's name to its format by config.json, or None if the module is
+            not quantized. The function raises UnsupportedError for an unsupported scheme.
 
         Raises:
-            CheckpointError: a field has the wrong type; names it.
+            CheckpointError: a field has the wrong type.
         """
 
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As `reader`, for whoever wants the numbers of weights alone.
+        """As `reader`, for reading weights only.
 
-        What engines do with activations makes no difference then, and read-only formats are known.
+        It ignores how activations are quantized, and also knows read-only formats.
         """
         return self.reader(quantization_config)
 
 
 class SourceDialect(Dialect):
-    """One that is read and never written, whatever its encodings could do."""
+    """A read-only dialect."""
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """None."""
+        """Empty: nothing is written in this dialect."""
         return ()
 
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
-        """As Dialect; it carries nothing.
+        """As Dialect.
 
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError(f"the dialect {self.name} is read and not written; choose another")
+        raise UnsupportedError(f"the dialect {self.name} is read-only; choose another")

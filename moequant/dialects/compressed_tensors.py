@@ -1,23 +1,23 @@
-"""What llm-compressor writes; vLLM loads it, SGLang and transformers as far as engines.toml says.
+"""The dialect of llm-compressor, for vLLM, and in part for SGLang and transformers.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* every group states its `format` / compressed-tensors takes INT4 weights with FP8 activations for
-  `int-quantized`, unpacked codes;
-* one format targets `Linear` / SGLang 0.5.23 looks up the scheme of W4A8 experts by that word;
-* `ignore` has the full name of every kept module / SGLang stops at a linear layer that is neither
-  ignored nor targeted, transformers waits for scales that do not exist;
-* a kept block of experts is ignored by a regex / SGLang asks for `experts.0.gate_proj` even of
-  Mixtral, where the file says `w1`;
-* a regex leaves the prefix of a name open / vLLM renames modules of vision models in plain names,
-  and not in regexes.
+* Every group states its `format`. Otherwise compressed-tensors assumes `int-quantized`, unpacked
+  codes, for INT4 weights with FP8 activations.
+* A single format targets `Linear`. SGLang 0.5.23 looks up the scheme of W4A8 experts by that word.
+* `ignore` has the full name of every kept module. Otherwise SGLang raises for a linear layer that
+  is neither ignored nor targeted, and transformers expects scales that do not exist.
+* A kept block of experts is ignored by a regex, because SGLang looks up `experts.0.gate_proj` even
+  for Mixtral, whose files have `w1`.
+* A regex leaves the prefix of a name open, because vLLM renames modules of vision models in plain
+  names but not in regexes.
 
-Several formats in a checkpoint are one group each, which targets all children of a parent by a
-regex: SGLang asks for fused names such as `qkv_proj` too. Only `w4a8` keeps `Linear`, and gives
-the top-level `format`, for SGLang accepts nothing else. Its group comes last: transformers 5.23
-has one scheme for all experts, that of the first group with a regex that says `experts`, and one
-for all other modules, that of the first group without. So it cannot load routed experts in two
-formats; vLLM and SGLang can.
+Several formats in a checkpoint have one group each, which targets all children of a parent by a
+regex, because SGLang also looks up fused names such as `qkv_proj`. Only `w4a8` keeps `Linear` and
+sets the top-level `format`, because SGLang accepts nothing else. Its group comes last: transformers
+5.23 has one scheme for all experts, that of the first group with a regex containing `experts`, and
+one for all other modules, that of the first group without. So transformers cannot load routed
+experts in two formats; vLLM and SGLang can.
 
 Sources: compressed-tensors 0.20 `quantization/quant_scheme.py` (presets W4AFP8, NVFP4A16,
 MXFP4A16, FP8_BLOCK) and `utils/match.py`; vLLM 0.33 and SGLang 0.5.23
@@ -54,11 +54,11 @@ _WHERE = "quantization_config"
 
 @dataclass(frozen=True, kw_only=True)
 class _Scheme:
-    """One format in the terms of compressed-tensors."""
+    """One format as compressed-tensors describes it."""
 
     encoding: Encoding
     format: str
-    """What the library calls the encoding."""
+    """The library's name of the encoding."""
     weights: Mapping[str, Any]
     input_activations: Mapping[str, Any] | None = None
     strategies: tuple[str, ...] = ()
@@ -164,15 +164,15 @@ _SCHEMES = {
     ),
 }
 
-# The format that keeps `Linear` and names the whole checkpoint when there are others besides.
+# In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
 _LINEAR = "w4a8"
 
 _STATED = list(dict.fromkeys(scheme.format for scheme in _SCHEMES.values()))
 
-# What a field means where it is missing; a `strategy` follows from the group size.
+# Defaults of missing fields; a missing `strategy` follows from the group size.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 
-# Fields besides the groups that, unless empty, say that a weight is more than its codes and scales.
+# If one of these fields is not empty, a weight is more than its codes and scales.
 _MUST_BE_EMPTY = ("transform_config", "sparsity_config", "linear_fp8_config")
 
 
@@ -277,20 +277,20 @@ def _group(scheme: _Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def _unreadable_config(config: Mapping[str, Any]) -> UnsupportedError | None:
-    """Why no weight of this checkpoint is just codes and scales, or None."""
+    """Why weights of this checkpoint are more than codes and scales; None if they are not."""
     status = config.get("quantization_status")
     if status not in (None, "compressed"):
         return UnsupportedError(f"{_WHERE}.quantization_status is {show(status)}, not compressed")
     for field in _MUST_BE_EMPTY:
         if config.get(field):
-            return UnsupportedError(f"{_WHERE}.{field} is set, and moequant cannot read that")
+            return UnsupportedError(f"{_WHERE}.{field} is set, which moequant does not support")
     return None
 
 
 def _read_groups(
     config: Mapping[str, Any], read_group: _ReadGroup
 ) -> list[tuple[str, str | UnsupportedError]]:
-    """Every target of every config group, with its format or why we have none for it.
+    """Every target of every config group, with its format, or the error if it is unsupported.
 
     Raises:
         CheckpointError: a field has the wrong type.
@@ -308,7 +308,7 @@ def _read_groups(
 def _format_of_group(
     group: Mapping[str, Any], config: Mapping[str, Any], where: str
 ) -> str | UnsupportedError:
-    """The format a config group describes, or why we have none for it.
+    """The format that a config group describes, or the error if it is unsupported.
 
     Raises:
         CheckpointError: a field has the wrong type.
@@ -329,7 +329,7 @@ def _format_of_group(
 
 
 def _group_difference(group: Mapping[str, Any], scheme: _Scheme, where: str) -> str | None:
-    """What of a config group is unlike a scheme, activations included; None if nothing is."""
+    """How a config group differs from a scheme, including activations; None if it does not."""
     parts = {
         "weights": scheme.weights,
         "input_activations": scheme.input_activations,
@@ -345,7 +345,7 @@ def _group_difference(group: Mapping[str, Any], scheme: _Scheme, where: str) -> 
 def _source_format_of_group(
     group: Mapping[str, Any], config: Mapping[str, Any], where: str
 ) -> str | UnsupportedError:
-    """As `_format_of_group`, by the weights alone.
+    """As `_format_of_group`, but ignores activations.
 
     Raises:
         CheckpointError: a field has the wrong type.
@@ -367,11 +367,11 @@ def _source_format_of_group(
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> str | None:
-    """The first quantization argument that is not as wanted; none at all means unquantized."""
+    """The first quantization argument that differs; no arguments mean unquantized."""
     if not found or not wanted:
         return None if not found and not wanted else f" is {show(found or None)}"
     for field, value in wanted.items():
-        # llm-compressor left scale_dtype out once; what counts is the dtype of the tensor.
+        # Older llm-compressor omits scale_dtype; the dtype of the tensor decides.
         if field != "scale_dtype" and _argument(found, field) != value:
             return f".{field} is {show(found.get(field))}"
     if found.get("actorder") not in (None, False, "weight", "static"):
@@ -380,7 +380,7 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> s
 
 
 def _argument(found: Mapping[str, Any], field: str) -> object:
-    """A quantization argument as compressed-tensors reads it."""
+    """A quantization argument with compressed-tensors' defaults."""
     value = found.get(field)
     if value is None and field == "strategy":
         return "group" if found.get("group_size") else "tensor"

@@ -1,4 +1,4 @@
-"""Fields of a config.json that nobody has checked."""
+"""Read fields of an untrusted config.json."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from moequant.errors import CheckpointError
 
-_MOST_CHARACTERS = 250
+_MAX_KEY_LENGTH = 250
 
 
 def key_text(key: str) -> str:
-    """A key as errors name it: whole, unless it is longer than any real one."""
-    return key if len(key) <= _MOST_CHARACTERS else show(key)
+    """A key for error messages, abbreviated if it is longer than any real one."""
+    return key if len(key) <= _MAX_KEY_LENGTH else show(key)
 
 
 def mapping_field(fields: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     """The object at `key`, empty if it is missing or null.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it has another type.
     """
     value = fields.get(key)
     return {} if value is None else as_mapping(value, f"{where}.{key}")
@@ -30,7 +30,7 @@ def names_field(fields: Mapping[str, Any], key: str, where: str) -> list[str]:
     """The list of strings at `key`, empty if it is missing or null.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it has another type.
     """
     value = fields.get(key)
     if value is None:
@@ -46,7 +46,7 @@ def as_mapping(value: object, where: str) -> Mapping[str, Any]:
     """`value` as an object with string keys.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it has another type.
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointError(f"{where} is {show(value)}, not an object; correct config.json")

@@ -1,8 +1,8 @@
-"""DeepSeek-V4 as it was released: FP8 blocks, routed experts in MXFP4; a source, never an output.
+"""DeepSeek-V4 as released: FP8 blocks, with routed experts in MXFP4; read-only.
 
-Its `quantization_config` is that of FP8 blocks; `expert_dtype`, beside it or in it, says "fp4" of
-the experts, or "fp8". Every scale is E8M0 and called `scale`, which tells it from the dialect fp8;
-codes of MXFP4 are I8.
+Its `quantization_config` is that of FP8 blocks. `expert_dtype`, in it or at the top of config.json,
+is "fp4" or "fp8". Every scale is E8M0 and called `scale`, which distinguishes it from the dialect
+fp8; codes of MXFP4 are I8.
 
 Source: formats as vLLM 0.33, `quantization/mxfp4.py`, and transformers 5.23,
 `integrations/finegrained_fp8.py`, read them.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 EXPERT_DTYPE = "expert_dtype"
-"""The field of config.json that says it, at its top or in `quantization_config`."""
+"""The field for the experts' format, at the top of config.json or in `quantization_config`."""
 _WHERE = "quantization_config"
 _FORMATS = {"fp4": "mxfp4", "fp8": "fp8_block"}
 
@@ -32,7 +32,7 @@ class DeepseekV4(SourceDialect):
     """`quant_method: fp8` with an `expert_dtype`; the module's docstring has the names."""
 
     name = "deepseek-v4"
-    summary = "DeepSeek-V4's FP8 and MXFP4; as a source alone"
+    summary = "DeepSeek-V4's FP8 and MXFP4; read-only"
     encodings = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes(scale="scale")}  # noqa: RUF012
     config_keys = (EXPERT_DTYPE,)
 
@@ -63,10 +63,10 @@ class DeepseekV4(SourceDialect):
         experts = config.get(EXPERT_DTYPE)
         problem = None
         if not isinstance(experts, str) or experts not in _FORMATS:
-            problem = f"{EXPERT_DTYPE} is {show(experts)}, and moequant reads fp4 and fp8"
+            problem = f"{EXPERT_DTYPE} is {show(experts)}, but moequant reads only fp4 and fp8"
         elif config.get("weight_block_size") != [128, 128]:
             found = show(config.get("weight_block_size"))
-            problem = f"{_WHERE}.weight_block_size is {found}, and moequant reads [128, 128]"
+            problem = f"{_WHERE}.weight_block_size is {found}, but moequant reads only [128, 128]"
 
         def format_of(module: str) -> str | None:
             if module in kept:

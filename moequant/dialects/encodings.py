@@ -1,6 +1,6 @@
-"""How the parts of a quantized weight lie on disk: one class for each way, dialects share them.
+"""Encodings: how a quantized weight is stored as tensors. Dialects share these classes.
 
-| class | codes | scale | besides |
+| class | codes | scale | other |
 |---|---|---|---|
 | Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
 | Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
@@ -11,9 +11,9 @@
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 | Plain | BF16 [N, K], the weight itself | | |
 
-Read-only: Fp8Channels, E4M3 with a scale a row or one in all; Fp8BlocksFlexible, as
-Fp8Blocks by either name of the scale, also in four dimensions; Int4Groups, as Int4Packed with
-groups of any width; Mxfp4Bytes, I8 [N, K/2] with E8M0.
+Read-only: Fp8Channels, E4M3 with one scale per row or a single one; Fp8BlocksFlexible, as
+Fp8Blocks with either name of the scale, also four-dimensional; Int4Groups, as Int4Packed with
+groups of any size; Mxfp4Bytes, I8 [N, K/2] with E8M0.
 
 Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks);
 NVIDIA/Model-Optimizer 0.47, `torch/export/` (Nvfp4Multiplied).
@@ -51,55 +51,55 @@ _NIBBLE_SIGNS = 0x88
 
 
 class Encoding(ABC):
-    """Names, dtypes and shapes of the tensors that hold a weight of one format in a dialect.
+    """Names, dtypes and shapes of the tensors of a weight of one format in a dialect.
 
-    `decode` is the inverse of `encode`, and reads what other writers of the same scheme leave.
+    `decode` is the inverse of `encode`, and also accepts variants of other writers.
     """
 
     format: Format
-    """What it holds."""
+    """The format of the weights."""
     read_only: ClassVar[bool] = False
-    """Whether weights are read and never written so; `check`, `specs` and `encode` then refuse."""
+    """Whether the encoding is only read; `check`, `specs` and `encode` may not be called then."""
     suffixes: tuple[str, ...]
-    """Names after `module.` in the order they are written, the codes first."""
+    """Names after `module.` in the order of writing, the codes first."""
 
     @abstractmethod
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """The weight that `tensors` hold, which may hold more than this module's.
+        """The weight of `module` in `tensors`, which may contain other modules' tensors.
 
-        On the meta device, where tensors have no values, it checks what headers say.
+        On the meta device, tensors have no values and only dtypes and shapes are checked.
 
         Raises:
-            CheckpointError: a tensor is missing or has the wrong dtype or shape; names it.
-            UnsupportedError: a scale has values that the format's scale dtype cannot hold.
+            CheckpointError: a tensor is missing or has the wrong dtype or shape.
+            UnsupportedError: a scale has values that the format's scale dtype cannot represent.
         """
 
     def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
-        """What `decode` makes of `q` once it is on disk."""
+        """The weight that `decode` returns for what `encode` writes for `q`."""
         return q
 
     def stored_ratio(self, q: QuantizedWeight) -> float:
-        """The numbers on disk over those of `q` as it is read: 1 where no reciprocal rounds."""
+        """The exact numbers on disk divided by those that `decode` returns; 1 if exact."""
         return 1.0
 
     def check(self, module: str, shape: Sequence[int], *, rows_follow: bool = False) -> None:
-        """Refuse a weight that is no [N, K] of this format, or that readers would get wrong.
+        """Check that a weight is [N, K], and that the format and engines support its shape.
 
         Args:
-            module: the weight's.
-            shape: its shape.
+            module: the weight's module.
+            shape: the weight's shape.
             rows_follow: whether engines merge it with a layer whose rows come after its own.
 
         Raises:
-            UnsupportedError: names the module.
+            UnsupportedError: the shape is not supported.
         """
         assert not self.read_only, type(self).__name__
         self.format.check_shape(shape, module)
         if len(shape) != 2:
-            raise UnsupportedError(f"{module}: shape {list(shape)}; a dialect writes single [N, K]")
+            raise UnsupportedError(f"{module}: shape {list(shape)}, but must be [N, K]")
 
     def specs(self, module: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
-        """What `encode` makes of a weight [N, K], by full name."""
+        """Dtype and shape of each tensor that `encode` returns for a weight [N, K], by name."""
         parts = self._specs(self.format.specs(shape, module), shape)
         return dict(zip(self._names(module), parts, strict=True))
 
@@ -115,16 +115,16 @@ class Encoding(ABC):
     def _specs(
         self, parts: Mapping[str, TensorSpec], shape: Sequence[int]
     ) -> tuple[TensorSpec, ...]:
-        """In the order of `suffixes`, given the specs of QuantizedWeight's fields.
+        """Specs in the order of `suffixes`, from the specs of QuantizedWeight's fields.
 
-        By default as they are in memory.
+        By default as in memory.
         """
         return tuple(parts.values())
 
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
-        """In the order of `suffixes`; only with `consume` are the codes changed where they lie.
+        """Tensors in the order of `suffixes`; codes are changed in place only if `consume`.
 
-        By default as they are in memory.
+        By default as in memory.
         """
         return tuple(q.tensors().values())
 
@@ -135,18 +135,19 @@ class Encoding(ABC):
         shape: Sequence[int],
         *dtypes: torch.dtype,
     ) -> Tensor:
-        """The scale called `name`, of one of `dtypes`, of a weight of `shape` [N, K]."""
+        """The scale called `name` of a weight of `shape` [N, K], with one of `dtypes`."""
         scale = read_tensor(tensors, name, *dtypes)
         check_shape(name, scale, self.format.specs(shape)["scale"].shape)
         return scale
 
 
 class Fp8Blocks(Encoding):
-    """`fp8_block`: both parts as they are in memory; only their names are the dialect's.
+    """`fp8_block`: codes and scales as in memory, under the dialect's names.
 
-    Other writers store the scale as BF16, FP16 or E8M0, which float32 holds exactly. Ragged last
-    blocks are read, and written where consumers take them: rows of linear layers that are no
-    routed experts, as the 576 of DeepSeek's `kv_a_proj_with_mqa`; all of them if `ragged`.
+    Other writers store the scale as BF16, FP16 or E8M0, which convert to float32 exactly. Ragged
+    last blocks are read. They are written only where engines support them: in rows of linear layers
+    other than routed experts, such as the 576 of DeepSeek's `kv_a_proj_with_mqa`; or everywhere if
+    `ragged`.
     """
 
     format = get_format("fp8_block")
@@ -156,20 +157,20 @@ class Fp8Blocks(Encoding):
         self._ragged = ragged
 
     def check(self, module: str, shape: Sequence[int], *, rows_follow: bool = False) -> None:
-        """As Encoding; refuses ragged blocks that consumers do not take."""
+        """As Encoding; refuses ragged blocks that engines do not support."""
         super().check(module, shape)
         if self._ragged:
             return
         what = "an expert" if is_expert(module) else "a linear layer"
         if rows_follow and not is_expert(module):
-            what = "a linear layer that they merge with the next"
+            what = "a linear layer that they merge with a following one"
         for axis, extent, multiple in zip("NK", shape, self.format.block, strict=True):
             if extent % multiple and (axis == "K" or rows_follow or is_expert(module)):
                 raise UnsupportedError(
                     f"{module}: {axis} = {extent} is not a multiple of {multiple}, which vLLM and "
-                    f'SGLang want of {what}. Keep it in its source dtype (format = "keep" in a '
-                    "recipe), choose another format, or the dialect moequant, which moequant's own "
-                    "runtime alone loads"
+                    f'SGLang require for {what}. Keep it in its source dtype (format = "keep" in a '
+                    "recipe), choose another format, or the dialect moequant, which only "
+                    "moequant's own runtime loads"
                 )
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -197,10 +198,10 @@ class Fp8Blocks(Encoding):
 class Nvfp4Packed(Encoding):
     """`nvfp4`: the global scale is stored as its reciprocal, a divisor.
 
-    A power of two survives exactly. Of any other global scale g (option `global_scale = "exact"`)
-    the file holds r = 1 / g rounded to float32, a reader divides by r, and `decode` gives 1 / r,
-    rounded; that may be one unit in the last place beside g. Encoding 1 / r again gives r: three
-    reciprocals in a row equal one, for every float32 whose reciprocal is a normal number.
+    A power of two is stored exactly. For any other global scale g (option `global_scale = "exact"`)
+    the file has r = 1 / g rounded to float32, by which engines divide, and `decode` returns 1 / r,
+    rounded, which may differ from g by one unit in the last place. Encoding 1 / r again gives r:
+    three reciprocals in a row equal one, for every float32 whose reciprocal is a normal number.
     """
 
     format = get_format("nvfp4")
@@ -212,7 +213,7 @@ class Nvfp4Packed(Encoding):
         return replace(q, global_scale=q.global_scale.reciprocal().reciprocal())
 
     def stored_ratio(self, q: QuantizedWeight) -> float:
-        """As Encoding: 1 / (g * r), whose product float64 holds; r = 1 / g is on disk."""
+        """As Encoding: 1 / (g * r), where r = 1 / g is on disk; the product is exact in float64."""
         assert q.global_scale is not None
         return 1 / (q.global_scale.item() * q.global_scale.reciprocal().item())
 
@@ -254,7 +255,7 @@ class Nvfp4Multiplied(Encoding):
     suffixes = ("weight", "weight_scale", "weight_scale_2")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As Encoding; the global scale may be [1], and 0 of a weight that is all zeros."""
+        """As Encoding; the global scale may be [1], and 0 if all weights are zero."""
         weight, scale, global_scale = self._names(module)
         qdata = read_matrix(tensors, weight, torch.uint8)
         N, K = qdata.shape[0], 2 * qdata.shape[1]
@@ -264,8 +265,8 @@ class Nvfp4Multiplied(Encoding):
         check_shape(global_scale, multiplier, (), (1,))
         if has_values(multiplier) and not (torch.isfinite(multiplier) and multiplier >= 0):
             raise CheckpointError(
-                f"{global_scale}: {multiplier.item()}, but a finite number that is not negative is "
-                "wanted; fetch or convert the checkpoint again"
+                f"{global_scale}: {multiplier.item()}, but must be finite and not negative; fetch "
+                "or convert the checkpoint again"
             )
         return QuantizedWeight(
             format=self.format.name,
@@ -284,7 +285,7 @@ class E8m0Groups(Encoding):
         self.suffixes = (codes, "weight_scale")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As Encoding; the scale may also say that it is E8M0."""
+        """As Encoding; the scale's dtype may also be E8M0."""
         codes, scale = self._names(module)
         qdata = read_matrix(tensors, codes, self.format.qdata_dtype)
         N, K = qdata.shape[0], self.format.codes_per_byte * qdata.shape[1]
@@ -334,7 +335,7 @@ class AsInMemory(Encoding):
 
 
 class Mxfp4Blocks(Encoding):
-    """`mxfp4` as gpt-oss was released: 16 bytes of codes a block, and the E8M0 scale as a byte.
+    """`mxfp4` as gpt-oss was released: 16 bytes of codes per block, and the E8M0 scale as a byte.
 
     Source: openai/gpt-oss, gpt_oss/torch/weights.py.
     """
@@ -374,17 +375,17 @@ class Mxfp4Blocks(Encoding):
 
 
 class Int4Packed(Encoding):
-    """`w4a8`: eight codes in an int32, column 8j + i in bits 4i to 4i + 3, stored plus 8.
+    """`w4a8`: eight codes in an int32, column 8j + i in bits 4i to 4i + 3, with an offset of 8.
 
-    On a little-endian machine, the only kind torch and safetensors run on, those are the bytes of
-    `qdata` with the sign bit of every nibble flipped.
+    On little-endian machines, the only ones that torch and safetensors support, these are the bytes
+    of `qdata` with the sign bit of every nibble flipped.
     """
 
     format = get_format("w4a8")
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As Encoding; the shape may be missing, and the scale FP16 or FP32 if BF16 holds it."""
+        """As Encoding; the shape may be missing, and the scale FP16 or FP32 if exact in BF16."""
         packed, scale, shape = self._names(module)
         words = read_matrix(tensors, packed, torch.int32)
         N, K = words.shape[0], 8 * words.shape[1]
@@ -417,12 +418,12 @@ class Int4Packed(Encoding):
 
 @lru_cache(maxsize=1 << 10)
 def _logical_shape(N: int, K: int) -> Tensor:
-    """What `weight_shape` holds; kept, so it is for nobody to change."""
+    """The value of `weight_shape`; cached, so callers must not change it."""
     return torch.tensor([N, K], dtype=torch.int64, device="cpu")
 
 
 class Fp8Channels(Encoding):
-    """`fp8_channel`: E4M3 codes, a scale for each row, [N, 1] or [N], or one for all of them."""
+    """`fp8_channel`: E4M3 codes, one scale per row, [N, 1] or [N], or a single one."""
 
     format = get_format("fp8_channel")
     read_only = True
@@ -431,7 +432,7 @@ class Fp8Channels(Encoding):
         self.suffixes = ("weight", *scales)
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As Encoding; of several names of the scale one must be there."""
+        """As Encoding; exactly one of the scale's names must be present."""
         weight, *names = self._names(module)
         scale = _only_one(tensors, names)
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
@@ -448,10 +449,10 @@ class Fp8Channels(Encoding):
 
 
 class Fp8BlocksFlexible(Encoding):
-    """`fp8_block` as Model-Optimizer leaves it, and what others made of that.
+    """`fp8_block` as written by Model-Optimizer and related tools.
 
-    The scale is called `weight_scale`, [ceil(N/128), ceil(K/128)] or [.., 1, .., 1], of a single
-    block [], or `weight_scale_inv`; it multiplies by either name.
+    The scale is called `weight_scale` or `weight_scale_inv`, and is a multiplier under both names.
+    Its shape is [ceil(N/128), ceil(K/128)], [.., 1, .., 1], or [] for a single block.
     """
 
     format = get_format("fp8_block")
@@ -460,7 +461,7 @@ class Fp8BlocksFlexible(Encoding):
     suffixes = ("weight", "weight_scale", "weight_scale_inv")
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """As Encoding; one of the two scales must be there, and not the other."""
+        """As Encoding; exactly one of the scale's names must be present."""
         weight, *names = self._names(module)
         name = _only_one(tensors, names)
         qdata = read_matrix(tensors, weight, torch.float8_e4m3fn)
@@ -478,7 +479,7 @@ class Fp8BlocksFlexible(Encoding):
 
 
 class Int4Groups(Encoding):
-    """`int4`: as `Int4Packed`, with groups of any width, in a scale of any float dtype."""
+    """`int4`: as `Int4Packed`, with groups of any size and a scale of any float dtype."""
 
     format = get_format("int4")
     read_only = True
@@ -493,8 +494,8 @@ class Int4Groups(Encoding):
         values = read_matrix(tensors, scale, torch.bfloat16, torch.float16, torch.float32)
         if values.shape[0] != N or values.shape[1] == 0 or K % values.shape[1]:
             raise CheckpointError(
-                f"{scale}: shape {list(values.shape)}, but a scale for each of the {N} rows and "
-                f"for equal parts of the {K} columns is wanted; fetch the checkpoint again"
+                f"{scale}: shape {list(values.shape)}, but must be [{N}, a divisor of {K}], for "
+                f"{N} rows and {K} columns; fetch the checkpoint again"
             )
         _check_logical_shape(tensors, shape, (N, K))
         return QuantizedWeight(
@@ -534,7 +535,7 @@ class Mxfp4Bytes(Encoding):
 
 
 class Plain(Encoding):
-    """`bf16`: the weight itself, as any model that is not quantized has it."""
+    """`bf16`: the weight itself, as in an unquantized model."""
 
     format = get_format("bf16")
     suffixes = ("weight",)
@@ -554,15 +555,15 @@ class Plain(Encoding):
 
 
 def _only_one(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
-    """Which of `names`, of which one is wanted, is there; the first if none is.
+    """The one of `names` that is present; the first if none is.
 
     Raises:
-        CheckpointError: several are.
+        CheckpointError: several are present.
     """
     there = [name for name in names if name in tensors]
     if len(there) > 1:
         raise CheckpointError(
-            f"{' and '.join(there)} are both there, and nothing says which is right; fetch the "
+            f"{' and '.join(there)}: both are present, but only one is allowed; fetch the "
             "checkpoint again"
         )
     return there[0] if there else names[0]
@@ -571,26 +572,26 @@ def _only_one(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
 def _check_divisor(name: str, stored: Tensor, multiplier: Tensor) -> None:
     if not (torch.isfinite(multiplier) and multiplier > 0):
         raise CheckpointError(
-            f"{name}: {stored.item()}, but it is a divisor and must be positive and finite, as "
-            "must its reciprocal; fetch or convert the checkpoint again"
+            f"{name}: {stored.item()}, but a divisor and its reciprocal must be positive and "
+            "finite; fetch or convert the checkpoint again"
         )
 
 
 def _codes_of(words: Tensor) -> Tensor:
-    """Two's complement nibbles, uint8 [N, K/2], of int32 words [N, K/8]."""
+    """Two's complement nibbles, uint8 [N, K/2], from int32 words [N, K/8]."""
     packed = words.contiguous().view(torch.uint8)
-    # On the meta device torch loads its compiler for this: a second and 150 MB.
+    # On the meta device this would make torch import its compiler: 1 s and 150 MB.
     return packed ^ _NIBBLE_SIGNS if has_values(words) else packed
 
 
 def _check_logical_shape(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> None:
-    """Codes and scales fix a grouped weight's shape; the tensor that repeats it may be missing."""
+    """Check `weight_shape` against the shape of codes and scales; the tensor is optional."""
     if name not in tensors:
         return
     stored = read_tensor(tensors, name, torch.int64, torch.int32)
     check_shape(name, stored, (2,))
     if has_values(stored) and tuple(stored.tolist()) != shape:
         raise CheckpointError(
-            f"{name}: {stored.tolist()}, but the codes beside it hold {list(shape)}; "
-            "fetch or convert the checkpoint again"
+            f"{name}: {stored.tolist()}, but the codes have shape {list(shape)}; fetch or convert "
+            "the checkpoint again"
         )

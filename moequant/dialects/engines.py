@@ -1,4 +1,4 @@
-"""What engines do with a converted checkpoint, by the table engines.toml beside this file."""
+"""Whether engines load a converted checkpoint, by the rules in engines.toml."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _W4A8_MULTIPLE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What rules of the table ask of a checkpoint.
+    """The properties of a checkpoint that rules depend on.
 
     Attributes:
         dialect: name of its dialect.
-        model_type: of config.json.
-        formats: of modules that are quantized and no routed experts.
-        experts: formats of the routed experts, in the order they come.
-        shapes: [N, K] of routed experts that are quantized.
-        ragged: whether rows of a linear layer do not fill the blocks of its format.
-        dtype: of config.json, in which engines compute; None where it has none.
-        some_kept: whether the experts of some layers are kept, and of others not.
+        model_type: `model_type` in config.json.
+        formats: formats of quantized modules other than routed experts.
+        experts: formats of the routed experts, in layer order.
+        shapes: [N, K] of quantized routed experts.
+        ragged: whether the rows of a linear layer do not fill the blocks of its format.
+        dtype: dtype in config.json, in which engines compute; None if it has none.
+        some_kept: whether the experts of some layers are kept and others converted.
         not_loaded: why transformers does not load this model from compressed-tensors; None if it
             does.
-        described: whether a user's file or a record describes the model, of which then nobody
-            knows whether an engine has it.
+        described: whether a user's file or a record describes the model, so that it is unknown
+            which engines support it.
     """
 
     dialect: str
@@ -49,15 +49,15 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether an engine loads a checkpoint, with the weights as they are.
+    """Whether an engine loads a checkpoint with the right weights.
 
     Attributes:
-        engine: its name.
-        version: of which this is known.
-        loads: None where nobody knows.
-        known: how; None where nobody does.
-        why: sentences that say what goes wrong; empty where it loads.
-        cautions: sentences about what it then computes with, besides the weights.
+        engine: the engine's name.
+        version: the version that was tested or read.
+        loads: None if unknown.
+        known: how it is known; None if unknown.
+        why: sentences about what fails; empty if it loads.
+        cautions: sentences about differences other than the weights.
     """
 
     engine: str
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """A rule of the table, whose head says what the fields are."""
+    """A rule of engines.toml, whose head explains the fields."""
 
     engine: str
     dialects: tuple[str, ...]
@@ -85,7 +85,7 @@ class _Rule:
     anything: bool = False
 
     def holds(self, written: Written) -> bool:
-        """Whether it speaks of a checkpoint."""
+        """Whether the rule applies to a checkpoint."""
         return (
             written.dialect in self.dialects
             and (self.anything or bool(written.experts))
@@ -95,7 +95,7 @@ class _Rule:
         )
 
     def sentences(self, written: Written) -> list[str]:
-        """What it warns of."""
+        """The sentences of its warning."""
         why = self.why.format(reason=written.not_loaded)
         alone = {*written.experts} | written.formats <= {*self.formats}
         return [why, self.hint] if self.hint and alone else [why]
@@ -116,13 +116,13 @@ class _Rule:
 
 
 def judge(written: Written) -> list[Verdict]:
-    """What each engine of the table does with a checkpoint, in the order of the table."""
+    """The verdict for each engine, in the order of engines.toml."""
     engines, rules = _table()
     verdicts = []
     for engine, version in engines:
         holding = [rule for rule in rules if rule.engine == engine and rule.holds(written)]
         against = [rule for rule in holding if not rule.loads]
-        # What is wrong with a dialect is so for any model; that it loads is known of ours alone.
+        # A dialect's failure applies to any model; loading is known only for models of our table.
         decisive = next(iter(against or ([] if written.described else holding)), None)
         verdicts.append(
             Verdict(
@@ -138,9 +138,9 @@ def judge(written: Written) -> list[Verdict]:
 
 
 def warnings_of(verdicts: Iterable[Verdict]) -> list[str]:
-    """All that goes wrong, or is not as one may expect, each sentence once."""
-    said = (sentence for verdict in verdicts for sentence in (*verdict.why, *verdict.cautions))
-    return list(dict.fromkeys(said))
+    """All failures and cautions, each sentence once."""
+    sentences = (text for verdict in verdicts for text in (*verdict.why, *verdict.cautions))
+    return list(dict.fromkeys(sentences))
 
 
 @cache

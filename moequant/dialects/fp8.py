@@ -1,17 +1,17 @@
-"""FP8 blocks as DeepSeek-V3 and Qwen3 were released; loads in vLLM, SGLang and transformers.
+"""FP8 blocks as in the releases of DeepSeek-V3 and Qwen3, for vLLM, SGLang and transformers.
 
-`weight` E4M3 and `weight_scale_inv` FP32, a multiplier in spite of its name. Without
-`weight_block_size` a weight has one scale, which is read from sources alone.
+`weight` is E4M3 and `weight_scale_inv` FP32, a multiplier despite its name. Without
+`weight_block_size` a weight has one scale, which is read-only.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* `modules_to_not_convert` has the full name of every kept module / vLLM compares whole names, and
-  would build an FP8 layer around a BF16 weight;
-* a kept block of experts stands there as `model.layers.3.mlp.experts`, not expert by expert /
-  transformers asks for the block, and a longer name does not match it;
-* no `scale_fmt`, though the scales are powers of two / it names how scales are *stored*:
-  transformers 5.23 would make E8M0 parameters of FP32 tensors, and SGLang 0.5.23 would also round
-  the activation scales of linear layers. Without it both read FP32; vLLM 0.33 never looks.
+* `modules_to_not_convert` has the full name of every kept module, because vLLM compares whole names
+  and would build an FP8 layer around a BF16 weight.
+* A kept block of experts is listed as `model.layers.3.mlp.experts`, not expert by expert, because
+  transformers looks up the block, which longer names do not match.
+* No `scale_fmt`, although the scales are powers of two: it says how scales are *stored*. With it,
+  transformers 5.23 would create E8M0 parameters for FP32 tensors, and SGLang 0.5.23 would also
+  round the activation scales of linear layers. Without it both read FP32; vLLM 0.33 ignores it.
 
 Sources: vLLM 0.33 `quantization/fp8.py`, SGLang 0.5.23 `quantization/fp8.py`, transformers 5.23
 `integrations/finegrained_fp8.py` and `quantizers/quantizers_utils.py`.
@@ -36,7 +36,7 @@ _FORMAT = "fp8_block"
 _EXPERTS = "mxfp4"
 _ONE_SCALE = "fp8_channel"
 
-# Fields that decide what the tensors are, with the values we read; None where it may be missing.
+# Fields that determine the tensors' format, and their supported values; None if optional.
 _WEIGHTS: dict[str, tuple[object, ...]] = {
     "weight_block_size": ([128, 128],),
     # MiniMax-M2 was released with torch's name of the dtype.
@@ -59,7 +59,7 @@ class Fp8(Dialect):
     encodings = {  # noqa: RUF012
         _FORMAT: Fp8Blocks(scale="weight_scale_inv"),
         _EXPERTS: Mxfp4Bytes(scale="weight_scale_inv"),
-        # By vLLM's name and transformers', both a multiplier.
+        # vLLM's name and transformers' name; both are multipliers.
         _ONE_SCALE: Fp8Channels("weight_scale", "weight_scale_inv"),
     }
 
@@ -86,13 +86,13 @@ class Fp8(Dialect):
         """As Dialect.
 
         A module is kept if `modules_to_not_convert` or `ignored_layers` has its full name, the
-        name of a module it lies in, the end of its name from a dot on, or a regular expression
-        for one of the first two. That is what transformers does; vLLM goes by full names alone.
+        name of a parent module, the end of its name after a dot, or a regular expression for one of
+        the first two. That is what transformers does; vLLM compares only full names.
         """
         return self._reader(quantization_config, _READABLE)
 
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; without blocks a weight has one scale.
+        """As Dialect; without `weight_block_size` a weight has one scale.
 
         Routed experts may be in MXFP4, if one of two fields says so.
         """
@@ -138,11 +138,11 @@ class Fp8(Dialect):
 def _unreadable_field(
     config: Mapping[str, Any], readable: Mapping[str, tuple[object, ...]]
 ) -> str | None:
-    """Why `config` describes tensors other than `fp8_block`, or None."""
+    """Why the tensors that `config` describes are not supported; None if they are."""
     for field, values in readable.items():
         if config.get(field) not in values:
             return (
-                f"{_WHERE}.{field} is {show(config.get(field))}, and moequant reads FP8 with "
-                f"{field} = {values[-1]!r} only"
+                f"{_WHERE}.{field} is {show(config.get(field))}, but moequant reads FP8 only with "
+                f"{field} = {values[-1]!r}"
             )
     return None

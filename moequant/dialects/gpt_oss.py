@@ -1,13 +1,11 @@
-"""MXFP4 experts as gpt-oss was released; vLLM, SGLang and transformers load it, of gpt-oss alone.
+"""MXFP4 experts as gpt-oss was released; vLLM, SGLang and transformers load it only for gpt-oss.
 
-The experts of a layer are stacked, `gate_up_proj_blocks` [E, 2I, H/32, 16] and
-`gate_up_proj_scales` [E, 2I, H/32] with the rows of gate and up taking turns, and `down_proj`
-likewise; biases stay as they are. All else is left in its source dtype.
+The experts of a layer are stacked: `gate_up_proj_blocks` [E, 2I, H/32, 16] and
+`gate_up_proj_scales` [E, 2I, H/32] with interleaved rows of gate and up, and likewise `down_proj`.
+Biases do not change. All other weights keep their source dtype.
 
-Decision / failure it prevents:
-
-* `modules_to_not_convert` is the released checkpoints', to the letter / it is the one list that all
-  three are known to load; nothing but experts is ever MXFP4 to them anyway.
+`modules_to_not_convert` is exactly the released checkpoints', because it is the only list that all
+three engines are known to load. They never treat anything but experts as MXFP4.
 
 Sources: openai/gpt-oss-20b, config.json; vLLM 0.33 and SGLang 0.5.23, `quantization/mxfp4.py` and
 `models/gpt_oss.py`; transformers 5.23 `integrations/mxfp4.py`.
@@ -40,19 +38,19 @@ class GptOss(Dialect):
     """`quant_method: mxfp4`; the module's docstring has the reasons."""
 
     name = "gpt-oss"
-    summary = "vLLM, SGLang and transformers, of gpt-oss alone; how its MXFP4 was released"
+    summary = "vLLM, SGLang and transformers, only for gpt-oss; how its MXFP4 was released"
     encodings = {_FORMAT: Mxfp4Blocks()}  # noqa: RUF012
     stacks = True
 
     def check(
         self, module: str, format: str, shape: Sequence[int], *, rows_follow: bool = False
     ) -> None:
-        """As Dialect; only routed experts have a place in it."""
+        """As Dialect; only routed experts are supported."""
         super().check(module, format, shape, rows_follow=rows_follow)
         if format in self.encodings and not is_expert(module):
             raise UnsupportedError(
-                f"{module}: the dialect {self.name} carries routed experts alone; keep all else in "
-                'its source dtype (format = "keep" in a recipe), or choose the dialect moequant'
+                f"{module}: the dialect {self.name} supports only routed experts; keep this module "
+                'in its source dtype (format = "keep" in a recipe), or choose the dialect moequant'
             )
 
     def quantization_config(

@@ -1,32 +1,32 @@
-"""What NVIDIA Model-Optimizer writes: NVFP4 for vLLM and SGLang, FP8 as a source alone.
+"""The dialect of NVIDIA Model-Optimizer: NVFP4 for vLLM and SGLang, FP8 read-only.
 
 | `quant_algo` | scales | read | written |
 |---|---|---|---|
 | W4A16_NVFP4 | `weight_scale` E4M3 [N, K/16], `weight_scale_2` FP32 [] | yes | yes |
-| NVFP4 | the same, and `input_scale` | the weights | no |
-| FP8 | `weight_scale` FP32 [], `input_scale` | the weights | no |
-| FP8_PER_CHANNEL_PER_TOKEN | `weight_scale` FP32 [N] | the weights | no |
-| FP8_PB_WO, FP8_PB_REAL, FP8_BLOCK_SCALES | as `Fp8BlocksFlexible` | the weights | no |
-| MIXED_PRECISION | those of each module, in `quantized_layers` | as each | no |
+| NVFP4 | the same, and `input_scale` | weights only | no |
+| FP8 | `weight_scale` FP32 [], `input_scale` | weights only | no |
+| FP8_PER_CHANNEL_PER_TOKEN | `weight_scale` FP32 [N] | weights only | no |
+| FP8_PB_WO, FP8_PB_REAL, FP8_BLOCK_SCALES | as `Fp8BlocksFlexible` | weights only | no |
+| MIXED_PRECISION | per module, in `quantized_layers` | per module | no |
 
-Codes are `weight`, U8 [N, K/2] of NVFP4 and E4M3 [N, K] of FP8.
-`weight_scale_2` multiplies; compressed-tensors has its reciprocal. Older releases have
-hf_quant_config.json alone, whose `quantization` says the same with `exclude_modules` for `ignore`.
+Codes are `weight`, U8 [N, K/2] for NVFP4 and E4M3 [N, K] for FP8. `weight_scale_2` is a multiplier;
+compressed-tensors stores its reciprocal. Older releases have only hf_quant_config.json, whose
+`quantization` has the same fields, with `exclude_modules` in place of `ignore`.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* `W4A16_NVFP4`, for these weights come without scales of activations / vLLM 0.33 runs NVFP4 with
-  `input_scale` as it finds it in memory, which may be anything;
-* no hf_quant_config.json / it says nothing more, and vLLM and SGLang read it only where config.json
-  has no `quantization_config`;
+* `W4A16_NVFP4`, because moequant writes no scales of activations. For NVFP4, vLLM 0.33 would use
+  an uninitialized `input_scale`.
+* No hf_quant_config.json: vLLM and SGLang read it only if config.json has no `quantization_config`.
 * `ignore` has the full name of every kept module, and none that is the beginning of a converted
-  one's / vLLM also takes a name for a part of a name, so that `mlp.gate` keeps `mlp.gate_proj`;
-* no kept part of an MLA projection beside converted ones / SGLang 0.5.23 goes by the last component
-  of `q_a_proj` and its kin, in all layers.
+  one's. vLLM also matches parts of names, so that `mlp.gate` would keep `mlp.gate_proj`.
+* No MLA projection is kept in some layers and converted in others. SGLang 0.5.23 compares only the
+  last component of `q_a_proj` and similar names, in all layers.
 
-FP8 blocks are not written: vLLM 0.33 wants those of experts as `weight_scale_inv` and of other
-layers as `weight_scale` [N/128, 1, K/128, 1], SGLang has `weight_scale_inv` for both. The dialect
-fp8 loads in all of them. MXFP4 and INT4 with FP8 activations neither loads from here.
+FP8 blocks are not written: vLLM 0.33 expects scales as `weight_scale_inv` for experts and as
+`weight_scale` [N/128, 1, K/128, 1] for other layers, SGLang `weight_scale_inv` for both. The
+dialect fp8 loads in all engines. Neither engine loads MXFP4, or INT4 with FP8 activations, in this
+dialect.
 
 Sources: NVIDIA/Model-Optimizer 0.47, `torch/export/{quant_utils,convert_hf_config}.py`; vLLM 0.33
 `quantization/modelopt.py`; SGLang 0.5.23 `quantization/modelopt_quant.py`.
@@ -60,7 +60,7 @@ _METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "model
 
 @dataclass(frozen=True, kw_only=True)
 class _Algorithm:
-    """What a `quant_algo` says of weights, and how many columns share a scale if it says so."""
+    """The format of the weights of a `quant_algo`, and its group size, if fixed."""
 
     format: str
     group_size: int | None = None
@@ -77,21 +77,21 @@ _ALGORITHMS = {
     "FP8_BLOCK_SCALES": _BLOCKS,
 }
 _UNREAD = {
-    "MXFP8": "FP8 with a power-of-two scale for 32 columns",
-    "MXFP4": "MXFP4 that no engine loads so",
-    "W4A8_NVFP4_FP8": "NVFP4 whose kernels round weights to FP8 once more",
-    "W4A8_MXFP4_FP8": "MXFP4 for FP8 activations",
-    "W4A8_AWQ": "INT4 of weights that were multiplied by pre_quant_scale",
-    "W4A16_AWQ": "INT4 of weights that were multiplied by pre_quant_scale",
-    "NVFP4_AWQ": "NVFP4 of weights that were multiplied by pre_quant_scale",
-    "NVFP4_SVD": "NVFP4 beside a low-rank part of the weights",
+    "MXFP8": "FP8 with one power-of-two scale per 32 columns",
+    "MXFP4": "MXFP4, which no engine loads in this dialect",
+    "W4A8_NVFP4_FP8": "NVFP4 whose kernels round weights to FP8",
+    "W4A8_MXFP4_FP8": "MXFP4 with FP8 activations",
+    "W4A8_AWQ": "INT4 weights multiplied by pre_quant_scale",
+    "W4A16_AWQ": "INT4 weights multiplied by pre_quant_scale",
+    "NVFP4_AWQ": "NVFP4 weights multiplied by pre_quant_scale",
+    "NVFP4_SVD": "NVFP4 plus a low-rank part of the weights",
     "W8A16": "INT8",
     "W8A8_SQ_PER_CHANNEL": "INT8",
 }
 
-# What SGLang finds anywhere in the last component of a module's name.
+# SGLang matches these against any part of the last component of a module's name.
 _SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-# Engines merge these, and ask for the merged module.
+# Engines merge these, and look up the merged module.
 _MERGED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -115,12 +115,12 @@ class ModelOpt(Dialect):
         """As Dialect.
 
         Raises:
-            UnsupportedError: as Dialect, or an engine would take a converted module for kept.
+            UnsupportedError: as Dialect, or an engine would treat a converted module as kept.
         """
         for module, format in formats.items():
             self._encoding(module, format)
         blocks, others = kept_blocks(kept)
-        _check_not_taken_for_kept(formats, [*blocks, *others])
+        _check_kept_names(formats, [*blocks, *others])
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         return {
             "quant_method": "modelopt",
@@ -153,18 +153,18 @@ class ModelOpt(Dialect):
     def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
         """As Dialect.
 
-        A module is kept by some of the components of its name, one after the other, or a pattern
-        with `*` for all of it or for one component. NVFP4 is ours where every config group says
-        that activations are not quantized.
+        A module is kept if consecutive components of its name are listed, or if a pattern with `*`
+        matches the name or one component. NVFP4 is supported if every config group says that
+        activations are not quantized.
         """
-        return self._reader(quantization_config, weights_alone=False)
+        return self._reader(quantization_config, weights_only=False)
 
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; whatever becomes of activations, and FP8 besides."""
-        return self._reader(quantization_config, weights_alone=True)
+        """As Dialect; ignores how activations are quantized, and also knows FP8."""
+        return self._reader(quantization_config, weights_only=True)
 
     def _reader(
-        self, quantization_config: Mapping[str, Any], *, weights_alone: bool
+        self, quantization_config: Mapping[str, Any], *, weights_only: bool
     ) -> Callable[[str], str | None]:
         config = as_mapping(quantization_config, _WHERE)
         names = names_field(config, "ignore", _WHERE)
@@ -180,22 +180,22 @@ class ModelOpt(Dialect):
                 return None
             name, group_size, where = found
             algorithm = _find_algorithm(module, name, group_size, where)
-            if weights_alone or name == _WRITTEN:
+            if weights_only or name == _WRITTEN:
                 return algorithm.format
             if name == "NVFP4" and not quantizes_activations:
                 return algorithm.format
             raise UnsupportedError(
-                f"{module}: {where}.quant_algo is {name}, of which moequant reads the weights as a "
-                "source alone; convert them: moequant convert SOURCE OUTPUT --format NAME"
+                f"{module}: {where}.quant_algo is {name}, which moequant reads only as a source; "
+                "convert it: moequant convert SOURCE OUTPUT --format NAME"
             )
 
         return format_of
 
 
 def _lacks_layers(quantization_config: Mapping[str, Any]) -> bool:
-    """Whether an entry of config.json says that formats are mixed, and not which layer has which.
+    """Whether config.json says MIXED_PRECISION without `quantized_layers`.
 
-    hf_quant_config.json then does.
+    hf_quant_config.json then has the format of each layer.
     """
     return _algorithm_in(quantization_config) == _MIXED and not quantization_config.get(
         "quantized_layers"
@@ -203,13 +203,13 @@ def _lacks_layers(quantization_config: Mapping[str, Any]) -> bool:
 
 
 def _algorithm_in(entry: Mapping[str, Any]) -> str:
-    """Its `quant_algo` in capitals; what is no name, as errors show it."""
+    """`quant_algo` in capitals; a value that is not a string is formatted for errors."""
     stated = entry.get("quant_algo")
     return stated.upper() if isinstance(stated, str) else show(stated)
 
 
 class _Kept:
-    """The names in `ignore`: modules, modules they lie in, and patterns."""
+    """The names in `ignore`: modules, their parents, and patterns."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = {name for name in names if "*" not in name}
@@ -227,7 +227,7 @@ class _Kept:
 def _algorithms(
     config: Mapping[str, Any],
 ) -> Callable[[str], tuple[str, object, str] | None]:
-    """From a module to its `quant_algo` and `group_size`, and where they stand; None for kept.
+    """A function from a module to its `quant_algo`, `group_size` and config key; None if kept.
 
     Raises:
         CheckpointError: a field has the wrong type.
@@ -244,8 +244,8 @@ def _algorithms(
     def of_layer(module: str) -> tuple[str, object, str] | None:
         if not layers:
             raise UnsupportedError(
-                f"{module}: {where} is missing, here and in hf_quant_config.json, so nothing says "
-                "which layer is in which format; fetch the checkpoint again"
+                f"{module}: {where} is missing here and in hf_quant_config.json, so the formats of "
+                "layers are unknown; fetch the checkpoint again"
             )
         name = next((name for name in _enclosing(module) if name in layers), None)
         if name is None:
@@ -260,7 +260,7 @@ def _algorithms(
 
 
 def _enclosing(module: str) -> Iterator[str]:
-    """A module and those it lies in, by both names vision models have for their language model."""
+    """A module and its parents, under both names that vision models use for the language model."""
     here, there = "model.language_model.", "language_model.model."
     names = [module]
     if module.startswith(here):
@@ -274,30 +274,30 @@ def _enclosing(module: str) -> Iterator[str]:
 
 
 def _find_algorithm(module: str, name: str, group_size: object, where: str) -> _Algorithm:
-    """What we know of an algorithm.
+    """The supported algorithm called `name`.
 
     Raises:
-        UnsupportedError: nothing, or it has groups of another width.
+        UnsupportedError: it is not supported, or has another group size.
     """
     algorithm = _ALGORITHMS.get(name)
     if algorithm is None:
         meaning = f" ({_UNREAD[name]})" if name in _UNREAD else ""
         raise UnsupportedError(
-            f"{module}: {where}.quant_algo is {key_text(name)}{meaning}, and of Model-Optimizer "
-            f"moequant reads {', '.join(_ALGORITHMS)} and {_MIXED} of these; take a release in one "
-            "of them, or the unquantized one"
+            f"{module}: {where}.quant_algo is {key_text(name)}{meaning}, but moequant reads only "
+            f"{', '.join(_ALGORITHMS)} and {_MIXED} of these; use a release in one of them, or the "
+            "unquantized one"
         )
-    # 0 and None stand for none in files of Model-Optimizer.
+    # Model-Optimizer writes 0 or None for no groups.
     if group_size and algorithm.group_size and group_size != algorithm.group_size:
         raise UnsupportedError(
-            f"{module}: {where}.group_size is {show(group_size)}, and moequant reads {name} with "
-            f"{algorithm.group_size}; take a release with that, or the unquantized one"
+            f"{module}: {where}.group_size is {show(group_size)}, but moequant reads {name} only "
+            f"with {algorithm.group_size}; use a release with that, or the unquantized one"
         )
     return algorithm
 
 
 def _quantizes_activations(config: Mapping[str, Any]) -> bool:
-    """Whether NVFP4 in `config` means activations too; it does unless all groups say no.
+    """Whether NVFP4 in `config` also quantizes activations; it does unless all groups say no.
 
     Raises:
         CheckpointError: a field has the wrong type.
@@ -308,11 +308,11 @@ def _quantizes_activations(config: Mapping[str, Any]) -> bool:
     return not found or any(group.get("input_activations") is not None for group in found)
 
 
-def _check_not_taken_for_kept(formats: Iterable[str], kept: Iterable[str]) -> None:
-    """Refuse a list of kept modules by which an engine would leave out converted ones.
+def _check_kept_names(formats: Iterable[str], kept: Iterable[str]) -> None:
+    """Check that no engine would treat a converted module as kept because of the list.
 
     Raises:
-        UnsupportedError: names both.
+        UnsupportedError: an engine would; the message names both modules.
     """
     asked: dict[str, str] = {}
     for module in formats:
@@ -324,17 +324,17 @@ def _check_not_taken_for_kept(formats: Iterable[str], kept: Iterable[str]) -> No
     leaves = {name.rpartition(".")[2]: name for name in asked}
     for name in kept:
         tail = name.rpartition(".")[2]
-        taken = next((other for other in asked if _takes_for_kept(other, name)), None)
+        taken = next((other for other in asked if _vllm_keeps(other, name)), None)
         if taken is None and tail in _SGLANG_PARTS:
             taken = next((other for leaf, other in leaves.items() if tail in leaf), None)
         if taken is not None:
             raise UnsupportedError(
-                f"{asked[taken]} is converted and {name} kept, and engines that read the dialect "
-                f"modelopt would take {taken} for kept by that name; give both one format, keep "
+                f"{asked[taken]} is converted and {name} is kept, but in the dialect modelopt "
+                f"engines would treat {taken} as kept because of that name; convert both, keep "
                 "both, or choose the dialect compressed-tensors"
             )
 
 
-def _takes_for_kept(module: str, name: str) -> bool:
-    """Whether vLLM leaves out `module` for a listed `name`; of experts it is also part of it."""
+def _vllm_keeps(module: str, name: str) -> bool:
+    """Whether vLLM skips `module` if `name` is listed; for experts it matches either way."""
     return name in module or ("experts" in module and module in name)

@@ -1,14 +1,14 @@
-"""What only moequant's own runtime loads: any format, in any layers, for any architecture.
+"""moequant's own dialect: any format, in any layers, for any architecture.
 
-For what no engine loads in any dialect, such as gpt-oss in FP8. An engine that finds an unknown
-`quant_method` stops or says so; under a known one it would pass over names it does not know and run
-with experts that were never loaded, as vLLM 0.33 does with gpt-oss.
+It is for checkpoints that no engine loads in any dialect, such as gpt-oss in FP8. With an unknown
+`quant_method` an engine raises or warns. With a known one it would ignore names that it does not
+know and run with uninitialized experts, as vLLM 0.33 does with gpt-oss.
 
-No part is called `weight`: transformers goes on with a method it does not know, and would take
-codes of that name for weights.
+No tensor is called `weight`: transformers continues with an unknown method, and would load codes
+of that name as weights.
 
-config.json has the modules of each format, as names or as regular expressions after "re:", and
-those to leave as they are, which go before.
+config.json lists the modules of each format, as names or as regular expressions after "re:", and
+the kept modules, which take precedence.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _SCHEMA_VERSION = 1
 
 
 class Moequant(Dialect):
-    """`quant_method: moequant`; the module's docstring says what for."""
+    """`quant_method: moequant`; the module's docstring says what it is for."""
 
     name = "moequant"
-    summary = "moequant's own runtime alone, for what engines do not load in any dialect"
+    summary = "only moequant's own runtime, for checkpoints that no engine loads"
     encodings: ClassVar[Mapping[str, Encoding]] = {
         **{name: AsInMemory(format) for name, format in CONVERTIBLE.items()},
         "fp8_block": Fp8Blocks(codes="weight_fp8", scale="weight_scale", ragged=True),
@@ -90,13 +90,13 @@ class Moequant(Dialect):
                 return None
             if version != _SCHEMA_VERSION:
                 raise UnsupportedError(
-                    f"{module}: {_WHERE}.schema_version is {show(version)}, and this moequant "
-                    f"reads {_SCHEMA_VERSION}; update moequant"
+                    f"{module}: {_WHERE}.schema_version is {show(version)}, but this version of "
+                    f"moequant reads {_SCHEMA_VERSION}; update moequant"
                 )
             if format not in self.carried:
                 raise UnsupportedError(
-                    f"{module}: {where} says {show(format)}, and this moequant reads "
-                    f"{', '.join(self.carried)}; update moequant"
+                    f"{module}: {where} has {show(format)}, but this version of moequant reads "
+                    f"only {', '.join(self.carried)}; update moequant"
                 )
             return format
 

@@ -18,33 +18,33 @@ _EXPERT = re.compile(r"(?P<block>.+\.experts)\.\d+\.")
 ACTIVATION_SCALES = (
     "input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale",
 )  # fmt: skip
-"""Last names of calibrated scales of activations and of the KV cache, which no weight needs."""
+"""Last name components of calibrated scales of activations and of the KV cache."""
 
 REGEX = "re:"
-"""What compressed-tensors writes before a regular expression."""
+"""compressed-tensors' prefix of a regular expression."""
 
 
 def expert_block(module: str) -> str | None:
-    """`model.layers.3.mlp.experts` of any module in it, None of a module outside."""
+    """The block of experts that a module is in, `model.layers.3.mlp.experts`; None if in none."""
     match = _EXPERT.match(module)
     return match["block"] if match else None
 
 
 def is_expert(module: str) -> bool:
-    """Whether a module is a single routed expert's."""
+    """Whether a module belongs to a single routed expert."""
     return expert_block(module) is not None
 
 
 def kept_blocks(kept: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Modules that are not converted, sorted, with each block of experts in one entry.
+    """Kept modules, sorted, with one entry for each block of experts.
 
     Engines run the experts of a layer as one module, so they are kept or converted together.
 
     Args:
-        kept: single modules, and the names of blocks whose experts are stacked.
+        kept: single modules, and blocks of stacked experts.
 
     Returns:
-        Blocks of experts, and all other modules; `lm_head` is always among these.
+        Blocks of experts, and all other modules, always including `lm_head`.
     """
     blocks: set[str] = set()
     others = {"lm_head"}
@@ -56,12 +56,12 @@ def kept_blocks(kept: Iterable[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePatterns:
-    """Regular expressions for modules, by whatever prefix an engine asks for them.
+    """Regular expressions for modules that match under any engine's prefix.
 
     vLLM's `WeightsMapper` renames plain names of a quantization config (`model.language_model.` to
-    `language_model.model.`), and leaves regular expressions as they are (its issue 28072). So the
-    prefix that most modules have, all that stands before `layers.3`, is left open in patterns.
-    Prefixes of other modules of the same kind, as of multi-token prediction, are excluded there.
+    `language_model.model.`), but not regular expressions (its issue 28072). So the
+    most common prefix, everything before `layers.3`, is left open in patterns. Prefixes of other
+    modules of the same kind, such as multi-token prediction, are excluded.
 
     Attributes:
         main: the prefix of most modules.
@@ -73,7 +73,7 @@ class ModulePatterns:
 
     @classmethod
     def among(cls, modules: Iterable[str]) -> ModulePatterns:
-        """For a checkpoint that holds `modules`; a block of experts may stand for its modules."""
+        """For a checkpoint with these modules; a block of experts may represent its modules."""
         split = [_split_prefix(module) for module in modules]
         counts = Counter(prefix for prefix, rest in split if rest)
         main = max(counts, key=lambda prefix: (counts[prefix], prefix), default="")
@@ -89,16 +89,16 @@ class ModulePatterns:
         return rf"{REGEX}{prefix}{re.escape(rest)}\."
 
     def of_formats(self, formats: Mapping[str, str]) -> dict[str, list[str]]:
-        """Patterns by which engines tell the modules of several formats apart.
+        """Patterns that distinguish the modules of several formats.
 
-        As wide as the formats allow: all children of a parent in all layers, else in one layer,
-        else single modules. Children that are not converted have to be ignored by name.
+        Each pattern is as wide as possible: all children of a parent in all layers, else in one
+        layer, else a single module. Children that are not converted must be ignored by name.
 
         Args:
             formats: format by converted module.
 
         Returns:
-            Patterns by format, all sorted; no module matches those of two formats.
+            Patterns by format, all sorted; no module matches patterns of two formats.
         """
         patterns: dict[str, list[str]] = {}
         left = dict(formats)
@@ -130,7 +130,7 @@ class ModulePatterns:
                 numbers += 1
                 parts.append(part if numbers <= fixed_numbers else r"\d+")
             elif part == "shared_experts":
-                # transformers 5.23 takes a regex with the letters "experts" for the routed ones.
+                # transformers 5.23 assumes that a regex containing "experts" means routed ones.
                 parts.append("shared_expert[s]")
             else:
                 parts.append(re.escape(part))
@@ -148,7 +148,7 @@ class ModulePatterns:
 
 
 def _split_prefix(module: str) -> tuple[str, str]:
-    """`model.language_model.` and `layers.3.mlp.gate`; no rest where there is no number."""
+    """Split into `model.language_model.` and `layers.3.mlp.gate`; no rest without a number."""
     parts = module.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdecimal()), 0)
     if first == 0:
@@ -158,19 +158,19 @@ def _split_prefix(module: str) -> tuple[str, str]:
 
 
 def _kind(rest: str) -> str:
-    """The parent of a module, of an expert its block, with every number alike."""
+    """The parent of a module, or the block of an expert, with every number replaced by 0."""
     block = rest if rest.endswith(".experts") else expert_block(rest)
     return re.sub(r"\d+", "0", block or rest.rpartition(".")[0])
 
 
 class NamePatterns:
-    """Names as compressed-tensors lists them: exact, or a regex that matches from the start."""
+    """Names in compressed-tensors' lists: exact, or a regex that matches from the start."""
 
     def __init__(self, patterns: Sequence[str], where: str) -> None:
         """Compile `patterns`, found at `where`.
 
         Raises:
-            CheckpointError: one is no regular expression, or could match for hours; names it.
+            CheckpointError: one is not a regular expression, or could match for hours.
         """
         self._exact: dict[str, int] = {}
         self._regexes: list[tuple[int, re.Pattern[str]]] = []
@@ -188,15 +188,15 @@ class NamePatterns:
 
 
 class KeptModules:
-    """The names in a `modules_to_not_convert`, matched as transformers does."""
+    """The names in `modules_to_not_convert`, matched as transformers does."""
 
     def __init__(self, names: Sequence[str], where: str) -> None:
         """Compile `names`, found at `where`.
 
         Raises:
-            CheckpointError: one is no regular expression, or could match for hours; names it.
+            CheckpointError: one is not a regular expression, or could match for hours.
         """
-        # Most names hold no special character but the dot: looking those up keeps this linear.
+        # Most names have no special character except the dot; a set lookup keeps this linear.
         self._names = {name for name in names if not re.search(r"[^\w.\-]", name)}
         self._regexes = [
             _compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", where)

@@ -1,7 +1,7 @@
-"""No quantization at all: BF16 weights, which every engine that knows the model loads.
+"""No quantization: BF16 weights, which every engine that supports the model loads.
 
-What is dequantized completely is written in it. No checkpoint is recognised by it: a config.json
-without `quantization_config` does not say where the weights come from.
+Completely dequantized checkpoints are written in it. It claims no checkpoint, because a config.json
+without `quantization_config` does not say that a conversion wrote it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PlainDialect(Dialect):
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
-        """As Dialect; empty, which stands for none."""
+        """As Dialect; empty, so that config.json gets none."""
         for module, format in formats.items():
             self._encoding(module, format)
         return {}

@@ -1,12 +1,11 @@
-"""Regular expressions from files that may be hostile; those that could match for hours are refused.
+"""Regular expressions from untrusted files; those that could match for hours are refused.
 
-`re` tries one way to match after the other, and nothing bounds their number: `(.*.*)*X` needs more
-than a lifetime for a name of 60 letters. So the ways that a pattern leaves open are counted in its
-text, too high rather than too low.
+`re` backtracks, and the number of ways it tries is unbounded: `(.*.*)*X` takes longer than a
+lifetime for a name of 60 letters. So an upper bound of the ways is computed from the pattern.
 
-An engine that cannot explode is no way out: RE2 refuses look-aheads, which released configs have in
-`ignore` and which moequant itself writes into targets. A limit on the length is none either, for
-that pattern has eight characters.
+RE2, which does not backtrack, does not support look-aheads, which released configs have in `ignore`
+and moequant writes into targets. A length limit would not help either: that pattern has eight
+characters.
 """
 
 from __future__ import annotations

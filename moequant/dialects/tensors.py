@@ -1,4 +1,4 @@
-"""Read single tensors of a checkpoint, strictly: it may be damaged, or written by a stranger."""
+"""Get tensors of an untrusted checkpoint, with checks of presence, dtype and shape."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_NEXT = "the shard and config.json do not belong together; fetch or convert the checkpoint again"
+_NEXT = "the shard does not match config.json; fetch or convert the checkpoint again"
 
 
 def read_tensor(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
-    """The tensor called `name`, of one of `dtypes`.
+    """The tensor called `name`, which must have one of `dtypes`.
 
     Raises:
         CheckpointError: it is missing or has another dtype.
     """
     if name not in tensors:
-        raise CheckpointError(f"{name} is missing, but config.json says its module is quantized")
+        raise CheckpointError(
+            f"{name} is missing, but config.json says that its module is quantized; {_NEXT}"
+        )
     tensor = tensors[name]
     if tensor.dtype not in dtypes:
         wanted = " or ".join(map(dtype_text, dtypes))
@@ -33,7 +35,7 @@ def read_tensor(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) 
 
 
 def read_matrix(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
-    """As `read_tensor`, and two-dimensional."""
+    """As `read_tensor`, for a tensor that must be two-dimensional."""
     tensor = read_tensor(tensors, name, *dtypes)
     if tensor.ndim != 2:
         raise CheckpointError(f"{name}: shape {list(tensor.shape)}, not two-dimensional; {_NEXT}")
@@ -41,10 +43,10 @@ def read_matrix(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) 
 
 
 def check_shape(name: str, tensor: Tensor, *shapes: Sequence[int]) -> None:
-    """Refuse a tensor that has none of `shapes`.
+    """Check that a tensor has one of `shapes`.
 
     Raises:
-        CheckpointError: names the tensor, its shape and those wanted.
+        CheckpointError: it has another shape.
     """
     if tuple(tensor.shape) not in {tuple(shape) for shape in shapes}:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
@@ -52,7 +54,7 @@ def check_shape(name: str, tensor: Tensor, *shapes: Sequence[int]) -> None:
 
 
 def check_columns(name: str, columns: int, group: int) -> None:
-    """Refuse codes whose columns do not fill groups.
+    """Check that the columns of codes fill groups.
 
     Raises:
         CheckpointError: `columns` is not a multiple of `group`.
@@ -62,12 +64,12 @@ def check_columns(name: str, columns: int, group: int) -> None:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has data; one on the meta device stands for a header."""
+    """Whether a tensor has data; a tensor on the meta device represents a header."""
     return tensor.device.type != "meta"
 
 
 def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, which must hold every value of it.
+    """`tensor` in `dtype`, which must represent every value exactly.
 
     Raises:
         UnsupportedError: a value would be rounded.
@@ -75,7 +77,7 @@ def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype)
     if has_values(tensor) and not torch.equal(cast.float(), tensor.float()):
         raise UnsupportedError(
-            f"{name}: {dtype_text(tensor.dtype)} values that {dtype_text(dtype)} cannot hold, "
-            "and we keep these scales in that; reading them would change the weight"
+            f"{name}: {dtype_text(tensor.dtype)} values that {dtype_text(dtype)}, the format's "
+            "scale dtype, cannot represent; convert from the unquantized checkpoint"
         )
     return cast

@@ -1,4 +1,4 @@
-"""What the numbers are: pure functions of tensors, no files, no choice of device.
+"""Reference numerics of every format: pure functions of tensors, without files or devices.
 
 Adding a format is one file here, one line in REGISTRY, and what its numbers alone do not say;
 tests/test_registries.py fails for each of these that is left out:
@@ -67,25 +67,25 @@ REGISTRY: dict[str, Format] = {
 }
 
 CONVERTIBLE: dict[str, Format] = {n: f for n, f in REGISTRY.items() if "convert" in f.uses}
-"""Those that weights of any source can be quantized to."""
+"""Formats that weights of any source can be quantized to."""
 
 WRITABLE: dict[str, Format] = {
     n: f for n, f in REGISTRY.items() if f.uses & {"convert", "dequantize"}
 }
-"""Those that a recipe may name: CONVERTIBLE, and what quantized weights are dequantized to."""
+"""Formats that a recipe may name: CONVERTIBLE, and those to dequantize to."""
 
 RUNNABLE: dict[str, Format] = {n: f for n, f in REGISTRY.items() if "run" in f.uses}
-"""Those that `FusedExperts` takes."""
+"""Formats that `FusedExperts` runs."""
 
 
 def get_format(name: str) -> Format:
     """The format called `name`.
 
     Raises:
-        UnsupportedError: there is none; lists those there are.
+        UnsupportedError: there is no such format; the message lists all.
     """
     if name not in REGISTRY:
-        raise UnsupportedError(f"no format is called {name!r}; there are: {', '.join(REGISTRY)}")
+        raise UnsupportedError(f"unknown format {name!r}; use one of: {', '.join(REGISTRY)}")
     return REGISTRY[name]
 
 
@@ -95,14 +95,14 @@ def quantize(w: Tensor, format: str, *, name: str = "weight", **options: str) ->
 
 
 def dequantize(q: QuantizedWeight) -> Tensor:
-    """Decode to [..., N, K] float32: code times scale, and times global scale if there is one."""
+    """Decode to [..., N, K] float32: code * scale, times the global scale if there is one."""
     return get_format(q.format).dequantize(q)
 
 
 def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
-    """Decode a weight [N, K] into `out`, [N, K] of any floating-point dtype, rounded to that.
+    """Decode a weight [N, K] into `out` [N, K], rounded to its floating-point dtype.
 
-    Takes a few MB besides, whatever the weight.
+    Needs a few MB of temporary memory, whatever the size of the weight.
     """
     _dequantize_into(q, get_format(q.format), out)
 
@@ -110,12 +110,12 @@ def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
 def row_tiles(
     q: QuantizedWeight, multiple: int | None = None
 ) -> Iterator[tuple[slice, QuantizedWeight]]:
-    """Parts of a weight [N, K] that stay in a cache: which rows, and what decodes to them.
+    """Split a weight [N, K] into row tiles that fit a cache: pairs of row range and tile.
 
     Args:
         q: the weight.
-        multiple: all but the last have a multiple of so many rows, itself one of the rows of a
-            block; these by default.
+        multiple: every tile but the last has a multiple of this many rows, which must be a multiple
+            of the block's rows; by default the block's rows.
     """
     format = get_format(q.format)
     return _row_tiles(q, format, multiple or format.block[0])
@@ -127,12 +127,12 @@ def scale_block(q: QuantizedWeight) -> tuple[int, int]:
 
 
 def signal_and_noise(before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
-    """Sums of squares of a weight [N, K], and of the differences of another of its shape.
+    """Sums of squares of a weight [N, K] and of its difference from another of the same shape.
 
-    Both as float32, and so are the differences. The second is 0 if and only if all numbers are the
-    same; NaN and Inf in `before` make the first what is not finite.
+    Weights and differences are computed in float32. The second sum is 0 if and only if all numbers
+    are equal. If `before` has NaN or Inf, the first sum is not finite.
 
-    Takes a few MB besides, whatever the weight.
+    Needs a few MB of temporary memory, whatever the size of the weight.
     """
     signal = noise = 0.0
     for x, y in zip(float_tiles(before), float_tiles(after), strict=True):
@@ -141,7 +141,7 @@ def signal_and_noise(before: StoredWeight, after: StoredWeight) -> tuple[float, 
 
 
 def float_tiles(w: StoredWeight) -> Iterator[Tensor]:
-    """The numbers of a weight [N, K] in float32, the rows of `row_tiles(w, TILE_ROWS)` each."""
+    """A weight [N, K] in float32, in the row tiles of `row_tiles(w, TILE_ROWS)`."""
     if isinstance(w, QuantizedWeight):
         for _, tile in row_tiles(w, TILE_ROWS):
             yield dequantize(tile)
@@ -154,17 +154,17 @@ def float_tiles(w: StoredWeight) -> Iterator[Tensor]:
 def check_parts(
     tensors: Mapping[str, Tensor], format: str, shape: Sequence[int], name: str
 ) -> None:
-    """Refuse parts that are not those of a weight [..., N, K] of the format called `format`.
+    """Check that `tensors` are the parts of a weight [..., N, K] of the format.
 
     Args:
         tensors: by field of QuantizedWeight.
         format: name of a format.
         shape: [..., N, K], logical.
-        name: what errors call the weight.
+        name: name of the weight for error messages.
 
     Raises:
-        CheckpointError: a part is missing, one too many, or of the wrong dtype or shape.
-        UnsupportedError: no format is called that, or it cannot hold `shape`.
+        CheckpointError: a part is missing, unexpected, or of the wrong dtype or shape.
+        UnsupportedError: an unknown format, or one that does not support `shape`.
     """
     check_tensors(tensors, get_format(format).specs(shape, name), name)
 

@@ -1,11 +1,13 @@
-"""What a format is: data about the numbers, and two pure functions.
+"""The base class of formats: class data, `quantize` and `dequantize`.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* a format is named, never inferred from a dtype / a uint8 scale read as the wrong kind;
-* in memory every scale multiplies, `w = decode(qdata) * scale * global_scale`; reciprocals exist
-  inside dialects only / a checkpoint scaled by the square of its global scale;
-* properties are class data and `specs` needs no tensor / a plan that must read weights.
+* A format is named, never inferred from a dtype. Otherwise a uint8 scale could be decoded as
+  another type.
+* In memory every scale is a multiplier, `w = decode(qdata) * scale * global_scale`; reciprocals
+  exist only in dialects. Otherwise a weight could be scaled by the square of its global scale.
+* Properties are class data, and `specs` needs no tensor. Otherwise a plan would have to read
+  weights.
 """
 
 from __future__ import annotations
@@ -34,30 +36,30 @@ WHOLE = 1 << 30
 """Rows or columns of a block that spans the matrix."""
 
 Use = Literal["convert", "dequantize", "read", "run"]
-"""What can be done with a format.
+"""What a format can be used for.
 
-* convert: a recipe names it, and weights of any source are quantized to it;
-* dequantize: a recipe names it, and quantized weights of a source are written in it;
-* read: the quantized weights of a source may be in it;
-* run: `FusedExperts` takes weights in it.
+* convert: recipes may name it, and weights of any source are quantized to it;
+* dequantize: recipes may name it, and quantized weights are dequantized to it;
+* read: quantized sources may contain it;
+* run: `FusedExperts` runs weights in it.
 """
 
 # A float32 tile of 1 MiB stays in the second-level cache with its few temporaries.
 _TILE_ELEMENTS = 1 << 18
 _TILE_COPIES = 24
-"""Float32 copies of a tile that a format's temporaries may add up to."""
+"""Upper bound of a format's temporaries, in float32 copies of a tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that need not exist yet."""
+    """Shape and dtype of a tensor, which need not exist yet."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes the tensor takes, in memory and on disk."""
+        """Size in memory and on disk."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -69,10 +71,11 @@ class QuantizedWeight:
     """A weight, or a batch of them, in a format: `w = decode(qdata) * scale * global_scale`.
 
     Attributes:
-        format: name of the format, the only thing that says what the bytes mean.
-        qdata: [..., N, storage_k(K)] codes; two 4-bit codes a byte, even column in the low nibble.
+        format: name of the format, which alone determines how the bytes are decoded.
+        qdata: [..., N, K / codes_per_byte] codes; of two 4-bit codes in a byte, the even column is
+            in the low nibble.
         scale: [..., ceil(N / block_n), ceil(K / block_k)] multiplier, in the format's scale dtype.
-        global_scale: [...] float32 multiplier, or None where the format has none.
+        global_scale: [...] float32 multiplier, or None if the format has none.
         shape: [..., N, K], logical.
     """
 
@@ -83,7 +86,7 @@ class QuantizedWeight:
     shape: torch.Size
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parts that hold data, by field name."""
+        """The tensors of the weight, by field name."""
         parts = {"qdata": self.qdata, "scale": self.scale}
         if self.global_scale is not None:
             parts["global_scale"] = self.global_scale
@@ -92,7 +95,7 @@ class QuantizedWeight:
     def map(
         self, fn: Callable[[Tensor], Tensor], shape: torch.Size | None = None
     ) -> QuantizedWeight:
-        """The weight whose parts are `fn` of this one's; `shape` where that changes it."""
+        """Apply `fn` to every tensor; `shape` is the new logical shape if `fn` changes it."""
         return QuantizedWeight(
             format=self.format,
             qdata=fn(self.qdata),
@@ -106,10 +109,10 @@ class QuantizedWeight:
         return self.map(lambda t: t.to(device))
 
     def __getitem__(self, index: int) -> QuantizedWeight:
-        """Weight `index` of a batch, without a copy.
+        """Weight `index` of a batch, as a view.
 
         Raises:
-            IndexError: the weight has no leading dimension, or `index` lies outside it.
+            IndexError: the weight has no leading dimension, or `index` is out of range.
         """
         if len(self.shape) < 3:
             raise IndexError("a single weight has no leading dimension to index")
@@ -117,7 +120,7 @@ class QuantizedWeight:
 
 
 StoredWeight = Tensor | QuantizedWeight
-"""A weight [N, K] as a source holds it: plain numbers, or codes and scales."""
+"""A weight [N, K] of a source: a plain tensor, or codes and scales."""
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -136,9 +139,9 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 class Format:
-    """What the numbers are; `moequant.formats` says what a new subclass needs besides its file.
+    """Numerics of a quantized weight.
 
-    Subclasses state facts and implement `_quantize` on float32; the rest follows from the facts.
+    Subclasses set the class attributes and implement `_quantize` for float32.
     """
 
     name: ClassVar[str]
@@ -149,12 +152,12 @@ class Format:
     ragged: ClassVar[bool] = False
     """Whether the last block of a row or column may be incomplete."""
     element: ClassVar[Element]
-    """What a code is."""
+    """The element type of codes."""
     scale_dtype: ClassVar[torch.dtype]
     has_global_scale: ClassVar[bool] = False
-    """Whether weights of one fused set (gate and up of an expert) share a FP32 scale."""
+    """Whether the weights of a fused set (gate and up of an expert) share an FP32 scale."""
     activations: ClassVar[str]
-    """What the format's GEMM is fed: "fp8_group128", "fp8_token" or "none" (weight only)."""
+    """Activations of the format's GEMM: "fp8_group128", "fp8_token" or "none" (weight-only)."""
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Allowed values of each option, the default first."""
     ordinary_error: ClassVar[float] = 0.0
@@ -178,7 +181,7 @@ class Format:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its codes are the numbers themselves, not quantized."""
+        """Whether the format is an unquantized dtype."""
         return self.element.dtype in SOURCE_DTYPES
 
     def block_of(self, q: QuantizedWeight) -> tuple[int, int]:
@@ -195,24 +198,24 @@ class Format:
         return least < _bits_of(self.least_scale, q.scale.dtype, bits)
 
     def resolve_options(self, options: Mapping[str, str] | None = None) -> dict[str, str]:
-        """All options with their values, defaults filled in.
+        """The values of all options, with defaults filled in.
 
         Raises:
-            RecipeError: an option or a value the format does not have.
+            RecipeError: an unknown option or value.
         """
         resolved = {key: values[0] for key, values in self.options.items()}
         for key, value in (options or {}).items():
             if key not in self.options:
                 known = ", ".join(self.options) or "none"
-                raise RecipeError(f"{self.name} has no option {key!r}; it has: {known}")
+                raise RecipeError(f"{self.name} has no option {key!r}; its options: {known}")
             if value not in self.options[key]:
                 allowed = ", ".join(self.options[key])
-                raise RecipeError(f"{self.name}: {key} = {value!r}, but it is one of: {allowed}")
+                raise RecipeError(f"{self.name}: {key} = {value!r}, but must be one of: {allowed}")
             resolved[key] = value
         return resolved
 
     def check_shape(self, shape: Sequence[int], name: str = "weight") -> None:
-        """Refuse a shape the format cannot hold.
+        """Check that the format supports a shape.
 
         Raises:
             UnsupportedError: fewer than two dimensions, or K is not a multiple of the group.
@@ -222,7 +225,7 @@ class Format:
             raise UnsupportedError(f"{name}: {fault}")
 
     def specs(self, shape: Sequence[int], name: str = "weight") -> Mapping[str, TensorSpec]:
-        """What `quantize` makes of a weight of `shape`, by field of QuantizedWeight.
+        """Dtype and shape of each tensor that `quantize` returns, by field of QuantizedWeight.
 
         Raises:
             UnsupportedError: as `check_shape`.
@@ -237,12 +240,12 @@ class Format:
 
         Args:
             w: [..., N, K] bfloat16, float16 or float32.
-            options: values of `self.options`; those left out take their default.
-            name: what errors call the weight.
+            options: values for `self.options`; the others take their default.
+            name: name of the weight for error messages.
 
         Raises:
-            UnsupportedError: a shape or dtype the format cannot take.
-            NonFiniteError: `w` holds NaN or Inf; names index and value.
+            UnsupportedError: an unsupported shape or dtype.
+            NonFiniteError: `w` has NaN or Inf; the message has index and value.
             RecipeError: an unknown option or value.
         """
         return self.quantize_fused([w], options, names=[name])[0]
@@ -256,8 +259,9 @@ class Format:
     ) -> list[QuantizedWeight]:
         """Quantize weights that engines fuse, such as gate and up of one expert.
 
-        They share one global scale where the format has one; otherwise this equals `quantize` of
-        each. Arguments and errors as `quantize`, one name a weight and the same leading dimensions.
+        They share a global scale if the format has one; otherwise the result equals `quantize` of
+        each weight. Arguments and errors as `quantize`, with one name per weight; all weights have
+        the same leading dimensions.
         """
         resolved = self.resolve_options(options)
         for w, name in zip(weights, names, strict=True):
@@ -266,30 +270,31 @@ class Format:
         if len({w.shape[:-2] for w in weights}) > 1:
             shapes = ", ".join(str(list(w.shape)) for w in weights)
             raise UnsupportedError(
-                f"{' and '.join(names)}: shapes {shapes}; a fused set has one batch of experts"
+                f"{' and '.join(names)}: shapes {shapes}, but the leading dimensions of weights "
+                "that are quantized together must be equal"
             )
-        # A parameter's gradient ends here; contiguous parts come of contiguous weights only.
         weights = [w.detach() for w in weights]
         global_scale = self.global_scale(weights, resolved) if self.has_global_scale else None
         return [self._quantize_in_tiles(w, resolved, global_scale) for w in weights]
 
     def workspace_bytes(self, shape: Sequence[int]) -> int:
-        """Upper bound of what `quantize` of one weight [N, K] allocates beside its result."""
+        """Upper bound of the temporary memory of `quantize` for one weight [N, K]."""
         tile_bytes = self._tile_rows(shape[-1]) * shape[-1] * torch.float32.itemsize
-        magnitudes = math.prod(shape) * torch.float32.itemsize  # of the check of the values
+        magnitudes = math.prod(shape) * torch.float32.itemsize  # in check_values
         return max(magnitudes, _TILE_COPIES * tile_bytes)
 
     def _tile_rows(self, K: int) -> int:
-        """Rows worked on at a time: whole blocks, about _TILE_ELEMENTS elements."""
+        """Rows of a tile: whole blocks, about _TILE_ELEMENTS elements."""
         block_n = self.block[0]
         return max(1, _TILE_ELEMENTS // (max(K, 1) * block_n)) * block_n
 
     def _quantize_in_tiles(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
     ) -> QuantizedWeight:
-        """Quantize row tiles that fit in a cache and join them; rows do not depend on each other.
+        """Quantize row tiles that fit a cache, and concatenate them; tiles are independent.
 
-        Batches go whole: they come from callers on a GPU, where launches cost more than memory.
+        Batches are not tiled: they come from callers on a GPU, where launches cost more than
+        memory.
         """
         rows = self._tile_rows(w.shape[-1])
         if w.ndim > 2 or w.shape[-2] <= rows:
@@ -307,7 +312,8 @@ class Format:
         )
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
-        """The [...] float32 scale a fused set shares; only the largest magnitudes count.
+        """The float32 scale [...] that a fused set shares; it depends only on the largest
+        magnitude.
 
         Args:
             weights: [..., N, K] finite, with the same leading dimensions.
@@ -348,9 +354,9 @@ def _bits_of(number: float, dtype: torch.dtype, bits: torch.dtype) -> int:
 # The weights of a model have a handful of shapes.
 @lru_cache(maxsize=1 << 10)
 def _fault(format: Format, shape: tuple[int, ...]) -> str | None:
-    """Why the format cannot hold a weight of `shape`; None if it can."""
+    """Why the format does not support a weight of `shape`; None if it does."""
     if len(shape) < 2:
-        return f"shape {list(shape)}, but {format.name} wants [..., N, K]"
+        return f"shape {list(shape)}, but {format.name} needs [..., N, K]"
     for axis, extent, multiple in zip("NK", shape[-2:], format.block, strict=True):
         if not format.ragged and extent % multiple:
             return (
@@ -362,7 +368,7 @@ def _fault(format: Format, shape: tuple[int, ...]) -> str | None:
 
 @lru_cache(maxsize=1 << 10)
 def _specs(format: Format, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
-    """As `Format.specs`, of a shape that the format can hold."""
+    """As `Format.specs`, for a supported shape."""
     *lead, N, K = shape
     block_n, block_k = format.block
     codes = (*lead, N, K // format.codes_per_byte)
@@ -379,10 +385,10 @@ def _specs(format: Format, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
 def check_tensors(
     tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], name: str
 ) -> None:
-    """Refuse parts of the weight called `name` that are not what `specs` says, no more, no less.
+    """Check that `tensors` are exactly those in `specs`.
 
     Raises:
-        CheckpointError: names the weight, the part, its dtype and shape, and those wanted.
+        CheckpointError: a tensor is missing, unexpected, or has another dtype or shape.
     """
     found = {
         part: TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape))
@@ -397,25 +403,25 @@ def check_tensors(
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """`dtype` as messages say it, such as bfloat16."""
+    """The name of a dtype for messages, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_values(w: Tensor, name: str) -> None:
-    """Refuse a source dtype we do not quantize from, and any NaN or Inf.
+    """Check that a weight has a supported dtype and only finite values.
 
     Raises:
         UnsupportedError: the dtype is not bfloat16, float16 or float32.
-        NonFiniteError: names the tensor, the index and the value of the first one found.
+        NonFiniteError: the message has the weight, and index and value of the first NaN or Inf.
     """
     if w.dtype not in SOURCE_DTYPES:
         wanted = ", ".join(map(dtype_text, SOURCE_DTYPES))
-        raise UnsupportedError(f"{name}: dtype {dtype_text(w.dtype)}, not {wanted}")
-    # amax passes NaN on, and costs a tenth of isfinite over every element.
+        raise UnsupportedError(f"{name}: dtype {dtype_text(w.dtype)}, but must be one of: {wanted}")
+    # amax propagates NaN, and takes a tenth of the time of isfinite over all elements.
     if w.numel() and not torch.isfinite(w.abs().amax()):
         index = (~torch.isfinite(w)).nonzero()[0].tolist()
         value = w[tuple(index)].item()
         raise NonFiniteError(
-            f"{name}: {value} at index {index}; a quantized weight cannot hold it. "
-            "Mend the source checkpoint or fetch it again"
+            f"{name}: {value} at index {index}, but a quantized weight must be finite; correct the "
+            "source checkpoint or fetch it again"
         )

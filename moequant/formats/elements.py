@@ -1,14 +1,14 @@
-"""Element codecs: the values one code can hold, and rounding to them.
+"""Element types: their values, and rounding to them.
 
-| element | values | -0 | beyond the range |
+| element | values | -0 | out of range |
 |---|---|---|---|
 | E2M1 | 0 .5 1 1.5 2 3 4 6 and their negatives, bit 3 the sign | kept, code 8 | saturates at 6 |
 | E4M3 | torch.float8_e4m3fn, finite up to 448 | kept, 0x80 | saturates at 448 |
 | E8M0 | 2**(byte - 127), byte 255 is NaN | has no zero and no sign | caller clamps the exponent |
 | INT4 | -8 .. 7, two's complement | becomes 0 | saturates at -8 and 7 |
 
-All rounding is to nearest, ties to even (E2M1: to the even code). A negative value that rounds to
-zero keeps its sign in the floating-point elements.
+All rounding is to nearest, ties to even (E2M1: to the even code). In the floating-point elements a
+negative value that rounds to zero keeps its sign.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0); OCP 8-bit Floating Point v1.0 (E4M3).
 """
@@ -39,7 +39,7 @@ to 2**128, which is Inf. Also finite in bfloat16."""
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Round float32 [...] to E2M1 codes 0..15, uint8 [...], one a byte."""
+    """Round float32 [...] to E2M1 codes 0..15, uint8 [...], one per byte."""
     magnitude = x.abs()
     # Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6; round_ ties to even multiples of the step,
     # which are the even codes. In place, because fresh memory costs more than the arithmetic.
@@ -51,8 +51,8 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(code: Tensor) -> Tensor:
     """E2M1 codes 0..15, uint8 [...], to float32 [...]."""
-    # Made on the device, from the bits of a float16 that is 2**14 times too small: a copy from the
-    # host would wait for the device, and could not be captured in a CUDA graph.
+    # The table is computed on the device, from float16 bits scaled by 2**14: copying it from the
+    # host would synchronize, and could not be captured in a CUDA graph.
     magnitude = torch.arange(8, dtype=torch.int16, device=code.device)
     values = (magnitude << 9).view(torch.float16).float() * 2.0**14
     table = torch.cat([values, -values])
@@ -71,14 +71,14 @@ def encode_e4m3(x: Tensor) -> Tensor:
 def decode_e4m3(code: Tensor) -> Tensor:
     """float8_e4m3fn [...] to float32 [...], exact.
 
-    On a CPU, where torch's own cast is slow, by way of float16: with the same bits of exponent and
-    mantissa it holds the number times 2**-8, subnormal ones too. A quarter of the time.
+    On a CPU, torch's own cast is slow, so the bits are moved into a float16, which then has the
+    number times 2**-8, also for subnormals. This takes a quarter of the time.
     """
     if code.device.type != "cpu":
         return code.float()
     bits = code.view(torch.int8).to(torch.int16)
     numbers = ((bits << 7) & -0x4080).view(torch.float16).float().mul_(2.0**8)
-    # All ones but for the sign is NaN, and would be 480.
+    # All ones except the sign is NaN; the code above would decode it as 480.
     nan = (bits & 0x7F) == 0x7F
     return numbers.masked_fill_(nan, torch.nan) if nan.any() else numbers
 
@@ -94,7 +94,7 @@ def decode_e8m0(scale: Tensor) -> Tensor:
 
 
 def encode_int4(x: Tensor) -> Tensor:
-    """Round float32 [...] to INT4, one code a byte: uint8 0..15, two's complement."""
+    """Round float32 [...] to INT4, one code per byte: uint8 0..15, two's complement."""
     code = torch.round(x).clamp(INT4_MIN, INT4_MAX).to(torch.int8)
     return code.view(torch.uint8) & 0xF
 
@@ -117,8 +117,8 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 def divide(x: Tensor, divisor: float) -> Tensor:
     """Correctly rounded float32 quotients, on every device.
 
-    Given a number, torch multiplies by its rounded reciprocal on CUDA, which is another result for
-    divisors such as 448.
+    Dividing by a Python number, torch multiplies by its rounded reciprocal on CUDA, which gives
+    another result for divisors such as 448.
     """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 

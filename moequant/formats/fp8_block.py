@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Fp8Block(Format):
     """`w = qdata * scale`; the scale is amax / 448 of the block, rounded up to a power of two.
 
-    A power-of-two scale costs nothing on BF16 weights (2.66 % against 2.65 % relative error) and
-    makes the requantization that DeepGEMM's loaders do on Hopper and Blackwell a no-op; the free
-    FP32 scales of option `scale = "float32"` come out of it at 3.72 %.
+    Power-of-two scales cost almost no accuracy on BF16 weights (2.66 % against 2.65 % relative
+    error), and make the requantization in DeepGEMM's loaders for Hopper and Blackwell a no-op. With
+    option `scale = "float32"` that requantization raises the error to 3.72 %.
 
     Rules: round to nearest even after clamping to +-448; -0 stays -0; a zero block has scale 1; a
     scale is at least 2**-126, a normal number; weights beyond +-1.875 * 2**127 saturate there, so

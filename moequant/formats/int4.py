@@ -1,4 +1,4 @@
-"""INT4 weights with one FP32 scale per group of columns, the group of any width; read-only."""
+"""INT4 weights with one FP32 scale per group of columns, of any group size; read-only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Int4(Format):
     """`w = qdata * scale`, as in compressed-tensors' W4A16 and Kimi-K2-Thinking.
 
-    The width of the groups is that of the checkpoint: K over the scale's columns.
+    The group size is that of the checkpoint: K divided by the scale's columns.
     """
 
     name = "int4"
@@ -28,5 +28,5 @@ class Int4(Format):
     activations = "none"
 
     def block_of(self, q: QuantizedWeight) -> tuple[int, int]:
-        """As Format; the columns follow from the scale."""
+        """As Format; the group size follows from the scale's shape."""
         return 1, q.shape[-1] // q.scale.shape[-1]

@@ -28,7 +28,7 @@ _GROUP = 32
 
 
 class Mxfp4(Format):
-    """`w = qdata * scale`, the scale a power of two whose exponent `scale_rule` finds from amax.
+    """`w = qdata * scale`; option `scale_rule` computes the scale's exponent from amax.
 
     | rule | exponent | largest code before rounding | relative error, N(0, 0.02) |
     |---|---|---|---|
@@ -46,7 +46,7 @@ class Mxfp4(Format):
     weights beyond +-1.5 * 2**127, the largest this format holds in a float32, saturate there.
 
     Error: at most half a step of E2M1, times scale, under "even" and "ceil"; "floor" may clip an
-    amax of 8 to 6, in units of the scale; "mse" gives up that bound for a smaller sum.
+    amax of 8 to 6, in units of the scale; "mse" exceeds this bound to reduce the sum of squares.
     """
 
     name = "mxfp4"
@@ -82,9 +82,10 @@ class Mxfp4(Format):
 
 
 def _least_squares(groups: Tensor, exponent: Tensor) -> Tensor:
-    """Of `exponent`, which wins ties, and one less: that of least squared error for each group.
+    """For each group, `exponent` or one less, whichever has the smaller squared error.
 
-    One more cannot win: below 7, where amax lies, its numbers are among those of `exponent`.
+    `exponent` wins ties. One more cannot be better: up to 7, above which amax never lies, its
+    values are a subset of those of `exponent`.
 
     Args:
         groups: [..., N, K / 32, 32] float32.

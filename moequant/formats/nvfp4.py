@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _GROUP = 16
 
-# E4M3 has eight steps an octave, so these reach from amax / 7.5 to amax / 3.4. A wider sweep gains
-# nothing on N(0, 0.02); -1 and +1 alone stop at 8.65 % relative error instead of 8.13 %.
+# E4M3 has eight steps per octave, so these cover amax / 7.5 to amax / 3.4. A wider search gains
+# nothing on N(0, 0.02); with only -1 and +1 the relative error is 8.65 % instead of 8.13 %.
 SEARCH_STEPS = (-1, 1, -2, 2, 3, 4, 5, 6)
 
 
@@ -53,8 +53,8 @@ class Nvfp4(Format):
     that no finite weight decodes to Inf.
 
     Error: at most half a step of E2M1, times scale * global scale, but for two subnormal scales:
-    2**-9 may clip the group's amax from 9 to 6, and 2**-8 from 7.5, in those units. `search` gives
-    up that bound for a smaller sum.
+    2**-9 may clip the group's amax from 9 to 6, and 2**-8 from 7.5, in those units. `search`
+    exceeds this bound to reduce the sum of squares.
     """
 
     name = "nvfp4"
@@ -83,7 +83,7 @@ class Nvfp4(Format):
         w = w.clamp(-E2M1_FLOAT32_MAX, E2M1_FLOAT32_MAX)
         per_group = global_scale[..., None, None]
         amax = group_amax(w, _GROUP)
-        # Global scale first: amax / 6 may be too small for a float32 where the quotient is not.
+        # Divide by the global scale first: amax / 6 alone may underflow in float32.
         scale = encode_e4m3(divide(amax / per_group, E2M1_MAX)).float().clamp(min=E4M3_SMALLEST)
         scale = torch.where(amax == 0, 1.0, scale)
         if options["search"] == "mse":
@@ -99,7 +99,7 @@ class Nvfp4(Format):
 
 
 def _least_squares(x: Tensor, scale: Tensor) -> Tensor:
-    """The E4M3 scale near `scale` of least squared error for each group.
+    """For each group, the E4M3 scale near `scale` with the least squared error.
 
     Args:
         x: [..., N, K / 16, 16] float32, weights over their global scale, at most 2688.

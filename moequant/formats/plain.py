@@ -29,14 +29,14 @@ class _Plain(Format):
         qdata = self.element.encode(w)
         if not qdata.isfinite().all():
             raise UnsupportedError(
-                f"a weight of {w.abs().max().item():g} is beyond {self.qdata_dtype}, which ends at "
+                f"a weight of {w.abs().max().item():g} exceeds the largest {self.qdata_dtype}, "
                 f"{self.element.largest:g}; use bf16 or fp32"
             )
         return plain_weight(qdata)
 
 
 class Bf16(_Plain):
-    """bfloat16; what weights that a checkpoint has in a quantized form can be dequantized to."""
+    """bfloat16; quantized weights can be dequantized to it."""
 
     name = "bf16"
     summary = "BF16, not quantized"
@@ -66,7 +66,7 @@ _NAMES = {format.element.dtype: format.name for format in (Bf16, Fp16, Fp32)}
 
 
 def plain_weight(w: Tensor) -> QuantizedWeight:
-    """A weight [..., N, K] of bfloat16, float16 or float32 in the format of its dtype; no copy."""
+    """A bfloat16, float16 or float32 weight [..., N, K] as a QuantizedWeight; no copy."""
     return QuantizedWeight(
         format=_NAMES[w.dtype],
         qdata=w,

@@ -1,15 +1,15 @@
-"""Write the same numbers in another format, where it can hold every one of them.
+"""Lossless requantization: the same numbers in another format.
 
-| from | to | when | how |
+| from | to | condition | how |
 |---|---|---|---|
 | any | itself | no global scale, or one that all weights can share | codes and scales stay |
-| mxfp4 | nvfp4 | exponents of groups that are not zero lie within 17 of each other | codes stay |
-| int4 | w4a8 | groups of 128 columns, and scales that BF16 holds | codes stay |
+| mxfp4 | nvfp4 | exponents of nonzero groups differ by at most 17 | codes stay |
+| int4 | w4a8 | groups of 128 columns, and scales that are BF16 numbers | codes stay |
 
-A power of two is an E4M3 number from 2**-9 to 2**8, hence the 17. MXFP4 to FP8 blocks needs no
-row: the quantizer is exact by itself where the exponents within a block lie within 14 of each
-other. It takes 2**(e - 6) for the scale of a block whose largest number is 6 * 2**e, and so every
-multiple of 2**(e - 15), which half a step of a group with exponent e - 14 is.
+E4M3 has the powers of two from 2**-9 to 2**8, hence the 17. MXFP4 to FP8 blocks needs no row: the
+quantizer is exact if the exponents within a block differ by at most 14. For a block whose largest
+number is 6 * 2**e, its scale is 2**(e - 6), so every multiple of 2**(e - 15) is representable; half
+a step of a group with exponent e - 14 is such a multiple.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _MAGNITUDES = 0x7777777777777777
 
 
 def recode(weights: Sequence[QuantizedWeight], format: str) -> list[QuantizedWeight] | None:
-    """Weights that engines fuse, in the format called `format`, not one number changed.
+    """Requantize the weights of a fused set to the format called `format` without any error.
 
     Args:
         weights: [N, K] each.
         format: name of a format.
 
     Returns:
-        What decodes to exactly the same, sharing a global scale if the format has one; None where
-        the format cannot hold them all, or where nothing is known about the two formats.
+        Weights that decode to exactly the same numbers and share a global scale if the format has
+        one; None if the format cannot represent them all, or no rule covers the two formats.
     """
     found = {q.format for q in weights}
     if found == {format}:
@@ -64,13 +64,13 @@ def _with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[Quantized
         return list(weights)
     largest = torch.stack(scales).amax()
     if not (largest > 0 and torch.isfinite(largest.reciprocal())):
-        return None  # all zeros, or a reciprocal that no dialect can store
+        return None  # all zeros, or a scale whose reciprocal overflows
     results = [_with_global_scale(q, largest) for q in weights]
     return None if None in results else [q for q in results if q is not None]
 
 
 def _with_global_scale(q: QuantizedWeight, global_scale: Tensor) -> QuantizedWeight | None:
-    """The same numbers under another global scale, or None where its block scales do not exist."""
+    """The same numbers with another global scale; None if E4M3 lacks the block scales."""
     assert q.global_scale is not None
     if torch.equal(q.global_scale, global_scale):
         return q
@@ -115,23 +115,23 @@ def _mxfp4_as_nvfp4(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]
 
 
 def _is_used(q: QuantizedWeight) -> Tensor:
-    """Which groups [N, K / 32] hold a number other than zero."""
+    """Which groups [N, K / 32] have a nonzero number."""
     codes = q.qdata.contiguous()
     if codes.storage_offset() % _WORD.itemsize:
         codes = codes.clone()
-    magnitudes = codes.view(_WORD) & _MAGNITUDES  # of 16 numbers, half a group
+    magnitudes = codes.view(_WORD) & _MAGNITUDES  # one word has 16 codes, half a group
     return (magnitudes[:, 0::2] | magnitudes[:, 1::2]) != 0
 
 
 def _extremes(q: QuantizedWeight, used: Tensor) -> tuple[int, int]:
-    """The smallest and the largest exponent of the groups that are used, of which there is one."""
+    """The smallest and the largest exponent of the used groups; at least one is used."""
     byte = q.scale.view(torch.uint8)
     low, high = torch.where(used, byte, _E8M0_NAN).amin(), torch.where(used, byte, 0).amax()
     return int(low) - E8M0_BIAS, int(high) - E8M0_BIAS
 
 
 def _as_nvfp4(q: QuantizedWeight, used: Tensor, shared: int) -> QuantizedWeight:
-    # Of exponents that E4M3 does not have no group in use is.
+    # Used groups have only exponents that E4M3 has; the others may be clamped.
     exponent = (torch.arange(256, dtype=torch.int32) - E8M0_BIAS - shared).clamp(*_E4M3_EXPONENTS)
     table = power_of_two(exponent).to(torch.float8_e4m3fn).view(torch.uint8)
     scale = torch.where(used, _looked_up(table, q.scale), _E4M3_ONE)
@@ -145,11 +145,11 @@ def _as_nvfp4(q: QuantizedWeight, used: Tensor, shared: int) -> QuantizedWeight:
 
 
 def _every_e4m3() -> Tensor:
-    """The number of each code."""
+    """All E4M3 codes, in order."""
     return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def _looked_up(table: Tensor, scale: Tensor) -> Tensor:
-    """For each byte of `scale` the entry of `table` [256]."""
+    """`table` [256] indexed by the bytes of `scale`."""
     byte = scale.contiguous().view(torch.uint8)
     return table.index_select(0, byte.flatten().int()).reshape(byte.shape)

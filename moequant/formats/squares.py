@@ -1,8 +1,8 @@
-"""How much a weight is, and how much of it something changed: sums of squares.
+"""Reproducible sums of squares, for requantization errors.
 
-They are the same on every machine and with every number of threads, for the order in which squares
-are added is fixed: that of LANES sums side by side over each CHUNK of numbers, those added as
-`group_sum` adds, and chunk after chunk.
+The order of additions is fixed, so that the result does not depend on machine or threads: within
+each CHUNK of numbers there are LANES partial sums, which `group_sum` adds; chunks are added in
+order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 LANES = 16
 CHUNK = 256
 TILE_ROWS = 128
-"""Tiles begin at multiples of this, the rows of the largest block, and chunks with them."""
+"""Tiles, and thus chunks, begin at multiples of this, the rows of the largest block."""
 
 
 def sum_of_squares(x: Tensor, start: float = 0.0) -> float:
-    """`start` and the squares of float32 [...], in float64: those of float32 would overflow."""
+    """`start` plus the squares of float32 [...], in float64, because float32 would overflow."""
     squares = x.flatten().double().square_()
     if len(squares) % CHUNK:
         squares = torch.nn.functional.pad(squares, (0, -len(squares) % CHUNK))
@@ -31,7 +31,7 @@ def sum_of_squares(x: Tensor, start: float = 0.0) -> float:
     total = torch.zeros_like(lanes[:, 0])
     for step in range(lanes.shape[1]):
         total += lanes[:, step]
-    # One after the other: torch's own sum adds in an order of its own.
+    # A loop, because torch's sum does not specify its order.
     for chunk in group_sum(total).tolist():
         start += chunk
     return start

@@ -1,4 +1,4 @@
-"""Decode a weight a few rows at a time, so that what comes in between stays in a cache."""
+"""Decode a weight in row tiles whose temporaries fit a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TILE_ELEMENTS = 1 << 18
 _TILE_COPIES = 8
-"""Float32 copies of a tile that decoding it, and comparing it with another, takes."""
+"""Float32 copies of a tile that decoding and comparing it need."""
 
 
 def tile_rows(K: int, multiple: int) -> int:
@@ -27,14 +27,14 @@ def tile_rows(K: int, multiple: int) -> int:
 
 
 def tile_bytes(K: int, multiple: int) -> int:
-    """Upper bound of the memory that decoding such a tile takes."""
+    """Upper bound of the temporary memory for decoding such a tile."""
     return _TILE_COPIES * tile_rows(K, multiple) * K * torch.float32.itemsize
 
 
 def row_tiles(
     q: QuantizedWeight, format: Format, multiple: int
 ) -> Iterator[tuple[slice, QuantizedWeight]]:
-    """Parts of a weight [N, K] of `format`: which rows, and what decodes to them; no copies."""
+    """Split a weight [N, K] of `format` into pairs of row range and tile; tiles are views."""
     N, K = q.shape
     block_n = format.block[0]
     step = tile_rows(K, multiple)
@@ -53,6 +53,6 @@ def row_tiles(
 
 
 def dequantize_into(q: QuantizedWeight, format: Format, out: Tensor) -> None:
-    """Decode a weight [N, K] into `out`, [N, K] of any floating-point dtype, rounded to that."""
+    """Decode a weight [N, K] into `out` [N, K], rounded to its floating-point dtype."""
     for rows, tile in row_tiles(q, format, format.block[0]):
         out[rows] = format.dequantize(tile)

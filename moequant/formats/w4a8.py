@@ -1,14 +1,15 @@
 """INT4 weights with one BF16 scale per 128 columns, for FP8 activations.
 
-One checkpoint, two readings:
+Engines decode the same checkpoint in two ways:
 
-* plain, `code * scale`: transformers, SGLang and our own kernel;
+* plain, `code * scale`: transformers, SGLang and moequant's kernel;
 * effective: vLLM's CUTLASS kernel. Its loader splits the scales [G] of an output row into one FP32
-  row scale and an E4M3 group scale each, and the kernel replaces every code by an entry of the
-  group's table, `row_scale * e4m3(group_scale * code)`. `effective_weight` computes that.
+  row scale and G group scales in E4M3, and the kernel looks up each code in the group's table,
+  `row_scale * e4m3(group_scale * code)`. `effective_weight` computes that.
 
-Source of the second: vLLM 0.33.0, `fused_moe/oracle/w4a8.py`, `convert_bf16_scales_to_fp8`, and
-the dynamic per-token FP8 quantizer, whose smallest channel scale is 1 / (448 * 512).
+Source of the effective weight: vLLM 0.33.0, `fused_moe/oracle/w4a8.py`,
+`convert_bf16_scales_to_fp8`, and the dynamic per-token FP8 quantizer, whose smallest channel scale
+is 1 / (448 * 512).
 """
 
 from __future__ import annotations
@@ -52,32 +53,32 @@ SEARCH_FACTORS = tuple(n / 16 for n in (16, 15, 17, 14, 18, 13))
 
 
 class W4A8(Format):
-    """`w = code * scale`, codes -8..7, with scales that vLLM's loader splits without loss.
+    """`w = code * scale`, codes -8..7, with scales that vLLM's loader splits exactly.
 
-    Each group asks for the step at which its largest value of either sign lies one step beyond the
-    codes: max(max(w) / 8, -min(w) / 9). Measured on N(0, 0.02): 10.40 % plain and 10.56 % effective
-    relative error, against 10.60 and 10.75 % from amax / 8. Option `search = "mse"` multiplies that
-    step by whichever of 13/16 .. 18/16 leaves the least squared error: 10.26 and 10.42 %.
+    The ideal step of a group puts its largest value of either sign one step beyond the codes:
+    max(max(w) / 8, -min(w) / 9). Measured on N(0, 0.02): 10.40 % plain and 10.56 % effective
+    relative error, against 10.60 and 10.75 % with amax / 8. Option `search = "mse"` multiplies the
+    step by the factor from 13/16 .. 18/16 with the least squared error: 10.26 and 10.42 %.
 
-    The row's largest step, rounded to BF16, gives the row scale as the loader would compute it;
-    each step over the row scale, rounded to E4M3 between 2**-9 and 56, gives the group scale; and
-    `scale = bf16(row_scale * group_scale)`. `split_scale` recovers both exactly:
+    The row's largest step, rounded to BF16, gives the row scale as the loader would compute it.
+    Each step divided by the row scale, rounded to E4M3 between 2**-9 and 56, gives the group scale,
+    and `scale = bf16(row_scale * group_scale)`. `split_scale` recovers both exactly:
 
-    * the largest group scale of a row is 56, and bf16(row_scale * 56) is the BF16 maximum the row
-      scale came from; where instead the loader's floor sets the row scale, every scale is at most
-      448 times the floor, so the floor applies again;
-    * rounding to BF16 moves a scale by 2**-8 of itself at most, while the loader's first rounding
-      to E4M3 forgives 2**-5: 8 * group_scale is a normal E4M3 number, 2**-6 at least;
+    * the largest group scale of a row is 56, and bf16(row_scale * 56) is the BF16 maximum that the
+      row scale came from; if the loader's minimum sets the row scale instead, every scale is at
+      most 448 times the minimum, so the minimum applies again;
+    * rounding to BF16 changes a scale by at most 2**-8 of itself, while the loader's first rounding
+      to E4M3 absorbs 2**-5: 8 * group_scale is a normal E4M3 number, at least 2**-6;
     * its second rounding, of 8 * group_scale / 8, is exact.
 
-    So both readings have the same scales but for that 2**-8, above and below the floor, and the
-    kernel adds only the rounding of its table. A rank of a tensor-parallel group that splits K sees
-    other row maxima; `effective_weight` says what that does.
+    So the plain and the effective scales differ by at most 2**-8, above and below the minimum, and
+    the kernel adds only the rounding of its table. A rank of a tensor-parallel group that splits K
+    has other row maxima; `effective_weight` models that.
 
-    Rules: codes round to nearest even and saturate; -0 becomes 0. A zero group has the smallest
-    scale its row can have, so that it never is the row's maximum, and zero codes. A scale is a
-    normal BF16 number, at least 2**-21 / 7 and about 1 / 28672 of its row's largest: weights below
-    half of that become zero in both readings.
+    Rules: codes round to nearest even and saturate; -0 becomes 0. A zero group has zero codes and
+    the smallest scale its row can have, so that it is never the row's maximum. A scale is a normal
+    BF16 number, at least 2**-21 / 7 and about 1 / 28672 of its row's largest: weights below half of
+    that become zero, both plain and effective.
 
     Error: at most half a scale for weights from -8.5 to 7.5 scales; those beyond saturate.
     """
@@ -110,11 +111,12 @@ class W4A8(Format):
 
 
 def effective_weight(q: QuantizedWeight, *, k_shards: int = 1) -> Tensor:
-    """What vLLM's CUTLASS kernel multiplies by: `row_scale * e4m3(group_scale * code)`.
+    """The weight that vLLM's CUTLASS kernel uses: `row_scale * e4m3(group_scale * code)`.
 
-    Under tensor parallelism the loader of each rank splits the scales of its own columns, so a down
-    projection on `k_shards` ranks has other row scales, and group scales rounded once more: 10.70,
-    10.81 and 10.87 % relative error at 2, 4 and 8 ranks where one has 10.56 % (N(0, 0.02), K 4096).
+    With tensor parallelism the loader of each rank splits the scales of its own columns. A down
+    projection on `k_shards` ranks therefore has other row scales, and group scales rounded once
+    more: 10.70, 10.81 and 10.87 % relative error with 2, 4 and 8 ranks, and 10.56 % with one
+    (N(0, 0.02), K 4096).
 
     Args:
         q: a w4a8 weight [..., N, K].
@@ -127,12 +129,12 @@ def effective_weight(q: QuantizedWeight, *, k_shards: int = 1) -> Tensor:
         UnsupportedError: another format, or K / 128 is not a multiple of `k_shards`.
     """
     if q.format != W4A8.name:
-        raise UnsupportedError(f"effective_weight is about w4a8, not {q.format}; use dequantize")
+        raise UnsupportedError(f"effective_weight needs w4a8, not {q.format}; use dequantize")
     *rows, G = q.scale.shape
     if k_shards < 1 or G % k_shards:
         raise UnsupportedError(
-            f"K = {q.shape[-1]} is {G} groups of {GROUP}, which {k_shards} shards cannot share "
-            "equally; choose a number of shards that divides the groups"
+            f"K = {q.shape[-1]} has {G} groups of {GROUP}, but k_shards is {k_shards}; use a "
+            f"divisor of {G}"
         )
     group_scale, row_scale = split_scale(q.scale.reshape(*rows, k_shards, G // k_shards))
     table = encode_e4m3(_codes(q) * group_scale.float().reshape(*rows, G, 1)).float()
@@ -141,7 +143,7 @@ def effective_weight(q: QuantizedWeight, *, k_shards: int = 1) -> Tensor:
 
 
 def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Split scales as vLLM's loader does; `join_scale` undoes it for scales that moequant made.
+    """Split scales as vLLM's loader does; `join_scale` is the inverse for moequant's scales.
 
     Args:
         scale: [..., G] bfloat16, the scales of one output row last.
@@ -155,7 +157,7 @@ def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_scale(group_scale: Tensor, row_scale: Tensor) -> Tensor:
-    """The scales [..., G] bfloat16 that group scales [..., G] and a row scale [...] stand for."""
+    """Scales [..., G] bfloat16 from group scales [..., G] and row scales [...]."""
     return (group_scale.float() * row_scale.unsqueeze(-1)).bfloat16()
 
 
@@ -165,18 +167,18 @@ def _codes(q: QuantizedWeight) -> Tensor:
 
 
 def _step(groups: Tensor) -> Tensor:
-    """The step each group [..., 128] asks for, at least 0: float32 [...]."""
+    """The ideal step of each group [..., 128], at least 0: float32 [...]."""
     low, high = torch.aminmax(groups, dim=-1)
     return torch.maximum(divide(high, INT4_MAX + 1), divide(low, INT4_MIN - 1))
 
 
 def _best_factor(groups: Tensor, step: Tensor) -> Tensor:
-    """For each group [..., 128] the factor of `step` that leaves the least squared error."""
+    """For each group [..., 128], the factor of `step` with the least squared error."""
     x = groups / torch.where(step > 0, step, 1.0).unsqueeze(-1)
     best = torch.ones_like(step)
     least = torch.full_like(step, torch.inf)
     for factor in SEARCH_FACTORS:
-        # In place: a large expert has hundreds of MB here.
+        # In place, because a large expert takes hundreds of MB here.
         residual = divide(x, factor).round_().clamp_(INT4_MIN, INT4_MAX).mul_(factor).sub_(x)
         error = group_sum(residual.square_())
         best = torch.where(error < least, factor, best)
@@ -185,7 +187,7 @@ def _best_factor(groups: Tensor, step: Tensor) -> Tensor:
 
 
 def _scale_of(step: Tensor) -> Tensor:
-    """Scales [..., G] bfloat16 near the steps [..., G] that `split_scale` splits without loss."""
+    """Scales [..., G] bfloat16 near the steps [..., G], such that `split_scale` is exact."""
     row_max = _row_max(step).clamp(max=SCALE_MAX).bfloat16().float()
     row_scale = _channel_scale(row_max) * TABLE_HEADROOM
     group_scale = (step / row_scale.unsqueeze(-1)).clamp(E4M3_SMALLEST, GROUP_SCALE_MAX)
@@ -198,5 +200,5 @@ def _row_max(scale: Tensor) -> Tensor:
 
 
 def _channel_scale(row_max: Tensor) -> Tensor:
-    """What the loader divides a row of scales by before it rounds them to E4M3."""
+    """The divisor that the loader applies to a row of scales before rounding them to E4M3."""
     return divide(row_max, E4M3_MAX).clamp(min=CHANNEL_SCALE_MIN)

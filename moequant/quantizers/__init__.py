@@ -1,11 +1,11 @@
-"""Weights quantized and decoded on a CPU: as `moequant.formats` does it, by the fastest means.
+"""Fast implementations of `moequant.formats` on a CPU.
 
-| quantizer | what | runs |
+| quantizer | how it computes | used |
 |---|---|---|
-| native | vector code that LLVM (llvmlite) compiles as a conversion starts | where it loads |
-| torch | the reference functions | elsewhere, with a warning that says why |
+| native | vector code that LLVM (llvmlite) compiles at the start of a conversion | if it loads |
+| torch | the reference functions | otherwise, with a warning that has the reason |
 
-`MOEQUANT_QUANTIZER=torch` asks for the second, for whoever doubts the first.
+`MOEQUANT_QUANTIZER=torch` selects the reference functions.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Choice:
     """The quantizer of a run.
 
     Attributes:
-        quantizer: what runs.
-        reason: why it is not the fastest; None if it is.
+        quantizer: the quantizer to use.
+        reason: why it is not the fastest one; None if it is.
     """
 
     quantizer: Quantizer
@@ -40,19 +40,19 @@ class Choice:
 
 
 def choose_quantizer(jobs: Iterable[Job] = (), *, comparing: bool = False) -> Choice:
-    """The fastest quantizer that runs here.
+    """The fastest quantizer that runs on this machine.
 
     Args:
-        jobs: all there will be to do; it is made ready for them.
-        comparing: whether plain weights too will be compared with what is made of them.
+        jobs: all the work to come; kernels are compiled for it.
+        comparing: whether plain weights will also be compared with their quantized form.
 
     Raises:
-        UnsupportedError: MOEQUANT_QUANTIZER names none.
+        UnsupportedError: MOEQUANT_QUANTIZER names no quantizer.
     """
     wanted = os.environ.get(_VARIABLE, "")
     if wanted not in ("", NativeQuantizer.name, TorchQuantizer.name):
         raise UnsupportedError(
-            f"{_VARIABLE}={wanted}, but it is {NativeQuantizer.name} or {TorchQuantizer.name}"
+            f"{_VARIABLE}={wanted}, but must be {NativeQuantizer.name} or {TorchQuantizer.name}"
         )
     if wanted == TorchQuantizer.name:
         return Choice(quantizer=TorchQuantizer(), reason=f"{_VARIABLE}={wanted}")
@@ -69,7 +69,7 @@ def choose_quantizer(jobs: Iterable[Job] = (), *, comparing: bool = False) -> Ch
 
 @cache
 def _native() -> NativeQuantizer:
-    """One for the process, so that nothing is compiled twice."""
+    """One quantizer per process, so that nothing is compiled twice."""
     return NativeQuantizer()
 
 

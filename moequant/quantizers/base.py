@@ -1,4 +1,4 @@
-"""What a quantizer is: one way to compute what `moequant.formats` defines."""
+"""The interface of quantizers, the implementations of `moequant.formats`."""
 
 from __future__ import annotations
 
@@ -20,54 +20,55 @@ if TYPE_CHECKING:
 
 
 class UnavailableError(Exception):
-    """A quantizer does not run on this machine; says why. Never reaches a user."""
+    """A quantizer does not run on this machine; always caught, its message becomes a warning."""
 
 
 Allocator = Callable[..., Tensor]
-"""Where results go: called as `torch.empty(shape, dtype=dtype)`, for CPU memory of any values."""
+"""Allocates results: called as `torch.empty(shape, dtype=dtype)`, returns uninitialized memory."""
 
 Stored = torch.dtype | str
-"""How weights are stored: the dtype of plain ones, the name of the format of quantized ones."""
+"""How weights are stored: the dtype of plain ones, the format's name of quantized ones."""
 
 Job = tuple[Format, Mapping[str, str], Stored]
-"""What a quantizer is made ready for: a format, all its options, and how the weights are stored.
-To a plain format, quantized weights are decoded."""
+"""Work that kernels are compiled for: a format, all its options, and how the weights are stored.
+For a plain format, quantized weights are dequantized."""
 
 _MAPPED_BYTES = 1 << 20
-"""From so many on, memory is a map of its own."""
+"""Blocks of at least this size are allocated by mmap."""
 _HUGE_PAGE_BYTES = 1 << 21
-_MOST_UNUSED_BYTES = _HUGE_PAGE_BYTES // 4
-"""Of the last huge page, at most."""
+_MAX_UNUSED_BYTES = _HUGE_PAGE_BYTES // 4
+"""Maximum unused part of the last huge page."""
 
 
 def _ask_for_huge_pages(memory: mmap.mmap, size_bytes: int) -> int:
-    """For `size_bytes` at the start of a map, but not where half a megabyte would be wasted.
+    """Request huge pages for the first `size_bytes` of a map, wasting at most half a megabyte.
 
-    A fault for each 4 KiB costs more than to clear them, and a disk is handed them one by one.
+    A page fault per 4 KiB costs more than clearing the memory, and direct writes to disk are split
+    at page boundaries.
 
     Returns:
-        How many bytes will lie in huge pages.
+        The number of bytes in huge pages.
     """
-    huge_bytes = (size_bytes + _MOST_UNUSED_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    huge_bytes = (size_bytes + _MAX_UNUSED_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     try:
-        # The rest not even where the system gives them unasked.
+        # No huge pages for the rest, even if the system uses them by default.
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         memory.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
     except (AttributeError, OSError):
-        return 0  # a system or a kernel that has none
+        return 0  # not supported by this system or kernel
     return huge_bytes
 
 
 class Quantizer(ABC):
-    """Computes, from and to CPU memory, the bytes that `Format.quantize_fused` computes.
+    """Computes the same bytes as `Format.quantize_fused`, in CPU memory.
 
-    It also decodes weights that are stored in a quantized form, and says what was lost of them: as
-    `dequantize` and `signal_and_noise` of `moequant.formats`, to the last bit.
+    It also decodes quantized weights and computes requantization errors, with exactly the results
+    of `dequantize` and `signal_and_noise` of `moequant.formats`.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    """How it computes, for people."""
+    """How it computes, in words."""
 
     def allocate(self, size_bytes: int) -> Tensor:
         """CPU memory it likes weights and results to lie in: uint8 [size_bytes], or a few more."""
@@ -81,22 +82,22 @@ class Quantizer(ABC):
         try:
             memory = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            # Who writes files takes an OSError for the file's.
+            # Code that writes files would attribute an OSError to the file.
             raise MemoryError(f"{whole_bytes} bytes: {error.strerror}") from error
         huge_bytes = _ask_for_huge_pages(memory, size_bytes)
         return torch.frombuffer(memory, dtype=torch.uint8, count=max(size_bytes, huge_bytes))
 
     @abstractmethod
     def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
-        """Make ready for a `Job`; after that, several threads may do it.
+        """Compile kernels for a `Job`; afterwards several threads may use them.
 
         Raises:
-            UnavailableError: it cannot be done this way on this machine.
+            UnavailableError: it does not work on this machine.
         """
 
     @abstractmethod
     def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:
-        """Make ready to `decode` weights of the format `stored` to `dtype`; `prepare` may need it.
+        """Compile kernels to `decode` weights of the format `stored` to `dtype`.
 
         Raises:
             UnavailableError: as `prepare`.
@@ -104,7 +105,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def prepare_comparing(self, before: Stored, after: Stored) -> None:
-        """Make ready to `compare` weights that are stored so; `prepare` does it for its job.
+        """Compile kernels to `compare` weights stored like this; `prepare` includes its job's.
 
         Raises:
             UnavailableError: as `prepare`.
@@ -124,31 +125,31 @@ class Quantizer(ABC):
         """Quantize weights that engines fuse, such as gate and up of one expert.
 
         Args:
-            format: what to make of them.
-            weights: [N, K] each, on the CPU; quantized ones as the float32 they decode to.
-            options: of the format, every one with its value.
-            names: what errors call the weights.
-            empty: may be asked for the memory of the results.
-            scratch: may be asked for memory that is of no use afterwards.
+            format: the format to quantize to.
+            weights: [N, K] each, on the CPU; quantized ones are decoded to float32.
+            options: every option of the format with its value.
+            names: names of the weights for error messages.
+            empty: allocator of the results; a quantizer need not use it.
+            scratch: allocator of temporary memory; a quantizer need not use it.
 
         Raises:
-            UnsupportedError: a shape or dtype the format cannot take.
-            NonFiniteError: a weight holds NaN or Inf; names it, index and value.
+            UnsupportedError: an unsupported shape or dtype.
+            NonFiniteError: a weight has NaN or Inf; the message has its name, index and value.
         """
 
     def decode(
         self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty
     ) -> Tensor:
-        """The numbers of a weight [N, K], rounded to `dtype`, float32 or bfloat16.
+        """Decode a weight [N, K], rounded to `dtype`, float32 or bfloat16.
 
         Args:
             q: the weight, on the CPU.
-            dtype: of the result.
-            name: what errors call the weight.
-            empty: is asked for the memory of the result.
+            dtype: dtype of the result.
+            name: name of the weight for error messages.
+            empty: allocator of the result.
 
         Raises:
-            NonFiniteError: NaN, Inf or, of bfloat16, a number that it has no room for; names it,
+            NonFiniteError: NaN, Inf, or a number that overflows bfloat16; the message has name,
                 index and value.
         """
         numbers = empty(q.shape, dtype=dtype)
@@ -159,7 +160,7 @@ class Quantizer(ABC):
     def _numbers(
         self, weights: Sequence[StoredWeight], names: Sequence[str], scratch: Allocator
     ) -> list[Tensor]:
-        """The weights, those that are quantized decoded to float32."""
+        """The weights, with quantized ones decoded to float32."""
         return [
             self.decode(w, torch.float32, name=name, empty=scratch)
             if isinstance(w, QuantizedWeight)

@@ -1,4 +1,4 @@
-"""Kernels that give numbers back, and that compare what was written with what was there."""
+"""Kernels that decode quantized weights, and that compute requantization errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _STRIP = 64
 def decode(source: Source, dtype: str) -> Function:
     """Write the numbers of `w` to `qdata`, as float32 or rounded to bfloat16.
 
-    Returns the bits of the largest magnitude, as float32; of NaN and Inf any number that is no
-    less than those of Inf.
+    The kernel returns the bits of the largest magnitude as float32; for NaN and Inf, any number not
+    less than the bits of Inf.
     """
     f = new_kernel()
     lanes = (_STRIP, source.least_lanes)
@@ -40,9 +40,9 @@ def decode(source: Source, dtype: str) -> Function:
 
 
 def compare(before: Source, after: Source) -> Function:
-    """Write `moequant.formats.signal_and_noise` of `w` and `qdata` to `scratch`: float64.
+    """Write `moequant.formats.signal_and_noise` of `w` and `qdata` to `scratch`, as float64.
 
-    The extents make a multiple of LANES. Returns 0.
+    The number of elements is a multiple of LANES. The kernel returns 0.
     """
     f = new_kernel()
     zero, count = f.constant(I64, 0), f.parameter("rows") * f.parameter("columns")
@@ -63,6 +63,6 @@ def compare(before: Source, after: Source) -> Function:
 
 
 def _square(numbers: Value) -> Value:
-    """Of float32, in float64: exact, and neither too large nor too small for it."""
+    """Squares of float32 in float64, which are exact and in range."""
     wide = numbers.to("double")
     return wide * wide

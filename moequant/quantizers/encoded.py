@@ -1,7 +1,7 @@
-"""Weights that are codes and scales, read by kernels as if they were float32.
+"""Quantized weights that kernels load as float32.
 
-What a number is, `dequantize` of its format says: code times scale, rounded to float32, and times
-the global scale if there is one, rounded again.
+As in `dequantize` of the format, a number is code * scale, rounded to float32, times the global
+scale if there is one, rounded again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compile functions for the processor at hand, in this process, with LLVM.
+"""Compile functions for this processor with LLVM, in this process.
 
-The one module that knows llvmlite. Compiling takes 20 to 100 ms a kernel, so nothing is kept on
-disk.
+The only module that imports llvmlite. Compiling takes 20 to 100 ms per kernel, so there is no cache
+on disk.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from moequant.quantizers.vectors import F32, I64, PTR
 Kernel = Callable[..., int]
 
 _C_TYPES = {PTR: ctypes.c_void_p, I64: ctypes.c_int64, F32: ctypes.c_float}
-# ctypes lets go of Python's global lock while a function runs.
+# ctypes releases the GIL while a function runs.
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_uint32, *map(_C_TYPES.__getitem__, PARAMETERS.values()))
 
 
 def processor() -> str:
-    """What code is compiled for, as LLVM calls it.
+    """LLVM's name of this processor.
 
     Raises:
-        UnavailableError: LLVM cannot be loaded, or has no code for this processor.
+        UnavailableError: LLVM cannot be loaded, or does not support this processor.
     """
     if sys.byteorder != "little":
         raise UnavailableError("this processor is big-endian")
@@ -43,9 +43,9 @@ def processor() -> str:
 
 
 def _check_rights() -> None:
-    """Refuse where memory that was written may not be run, as hardened systems have it.
+    """Check that written memory may be made executable, which hardened systems forbid.
 
-    LLVM would not notice, and the call of a kernel would end the process.
+    LLVM does not check this, and calling a kernel would crash the process.
     """
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -54,15 +54,15 @@ def _check_rights() -> None:
     )
     if refused:
         raise UnavailableError(
-            f"this system runs no code that a program makes: {os.strerror(ctypes.get_errno())}"
+            f"this system does not run generated code: {os.strerror(ctypes.get_errno())}"
         )
 
 
 def compile_kernel(text: str) -> Kernel:
-    """The function `kernel` of the LLVM IR `text`.
+    """Compile the function `kernel` of the LLVM IR `text`.
 
     Raises:
-        UnavailableError: LLVM cannot compile it here.
+        UnavailableError: LLVM cannot compile it on this machine.
     """
     from llvmlite import binding
 

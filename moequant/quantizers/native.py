@@ -30,23 +30,22 @@ if TYPE_CHECKING:
 _Key = tuple[str, tuple[tuple[str, str], ...], Stored]
 
 _NOTHING = (0, 0, 0, 0.0)
-"""The operand of a kernel that has one only."""
+"""The second operand of kernels that have only one."""
 _ROUNDS_TO_INF = {
     torch.float32: float_bits(float("inf")),
     torch.bfloat16: float_bits(torch.finfo(torch.bfloat16).max) + 0x8000,
 }
-"""Bits of the least float32 that is not finite once rounded."""
+"""Bits of the smallest float32 that rounds to Inf."""
 
 
 class NativeQuantizer(Quantizer):
-    """The kernels of `kernels` and `decoding`, compiled when `prepare` asks for them.
+    """Runs the kernels of `kernels` and `decoding`, which `prepare` compiles.
 
-    Codes and scales are decoded where they are used, in registers. Weights whose scales change
-    within LEAST_RUN columns, which no format has but where K is no multiple of that, are decoded
-    by the reference functions first.
+    Codes and scales are decoded in registers. Weights whose scales change within LEAST_RUN columns,
+    which only happens if K is not a multiple of it, are first decoded by the reference functions.
 
     Raises:
-        UnavailableError: LLVM cannot be loaded, or not for this processor.
+        UnavailableError: LLVM cannot be loaded, or does not support this processor.
     """
 
     name = "native"
@@ -135,14 +134,14 @@ class NativeQuantizer(Quantizer):
         self.prepare_decoding(q.format, dtype)
         numbers, is_finite = _decode(self._decoders[q.format, dtype], q, dtype, empty)
         if not is_finite:
-            # For the error; its index and value are the reference's.
+            # Decode by the reference, which raises the error with index and value.
             return super().decode(q, dtype, name=name, empty=empty)
         return numbers
 
     def compare(self, before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
         """As Quantizer."""
         pair = _stored(before), _stored(after)
-        # Of two plain weights nothing says that K fills vectors, and nobody asks.
+        # Two plain weights are never compared in practice, and their K may not fill vectors.
         if not (_is_read(before) and _is_read(after) and any(isinstance(s, str) for s in pair)):
             return super().compare(before, after)
         self.prepare_comparing(*pair)
@@ -151,7 +150,7 @@ class NativeQuantizer(Quantizer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """Compiled for one format, its options and one way in which weights are stored."""
+    """Kernels for one format, its options and one way of storing weights."""
 
     source: Source
     amax: jit.Kernel
@@ -162,13 +161,13 @@ class _Task(NamedTuple):
     """One weight of a fused set.
 
     Attributes:
-        kernels: for how it is stored.
+        kernels: the kernels for its storage.
         w: the weight.
-        operand: as kernels read it.
-        format: name of the wanted one.
-        qdata: where codes go.
-        scale: where scales go.
-        name: what errors call it.
+        operand: the weight as an operand.
+        format: name of the format to quantize to.
+        qdata: output codes.
+        scale: output scales.
+        name: name of the weight for error messages.
     """
 
     kernels: _Kernels
@@ -185,7 +184,7 @@ class _Task(NamedTuple):
         return self._magnitude(bits)
 
     def fill(self, global_scale: float) -> float:
-        """Write codes and scales under a global scale, if there is one; the largest magnitude."""
+        """Write codes and scales for a global scale (0 for none); returns the largest magnitude."""
         count = scratch_count(self.format, self.scale.shape[-1])
         scratch = torch.empty(count, dtype=torch.float32) if count else None
         result = Operand(self.qdata, self.scale, global_scale=global_scale)
@@ -196,7 +195,7 @@ class _Task(NamedTuple):
         return self._magnitude(bits)
 
     def result(self, global_scale: Tensor | None) -> QuantizedWeight:
-        """What was filled last."""
+        """The weight that `fill` wrote last."""
         return QuantizedWeight(
             format=self.format,
             qdata=self.qdata,
@@ -223,7 +222,7 @@ def _run(
     *,
     likely: _LikelyScales,
 ) -> list[QuantizedWeight]:
-    """Quantize a fused set, each weight with the kernels for how it is stored."""
+    """Quantize a fused set, each weight with the kernels for its storage."""
     tasks = []
     for own, w, name in zip(kernels, weights, names, strict=True):
         specs = format.specs(w.shape, name)
@@ -251,35 +250,35 @@ def _run(
         for task in tasks:
             task.fill(needed.number)
     likely.note(kind, needed)
-    # What one caller does to it is nothing to the next.
+    # A clone, because the cached tensor must not change.
     global_scale = needed.tensor.clone()
     return [task.result(global_scale) for task in tasks]
 
 
 class _LikelyScales:
-    """Global scales that sets of weights may have: those of the sets before them.
+    """Predicts the global scale of a fused set from the sets before it.
 
-    To find the largest weight takes a third of the time, and powers of two change seldom from
-    expert to expert. A set is quantized with the scale of the last one, if that had the scale of
-    the one before it, and once more if its own largest weight wants another.
+    Finding the largest weight takes a third of the time, and powers of two rarely change from
+    expert to expert. If the last two sets had the same scale, the next one is quantized with it,
+    and again if its own largest weight needs another scale.
     """
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[_GlobalScale, bool]] = {}
 
     def get(self, kind: Hashable) -> _GlobalScale | None:
-        """The scale to try for sets of this kind; None if there is none."""
+        """The predicted scale for sets of this kind; None if there is none."""
         last, repeated = self._last.get(kind, (None, False))
         return last if repeated else None
 
     def note(self, kind: Hashable, scale: _GlobalScale) -> None:
-        """What the global scale of a set was."""
+        """Record the global scale of a set."""
         last, _ = self._last.get(kind, (None, False))
         self._last[kind] = scale, last is not None and last.number == scale.number
 
 
 class _GlobalScale(NamedTuple):
-    """What a fused set shares, as a tensor that is copied and as a number."""
+    """The global scale of a fused set, as a tensor and as a number."""
 
     tensor: Tensor
     number: float
@@ -289,10 +288,10 @@ class _GlobalScale(NamedTuple):
 def _global_scale(
     format: Format, options: tuple[tuple[str, str], ...], largest: float
 ) -> _GlobalScale:
-    """Of weights with this largest magnitude, a float32.
+    """The global scale for weights with this largest magnitude.
 
-    Kept, because a dozen torch operations on one number take a tenth of what the quantizer does,
-    and the largest weights of a model's experts are few numbers of eight bits.
+    Cached, because a dozen torch operations on one number take a tenth of the quantizer's time, and
+    the largest weights of a model's experts have few distinct values.
     """
     w = torch.tensor([[largest]], dtype=torch.float32, device="cpu")
     scale = format.global_scale([w], dict(options))
@@ -302,7 +301,7 @@ def _global_scale(
 def _decode(
     kernel: jit.Kernel, q: QuantizedWeight, dtype: torch.dtype, empty: Allocator
 ) -> tuple[Tensor, bool]:
-    """The numbers of `q`, and whether every one is finite."""
+    """The decoded numbers of `q`, and whether all are finite."""
     numbers, operand = empty(q.shape, dtype=dtype), operand_of(q)
     bits = kernel(*operand.arguments(), *q.shape, numbers.data_ptr(), *_NOTHING[1:], 0)
     return numbers, bits < _ROUNDS_TO_INF[dtype]
@@ -318,7 +317,7 @@ def _compare(kernel: jit.Kernel, before: StoredWeight, after: StoredWeight) -> t
 
 
 def _source(stored: Stored, operand: str = "") -> Source:
-    """How kernels read weights that are stored so."""
+    """How kernels read weights stored in this way."""
     if not isinstance(stored, str):
         return Source(dtype_text(stored))
     return Encoded(stored, operand)
@@ -331,7 +330,7 @@ def _stored(w: StoredWeight) -> Stored:
 
 
 def _is_read(w: StoredWeight) -> bool:
-    """Whether kernels read the weight as it is."""
+    """Whether kernels can read the weight without decoding it first."""
     if not isinstance(w, QuantizedWeight) or get_format(w.format).is_plain:
         return True
     return run_of(w) >= LEAST_RUN
@@ -341,7 +340,7 @@ def _check_kind(w: StoredWeight, format: Format, name: str) -> None:
     data = w.qdata if isinstance(w, QuantizedWeight) else w
     if len(w.shape) != 2 or not data.is_cpu:
         raise UnsupportedError(
-            f"{name}: {list(w.shape)} on {data.device}, but a weight [N, K] on the CPU is wanted"
+            f"{name}: {list(w.shape)} on {data.device}, but must be a weight [N, K] on the CPU"
         )
     format.check_shape(w.shape, name)
     if not isinstance(w, QuantizedWeight) and w.dtype not in SOURCE_DTYPES:

@@ -1,8 +1,8 @@
-"""What kernels are given: a weight each for what is read and what is made or compared with.
+"""Operands of kernels: the weight that is read, and the one that is written or compared with.
 
-A weight is plain numbers, or codes with scales. Whatever the blocks of its format, a kernel finds
-the scale of the i-th number, counted through all rows, at `i >> shift`: of a format whose scales
-do not lie that way, one for each row and power of two of columns is made, of at least 16 columns.
+A weight is plain numbers, or codes with scales. For any block shape, a kernel finds the scale of
+the i-th number in row-major order at `i >> shift`. If a format's scales are not stored that way,
+they are expanded to one scale per row and run of columns, a power of two of at least 16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_RUN = 16
-"""Numbers that share a scale where kernels read codes."""
+"""Fewest consecutive numbers that must share a scale for kernels to read codes."""
 _LONGEST_RUN = 128
 
 PARAMETERS = {
@@ -33,11 +33,11 @@ PARAMETERS = {
     "global_scale": F32,
     "scratch": PTR,
 }
-"""The parameters of every kernel: two operands, the extents N and K between them."""
+"""The parameters of every kernel: an operand, the sizes N and K, and another operand."""
 
 
 def new_kernel() -> Function:
-    """A kernel of which nothing is written yet; what it returns says each."""
+    """An empty kernel with PARAMETERS and a result of type i32."""
     return Function("kernel", PARAMETERS, I32)
 
 
@@ -46,9 +46,9 @@ class Operand(NamedTuple):
 
     Attributes:
         data: numbers or codes, contiguous.
-        scale: as many as `shift` says, contiguous; None of plain numbers.
-        shift: logarithm of how many numbers share one.
-        global_scale: multiplier of all, 0 where the format has none.
+        scale: one scale per 2**shift numbers, contiguous; None for plain numbers.
+        shift: log2 of how many consecutive numbers share a scale.
+        global_scale: multiplier of all numbers; 0 if the format has none.
     """
 
     data: Tensor
@@ -57,21 +57,21 @@ class Operand(NamedTuple):
     global_scale: float = 0.0
 
     def arguments(self) -> tuple[int, int, int, float]:
-        """In the order of PARAMETERS; addresses are good as long as this object is."""
+        """Arguments in the order of PARAMETERS; addresses are valid while this object exists."""
         scale = 0 if self.scale is None else self.scale.data_ptr()
         return self.data.data_ptr(), scale, self.shift, self.global_scale
 
 
 def run_of(q: QuantizedWeight) -> int:
-    """How many numbers of a weight [N, K], one after the other, surely share a scale.
+    """How many consecutive numbers of a weight [N, K] are sure to share a scale.
 
-    A power of two up to 128; 0 of a weight without numbers.
+    A power of two up to 128; 0 for an empty weight.
     """
     return math.gcd(q.shape[1], scale_block(q)[1], _LONGEST_RUN) if q.shape.numel() else 0
 
 
 def operand_of(weight: Tensor | QuantizedWeight) -> Operand:
-    """A weight [N, K], as kernels read it; of codes `run_of` is at least LEAST_RUN."""
+    """A weight [N, K] as kernels read it; for codes, `run_of` must be at least LEAST_RUN."""
     if not isinstance(weight, QuantizedWeight):
         return Operand(data=weight.contiguous())
     if get_format(weight.format).is_plain:
@@ -96,7 +96,7 @@ def _scale_of_runs(q: QuantizedWeight, run: int) -> Tensor:
 
 
 def _repeated(scale: Tensor, times: int, axis: int) -> Tensor:
-    """As `repeat_interleave`, in a third of the time."""
+    """As `repeat_interleave`, which takes three times as long."""
     shape = [-1, -1]
     shape.insert(axis + 1, times)
     return scale.unsqueeze(axis + 1).expand(shape).flatten(axis, axis + 1)

@@ -1,7 +1,7 @@
-"""Compare what a quantizer does with the reference functions before it is used.
+"""Compare a quantizer with the reference functions on this machine, before it is used.
 
-A wrong byte in a checkpoint would be found by nobody, and there are more processors and compilers
-than anyone has tried.
+Nobody would notice a wrong byte in a checkpoint, and there are more processors and compilers than
+tests can cover.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SHAPE = (64, 1024)
 _ODD = 40503
-"""A factor that gives every number of 16 bits once, and neighbours of unlike magnitude."""
+"""An odd factor: multiples modulo 2**16 are a permutation that mixes magnitudes."""
 
 
 class Run(Protocol):
@@ -48,12 +48,12 @@ class Run(Protocol):
 def check_bytes(
     format: Format, options: Mapping[str, str], stored: Stored, run: Run, where: str
 ) -> None:
-    """Quantize every finite pattern of 16 bits, and common sizes, by `run` and by the reference.
+    """Quantize every finite 16-bit pattern, and common magnitudes, by `run` and the reference.
 
-    Of weights in a quantized form: every code, under scales of all sizes.
+    For quantized weights: every code, with scales of all magnitudes.
 
     Raises:
-        UnavailableError: a byte differs; says `where`.
+        UnavailableError: a byte differs; the message has `where`.
     """
     for w in _probes(stored):
         numbers = dequantize(w) if isinstance(w, QuantizedWeight) else w
@@ -72,10 +72,10 @@ def check_decoding(
     run: Callable[[QuantizedWeight, torch.dtype, Allocator], tuple[Tensor, bool]],
     where: str,
 ) -> None:
-    """Decode every code, under scales of all sizes, by `run` and by the reference.
+    """Decode every code, with scales of all magnitudes, by `run` and the reference.
 
     Raises:
-        UnavailableError: a byte differs; says `where`.
+        UnavailableError: a byte differs; the message has `where`.
     """
     for q in _encoded(stored):
         found, is_finite = run(q, dtype, torch.empty)
@@ -92,10 +92,10 @@ def check_sums(
     run: Callable[[StoredWeight, StoredWeight], tuple[float, float]],
     where: str,
 ) -> None:
-    """Compare weights by `run` and by the reference.
+    """Compare weights by `run` and the reference.
 
     Raises:
-        UnavailableError: a sum differs in any bit; says `where`.
+        UnavailableError: a bit of a sum differs; the message has `where`.
     """
     for before in _probes(stored):
         for after in _probes(written):
@@ -111,12 +111,12 @@ def _of(stored: Stored) -> str:
 
 
 def _probes(stored: Stored) -> Iterator[StoredWeight]:
-    """Weights of _SHAPE that are stored so."""
+    """Weights of _SHAPE, stored in this way."""
     yield from _encoded(stored) if isinstance(stored, str) else _plain(stored)
 
 
 def _plain(dtype: torch.dtype) -> Iterator[Tensor]:
-    """Every finite pattern of 16 bits, in order and mixed, and common sizes."""
+    """Every finite 16-bit pattern, in order and permuted, and common magnitudes."""
     patterns = torch.arange(1 << 16, dtype=torch.int32)
     for order in (patterns, patterns * _ODD % (1 << 16)):
         w = order.to(torch.int16).view(torch.float16 if dtype == torch.float16 else torch.bfloat16)
@@ -126,7 +126,7 @@ def _plain(dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _encoded(format: str) -> Iterator[QuantizedWeight]:
-    """Every code but NaN, under scales of every exponent with which all numbers are finite."""
+    """Every code except NaN, with scales of every exponent for which all numbers are finite."""
     specs = get_format(format).specs(_SHAPE)
     qdata, scale = specs["qdata"], specs["scale"]
     for turn in (1, _ODD):
@@ -134,14 +134,14 @@ def _encoded(format: str) -> Iterator[QuantizedWeight]:
             format=format,
             qdata=_pattern(qdata.dtype, qdata.shape, turn),
             scale=_pattern(scale.dtype, scale.shape, turn),
-            # No power of two, so that a product is rounded.
+            # Not a power of two, so that products are rounded.
             global_scale=torch.tensor(0.003) if "global_scale" in specs else None,
             shape=torch.Size(_SHAPE),
         )
 
 
 def _pattern(dtype: torch.dtype, shape: Sequence[int], turn: int) -> Tensor:
-    """Finite codes or scales, all there are or a spread of them, in an order that `turn` makes."""
+    """Finite codes or scales, all or a sample of them, permuted by the factor `turn`."""
     count = torch.Size(shape).numel()
     order = torch.arange(count, dtype=torch.int64) * turn
     if dtype == torch.uint8:

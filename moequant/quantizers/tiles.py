@@ -1,4 +1,4 @@
-"""The reference functions themselves: what there is where nothing faster runs."""
+"""The quantizer that runs the reference functions, for machines without the native one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class TorchQuantizer(Quantizer):
-    """`Format.quantize_fused`, tile by tile and torch operation by torch operation."""
+    """Runs `Format.quantize_fused`."""
 
     name = "torch"
-    summary = "the reference functions, one torch operation after the other"
+    summary = "the reference functions, in torch operations"
 
     def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
         """As Quantizer; nothing to do."""

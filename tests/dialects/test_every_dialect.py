@@ -56,7 +56,7 @@ def test_every_format_has_a_default_dialect_that_carries_it(format):
 
 
 def test_unknown_names_are_refused_with_those_there_are():
-    with pytest.raises(UnsupportedError, match="'gguf'; there are: fp8, compressed-tensors"):
+    with pytest.raises(UnsupportedError, match="'gguf'; use one of: fp8, compressed-tensors"):
         get_dialect("gguf")
     with pytest.raises(UnsupportedError, match="int3"):
         default_dialect("int3")
@@ -110,7 +110,7 @@ def test_a_shape_the_format_or_its_consumers_cannot_hold_is_refused(dialect, for
 @pytest.mark.parametrize(("dialect", "format"), NOT_CARRIED)
 def test_a_format_the_dialect_does_not_carry_is_refused(dialect, format):
     dialect = get_dialect(dialect)
-    message = f"down_proj: .*{dialect.name} does not carry {format}, only .*choose another"
+    message = f"down_proj: .*{dialect.name} does not support {format}, only .*choose another"
     with pytest.raises(UnsupportedError, match=message):
         dialect.check(EXPERT, format, (128, 128))
     with pytest.raises(UnsupportedError, match=message):
@@ -127,7 +127,7 @@ def test_a_format_the_dialect_does_not_carry_is_refused(dialect, format):
 @pytest.mark.parametrize("dialect", dialects.REGISTRY)
 def test_an_unknown_format_is_refused_with_those_the_dialect_carries(dialect):
     dialect = get_dialect(dialect)
-    with pytest.raises(UnsupportedError, match=rf"carry int3, only {', '.join(dialect.carried)}"):
+    with pytest.raises(UnsupportedError, match=rf"support int3, only {', '.join(dialect.carried)}"):
         dialect.check(EXPERT, "int3", (128, 128))
 
 

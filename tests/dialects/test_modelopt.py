@@ -302,7 +302,7 @@ def test_a_list_by_which_an_engine_would_leave_out_a_converted_module_is_refused
     converted, kept, asked, keeps
 ):
     assert keeps(asked, [kept])
-    message = rf"^{converted} is converted and {kept} kept, .* choose the dialect"
+    message = rf"^{converted} is converted and {kept} is kept, .* choose the dialect"
     with pytest.raises(UnsupportedError, match=message):
         MODELOPT.quantization_config({converted: "nvfp4"}, [kept])
 
@@ -336,6 +336,8 @@ def test_what_config_says_of_a_module(case):
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "FP8_PB_WO"])
 def test_what_quantizes_activations_is_read_as_a_source_alone(algorithm):
     config = {"quant_method": "modelopt", "quant_algo": algorithm}
-    with pytest.raises(UnsupportedError, match=f"{algorithm}, of which moequant reads the weights"):
+    with pytest.raises(
+        UnsupportedError, match=f"{algorithm}, which moequant reads only as a source"
+    ):
         MODELOPT.reader(config)(EXPERT)
     assert MODELOPT.source_reader(config)(EXPERT)

@@ -186,7 +186,9 @@ def test_nan_and_inf_are_refused_by_name_index_and_value(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int64, torch.bool], ids=str)
 @every_format
 def test_other_dtypes_are_refused(fmt: Format, dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedError, match=f"w1: dtype {dtype_text(dtype)}, not bfloat16"):
+    with pytest.raises(
+        UnsupportedError, match=f"w1: dtype {dtype_text(dtype)}, but must be one of: bfloat16"
+    ):
         fmt.quantize(torch.zeros(4, 256, dtype=dtype), name="w1")
 
 
@@ -222,9 +224,9 @@ def test_a_shape_the_blocks_do_not_divide_is_refused_by_name(fmt: Format) -> Non
 
 @every_format
 def test_a_vector_is_refused_by_name(fmt: Format) -> None:
-    with pytest.raises(UnsupportedError, match=r"bias: shape \[256\], but \w+ wants \[..., N, K\]"):
+    with pytest.raises(UnsupportedError, match=r"bias: shape \[256\], but \w+ needs \[..., N, K\]"):
         fmt.quantize(normal(256), name="bias")
-    with pytest.raises(UnsupportedError, match=r"scalar: shape \[\], but \w+ wants \[..., N, K\]"):
+    with pytest.raises(UnsupportedError, match=r"scalar: shape \[\], but \w+ needs \[..., N, K\]"):
         fmt.quantize(torch.tensor(1.0), name="scalar")
 
 
@@ -250,7 +252,7 @@ def test_parts_that_are_not_the_format_s_are_refused_by_weight_and_part(fmt: For
 
 
 def test_parts_are_checked_against_a_shape_and_format_that_exist() -> None:
-    with pytest.raises(UnsupportedError, match="no format is called 'fp5'"):
+    with pytest.raises(UnsupportedError, match="unknown format 'fp5'"):
         check_parts({}, "fp5", (8, 256), "w2")
     with pytest.raises(UnsupportedError, match="w2: K = 40 is not a multiple of 32"):
         check_parts({}, "mxfp4", (8, 40), "w2")
@@ -266,7 +268,7 @@ def test_specs_say_what_they_are_as_messages_do(fmt: Format) -> None:
 @every_format
 def test_unknown_options_and_values_are_recipe_errors(fmt: Format) -> None:
     w = normal(4, 256)
-    with pytest.raises(RecipeError, match=f"{fmt.name} has no option 'rounding'; it has: "):
+    with pytest.raises(RecipeError, match=f"{fmt.name} has no option 'rounding'; its options: "):
         fmt.quantize(w, {"rounding": "up"})
     for option, values in fmt.options.items():
         with pytest.raises(RecipeError, match=f"{fmt.name}: {option} = 'x', .*{values[-1]}"):
@@ -281,7 +283,7 @@ def test_the_first_value_of_an_option_is_its_default(fmt: Format) -> None:
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnsupportedError, match=f"'fp5'; there are: {', '.join(CONVERTIBLE)}"):
+    with pytest.raises(UnsupportedError, match=f"'fp5'; use one of: {', '.join(CONVERTIBLE)}"):
         get_format("fp5")
 
 

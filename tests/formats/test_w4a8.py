@@ -119,7 +119,9 @@ def test_effective_weight_takes_one_row_and_none(shape):
 def test_effective_weight_refuses_shards_that_share_a_group():
     q = quantize(normal(4, 1024), "w4a8")
     for k_shards in (0, 3, 16):
-        with pytest.raises(UnsupportedError, match=f"1024 is 8 groups of 128, which {k_shards}"):
+        with pytest.raises(
+            UnsupportedError, match=f"1024 has 8 groups of 128, but k_shards is {k_shards}"
+        ):
             effective_weight(q, k_shards=k_shards)
 
 

@@ -383,7 +383,7 @@ def test_dialects_in_which_no_engine_loads_it_are_refused(source, tmp_path, dial
 
 
 def test_the_gpt_oss_dialect_carries_mxfp4_experts_alone(source, tmp_path):
-    with pytest.raises(UnsupportedError, match="gpt-oss does not carry fp8_block, only mxfp4"):
+    with pytest.raises(UnsupportedError, match="gpt-oss does not support fp8_block, only mxfp4"):
         convert(source, tmp_path / "out", format="fp8_block", dialect="gpt-oss")
 
 

@@ -44,9 +44,7 @@ def test_a_tensor_missing_or_of_another_shape_is_named(format, target):
 
 
 def test_what_has_no_layout_is_refused_with_what_there_is():
-    with pytest.raises(
-        UnsupportedError, match=r"no format is called 'bogus'; there are: fp8_block"
-    ):
+    with pytest.raises(UnsupportedError, match=r"unknown format 'bogus'; use one of: fp8_block"):
         kernel_layout("bogus", "sm90")
     with pytest.raises(UnsupportedError, match=r"no target is called 'sm75'; there are: sm90"):
         kernel_layout("mxfp4", "sm75")

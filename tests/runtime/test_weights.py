@@ -66,7 +66,7 @@ def test_mixed_formats_are_refused_by_name():
 
 def test_an_unknown_format_is_refused_by_name():
     unknown = {n: replace(q, format="fp3") for n, q in experts().projections().items()}
-    with pytest.raises(UnsupportedError, match="no format is called 'fp3'"):
+    with pytest.raises(UnsupportedError, match="unknown format 'fp3'"):
         ExpertWeights(**unknown)
 
 

@@ -152,14 +152,16 @@ def test_what_is_not_read_is_refused_with_what_it_is_and_the_next_step(algorithm
 @pytest.mark.parametrize(("algorithm", "group_size"), [("NVFP4", 32), ("FP8_PB_WO", 64)])
 def test_groups_of_another_width_are_refused(algorithm, group_size):
     entry = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group_size}
-    with pytest.raises(UnsupportedError, match=f"group_size is {group_size}, .*{algorithm} with"):
+    with pytest.raises(
+        UnsupportedError, match=f"group_size is {group_size}, .*{algorithm} only with"
+    ):
         get_dialect("modelopt").source_reader(entry)(EXPERT)
 
 
 def test_a_mixed_checkpoint_that_nobody_describes_is_refused(make_form, tmp_path):
     source = make_form("modelopt, mixed", path=tmp_path / "source")
     (source.path / "hf_quant_config.json").unlink()
-    with pytest.raises(UnsupportedError, match="quantized_layers is missing, here and in hf_quant"):
+    with pytest.raises(UnsupportedError, match="quantized_layers is missing here and in hf_quant"):
         convert(source.path, tmp_path / "out", format="bf16")
 
 
