@@ -193,8 +193,8 @@ class _Run(threading.local):
             if not batch:
                 return
             self._make(batch, writer, errors)
-            # One worker stays at it while the others have anything to do, and then no longer than a
-            # few workers need to keep up: many would wait for this one.
+            # One worker digests while the others work, but only as long as a few workers need to
+            # keep up, because many would wait for it.
             size_bytes = sum(item.source_bytes for _, item in batch)
             while writer.digest(2 * size_bytes) and left:
                 pass
@@ -202,13 +202,13 @@ class _Run(threading.local):
                 self._progress.advance(item.source_bytes, item.name)
 
     def _keep_pace(self, writer: ShardWriter, finishing: Sequence[Future[FinishedShard]]) -> None:
-        """Wait while too much waits for digest and disk; this worker has nothing in hand.
+        """Wait while too much memory waits for digest and disk; this worker holds none.
 
-        Where one shard is digested at a time, to be ahead of it gains nothing, and what is ahead
-        goes through the page cache and is read back. More workers go on to the next shard.
+        With one shard at a time, being ahead of the digest gains nothing, and the data would go
+        through the page cache and be read back. More workers continue with the next shard.
         """
         while self._one_digest and not self._results.has_room:
-            # Nobody may be at it but workers that wait.
+            # All other workers may be waiting, too, so this one must help.
             if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
             if not writer.is_behind and all(one.done() for one in finishing):
@@ -245,13 +245,13 @@ class _Run(threading.local):
         memory = self._results.acquire(position)
         tensors: dict[str, Tensor] = {}
         for number, unit in units:
-            # A unit that failed has left something in it, and this thread may be asked for others.
+            # A failed unit leaves tensors in it, and this thread may get another unit.
             self._arena.clear()
             self._arena.begin_like(position)
             converted = convert_unit(
                 self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
             )
-            # Or it would have come alone (`Batches`).
+            # `Batches` gives such units a batch of their own.
             assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name
             errors[number] = converted.requantization_errors
             tensors |= converted.tensors
@@ -286,7 +286,7 @@ class _Run(threading.local):
 
     def _write(self, converted: Converted, memory: Arena, writer: ShardWriter) -> None:
         if converted.as_stored:
-            # It lies where it was read; the next unit is read into what it did not need.
+            # The results lie in the arena they were read into; swap it with the unused memory.
             memory, self._arena = self._arena, memory
         release = None if converted.joined else self._share(memory, writer)
         writer.write_all(converted.tensors, release)
@@ -326,9 +326,9 @@ class _ResultBuffers:
         self._changed = threading.Condition()
 
     def acquire(self, position: int) -> Arena:
-        """Memory for one worker; its first tensor goes to `position` of a file."""
+        """Memory for one worker; its first tensor will be written to `position` of a file."""
         with self._changed:
-            # The last that came back: a processor's cache may still have it.
+            # The most recently released memory, which may still be in a processor's cache.
             memory = self._kept.pop() if self._kept else None
             self._left_bytes += memory.size_bytes if memory else 0
         memory = memory or self._new()
@@ -364,7 +364,7 @@ class _ResultBuffers:
 
     def _keep(self, memory: Arena) -> None:
         shared_bytes = memory.size_bytes
-        memory.clear()  # which may round up what it keeps
+        memory.clear()  # may round its size up
         with self._changed:
             self._shared_bytes -= shared_bytes
             self._left_bytes -= memory.size_bytes - shared_bytes

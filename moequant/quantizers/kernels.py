@@ -510,5 +510,5 @@ def quantizing_kernel(format: Format, source: Source, options: Mapping[str, str]
     """
     kernel = KERNELS.get((format.element.name, format.scale_dtype))
     if kernel is None:
-        raise UnavailableError(f"it has no kernel for {format.name}")
+        raise UnavailableError(f"there is no native kernel for {format.name}")
     return kernel(format, source, options)

@@ -1,1 +1,1 @@
-"""Bytes in and out: headers, lazy reads, streamed writes."""
+"""safetensors files: headers, positional reads, planned writes, digests and locks."""

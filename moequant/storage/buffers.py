@@ -1,4 +1,4 @@
-"""Memory of tensors: their bytes, without a copy and without numpy, and pages to use again."""
+"""Tensor memory: views of its bytes without numpy, and arenas that reuse pages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ALIGNMENT = 64
-"""Of tensors in an arena: a line of the cache, and the widest vector."""
+"""Alignment of tensors in an arena: a cache line, and the widest vector."""
 PAGE_BYTES = 4096
-"""Of memory, and what writes past the page cache must begin and end with; disks ask for less."""
-_MOST_VIEWS = 64
-"""Of an arena, that it keeps: to make one takes three torch operations."""
+"""Size of a memory page, and alignment of direct writes; disks require less."""
+_MAX_VIEWS = 64
+"""Tensors that an arena caches, because creating one takes three torch operations."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -32,7 +32,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def joined_bytes(tensors: Sequence[Tensor]) -> memoryview:
-    """`tensor_bytes` of tensors of which each begins in memory where the one before it ends."""
+    """As `tensor_bytes`, for tensors that are adjacent in memory, in order."""
     for tensor in tensors:
         assert tensor.is_cpu, tensor.device
         assert tensor.is_contiguous(), tensor.stride()
@@ -48,7 +48,7 @@ def joined_bytes(tensors: Sequence[Tensor]) -> memoryview:
 
 @lru_cache(maxsize=64)
 def _array_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
-    """Kept, because ctypes forgets it, and to make one costs half of `joined_bytes`."""
+    """Cached, because creating the type takes half the time of `joined_bytes`."""
     return ctypes.c_ubyte * size_bytes
 
 
@@ -58,14 +58,14 @@ def _allocate(size_bytes: int) -> Tensor:
 
 
 class Arena:
-    """Memory for tensors that come and go together; for one thread.
+    """Reused memory for tensors that are freed together; not thread-safe.
 
-    Fresh pages cost a core more than anything it does to them: it reads a cached file at 2 GB/s
-    into new memory and at 20 GB/s into memory it has had before.
+    Page faults of fresh memory cost more than the work on it: a core reads a cached file at 2 GB/s
+    into new memory and at 20 GB/s into reused memory.
 
     Args:
-        allocate: gives so many bytes or a few more, uint8; CPU memory by default.
-        size_bytes: of tensors that are expected to lie in it at once.
+        allocate: allocates at least this many bytes, uint8; CPU memory by default.
+        size_bytes: expected total size of the tensors.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor] = _allocate, size_bytes: int = 0) -> None:
@@ -74,36 +74,36 @@ class Arena:
         self._keep(size_bytes + PAGE_BYTES if size_bytes else 0)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of any values, good until `clear`."""
-        # One unit is like the next, and its tensors lie where those of the last lay.
+        """An uninitialized contiguous tensor, valid until `clear`."""
+        # Units are alike, so the tensors of one often have the places of the last one's.
         kept = self._views.get((self._used, dtype, *shape))
         tensor, self._used = kept or self._view(self._used, dtype, tuple(shape))
         return tensor
 
     @property
     def size_bytes(self) -> int:
-        """What it will keep after `clear`."""
+        """The size of its memory after `clear`."""
         fits = self._used <= self._kept_bytes
         return self._kept_bytes if fits else self._used + PAGE_BYTES
 
     def clear(self) -> None:
-        """Let go of all tensors, which must no longer be used, and keep their memory."""
+        """Free all tensors, which must no longer be used, and keep the memory for reuse."""
         size_bytes = self.size_bytes
         self._used = 0
         self.reserve(size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
-        """Before the first tensor: have room for so many bytes, each tensor's rounded up."""
+        """Grow to `size_bytes`, before the first tensor; sizes of tensors are rounded up."""
         assert self._used == 0, self._used
         if size_bytes > self._kept_bytes:
-            # The old goes before the new comes.
+            # Free the old memory before allocating the new.
             self._keep(0)
             self._keep(size_bytes)
 
     def begin_like(self, position: int) -> None:
-        """Let the first tensor after `clear` lie in its page as `position` of a file does.
+        """Give the first tensor after `clear` the same offset in its page as a file position.
 
-        Not where that would leave it, or one behind it, unaligned.
+        Does nothing if the tensors would then be unaligned.
         """
         assert self._used == 0, self._used
         if position % _ALIGNMENT == 0:
@@ -116,14 +116,14 @@ class Arena:
         self._address = self._memory.data_ptr()
 
     def _view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, int]:
-        """A tensor that begins at `start`, and where the next one does."""
+        """A tensor that begins at `start`, and the start of the next one."""
         size_bytes = math.prod(shape) * dtype.itemsize
         stop = start + -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
         if stop > self._kept_bytes:
-            # Alone this once; `clear` makes room for the next of its kind.
+            # Allocated separately this time; `clear` grows the memory for the next time.
             return self._allocate(size_bytes)[:size_bytes].view(dtype).view(shape), stop
         view = self._memory[start : start + size_bytes].view(dtype).view(shape), stop
-        if len(self._views) >= _MOST_VIEWS:
+        if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
         self._views[start, dtype, *shape] = view
         return view

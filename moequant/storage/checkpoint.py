@@ -1,15 +1,14 @@
-"""What a checkpoint on disk holds, read lazily.
+"""A checkpoint on disk: its config, headers, and reads of its tensors.
 
-Which files are its weights:
+The weight files are:
 
-1. `model.safetensors.index.json`, if there, says it alone, and it must be right: every tensor of
-   its map lies in the file it names, and every tensor of those files is in the map. A
-   `model.safetensors` that the index does not name is refused: transformers loads that file,
-   engines the shards.
-2. Else `model.safetensors`, alone: what transformers would load.
-3. Else the only other *.safetensors file, or a complete set NAME-0000i-of-0000n.safetensors.
-4. Anything else is refused: a second copy under another name (Mistral's consolidated.safetensors)
-   or a lost shard cannot be told from a part.
+1. With `model.safetensors.index.json`, the files that it names. The index must agree with their
+   headers. A `model.safetensors` that it does not name is refused, because transformers loads that
+   file and engines load the shards.
+2. Otherwise `model.safetensors` only, as for transformers.
+3. Otherwise the only other *.safetensors file, or a complete set NAME-0000i-of-0000n.safetensors.
+4. Anything else is refused: it could have a second copy under another name (Mistral's
+   consolidated.safetensors) or lack a shard.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRange:
-    """Bytes of a file that are a tensor, or rows of its first dimension.
+    """The byte range of a tensor, or of rows of its first dimension, in a file.
 
     Attributes:
-        file: where they are.
-        info: name of the tensor; dtype, shape and position of these bytes.
+        file: the file.
+        info: name of the tensor; dtype, shape and position of the range.
     """
 
     file: FixedFile
@@ -61,13 +60,13 @@ class TensorRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk. Opening reads headers only; reading is safe from several threads.
+    """A checkpoint on disk. Opening reads only headers; reading is thread-safe.
 
     Attributes:
         path: its directory.
-        config: config.json.
+        config: the parsed config.json.
         tensors: every tensor, in natural order of names (layer 2 before layer 10).
-        config_file: config.json as it was when it was read; None where it could not be.
+        config_file: config.json with its state when it was read; None if it is unreadable.
     """
 
     path: Path
@@ -81,7 +80,7 @@ class Checkpoint:
         """Read config, index and headers of the checkpoint in the directory `path`.
 
         Raises:
-            CheckpointError: a file is missing, malformed or contradicts another; names it. Or the
+            CheckpointError: a file is missing, malformed or inconsistent with another, or the
                 directory is the output of an unfinished conversion.
             UnsupportedError: the weights are in pickle files.
         """
@@ -89,7 +88,7 @@ class Checkpoint:
         config_file = FixedFile.at(path / CONFIG_FILE)
         config = read_document(config_file)
         weight_map, files = _choose_files(path)
-        # Before the headers: what changes from now on shows when it is read.
+        # Before reading the headers, so that later reads detect any change.
         fixed = {file: FixedFile.at(path / file) for file in files}
         tensors = _read_tensors(path, files)
         if weight_map is not None:
@@ -113,7 +112,7 @@ class Checkpoint:
         tensors: dict[str, TensorInfo],
         files: dict[str, FixedFile],
     ) -> Checkpoint:
-        """What is readable of a checkpoint that `open` refuses, for whoever reports its faults."""
+        """The readable part of a checkpoint that `open` refuses, for reports of its faults."""
         return cls(path=path, config=config, tensors=tensors, _files=files)
 
     @property
@@ -122,15 +121,15 @@ class Checkpoint:
         return {name: file.size_bytes for name, file in self._files.items()}
 
     def file_state(self) -> dict[str, list[int]]:
-        """Size and modification time (ns) of each weight file; what JSON gives back as it was."""
+        """Size and modification time (ns) of each weight file, in a form that JSON preserves."""
         return {name: [file.size_bytes, file.mtime_ns] for name, file in self._files.items()}
 
     def weight_files(self) -> dict[str, FixedFile]:
-        """The weight files by name, in natural order, as they were when they were opened."""
+        """The weight files by name, in natural order, with their state when they were opened."""
         return dict(self._files)
 
     def info(self, name: str) -> TensorInfo:
-        """What the header says of tensor `name`.
+        """The header's entry of tensor `name`.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -140,7 +139,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def locate(self, name: str, rows: slice | None = None) -> TensorRange:
-        """Where a tensor, or `rows` of its first dimension, can be read; errors as `read`."""
+        """The byte range of a tensor, or of `rows` of its first dimension; raises as `read`."""
         info = _part(self._readable(name), rows)
         return TensorRange(file=self._files[info.file], info=info)
 
@@ -149,20 +148,20 @@ class Checkpoint:
 
         Args:
             name: full name.
-            rows: a contiguous range, read alone.
-            arena: whose memory to use; new memory without one.
+            rows: a contiguous range; only these rows are read.
+            arena: allocates the result; new memory if None.
 
         Raises:
-            CheckpointError: no such tensor, or its file is unreadable or no longer the same.
+            CheckpointError: no such tensor, or its file is unreadable or has changed.
             UnsupportedError: torch has no such dtype.
-            IndexError: `rows` has a step or leaves the tensor.
+            IndexError: `rows` has a step or is out of range.
         """
         return self.read_all([(name, rows)], arena)[0]
 
     def read_all(
         self, ranges: Sequence[tuple[str, slice | None]], arena: Arena | None = None
     ) -> list[Tensor]:
-        """As `read` of each; those that follow one another in a file are read in one call."""
+        """As `read` for each; ranges that are adjacent in a file are read in one call."""
         arena = arena or Arena()
         found: list[Tensor] = []
         runs: list[tuple[TensorRange, list[memoryview]]] = []
@@ -192,7 +191,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: as `read`.
-            IndexError: the range leaves the tensor.
+            IndexError: the range is outside the tensor.
         """
         info = self.info(name)
         view = memoryview(buffer).cast("B")
@@ -202,7 +201,7 @@ class Checkpoint:
         self._files[info.file].read_into(info.start + offset_bytes, view)
 
     def chunks(self, name: str, chunk_bytes: int) -> Iterator[memoryview]:
-        """A tensor's bytes, at most `chunk_bytes` at a time; each chunk is good until the next.
+        """A tensor's bytes in chunks of at most `chunk_bytes`; each is valid until the next.
 
         Raises:
             CheckpointError: as `read`.
@@ -215,12 +214,12 @@ class Checkpoint:
         return sidecar_files(self.path)
 
     def left_out(self) -> list[Path]:
-        """Files, relative to `path`, that are not read: weights in other forms, adapters."""
+        """Weight files, relative to `path`, that are not read: other formats, adapters."""
         return [name for name in weight_files(self.path) if str(name) not in self._files]
 
 
 def natural_key(name: str) -> tuple[str, str]:
-    """Sort key that takes digits for numbers; the name itself decides between 07 and 7."""
+    """Sort key with digits as numbers; the name itself breaks ties such as 07 and 7."""
     return _DIGITS.sub(_sortable, name), name
 
 
@@ -332,7 +331,7 @@ def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Tens
 
 
 def _part(info: TensorInfo, rows: slice | None) -> TensorInfo:
-    """The `rows` of a tensor, or all of it, as a tensor of that name."""
+    """The header entry of `rows` of a tensor, or of all of it."""
     if rows is None:
         return info
     first, last = _row_range(info, rows)

@@ -1,4 +1,4 @@
-"""SHA-256 of a file that is still being written."""
+"""SHA-256 of a file while it is being written."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _CHUNK_BYTES = 1 << 18
-"""Read at a time: a quarter of the second-level cache, so that it is digested from there."""
+"""Size of a read: a quarter of the second-level cache, so that it is digested from the cache."""
 _FLUSH_BYTES = 8 << 20
-"""Sent to disk at a time, once digested."""
+"""Digested bytes after which a flush to disk begins."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 class _Kept(NamedTuple):
-    """The memory a range was written from, and what to call once it is digested."""
+    """The memory that a range was written from, and a callback for when it is digested."""
 
     memory: memoryview
     release: Callable[[], None]
 
 
 class GrowingDigest:
-    """SHA-256 over the file's bytes as far as they have been written.
+    """SHA-256 of the file up to the first gap.
 
-    Ranges may be written in any order and from any thread; those in front of the first hole can be
-    digested: from the memory they were written from, where that is kept, else read back. What is
-    digested begins its way to disk, which leaves little for `fsync` to wait for.
+    Ranges may be written in any order and from any thread. Those before the first gap are digested
+    from the memory they were written from, or read back. Digested ranges are flushed to disk in the
+    background, which leaves little for `fsync`.
 
     Args:
-        fd: of the file, open for reading.
+        fd: descriptor of the file, open for reading.
     """
 
     def __init__(self, fd: int) -> None:
@@ -51,31 +51,31 @@ class GrowingDigest:
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
 
     def wrote(self, start: int, stop: int) -> None:
-        """Note that the bytes from `start` up to `stop` are there, and will not change."""
+        """Record that the bytes from `start` up to `stop` are written and final."""
         with self._noting:
             self._note(start, stop)
 
     def wrote_from(self, start: int, memory: memoryview, release: Callable[[], None]) -> None:
-        """As `wrote`, of what `memory` holds and keeps holding until `release` is called."""
+        """As `wrote`, for bytes of `memory`, which must not change until `release` is called."""
         with self._noting:
             if memory.nbytes:
                 self._kept[start] = _Kept(memory, release)
             self._note(start, start + memory.nbytes)
 
     def forget(self, start: int, data: bytes) -> None:
-        """Read back what was written from `data` at `start`, if it is not digested by now.
+        """Free `data`, written at `start`; if it is not digested yet, it will be read back.
 
-        The digest may come to it much later, and what is small is most of some files.
+        Otherwise small pieces, most of some files, would stay in memory for long.
         """
         with self._noting:
             kept = self._kept.get(start)
             if kept is not None and kept.memory.obj is data:
-                self._kept.pop(start, None)  # who digests takes it without asking
+                self._kept.pop(start, None)  # the digesting thread may have taken it
 
     def catch_up(self, at_most_bytes: int) -> bool:
-        """Digest what is in front of the first hole; nothing if another thread is at it.
+        """Digest up to the first gap; does nothing if another thread is digesting.
 
-        Memory that is kept is digested whole, even beyond the limit.
+        Ranges in memory are digested as a whole, even beyond the limit.
 
         Returns:
             Whether the limit was reached.
@@ -101,7 +101,7 @@ class GrowingDigest:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is anything in front of the first hole that is not digested yet."""
+        """Whether there are undigested bytes before the first gap."""
         return self._digested < self._whole
 
     def _note(self, start: int, stop: int) -> None:
@@ -118,12 +118,12 @@ class GrowingDigest:
         wanted = self._buffer[: stop - self._digested]
         count = os.preadv(self._fd, [wanted], self._digested)
         if count == 0:
-            raise OSError(errno.EIO, "it ends before what was written to it")
+            raise OSError(errno.EIO, "it is shorter than what was written to it")
         self._sha256.update(wanted[:count])
         self._digested += count
 
     def of_first(self, size_bytes: int) -> str:
-        """The digest in hex, once the file is whole; its size must be `size_bytes`."""
+        """The digest of the complete file in hex; its size must be `size_bytes`."""
         if self._digested != size_bytes:
             raise AssertionError(f"{self._digested} bytes digested of {size_bytes}")
         return self._sha256.hexdigest()
@@ -131,10 +131,10 @@ class GrowingDigest:
 
 @cache
 def _begin_flush() -> Callable[[int, int, int], None]:
-    """Begin to write a range of a file to disk, without waiting: fd, offset and length.
+    """A function of fd, offset and length that starts flushing a range of a file to disk.
 
-    Linux's sync_file_range, which Python does not offer. `posix_fadvise` would do it too, but waits
-    for every processor. Elsewhere nothing; errors are for `fsync` to report.
+    Linux's sync_file_range, which Python does not expose; `posix_fadvise` would also work, but
+    synchronizes all processors. On other systems it does nothing. `fsync` reports errors.
     """
     try:
         call = ctypes.CDLL(None).sync_file_range

@@ -1,9 +1,9 @@
-"""Writes past the page cache, by threads that wait for the disk.
+"""Direct writes (O_DIRECT) by threads that wait for the disk.
 
-Through the cache, every byte is copied into a page that is found, cleared and given back later: up
-to ten times the processor time of handing the memory itself to the disk, and it drives out of the
-cache what is still to be read. The file system must take part, and memory and file must lie alike:
-address and position at the same place of a page.
+Through the page cache, every byte is copied into a page that must be allocated, cleared and freed.
+That takes up to ten times the processor time of a direct write, and evicts source files from the
+cache. The file system must support direct writes, and memory address and file position must have
+the same offset in a page.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     Done = Callable[[int, BaseException | None], None]
 
 LEAST_BYTES = 1 << 18
-"""Less than this the page cache gathers better than a disk."""
+"""Smaller writes are faster through the page cache."""
 
 _THREADS = 2
 """One write is prepared while the disk does the other."""
 _FILE_SYSTEMS = {0xEF53: "ext4", 0x58465342: "XFS", 0x794C7630: "overlayfs"}
-"""Those of local disks, by `f_type` of statfs; a network's gather writes in the cache."""
+"""File systems of local disks by `f_type` of statfs; network file systems need the cache."""
 
 
 class DirectFile:
-    """Writes to one file in threads of its own, from memory that stays as it is until then.
+    """Writes to one file in its own threads; memory must not change until a write is done.
 
-    Safe to use from several threads.
+    Thread-safe.
 
     Args:
-        fd: of the file, open for writing; it is closed by `close`.
+        fd: descriptor of the file, open for writing; `close` closes it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -61,11 +61,11 @@ class DirectFile:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a write is under way."""
+        """Whether a write is in progress."""
         return bool(self._under_way)
 
     def wait(self) -> bool:
-        """Wait until a write that is under way is done; whether there was any."""
+        """Wait until one of the writes in progress is done; returns whether there was any."""
         under_way = set(self._under_way)
         wait(under_way, return_when=FIRST_COMPLETED)
         return bool(under_way)
@@ -85,9 +85,9 @@ class DirectFile:
 
 
 def open_direct(path: Path, fd: int) -> DirectFile | None:
-    """The file at `path`, open as `fd`, opened once more for writes past the page cache.
+    """Open the file at `path`, already open as `fd`, for direct writes.
 
-    None where the system or the file system has no such thing.
+    None if the system or the file system does not support them.
     """
     if not hasattr(os, "O_DIRECT") or _file_system()(fd) not in _FILE_SYSTEMS:
         return None
@@ -100,29 +100,29 @@ def open_direct(path: Path, fd: int) -> DirectFile | None:
 
 
 def direct_part(position: int, view: memoryview) -> tuple[int, int]:
-    """Which bytes of a writable `view` can go past the cache, from and up to; (0, 0) if none.
+    """Start and stop of the bytes of a writable `view` that can be written directly; or (0, 0).
 
     Args:
-        position: in the file, of the first byte.
-        view: what is to be written there.
+        position: file position of the first byte.
+        view: the bytes to write.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     start = -position % PAGE_BYTES
     stop = view.nbytes - (position + view.nbytes) % PAGE_BYTES
-    alike = (position - address) % PAGE_BYTES == 0
-    return (start, stop) if alike and stop - start >= LEAST_BYTES else (0, 0)
+    is_aligned = (position - address) % PAGE_BYTES == 0
+    return (start, stop) if is_aligned and stop - start >= LEAST_BYTES else (0, 0)
 
 
 @cache
 def _file_system() -> Callable[[int], int]:
-    """`f_type` of the file system of a descriptor, which Python does not tell; 0 if unknown."""
+    """A function from a descriptor to the `f_type` of its file system; 0 if unknown."""
     try:
         fstatfs = ctypes.CDLL(None).fstatfs
     except (AttributeError, OSError, TypeError):
         return lambda fd: 0
 
     def f_type(fd: int) -> int:
-        found = (ctypes.c_long * 64)()  # more than any Linux's struct; f_type comes first
+        found = (ctypes.c_long * 64)()  # larger than Linux's struct statfs; f_type is first
         return found[0] if fstatfs(fd, found) == 0 else 0
 
     return f_type

@@ -1,4 +1,4 @@
-"""What every writer of files needs: errors that say what to do, and names that are on disk."""
+"""Basics of writing files: errors with advice, complete writes, and durable names."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 _NO_SPACE = "free space there or choose another output, then run again"
 _NO_RIGHT = "choose an output you may write to"
-DISK_FAILED = "the disk or the way to it failed; see the system's log before you run again"
+DISK_FAILED = "the disk or its connection failed; see the system's log before you run again"
 _ADVICE = {
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
     errno.EROFS: _NO_RIGHT,
     errno.EACCES: _NO_RIGHT,
     errno.EPERM: _NO_RIGHT,
-    errno.EFBIG: "files this large are refused there; choose a smaller --max-shard-size",
+    errno.EFBIG: "the file is too large for this disk; choose a smaller --max-shard-size",
     errno.EIO: DISK_FAILED,
 }
 
 
-class explained:  # noqa: N801 - it reads as what it does: with explained(path, "written")
-    """Turn an OSError into a MoequantError that says what to do.
+class explained:  # noqa: N801 - used as: with explained(path, "written")
+    """Context manager that turns an OSError into a MoequantError with advice.
 
     Args:
-        path: what it was about.
+        path: the file or directory.
         participle: what cannot be done with it, such as "written".
     """
 
-    # No generator: those of contextlib take four times as long, and this is everywhere.
+    # A class, because contextlib's generators take four times as long.
     __slots__ = ("_participle", "_path")
 
     def __init__(self, path: Path, participle: str) -> None:
@@ -48,8 +48,8 @@ class explained:  # noqa: N801 - it reads as what it does: with explained(path, 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, OSError):
             return
-        advice = _ADVICE.get(error.errno or 0, "mend the cause and run again")
-        # An error that Python's library makes itself has a text alone.
+        advice = _ADVICE.get(error.errno or 0, "fix the cause and run again")
+        # Errors raised by Python's library itself have no strerror.
         why = error.strerror or error
         raise MoequantError(
             f"{self._path}: cannot be {self._participle}: {why}; {advice}"
@@ -58,14 +58,14 @@ class explained:  # noqa: N801 - it reads as what it does: with explained(path, 
 
 def write_all(fd: int, position: int, view: memoryview) -> None:
     """Write all of `view` at `position`; raises OSError."""
-    # Linux moves at most 2 GiB a call, and any call may move less than asked.
+    # Linux writes at most 2 GiB per call, and any call may write less than requested.
     done = 0
     while done < view.nbytes:
         done += os.pwrite(fd, view[done:], position + done)
 
 
 def write_file(path: Path, chunks: Iterable[memoryview]) -> None:
-    """Write a file and bring it to disk; raises OSError, and half a file may be left then."""
+    """Write a file and fsync it; raises OSError, which may leave an incomplete file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for chunk in chunks:
@@ -77,10 +77,10 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` so that a crash at any time leaves the old file or the new one.
+    """Write `data` to `path` atomically: after a crash there is the old file or the new one.
 
     Raises:
-        MoequantError: it cannot be written; says what to do.
+        MoequantError: it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     with explained(path, "written"):
@@ -94,17 +94,17 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Bring names just created, renamed or removed in the directory `path` to disk.
+    """Make names that were created, renamed or removed in the directory `path` durable.
 
     Raises:
-        MoequantError: it cannot be done; says what to do.
+        MoequantError: fsync failed.
     """
-    with explained(path, "brought to disk"):
+    with explained(path, "synced to disk"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         except OSError as error:
-            # Some network file systems have no such call for directories and keep names themselves.
+            # Some network file systems do not support fsync for directories.
             if error.errno != errno.EINVAL:
                 raise
         finally:
@@ -112,10 +112,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256, in hex, of the file at `path`; read in pieces.
+    """SHA-256 of the file at `path`, in hex.
 
     Raises:
-        MoequantError: it cannot be read; says what to do.
+        MoequantError: it cannot be read.
     """
     with explained(path, "read"), path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,12 +1,14 @@
-"""JSON of a checkpoint, read as if the file lied: headers, config.json, index, records.
+"""Read untrusted JSON of a checkpoint: headers, config.json, index, records.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* a key that occurs twice is an error / two readers take two different values;
-* size, and brackets for each byte, are bounded before anything is parsed / a file of brackets takes
-  25 times its size in memory, where the worst let through takes 12 and a valid header 9 times;
-* documents are not nested deeply / a walk over one, or writing it again, exhausts the stack after
-  hours of work.
+* A duplicate key is an error, because two readers could use different values.
+* Size, and brackets per byte, are limited before parsing. A file of brackets takes 25 times its
+size
+  in memory; the worst accepted file takes 12 times, and a valid header 9 times.
+* Nesting is limited. Otherwise walking over a document, or writing it again, could exhaust the
+stack
+  after hours of work.
 """
 
 from __future__ import annotations
@@ -25,25 +27,25 @@ if TYPE_CHECKING:
     from moequant.storage.reader import FixedFile
 
 MAX_BYTES = 100_000_000
-"""What safetensors accepts as a header; no real index or config comes near."""
+"""Largest header that safetensors accepts; real indices and configs are far smaller."""
 
-_REMEDY = "mend it or fetch it again"
+_REMEDY = "correct it or fetch it again"
 _MAX_DEPTH = 100
-# A tensor takes 48 bytes of header and three brackets; small files may be as they like.
+# A tensor takes 48 bytes of header and three brackets; small files are not limited.
 _BYTES_A_BRACKET = 8
 _SMALL_BYTES = 1_000_000
 
 
 def read_document(file: FixedFile) -> dict[str, Any]:
-    """Read a JSON object that will be walked and written again, such as config.json.
+    """Read a JSON object such as config.json.
 
     Raises:
-        CheckpointError: as `parse_object`, the file cannot be read, or it is larger or nested
-            deeper than any real one.
+        CheckpointError: as `parse_object`; or the file cannot be read, is too large, or is nested
+            too deeply.
     """
     if file.size_bytes > MAX_BYTES:
         raise CheckpointError(
-            f"{file.path}: {file.size_bytes} bytes, but at most {MAX_BYTES} are read; {_REMEDY}"
+            f"{file.path}: {file.size_bytes} bytes, but at most {MAX_BYTES} are allowed; {_REMEDY}"
         )
     value = parse_object(file.read(0, file.size_bytes), file.path)
     level: list[Any] = [value]
@@ -52,29 +54,26 @@ def read_document(file: FixedFile) -> dict[str, Any]:
         if not level:
             return value
     raise CheckpointError(
-        f"{file.path}: nested deeper than {_MAX_DEPTH} levels, which no real one is; {_REMEDY}"
+        f"{file.path}: nested deeper than the {_MAX_DEPTH} levels that are allowed; {_REMEDY}"
     )
 
 
 def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
-    """Parse a JSON object in which no key repeats; `path` is what errors name.
+    """Parse a JSON object without duplicate keys; `path` is for error messages.
 
     Raises:
-        CheckpointError: not UTF-8, not JSON, not an object, a key occurs twice, or there are more
-            brackets than in any real one.
+        CheckpointError: not UTF-8, not JSON, not an object, a duplicate key, or too many brackets.
     """
     brackets = text.count(b"[") + text.count(b"{")
     if len(text) > _SMALL_BYTES and brackets * _BYTES_A_BRACKET > len(text):
         raise CheckpointError(f"{path}: {brackets} brackets in {len(text)} bytes; {_REMEDY}")
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique)
-    # Nesting of a few thousand levels exhausts the parser's stack.
+    # A few thousand levels of nesting exhaust the parser's stack.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}; {_REMEDY}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path}: holds {show(value)}, but a JSON object is wanted; {_REMEDY}"
-        )
+        raise CheckpointError(f"{path}: holds {show(value)}, but must be a JSON object; {_REMEDY}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: those that hold weights, and those that come along."""
+"""The files in a checkpoint's folder: weight files and sidecar files."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_WEIGHTS = (
     *PICKLES, ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite", ".gguf", ".npz",
 )  # fmt: skip
-"""Endings of weight files that are not safetensors."""
+"""Suffixes of weight files other than safetensors."""
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 2048
-"""In bytes; what Linux takes, with room for the folder's own path."""
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 2048
+"""Linux's limits, with room for the folder's own path."""
 
-# What a conversion writes itself, at the top of a checkpoint.
+# Files that a conversion writes itself, at the top level of a checkpoint.
 _WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
 
 
 def check_is_checkpoint(root: Path) -> None:
-    """Refuse a folder in which moequant wrote something else: half a checkpoint, prepared tensors.
+    """Refuse an unfinished conversion and a prepared folder.
 
-    Where config.json is there beside a work folder, either the old checkpoint is still whole or the
-    new one already is.
+    If there is a config.json next to a work folder, either the old checkpoint is still complete, or
+    the new one already is.
 
     Raises:
-        CheckpointError: says how to finish it, or which folder is meant.
+        CheckpointError: the message says how to finish it, or which folder to give instead.
     """
     try:
         if (root / CONFIG_FILE).exists():
@@ -48,17 +48,16 @@ def check_is_checkpoint(root: Path) -> None:
         begun = (root / WORK_FOLDER).is_dir()
         instead = _meant_instead(root)
     except (OSError, RuntimeError):
-        # A folder that may not be looked into, a link to itself; who opens its files says so.
+        # No permission, or a link to itself; opening its files raises the error.
         return
     if instead:
         raise CheckpointError(
-            f"{root}: no checkpoint, but what moequant prepare wrote; name {instead}"
+            f"{root}: not a checkpoint, but a folder that moequant prepare wrote; give {instead}"
         )
     if begun:
         raise CheckpointError(
-            f"{root}: an unfinished conversion, interrupted or still at work; once it is "
-            "interrupted, the same moequant convert command again finishes it, and keeps what is "
-            "done"
+            f"{root}: an unfinished conversion, interrupted or still running; if it was "
+            "interrupted, run the same moequant convert command again to finish it"
         )
 
 
@@ -68,7 +67,7 @@ def is_prepared_folder(path: Path) -> bool:
 
 
 def _meant_instead(root: Path) -> str | None:
-    """What to name for a prepared folder, or for the folder of several; None for all others."""
+    """What to give instead of a prepared folder, or of their parent; None for other folders."""
     place = root.resolve()
     if place.name == PREPARED_FOLDER:
         prepared = [entry for entry in sorted(root.iterdir()) if is_prepared_folder(entry)]
@@ -81,15 +80,15 @@ def _meant_instead(root: Path) -> str | None:
 
 
 def sidecar_files(root: Path) -> list[Path]:
-    """Files, relative to `root`, that belong to the model beside config and weights.
+    """Files of the model, relative to `root`, other than config.json and weights.
 
-    Tokenizer, generation config, chat templates, custom code, licence: everything in it and its
-    folders that is not hidden, no weight file and nothing a conversion writes itself.
+    Tokenizer, generation config, chat templates, custom code, licence: all files, also in
+    subfolders, that are not hidden, not weights, and not written by a conversion.
 
     Raises:
-        CheckpointError: a link leads out of the checkpoint (a hub cache's own blobs aside) or
-            nowhere: who converts a folder shall not publish another. Or a name is one that a record
-            could not hold; see `is_inner_name`.
+        CheckpointError: a link leads out of the checkpoint (except into a hub cache's blobs) or
+            nowhere, so that a conversion cannot publish other folders' files; or a name is not
+            allowed in a record (see `is_inner_name`).
     """
     names = [name for name in _walk(root) if not _is_weights(name)]
     for name in names:
@@ -98,7 +97,7 @@ def sidecar_files(root: Path) -> list[Path]:
 
 
 def weight_files(root: Path) -> list[Path]:
-    """Files, relative to `root`, that hold weights in whatever form, or describe such files."""
+    """Weight files of any format, and files that describe them, relative to `root`."""
     return [name for name in _walk(root) if _is_weights(name)]
 
 
@@ -108,20 +107,20 @@ def is_adapter(name: Path) -> bool:
 
 
 def is_inner_name(name: str) -> bool:
-    """Whether a name that a file speaks of leads nowhere but into its folder, and can be one."""
+    """Whether a name from a file is a valid path that stays inside the folder."""
     parts = PurePosixPath(name).parts
     return (
         bool(parts)
         and name.isprintable()
         and "\\" not in name
         and not {"/", "..", "//"} & {*parts}
-        and len(name.encode()) < _LONGEST_PATH
-        and all(len(part.encode()) <= _LONGEST_NAME for part in parts)
+        and len(name.encode()) < _MAX_PATH_BYTES
+        and all(len(part.encode()) <= _MAX_NAME_BYTES for part in parts)
     )
 
 
 def entries(folder: Path) -> list[Path]:
-    """What lies in `folder`, sorted.
+    """The entries of `folder`, sorted.
 
     Raises:
         CheckpointError: it cannot be listed.
@@ -130,14 +129,14 @@ def entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: cannot be listed: {error.strerror}; see that it is open to you"
+            f"{folder}: cannot be listed: {error.strerror}; check its permissions"
         ) from error
 
 
 def _walk(root: Path, folder: Path | None = None, within: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Every file under `root`, relative to it and sorted, that is neither hidden nor ours.
+    """All files under `root`, relative and sorted, that are not hidden or written by a conversion.
 
-    Links to folders of the checkpoint are followed, but not into a folder that they lie in.
+    Links to folders of the checkpoint are followed, except to a parent of the link.
     """
     folder = folder or root
     within = (*within, folder.resolve())
@@ -148,13 +147,13 @@ def _walk(root: Path, folder: Path | None = None, within: tuple[Path, ...] = ())
         if not entry.is_dir():
             yield name
         elif entry.is_symlink() and not entry.resolve().is_relative_to(within[0]):
-            yield name  # It leads out of the checkpoint, and is refused.
+            yield name  # leads out of the checkpoint, and will be refused
         elif entry.resolve() not in within:
             yield from _walk(root, entry, within)
 
 
 def _is_weights(name: Path) -> bool:
-    """Whether a file holds weights, in whatever form, or describes such files."""
+    """Whether a file holds weights of any format, or describes such files."""
     stem = name.name.lower().removesuffix(".index.json")
     return stem == ADAPTER_CONFIG_FILE or stem.endswith((".safetensors", *OTHER_WEIGHTS))
 
@@ -163,11 +162,11 @@ def _check_content(root: Path, name: Path) -> None:
     path, home = root / name, root.resolve()
     if not is_inner_name(str(name)):
         raise CheckpointError(
-            f"{root}: holds {str(name)!r}, but names without control characters and backslashes "
-            "are wanted; rename or remove it"
+            f"{root}: holds {str(name)!r}, but names must not have control characters or "
+            "backslashes; rename or remove it"
         )
     if not path.is_file() and not path.is_dir():
-        raise CheckpointError(f"{path}: no file, nor a link to one; remove or replace it")
+        raise CheckpointError(f"{path}: neither a file nor a link to one; remove or replace it")
     homes = [home]
     if home.parent.name == "snapshots":  # the hub's cache: REPO/snapshots/COMMIT, REPO/blobs
         homes.append(home.parent.parent / "blobs")

@@ -1,12 +1,12 @@
-"""The header of a safetensors file, read as if the file lied.
+"""Parse and check the header of an untrusted safetensors file.
 
 A file is an 8-byte little-endian length, that many bytes of JSON, then the data. The JSON maps each
-tensor to its dtype, shape and byte range in the data; the ranges cover the data without overlap and
-without holes. We parse it ourselves because the converter streams byte ranges, where a wrong offset
-would be copied rather than noticed, and because errors must name the tensor.
+tensor to its dtype, shape and byte range in the data; the ranges cover the data without overlaps
+and gaps. moequant has its own parser because it copies byte ranges, where a wrong offset would not
+be noticed, and because errors must name the tensor.
 
-Source: the format section of the safetensors README, and version 0.8 of the library for what it
-leaves open (dtype names, the 100 MB limit, padding).
+Source: the format section of the safetensors README, and version 0.8 of the library for details
+(dtype names, the 100 MB limit, padding).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = MAX_BYTES
-"""What safetensors accepts; a larger header is refused unread."""
+"""safetensors' limit; a larger header is refused without reading it."""
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -55,19 +55,20 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""torch dtype by safetensors name, where an element of the one is an element of the other."""
+"""torch dtype by safetensors name, for dtypes with the same elements."""
 
-# torch has no 6-bit dtypes, and its 4-bit one counts pairs. Such tensors can be copied, not read.
+# torch has no 6-bit dtypes, and its 4-bit dtype has pairs as elements. Such tensors can be copied,
+# but not read.
 DTYPE_BITS: dict[str, int] = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()} | {
     "F4": 4,
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-"""Bits of one element by safetensors name: every dtype a checkpoint may hold."""
+"""Bits per element by safetensors name, for every dtype of a checkpoint."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_NAME = 250
-"""Characters of a tensor's name that are read; real ones have a hundred."""
+"""Maximum length of a tensor's name; real names have about a hundred characters."""
 _INT64_MAX = 2**63 - 1
 _MAX_DIMS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -124,14 +125,14 @@ def dtype_name(dtype: torch.dtype) -> str:
         UnsupportedError: safetensors has no such dtype.
     """
     if dtype not in _NAMES:
-        raise UnsupportedError(f"{dtype}: safetensors cannot hold it; it holds {', '.join(DTYPES)}")
+        raise UnsupportedError(f"{dtype}: not supported by safetensors; use {', '.join(DTYPES)}")
     return _NAMES[dtype]
 
 
 @lru_cache(maxsize=1 << 10)
 def bit_count(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bits a tensor takes; a multiple of 8 in every valid file."""
-    # Of a checkpoint's tensors there are few kinds.
+    """Size of a tensor in bits; a multiple of 8 in every valid file."""
+    # Cached, because the tensors of a checkpoint have few distinct shapes.
     return DTYPE_BITS[dtype] * math.prod(shape)
 
 
@@ -140,11 +141,10 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 
     Args:
         path: the file itself.
-        file: what `TensorInfo.file` shall say: the file's name relative to the checkpoint.
+        file: the file's name relative to the checkpoint, for `TensorInfo.file`.
 
     Raises:
-        CheckpointError: the file is not valid safetensors. Names the file and the tensor, what was
-            found and what was wanted.
+        CheckpointError: the file is not valid safetensors.
     """
     source = FixedFile.at(path)
     data_start = LENGTH_BYTES + _header_length(source)
@@ -158,15 +158,14 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 
 
 def encode_header(slots: Iterable[TensorSlot]) -> bytes:
-    """Everything in front of the data: length and JSON, with spaces up to a whole page.
+    """The bytes before the data: length and JSON, padded with spaces to a whole page.
 
-    So a tensor's place in the data is its place in a page: for loaders that map a file, and for
-    writes past the page cache.
+    The padding page-aligns the data, for loaders that map the file and for direct writes.
 
     Raises:
-        UnsupportedError: the header would exceed what safetensors reads.
+        UnsupportedError: the header would exceed safetensors' limit.
     """
-    # As text: a third of the time that dictionaries of it take.
+    # Written as text, which takes a third of the time of json.dumps.
     fields = ['"__metadata__":{"format":"pt"}']
     for name, dtype, shape, offset, size_bytes in slots:
         fields.append(
@@ -198,7 +197,7 @@ def _header_length(source: FixedFile) -> int:
         raise _refusal(
             source.path,
             f"{source.size_bytes} bytes, but a safetensors file begins with {LENGTH_BYTES} bytes "
-            "that give the length of its header",
+            "with the length of its header",
         )
     length = int.from_bytes(source.read(0, LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
@@ -289,11 +288,11 @@ def _are_counts(values: object) -> bool:
 def _check_coverage(
     path: Path, infos: Iterable[TensorInfo], data_start: int, file_size: int
 ) -> None:
-    """Refuse ranges that overlap, leave holes or do not end where the file does."""
+    """Check that ranges do not overlap, leave no gaps, and end where the file ends."""
     position = data_start
     for info in sorted(infos, key=attrgetter("start", "stop")):
         if info.start != position:
-            fault = "overlaps the tensor before it" if info.start < position else "leaves a hole"
+            fault = "overlaps the tensor before it" if info.start < position else "leaves a gap"
             raise _refusal(
                 path,
                 f"{fault}: begins at data offset {info.start - data_start}, "
@@ -304,7 +303,7 @@ def _check_coverage(
     if position > file_size:
         raise _refusal(
             path,
-            f"truncated: {file_size} bytes, but its header speaks of {position}; "
+            f"truncated: {file_size} bytes, but by its header it has {position}; "
             f"{position - file_size} bytes are missing",
         )
     if position < file_size:

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a directory, or a repository on the Hugging Face hub."""
+"""Find a checkpoint: a directory, or a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _NOT_DOWNLOADED = [
 
 
 def locate(source: str | Path, revision: str | None = None) -> Path:
-    """The directory of a checkpoint; fetched from the hub if `source` is no directory.
+    """The directory of a checkpoint, downloaded from the hub if `source` is not a directory.
 
     Args:
-        source: a directory, which wins, or else a hub repo id "owner/name". A Path, and a string
-            that looks like one (begins with . / or ~, holds two separators, or is a file), is never
-            taken for a repo id.
-        revision: branch, tag or commit of a hub repo. The hub's own variables (HF_HUB_OFFLINE,
-            HF_HOME, HF_TOKEN ...) hold.
+        source: a directory, or a hub repo id "owner/name"; an existing directory has precedence. A
+            Path, or a string that looks like one (begins with . / or ~, has two separators, or is
+            a file), is never used as a repo id.
+        revision: branch, tag or commit of a hub repo. The hub's environment variables
+            (HF_HUB_OFFLINE, HF_HOME, HF_TOKEN ...) apply.
 
     Raises:
         CheckpointError: no such directory or repo, no access, no network and not in the cache, or
-            a revision of a directory.
+            a revision for a directory.
     """
     try:
         path = Path(source).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
-    # A name too long, a parent we may not look into, ~name of an unknown user.
+    # The name is too long, a parent is not readable, or ~name is an unknown user.
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{source}: {reason}; give a directory or a hub repo id") from error
@@ -55,7 +55,7 @@ def _reads_like_path(source: str) -> bool:
 
 
 def _download(repo_id: str, revision: str | None) -> Path:
-    # Late: it takes a good part of a second, and a directory does not need it.
+    # Imported here because it takes most of a second, and directories do not need it.
     import huggingface_hub
 
     try:
@@ -64,11 +64,11 @@ def _download(repo_id: str, revision: str | None) -> Path:
                 repo_id,
                 revision=revision,
                 ignore_patterns=_NOT_DOWNLOADED,
-                # Said outright: offline, a full commit hash is else looked up on the hub.
+                # Explicit, because a full commit hash is looked up on the hub even if offline.
                 local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
             )
         )
-    # What its transports raise (requests, httpx, xet) has no common base across its versions.
+    # The errors of its transports (requests, httpx, xet) have no common base class.
     except Exception as error:
         raise CheckpointError(f"{repo_id}: {_explain(error, repo_id, revision)}") from error
 
@@ -98,6 +98,6 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
             "a network"
         )
     return (
-        f"cannot be fetched: {type(error).__name__}: {error}; what has come is kept: the same "
-        "command again fetches what is missing. Or give a directory"
+        f"cannot be fetched: {type(error).__name__}: {error}; run the same command again to fetch "
+        "the missing files, or give a directory"
     )

@@ -1,10 +1,11 @@
-"""One process at a time in a folder.
+"""Lock a folder for one process at a time.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* flock, which ends with the process that holds it / a lock left by a crash keeps everybody out;
-* the file locked must still be the one at its path / a run that is done removes its folder, lock
-  and all, and two others each hold a lock: one on the file removed, one on its successor.
+* flock, which ends with its process. A lock file left by a crash would block all later runs.
+* The locked file must still be the one at its path. Otherwise, after a finished run has removed its
+  folder with the lock, two others could each hold a lock: one on the removed file, one on its
+  successor.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
 
 @contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Hold `folder`, made if need be, through `folder`/lock; the holder may remove the folder.
+    """Lock `folder`, created if missing, through `folder`/lock; the holder may remove the folder.
 
     Args:
-        folder: what is held.
-        what: what its holders do, as errors call it: "conversion".
+        folder: the folder to lock.
+        what: the activity, for error messages: "conversion".
 
     Raises:
-        MoequantError: another run holds it, in this process or another, or it cannot be locked.
+        MoequantError: another run, in this process or another, holds the lock; or locking failed.
     """
     path = folder / "lock"
     with explained(path, "locked"):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(path)
     if descriptor is None:
-        raise MoequantError(f"{folder}: another {what} is at work here; wait for it, or end it")
+        raise MoequantError(f"{folder}: another {what} is running here; wait for it, or stop it")
     try:
         yield
     finally:
@@ -46,10 +47,10 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock, or None if another run has it or is just leaving."""
+    """A descriptor that holds the lock, or None if another run has it or is removing it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except FileNotFoundError:  # the folder was removed since it was made
+    except FileNotFoundError:  # the folder was removed in the meantime
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

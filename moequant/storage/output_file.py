@@ -100,16 +100,16 @@ class OutputFile:
         self._digest.wrote_from(position, view, release)
 
     def digest(self, at_most_bytes: int) -> bool:
-        """Digest what the file has got since, from its start on, unless another thread is at it.
+        """Digest at most `at_most_bytes` new bytes; does nothing if another thread is digesting.
 
         Returns:
-            Whether it was as much as that.
+            Whether the limit was reached.
         """
         with explained(self.path, "read"):
             return self._digest.catch_up(at_most_bytes)
 
     def wait_for_disk(self) -> bool:
-        """Wait until something of what is under way past the cache is done.
+        """Wait until one of the direct writes in progress is done.
 
         Returns:
             Whether there was any.
@@ -127,7 +127,7 @@ class OutputFile:
         return self._digest.is_behind or (self._direct is not None and self._direct.is_busy)
 
     def finish(self) -> str:
-        """Digest the rest of the file, bring it to disk and close it.
+        """Digest the rest of the file, fsync it and close it.
 
         Returns:
             Its SHA-256 in hex.
@@ -142,7 +142,7 @@ class OutputFile:
         return self._digest.of_first(self.size_bytes)
 
     def abort(self) -> None:
-        """Close it, if it is open, and remove it, if it is there."""
+        """Close the file if it is open, and remove it if it exists."""
         with explained(self.path, "removed"):
             try:
                 self._close()
@@ -166,7 +166,7 @@ class OutputFile:
             write_all(self._descriptor(), position, view)
 
     def _raise_failure(self) -> None:
-        """Raise what a write past the cache has met."""
+        """Raise the error of an earlier direct write."""
         if self._failure is not None:
             raise self._failure
 
@@ -213,7 +213,7 @@ def _wants_more_than_pages(error: BaseException) -> bool:
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):  # macOS has none
+    if hasattr(os, "posix_fallocate"):  # not on macOS
         try:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
@@ -223,7 +223,7 @@ def _reserve(fd: int, size_bytes: int) -> None:
 
 
 def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytearray]]:
-    """Sorted pieces, those together that follow one another."""
+    """Sorted pieces, with adjacent ones joined."""
     start, joined = 0, bytearray()
     for position, data in pieces:
         if position != start + len(joined):
@@ -234,4 +234,4 @@ def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytearra
 
 
 def nothing() -> None:
-    """Release what nobody waits for."""
+    """A release callback that does nothing."""

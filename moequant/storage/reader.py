@@ -1,13 +1,13 @@
-"""Positional reads of a file that must stay as it was when it was opened.
+"""Positional reads of a file that must not change after it was opened.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* pread into the caller's buffer, never mmap / mapped pages count as memory: a conversion would
-  seem to hold the whole checkpoint;
-* each read opens and closes the file / hundreds of shards times several workers run out of
-  descriptors; the pair costs microseconds;
-* size and modification time are compared after each read / bytes of a file that is still being
-  fetched, or fetched again, end in a finished conversion.
+* pread into the caller's buffer, not mmap: mapped pages count as memory of the process, so that a
+  conversion would seem to hold the whole checkpoint.
+* Each read opens and closes the file, which takes microseconds. Otherwise hundreds of shards and
+  several workers would run out of descriptors.
+* Size and modification time are compared after each read. Otherwise bytes of a file that is still
+  being downloaded could end up in a finished conversion.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-_MOST_BUFFERS = 1024
-"""In one call; Linux refuses more."""
+_MAX_BUFFERS = 1024
+"""Linux's limit per call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedFile:
-    """A file that is read by position, from any thread, and must not change meanwhile.
+    """A file that is read by position, from any thread, and must not change.
 
     Attributes:
-        path: where it is.
-        size_bytes: its size when `at` looked.
-        mtime_ns: its modification time when `at` looked.
+        path: the file's path.
+        size_bytes: its size when `at` was called.
+        mtime_ns: its modification time when `at` was called.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class FixedFile:
 
     @classmethod
     def at(cls, path: Path) -> FixedFile:
-        """The file at `path` as it is now; symlinks are followed.
+        """The file at `path` in its current state; symlinks are followed.
 
         Raises:
             CheckpointError: there is no such file, or it is not a regular one.
@@ -55,26 +55,26 @@ class FixedFile:
             status = path.stat()
         except OSError as error:
             raise _unreadable(path, error) from error
-        # Opening a named pipe would wait for a writer for ever.
+        # Opening a named pipe would wait for a writer forever.
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: not a regular file; put the file itself there")
+            raise CheckpointError(f"{path}: not a regular file; replace it by the file itself")
         return cls(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
-        """Fill `buffers`, writable bytes, one after the other from byte `start` of the file.
+        """Fill `buffers`, writable bytes, in order from byte `start` of the file.
 
         Raises:
-            CheckpointError: the file cannot be read, ends early or is no longer the same.
+            CheckpointError: the file cannot be read, is too short, or has changed.
         """
         with self._opened() as fd:
             self._fill(fd, start, *buffers)
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes from `start` up to `stop`; errors as `read_into`."""
+        """The bytes from `start` up to `stop`; raises as `read_into`."""
         return self.read_ranges([(start, stop)])
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> bytearray:
-        """The bytes of each range, from a start up to a stop, joined; errors as `read_into`."""
+        """The bytes of several ranges (start, stop), concatenated; raises as `read_into`."""
         data = bytearray(sum(stop - start for start, stop in ranges))
         view, done = memoryview(data), 0
         with self._opened() as fd:
@@ -84,10 +84,9 @@ class FixedFile:
         return data
 
     def chunks(self, start: int, stop: int, chunk_bytes: int) -> Iterator[memoryview]:
-        """The bytes from `start` up to `stop`, at most `chunk_bytes` at a time.
+        """The bytes from `start` up to `stop`, in chunks of at most `chunk_bytes`.
 
-        All chunks share one buffer: each is good until the next is asked for. Errors as
-        `read_into`.
+        All chunks share one buffer: each is valid until the next one. Raises as `read_into`.
         """
         assert chunk_bytes > 0, chunk_bytes
         buffer = memoryview(bytearray(min(chunk_bytes, stop - start)))
@@ -112,8 +111,8 @@ class FixedFile:
         left = [buffer for buffer in buffers if buffer.nbytes]
         position = start
         try:
-            # Linux moves at most 2 GiB a call, and any call may move less than asked.
-            while left and (count := os.preadv(fd, left[:_MOST_BUFFERS], position)):
+            # Linux reads at most 2 GiB per call, and any call may read less than requested.
+            while left and (count := os.preadv(fd, left[:_MAX_BUFFERS], position)):
                 position += count
                 _drop(left, count)
             status = os.fstat(fd)
@@ -127,13 +126,13 @@ class FixedFile:
         if left:
             stop = position + sum(buffer.nbytes for buffer in left)
             raise CheckpointError(
-                f"{self.path}: ends at byte {position}, but bytes up to {stop} are wanted; fetch "
-                "the file again"
+                f"{self.path}: ends at byte {position}, but {stop} bytes are expected; fetch the "
+                "file again"
             )
 
 
 def _drop(buffers: list[memoryview], count: int) -> None:
-    """Take the first `count` bytes, which are not more than all, off `buffers`."""
+    """Remove the first `count` bytes from `buffers`."""
     while buffers and count >= buffers[0].nbytes:
         count -= buffers.pop(0).nbytes
     if count:
@@ -150,5 +149,5 @@ _ADVICE = {
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    advice = _ADVICE.get(error.errno or 0, "see that the file is there, complete and open to you")
+    advice = _ADVICE.get(error.errno or 0, "check that the file exists and that you may read it")
     return CheckpointError(f"{path}: cannot be read: {error.strerror}; {advice}")

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before hours are spent on what will be in it."""
+"""Check that a file can be written, before hours are spent on its content."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be put at `path`, by making another beside it as writers do.
+    """Check that a file can be written to `path`, by creating a temporary file next to it.
 
-    What is there stays as it is, and nothing is left behind.
+    An existing file does not change, and the temporary file is removed.
 
     Raises:
-        MoequantError: it cannot; says what to do.
+        MoequantError: it cannot be written.
     """
     beside = path.with_name(f".{path.name}.partial")
     with explained(path, "written"):
         if path.exists() and not path.is_file():
-            raise MoequantError(f"{path}: there already, and no file; choose another name")
+            raise MoequantError(f"{path}: exists and is not a file; choose another name")
         try:
             os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         except FileExistsError:
-            return  # another process writes it, or was killed as it did
+            return  # another process is writing it, or was killed while it did
         beside.unlink()

@@ -1,7 +1,7 @@
-"""Safetensors files written piece by piece, in any order and from any thread.
+"""Write safetensors files in pieces, in any order and from any thread.
 
-The header is known before any data exists, so every tensor has its place in the file from the
-start: no tensor waits for another, and slices of one tensor may come from several workers.
+The header is known before any data exists, so every tensor has a fixed position: no tensor waits
+for another, and slices of a tensor may come from several workers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 def lay_out(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
 ) -> tuple[bytes, dict[str, TensorSlot]]:
-    """Give each tensor its place in a file.
+    """Assign each tensor its position in a file.
 
-    The given order holds for tensors of a multiple of 64 bytes, nearly all of a checkpoint's; then
-    come those of a multiple of 8, then the others, larger elements first. With data that starts at
-    a page's start, every tensor is then aligned to its element size without holes, and the first
-    kind to a line of a processor's cache. A file that is written in the given order grows from its
-    start, so that its digest can keep up. It will have `len(header)` plus the slots' bytes.
+    Tensors whose size is a multiple of 64 bytes, nearly all of a checkpoint, come first, in the
+    given order. Then come multiples of 8 bytes, then the others, larger elements first. Since the
+    data begins at a page boundary, every tensor is aligned to its element size without gaps, and
+    the first group to a cache line. A file written in the given order grows from its start, so that
+    its digest can keep up. The file's size is `len(header)` plus the slots' bytes.
 
     Args:
-        tensors: name, safetensors dtype and shape of each; no name twice.
+        tensors: name, safetensors dtype and shape of each; names are unique.
 
     Returns:
-        The header, with the 8 bytes in front of it, and the slots by name in file order.
+        The header, including its 8-byte length, and the slots by name in file order.
 
     Raises:
         UnsupportedError: too many tensors for one header.
@@ -58,7 +58,7 @@ def lay_out(
 
 
 def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
-    """What sorts a tensor, so that each leaves those behind it aligned."""
+    """Sort key by which every tensor leaves its successors aligned."""
     _, dtype, shape = tensor
     size_bits = bit_count(dtype, shape)
     if size_bits % 64 == 0:
@@ -67,7 +67,7 @@ def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
 
 
 class _Piece(NamedTuple):
-    """A whole tensor, contiguous in memory, and where in the file it goes."""
+    """A whole contiguous tensor, and its position in the file."""
 
     position: int
     size_bytes: int
@@ -75,11 +75,11 @@ class _Piece(NamedTuple):
     tensor: Tensor
 
     def order(self) -> tuple[int, int]:
-        """What sorts pieces; one without bytes stands before that which begins where it does."""
+        """Sort key; an empty piece comes before another at the same position."""
         return self.position, self.size_bytes
 
     def ends_at(self, other: _Piece) -> bool:
-        """Whether `other` begins where this ends, in memory and in the file."""
+        """Whether `other` is adjacent, in memory and in the file."""
         return (
             self.position + self.size_bytes == other.position
             and self.address + self.size_bytes == other.address
@@ -87,7 +87,7 @@ class _Piece(NamedTuple):
 
 
 def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
-    """Sorted pieces, those together that follow one another in memory too."""
+    """Group sorted pieces that are adjacent in memory and in the file."""
     runs: list[list[_Piece]] = []
     for piece in pieces:
         if runs and runs[-1][-1].ends_at(piece):
@@ -97,22 +97,22 @@ def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
     return runs
 
 
-def _countdown(count: int, last: Callable[[], None]) -> Callable[[], None]:
-    """What calls `last` when it has been called `count` times and is called once more."""
-    # A list and not a number: to pop is one step for all threads.
+def _reference_count(count: int, last: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls `last` when it is called for the (count + 1)-th time."""
+    # A list instead of a number, because pop is atomic.
     left = [last, *(nothing,) * count]
     return lambda: left.pop()()
 
 
 class ShardWriter:
-    """One safetensors file in the making.
+    """A safetensors file that is being written.
 
-    Several threads may write at once; `finish` and `abort` come when none of them does. Space is
-    reserved at the start. An existing file at `path` is overwritten. Every OSError becomes a
-    MoequantError that says what to do.
+    Several threads may write at once, but not during `finish` and `abort`. Space is reserved at the
+    start. An existing file at `path` is overwritten. Every OSError becomes a MoequantError with
+    advice.
 
     Args:
-        path: where to write; the name of an unfinished file, for the caller to rename.
+        path: a temporary name, which the caller renames when the file is finished.
         header: as `lay_out` returns it.
         slots: as `lay_out` returns them.
         past_cache: as `OutputFile`.
@@ -130,7 +130,7 @@ class ShardWriter:
         self.size_bytes = len(header) + sum(slot.size_bytes for slot in slots.values())
         self._slots = slots
         self._data_start = len(header)
-        # Ranges and not a sum: a slice written twice must not hide one that never came.
+        # Ranges instead of a sum, so that a slice written twice cannot hide a missing one.
         self._written: list[tuple[int, int]] = []
         self._file = OutputFile(path, self.size_bytes, past_cache=past_cache)
         try:
@@ -140,22 +140,22 @@ class ShardWriter:
             raise
 
     def position(self, name: str, offset_bytes: int = 0) -> int:
-        """Where in the file a byte of a tensor goes."""
+        """The file position of a byte of a tensor."""
         return self._data_start + self._slots[name].offset + offset_bytes
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor; its dtype and shape must be the slot's."""
+        """Write a whole tensor, whose dtype and shape must be those of its slot."""
         self.write_all({name: tensor})
 
     def write_all(
         self, tensors: Mapping[str, Tensor], release: Callable[[], None] | None = None
     ) -> None:
-        """Write whole tensors, those that follow one another in memory too in one call.
+        """Write whole tensors, with one call for those that are adjacent in memory.
 
         Args:
-            tensors: by name.
-            release: called once neither digest nor disk needs their memory any more, which must
-                stay as it is until then; without it, nothing is needed after the call.
+            tensors: tensors by name.
+            release: called when digest and disk no longer need the tensors' memory, which must not
+                change until then. If None, the memory is not needed after the call.
         """
         pieces = sorted((self._piece(*item) for item in tensors.items()), key=_Piece.order)
         runs = [(run[0].position, joined_bytes([p.tensor for p in run])) for run in _runs(pieces)]
@@ -164,9 +164,9 @@ class ShardWriter:
     def _piece(self, name: str, tensor: Tensor) -> _Piece:
         slot = self._slots[name]
         found, wanted = (dtype_name(tensor.dtype), tuple(tensor.shape)), (slot.dtype, slot.shape)
-        # No `assert`, which `python -O` leaves out: this guards the user's weights.
+        # Not `assert`, which `python -O` removes: this protects the user's weights.
         if found != wanted:
-            raise AssertionError(f"{name}: {found} to write, but the plan says {wanted}")
+            raise AssertionError(f"{name}: {found}, but the plan says {wanted}")
         if not tensor.is_cpu or not tensor.is_contiguous():
             tensor = tensor.detach().cpu().contiguous()
         return _Piece(self._data_start + slot.offset, tensor.nbytes, tensor.data_ptr(), tensor)
@@ -178,7 +178,7 @@ class ShardWriter:
         buffer: Buffer,
         release: Callable[[], None] | None = None,
     ) -> None:
-        """Write `buffer` at `offset_bytes` of the tensor; each byte must be written once.
+        """Write `buffer` at `offset_bytes` of the tensor; each byte must be written exactly once.
 
         `release` as in `write_all`.
         """
@@ -194,7 +194,7 @@ class ShardWriter:
     ) -> None:
         large = {at for at, view in runs if view.nbytes >= SHARED_BYTES} if release else set()
         # Each run is needed for the digest and for the disk.
-        once = _countdown(2 * len(large), release or nothing)
+        once = _reference_count(2 * len(large), release or nothing)
         for position, view in runs:
             if position in large:
                 self._file.write_shared(position, view, once)
@@ -210,19 +210,19 @@ class ShardWriter:
 
     @property
     def is_behind(self) -> bool:
-        """Whether digest or disk can go on with what is there; see `OutputFile.is_behind`."""
+        """Whether digest or disk have work left; see `OutputFile.is_behind`."""
         return self._file.is_behind
 
     def digest(self, at_most_bytes: int) -> bool:
-        """Digest what the file has got since, from its start on, unless another thread is at it.
+        """Digest at most `at_most_bytes` new bytes; does nothing if another thread is digesting.
 
         Returns:
-            Whether it was as much as that.
+            Whether the limit was reached.
         """
         return self._file.digest(at_most_bytes)
 
     def finish(self) -> tuple[int, str]:
-        """Digest the rest of the file, bring it to disk and close it.
+        """Digest the rest of the file, fsync it and close it.
 
         Returns:
             Its size in bytes and its SHA-256 in hex.
@@ -235,13 +235,15 @@ class ShardWriter:
         return self.size_bytes, self._file.finish()
 
     def _refuse(self, position: int) -> NoReturn:
-        """Of which tensor the byte at `position`, or the one before it, was not written once."""
+        """Raise for the tensor of a byte that was not written exactly once."""
         for name, slot in self._slots.items():
             offset = position - self._data_start - slot.offset
             if slot.size_bytes and offset < slot.size_bytes:
-                raise AssertionError(f"{name}: byte {offset} of {slot.size_bytes} written not once")
-        raise AssertionError(f"{self.path}: byte {position} is no tensor's")
+                raise AssertionError(
+                    f"{name}: byte {offset} of {slot.size_bytes} was not written exactly once"
+                )
+        raise AssertionError(f"{self.path}: byte {position} does not belong to a tensor")
 
     def abort(self) -> None:
-        """Close the file, if it is open, and remove it, if it is there."""
+        """Close the file if it is open, and remove it if it exists."""
         self._file.abort()

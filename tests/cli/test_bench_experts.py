@@ -101,7 +101,7 @@ def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path)
         ("no/x", "is not a folder; create it first"),
         (".", "is a directory"),
         ("x" * 251, "cannot be written: File name too long"),
-        ("pipe", "there already, and no file; choose another name"),
+        ("pipe", "exists and is not a file; choose another name"),
     ],
 )
 @pytest.mark.parametrize("command", [("bench", "experts"), ("tune",)])

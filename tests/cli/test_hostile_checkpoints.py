@@ -211,12 +211,12 @@ DAMAGES = {
     "a config of 200 MB": (
         lambda path: os.truncate(path / "config.json", 200_000_000),
         3,
-        rf"config\.json: 200000000 bytes, but at most 100000000 are read; .*{FETCH}",
+        rf"config\.json: 200000000 bytes, but at most 100000000 are allowed; .*{FETCH}",
     ),
     "an index of 200 MB": (
         lambda path: os.truncate(path / INDEX, 200_000_000),
         3,
-        rf"{INDEX}: 200000000 bytes, but at most 100000000 are read; .*{FETCH}",
+        rf"{INDEX}: 200000000 bytes, but at most 100000000 are allowed; .*{FETCH}",
     ),
     "a model type that is a list": (
         config_says(model_type=["qwen3_moe"]),

@@ -169,8 +169,11 @@ COMMANDS = {
 def test_the_folder_of_prepared_ones_names_them_and_the_checkpoint(run, prepared, command):
     result = run(command, prepared.parent, *COMMANDS[command])
     assert result.exit_code == 3
-    meant = f"name the checkpoint, {prepared.parents[1].resolve()}, or, to inspect or run it, "
-    assert f"no checkpoint, but what moequant prepare wrote; {meant}{prepared}" in result.stderr
+    meant = f"give the checkpoint, {prepared.parents[1].resolve()}, or, to inspect or run it, "
+    assert (
+        f"not a checkpoint, but a folder that moequant prepare wrote; {meant}{prepared}"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize("command", ["prepare", "verify"])

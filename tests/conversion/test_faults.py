@@ -14,7 +14,7 @@ import pytest
 SETTINGS = {"format": "nvfp4", "max_shard_size": "300KB", "workers": 1}
 ADVICE = {
     errno.ENOSPC: "free space there or choose another output",
-    errno.EIO: "the disk or the way to it failed",
+    errno.EIO: "the disk or its connection failed",
     errno.EROFS: "choose an output you may write to",
     errno.EACCES: "choose an output you may write to",
 }

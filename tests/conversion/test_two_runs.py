@@ -25,7 +25,7 @@ def test_a_run_is_refused_while_another_holds_the_output(command, tmp_path, cont
         before = contents(out)
         done = subprocess.run(command(out), capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert "another conversion is at work here; wait for it, or end it" in done.stderr
+        assert "another conversion is running here; wait for it, or stop it" in done.stderr
         assert contents(out) == before
 
 
@@ -36,6 +36,6 @@ def test_two_runs_at_once(command, small_source, tmp_path, contents, struck):
     runs = [subprocess.Popen(command(out), stdout=pipe, stderr=pipe, text=True) for _ in range(3)]
     ends = [(run.communicate(timeout=120), run.returncode) for run in runs]
     for (stdout, stderr), code in ends:
-        assert code == 0 or "another conversion is at work here" in stderr, (stdout, stderr)
+        assert code == 0 or "another conversion is running here" in stderr, (stdout, stderr)
     assert sum("already converted" not in stdout for (stdout, _), code in ends if code == 0) == 1
     assert contents(out) == contents(tmp_path / "whole")

@@ -142,7 +142,7 @@ def test_ragged_fp8_blocks_of_experts_are_read_but_not_written(dialect):
     tensors = {f"a.experts.0.up.{n}": t for n, t in zip(names, (q.qdata, q.scale), strict=True)}
     read = dialect.from_disk("a.experts.0.up", "fp8_block", tensors)
     assert torch.equal(dequantize(read), dequantize(q))
-    with pytest.raises(UnsupportedError, match=r"up: N = 192 is not a multiple .* of an expert\."):
+    with pytest.raises(UnsupportedError, match=r"up: N = 192 is not a multiple .* for an expert\."):
         dialect.to_disk("a.experts.0.up", q)
 
 
@@ -155,7 +155,7 @@ def test_rows_of_linear_layers_may_end_in_a_ragged_fp8_block(dialect):
     assert torch.equal(dequantize(dialect.from_disk("m", "fp8_block", tensors)), dequantize(q))
     with pytest.raises(UnsupportedError, match=r"N = 576 is .* that they merge with the next"):
         dialect.check("m", "fp8_block", (576, 256), rows_follow=True)
-    with pytest.raises(UnsupportedError, match=r"K = 576 is .* of a linear layer"):
+    with pytest.raises(UnsupportedError, match=r"K = 576 is .* for a linear layer"):
         dialect.check("m", "fp8_block", (256, 576))
 
 

@@ -56,7 +56,7 @@ def test_the_released_config_is_read():
 
 
 def test_only_routed_experts_have_a_place():
-    with pytest.raises(UnsupportedError, match=r"q_proj: the dialect gpt-oss carries routed"):
+    with pytest.raises(UnsupportedError, match=r"q_proj: the dialect gpt-oss supports only routed"):
         get_dialect("gpt-oss").check("model.layers.0.self_attn.q_proj", "mxfp4", (64, 64))
 
 

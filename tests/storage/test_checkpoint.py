@@ -138,7 +138,7 @@ def test_index_that_contradicts_its_files_is_refused(
     ("text", "named"),
     [
         ("", "not valid JSON"),
-        ("[]", "a JSON object is wanted"),
+        ("[]", "must be a JSON object"),
         ('{"weight_map": {"head": "x", "head": "y"}}', "'head' occurs twice"),
     ],
 )
@@ -168,7 +168,7 @@ def test_dangling_index_is_not_taken_for_none(folder: Path) -> None:
     [
         (None, "cannot be read: No such file"),
         ("{", "not valid JSON"),
-        ("[]", "a JSON object is wanted"),
+        ("[]", "must be a JSON object"),
         ('{"a": 1, "a": 2}', "'a' occurs twice"),
     ],
 )

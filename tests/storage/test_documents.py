@@ -31,9 +31,9 @@ def test_document_is_read(tmp_path: Path) -> None:
 
 def test_depth_is_bounded(tmp_path: Path) -> None:
     assert read(tmp_path / "x", nested(99))
-    with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
+    with pytest.raises(CheckpointError, match="nested deeper than the 100 levels"):
         read(tmp_path / "x", nested(101))
-    with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
+    with pytest.raises(CheckpointError, match="nested deeper than the 100 levels"):
         read(tmp_path / "x", '{"a": ' * 200 + "1" + "}" * 200)
 
 
@@ -47,7 +47,7 @@ def test_size_is_bounded_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(documents, "MAX_BYTES", 10)
     assert read(tmp_path / "x", '{"abc": 1}')
-    with pytest.raises(CheckpointError, match="11 bytes, but at most 10 are read"):
+    with pytest.raises(CheckpointError, match="11 bytes, but at most 10 are allowed"):
         read(tmp_path / "x", '{"abc": 12}')
 
 

@@ -107,7 +107,7 @@ HOSTILE = {
         encoded({"t": entry(), "u": entry(shape=[0], offsets=[2, 2])}),
         "tensor 'u': overlaps",
     ),
-    "hole": (encoded({"t": entry(offsets=[4, 8])}, bytes(8)), "'t': leaves a hole"),
+    "hole": (encoded({"t": entry(offsets=[4, 8])}, bytes(8)), "'t': leaves a gap"),
     "truncated": (encoded({"t": entry()}, b"a"), "3 bytes are missing"),
     "bytes behind the last tensor": (encoded({"t": entry()}, b"abcdef"), "2 bytes are unacc"),
     "empty name": (encoded({"": entry()}), "tensor ''"),

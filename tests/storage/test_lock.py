@@ -17,7 +17,7 @@ def test_a_second_run_is_refused_until_the_first_is_done(tmp_path):
     folder = tmp_path / "deep" / "work"
     with (
         exclusive(folder, "conversion"),
-        pytest.raises(MoequantError, match=r"work: another conversion is at work here"),
+        pytest.raises(MoequantError, match=r"work: another conversion is running here"),
         exclusive(folder, "conversion"),
     ):
         pytest.fail("two runs hold one folder")

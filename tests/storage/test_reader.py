@@ -57,7 +57,7 @@ def test_any_number_of_buffers_is_filled(path: Path) -> None:
 
 def test_a_file_that_ends_among_buffers_is_refused(path: Path) -> None:
     buffers = [memoryview(bytearray(100)) for _ in range(3)]
-    with pytest.raises(CheckpointError, match="ends at byte 10240, but bytes up to 10300"):
+    with pytest.raises(CheckpointError, match="ends at byte 10240, but 10300 bytes are expected"):
         FixedFile.at(path).read_into(10_000, *buffers)
 
 
@@ -73,7 +73,7 @@ def test_empty_range_has_no_chunk(path: Path) -> None:
 
 
 def test_file_that_ends_early_is_refused(path: Path) -> None:
-    with pytest.raises(CheckpointError, match="ends at byte 10240, but bytes up to 10250"):
+    with pytest.raises(CheckpointError, match="ends at byte 10240, but 10250 bytes are expected"):
         FixedFile.at(path).read(10_000, 10_250)
 
 

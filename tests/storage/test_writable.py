@@ -45,8 +45,8 @@ def test_a_file_that_no_right_allows_is_refused(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("folder", "there already, and no file"),
-        ("pipe", "there already, and no file"),
+        ("folder", "exists and is not a file"),
+        ("pipe", "exists and is not a file"),
         ("no/x.json", "No such file or directory"),
         ("file/x.json", "Not a directory"),
         ("x" * 250, "File name too long"),  # with what is added while it is written

@@ -306,7 +306,7 @@ def test_file_system_that_cannot_reserve_is_written_to(
         ("pwrite", errno.EIO, "system's log"),
         ("fsync", errno.EIO, "system's log"),
         ("open", errno.EROFS, "you may write to"),
-        ("open", errno.EMFILE, "mend the cause"),
+        ("open", errno.EMFILE, "fix the cause"),
     ],
 )
 def test_failing_disk_says_what_to_do(
@@ -363,7 +363,7 @@ def test_directory_fsync_the_file_system_lacks_is_no_error(
     monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))
     fsync_directory(tmp_path)
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
-    with pytest.raises(MoequantError, match="cannot be brought to disk"):
+    with pytest.raises(MoequantError, match="cannot be synced to disk"):
         fsync_directory(tmp_path)
 
 
