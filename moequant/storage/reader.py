@@ -149,5 +149,5 @@ _ADVICE = {
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    advice = _ADVICE.get(error.errno or 0, "check that the file exists and that you may read it")
+    advice = _ADVICE.get(error.errno or 0, "check that the file exists, is complete and readable")
     return CheckpointError(f"{path}: cannot be read: {error.strerror}; {advice}")

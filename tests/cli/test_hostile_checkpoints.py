@@ -204,7 +204,7 @@ DAMAGES = {
     "a config that is a list": (
         lambda path: (path / "config.json").write_text("[1]"),
         3,
-        rf"config\.json: .*object is wanted.*{FETCH}",
+        rf"config\.json: .*must be a JSON object.*{FETCH}",
     ),
     "a config nested 500 deep": (nested(500), 3, rf"config\.json: nested deeper .*; .*{FETCH}"),
     "a config nested 100000 deep": (nested(100_000), 3, rf"config\.json: not valid JSON.*{FETCH}"),

@@ -180,7 +180,7 @@ def test_the_folder_of_prepared_ones_names_them_and_the_checkpoint(run, prepared
 def test_a_prepared_folder_where_a_checkpoint_is_wanted_names_that(run, prepared, command):
     result = run(command, prepared, *COMMANDS[command])
     assert result.exit_code == 3
-    assert f"name the checkpoint, {prepared.parents[1].resolve()}\n" in result.stderr
+    assert f"give the checkpoint, {prepared.parents[1].resolve()}\n" in result.stderr
 
 
 def test_a_prepared_folder_that_was_moved_says_where_it_belongs(run, prepared, tmp_path):

@@ -459,7 +459,7 @@ def test_a_name_that_no_record_could_hold_is_refused(folder: Path, name: str) ->
 
 def test_pipe_beside_the_weights_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
-    with pytest.raises(CheckpointError, match="pipe: no file"):
+    with pytest.raises(CheckpointError, match="pipe: neither a file"):
         Checkpoint.open(folder).sidecars()
 
 

@@ -96,7 +96,7 @@ def test_a_file_that_was_cut_meanwhile_is_an_error(fd):
     growing = GrowingDigest(fd)
     write(fd, growing, 0, 100)
     os.ftruncate(fd, 50)
-    with pytest.raises(OSError, match="ends before what was written"):
+    with pytest.raises(OSError, match="is shorter than what was written"):
         growing.catch_up(len(CONTENT))
 
 

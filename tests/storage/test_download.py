@@ -170,7 +170,7 @@ def test_a_network_that_is_gone_is_an_error_and_the_same_command_goes_on(
     lost = convert(hub, tmp_path, out)
     assert lost.returncode == 3, lost.stderr
     assert "Traceback" not in lost.stderr
-    assert "the same command again fetches what is missing" in lost.stderr
+    assert "run the same command again to fetch the missing files" in lost.stderr
     assert not out.exists()
     fetched = {file for file, _ in hub.asked} - {SHARD}
     hub.is_down = False
