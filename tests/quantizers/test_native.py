@@ -306,7 +306,7 @@ def test_where_new_code_may_not_run_torch_quantizes():
     if "no such call" in done.stderr:
         pytest.skip("this Linux cannot forbid it")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("this system runs no code that a program makes: ")
+    assert done.stdout.startswith("this system does not run generated code: ")
 
 
 def test_a_kernel_with_other_bytes_is_not_used(fresh, monkeypatch):
@@ -325,7 +325,7 @@ def test_a_format_without_a_kernel_is_quantized_by_torch(fresh, monkeypatch):
     fmt = CONVERTIBLE["mxfp4"]
     choice = choose_quantizer([(fmt, fmt.resolve_options(), torch.bfloat16)])
     assert isinstance(choice.quantizer, TorchQuantizer)
-    assert choice.reason == "it has no kernel for mxfp4"
+    assert choice.reason == "there is no native kernel for mxfp4"
 
 
 def test_code_that_does_not_compile_is_a_reason(fresh, monkeypatch):
@@ -353,7 +353,7 @@ def test_the_environment_chooses(monkeypatch):
     monkeypatch.setenv("MOEQUANT_QUANTIZER", "native")
     assert isinstance(choose_quantizer().quantizer, NativeQuantizer)
     monkeypatch.setenv("MOEQUANT_QUANTIZER", "abacus")
-    with pytest.raises(MoequantError, match="abacus, but it is native or torch"):
+    with pytest.raises(MoequantError, match="abacus, but must be native or torch"):
         choose_quantizer()
 
 
