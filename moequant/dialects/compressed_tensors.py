@@ -218,7 +218,7 @@ class CompressedTensors(Dialect):
         return self._reader(quantization_config, _format_of_group)
 
     def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; schemes are told apart by their weights alone."""
+        """As Dialect; compares only the weights of schemes."""
         return self._reader(quantization_config, _source_format_of_group)
 
     def _reader(
@@ -316,7 +316,7 @@ def _format_of_group(
     stated = group.get("format") or config.get("format")
     if not isinstance(stated, str) or stated not in _STATED:
         return UnsupportedError(
-            f"{where}.format is {show(stated)}, and moequant reads {', '.join(_STATED)}"
+            f"{where}.format is {show(stated)}, but moequant reads only {', '.join(_STATED)}"
         )
     differences = {}
     for format, scheme in _SCHEMES.items():

@@ -312,8 +312,7 @@ class Format:
         )
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
-        """The float32 scale [...] that a fused set shares; it depends only on the largest
-        magnitude.
+        """The float32 scale [...] that a fused set shares, from the largest magnitude.
 
         Args:
             weights: [..., N, K] finite, with the same leading dimensions.

@@ -1,14 +1,14 @@
-"""A file of known size that several threads write by position, large pieces past the page cache.
+"""A file of known size that several threads write by position, large pieces directly to disk.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* large pieces go from their memory to the disk (`moequant.storage.direct`) while the worker goes
-  on / a core waits for the disk, and before that copies into pages that the kernel must find and
-  clear: up to ten times the processor time;
-* what is small, or does not fill pages at an end of something large, is gathered and written
-  through the cache at the end, neighbours together / thousands of calls for a few bytes each;
-* space is reserved at the start, where the file system can / a full disk shows when the work is
-  nearly done.
+* Large pieces are written directly to disk (`moequant.storage.direct`) while the worker continues.
+  Otherwise a core would wait for the disk, after copying into pages that the kernel must allocate
+  and clear: up to ten times the processor time.
+* Small pieces, and ends of large ones that do not fill pages, are gathered and written through the
+  cache later, adjacent ones together. Otherwise there would be thousands of calls for a few bytes.
+* Space is reserved at the start, if the file system supports it, so that a full disk is detected
+  before the work.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
     from moequant.storage.direct import DirectFile
 
-# What file systems answer that cannot reserve space (ZFS says EINVAL).
+# Errors of file systems that cannot reserve space (ZFS returns EINVAL).
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 SHARED_BYTES = 1 << 16
-"""Smaller pieces are copied: the digest may come to them much later, and memory would wait."""
+"""Smaller pieces are copied: the digest may reach them much later, and would hold their memory."""
 _GATHERED_BYTES = 4 << 20
-"""At most so much waits to be written through the cache, and is kept for the digest."""
+"""Maximum size of the gathered pieces."""
 
 
 class OutputFile:
-    """One file in the making, with its digest.
+    """A file that is being written, and its digest.
 
-    Several threads may write at once; `finish` and `abort` come when none of them does, for a
-    descriptor that is closed may be another file's the next moment. An existing file at `path` is
-    overwritten. Every OSError becomes a MoequantError that says what to do.
+    Several threads may write at once, but not during `finish` and `abort`, because a closed
+    descriptor may be reused for another file. An existing file at `path` is overwritten. Every
+    OSError becomes a MoequantError with advice.
 
     Args:
-        path: where.
-        size_bytes: how large it will be; every byte is written once.
-        past_cache: whether `write_shared` goes past the page cache, where that can be.
+        path: the file's path.
+        size_bytes: its final size; every byte is written exactly once.
+        past_cache: whether `write_shared` writes directly, if the file system supports it.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, past_cache: bool) -> None:

@@ -33,9 +33,15 @@ def test_formats_may_differ_from_layer_to_layer():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, "schema_version is 2, but this version of moequant reads 1; update"),
+        (
+            {"schema_version": 2},
+            "schema_version is 2, but this version of moequant reads 1; update",
+        ),
         ({"schema_version": None}, "schema_version is None"),
-        ({"targets": {"int3": ["re:.*"]}}, "targets says 'int3', but this version of moequant reads only fp8_blo"),
+        (
+            {"targets": {"int3": ["re:.*"]}},
+            "targets says 'int3', but this version of moequant reads only fp8_blo",
+        ),
     ],
 )
 def test_what_a_later_moequant_wrote_is_refused(change, message):

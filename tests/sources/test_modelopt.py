@@ -189,7 +189,9 @@ def test_two_scales_of_one_weight_are_refused(by_hand):
     stored = {f"m.{name}": tensor for name, tensor in tensors.items()}
     assert dialect.from_disk("m", "fp8_block", stored).scale.shape == (2, 1)
     stored["m.weight_scale"] = stored["m.weight_scale_inv"]
-    with pytest.raises(CheckpointError, match=r"m\.weight_scale and m\.weight_scale_inv: both are present"):
+    with pytest.raises(
+        CheckpointError, match=r"m\.weight_scale and m\.weight_scale_inv: both are present"
+    ):
         dialect.from_disk("m", "fp8_block", stored)
     del stored["m.weight_scale"], stored["m.weight_scale_inv"]
     with pytest.raises(CheckpointError, match=r"m\.weight_scale is missing"):
