@@ -1,7 +1,6 @@
 """The pipeline from a checkpoint to a converted one: recipe, plan, run, commit.
 
-The first names are for users, the others for verification, which makes the plan and the conversion
-of a unit again.
+The first names are for users. The others are for verification, which plans and converts again.
 """
 
 from moequant.conversion.apply_recipe import check_whole_layers

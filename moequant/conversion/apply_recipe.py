@@ -1,4 +1,4 @@
-"""Which weight gets which format, and which weights are worked on together."""
+"""Apply a recipe: which weight gets which format, and which weights form a unit."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def apply_recipe(
     """Apply the recipe's rules to the convertible weights, and plain formats to quantized ones.
 
     Args:
-        tensors: what is known of every weight.
+        tensors: the header of every weight, by name.
         roles: the role of every weight.
-        recipe: what to convert.
-        layer_count: layers without those for multi-token prediction.
-        fused: last name components of linear layers that engines merge, by set.
+        recipe: the recipe.
+        layer_count: number of layers, without those for multi-token prediction.
+        fused: fused sets, each given by the last name components of its linear layers.
 
     Raises:
-        RecipeError: nothing matches, or the recipe splits weights that engines keep in one format.
+        RecipeError: nothing matches, or weights that need one format get different ones.
     """
     chosen: dict[str, Rule] = {}
     dequantized: dict[str, str] = {}
@@ -82,7 +82,7 @@ def apply_recipe(
     formats = dequantized | {name: r.format for name, r in chosen.items()}
     check_whole_layers(formats, roles)
     warnings = [
-        f"rules[{i}] of the recipe decides about no tensor of this checkpoint"
+        f"rules[{i}] of the recipe applies to no tensor of this checkpoint"
         for i, rule in enumerate(recipe.rules)
         if id(rule) not in used
     ]
@@ -137,10 +137,10 @@ def _check_useful(
     roles: Mapping[str, TensorRole],
     layer_count: int,
 ) -> None:
-    """Refuse a recipe that leaves everything as it is.
+    """Check that the recipe changes anything.
 
     Raises:
-        RecipeError: says why it does.
+        RecipeError: it does not; the message says why.
     """
     if chosen or dequantized:
         return
@@ -148,13 +148,13 @@ def _check_useful(
     plain = all(f != KEEP and get_format(f).is_plain for f in formats)
     if plain and not any(isinstance(info, EncodedInfo) for info in tensors.values()):
         raise RecipeError(
-            f"{', '.join(formats)} dequantizes weights, and this checkpoint has no quantized ones; "
-            "name a format to convert into"
+            f"{', '.join(formats)} dequantizes weights, but this checkpoint has no quantized ones; "
+            "give a format to convert into"
         )
     example = next(name for name in tensors if roles[name].role == ROUTED_EXPERTS)
     raise RecipeError(
         "the recipe converts nothing of this checkpoint; check roles, layers (here 0 to "
-        f"{layer_count - 1}) and match, which is tried on names such as {example}"
+        f"{layer_count - 1}) and match, which is compared with names such as {example}"
     )
 
 
@@ -163,10 +163,10 @@ def _check_dequantized_together(
     dequantized: Mapping[str, str],
     tensors: Mapping[str, WeightInfo],
 ) -> None:
-    """Refuse to dequantize a part of what engines merge while another stays quantized.
+    """Check that all quantized weights of a fused set are dequantized, or none.
 
     Raises:
-        RecipeError: names two weights that differ.
+        RecipeError: two weights differ.
     """
     for names in groups:
         quantized = [name for name in names if isinstance(tensors[name], EncodedInfo)]
@@ -180,14 +180,14 @@ def _check_dequantized_together(
 
 
 def check_whole_layers(formats: Mapping[str, str], roles: Mapping[str, TensorRole]) -> None:
-    """Refuse experts of one layer in different formats: engines run them through one kernel.
+    """Check that all experts of a layer get one format, because engines run them in one kernel.
 
     Args:
-        formats: format by name of weight; weights that are kept are not in it.
+        formats: format by name of weight, without kept weights.
         roles: the role of every tensor.
 
     Raises:
-        RecipeError: names two experts that differ.
+        RecipeError: two experts differ.
     """
     first: dict[int | None, tuple[str, str]] = {}
     for name, role in roles.items():
@@ -207,7 +207,7 @@ def group_fused(
     roles: Mapping[str, TensorRole],
     fused: Iterable[Sequence[str]],
 ) -> list[tuple[str, ...]]:
-    """Names of convertible weights in the sets that engines merge, in order of their first."""
+    """The names of convertible weights, grouped into fused sets, in order of the first name."""
     set_of = {leaf: i for i, leaves in enumerate(fused) for leaf in leaves}
     groups: dict[tuple[str, object], list[str]] = {}
     for name in tensors:
@@ -231,8 +231,8 @@ def _unit(
     format, options = resolved[0]
     if resolved.count(resolved[0]) < len(names):
         raise RecipeError(
-            f"{' and '.join(names)} are merged by engines, so they need one format with the same "
-            "options; widen the rule to all of them"
+            f"engines merge {' and '.join(names)}, so they need one format with the same options; "
+            "widen the rule to all of them"
         )
     return Unit(
         weights=tuple(Weight(info=tensors[n], role=roles[n].role) for n in names),

@@ -1,8 +1,7 @@
-"""What is left of a shard, handed out to workers a batch at a time.
+"""A queue of a shard's items, from which workers take batches.
 
-Small units are converted one after the other and written and digested together: what a worker does
-between two kernels costs more than its own time, for it waits for Python's lock and finds nothing
-of its own in the cache.
+Small units are converted in sequence, and written and digested together, because switching between
+kernels and other work is expensive: a worker waits for the GIL and loses its cache.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ if TYPE_CHECKING:
     from moequant.conversion.units import Item
 
 BATCH_BYTES = 3 << 20
-"""Results of several units that are written together take at most so much: beside what is read for
-one of them it stays in a processor's cache."""
+"""Maximum size of results that are written together; with the input of one unit they fit in a
+processor's cache."""
 _TURNS = 4
-"""Times that every worker shall get something of what is left, so that all end together."""
+"""Batches per worker among the remaining items, so that all workers end at the same time."""
 
 
 class Batches:
-    """Items that several workers take, each once and in order.
+    """A thread-safe queue of items.
 
     Args:
-        items: in the order of the file.
-        workers: how many take them.
+        items: in file order.
+        workers: number of workers.
     """
 
     def __init__(self, items: Sequence[Item], workers: int) -> None:
@@ -39,10 +38,7 @@ class Batches:
         self._taking = threading.Lock()
 
     def take(self) -> list[tuple[int, Item]]:
-        """The next item with its number, and units behind it that are written with it.
-
-        Empty once nothing is left.
-        """
+        """The next item with its number, and further units to write with it; empty at the end."""
         with self._taking:
             taken: list[tuple[int, Item]] = []
             most, size_bytes = (len(self._left) - 1) // self._turns, 0
@@ -54,7 +50,7 @@ class Batches:
             return taken
 
     def drop(self) -> None:
-        """Leave nothing to take."""
+        """Remove all remaining items."""
         with self._taking:
             self._left.clear()
 
@@ -63,10 +59,10 @@ class Batches:
 
 
 def _bytes_of(item: Item) -> int:
-    """What an item takes of a batch; all of it, and more, if it must come alone.
+    """Size of an item in a batch; larger than a batch if it must be alone.
 
-    Results that are joined lie in memory that nobody counts, recoded ones where they were read,
-    which the next unit is read over.
+    Parts of a stack are joined in memory that is not accounted for, and results of a lossless
+    requantization may lie where they were read, which the next unit overwrites.
     """
     if (
         isinstance(item, Unit)

@@ -1,13 +1,13 @@
-"""Shards written by the workers of a Ray cluster, on a file system that all machines share.
+"""Write shards on a Ray cluster whose machines share a file system.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* a task writes one shard, and only the process that holds the output's lock records it / two
-  machines write one journal;
-* each attempt writes under a name of its own / a worker thought lost goes on writing into the file
-  of its successor;
-* a worker makes the plan again, and its digest, the source's state and the versions must be those
-  of the process that commits / another copy of the source, or another torch, gets into a shard.
+* A task writes one shard, and only the process that holds the output's lock records it. Otherwise
+  two machines could write one journal.
+* Each attempt writes to a file name of its own. Otherwise a worker believed lost could write to its
+  successor's file.
+* A worker makes the plan again. Its digest, the source's state and the versions must match those of
+  the committing process, so that no shard comes from another source or another torch.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ if TYPE_CHECKING:
     from moequant.quantizers import Choice
 
 ATTEMPTS = 6
-"""How often a task is begun whose worker or machine is lost."""
+"""Maximum number of attempts if workers or machines are lost."""
 
 
 _CANCEL_S = 30
 _APPEAR_S = 60
-_AGAIN = "What is finished is kept: the same command continues"
+_AGAIN = "Finished shards are kept: run the same command again to continue"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterJob:
-    """What a worker must know of a conversion; the rest it reads itself.
+    """The description of a conversion for workers.
 
     Attributes:
         source: absolute path of the source's directory.
-        output: absolute path of the output's.
-        recipe: as JSON.
-        architecture: as JSON, what a user's file says of it; null where our table is used.
-        plan_sha256: digest of the plan it must arrive at.
-        source_state: file, size and modification time (ns) of every weight file.
+        output: absolute path of the output directory.
+        recipe: the recipe as JSON.
+        architecture: the user's description as JSON; null if the built-in table is used.
+        plan_sha256: the expected digest of the plan.
+        source_state: name, size and modification time (ns) of every weight file.
         torch: version of torch.
-        workers: threads of a task.
+        workers: threads per task.
     """
 
     source: str
@@ -97,15 +97,15 @@ def write_shards_on_ray(
         plan: likewise.
         shards: likewise.
         journal: likewise.
-        choice: not used: each worker makes its own, and all quantizers give the same bytes.
-        workers: threads of a task, which asks for as many CPUs.
-        progress: told of each shard when it is whole.
-        address: of the cluster; None for the one that RAY_ADDRESS names, or one on this machine.
+        choice: not used: each worker chooses its own, and all quantizers give the same bytes.
+        workers: threads and CPUs per task.
+        progress: receives each finished shard.
+        address: address of the cluster; None for RAY_ADDRESS, or a local one.
 
     Raises:
-        MoequantError: no cluster there, or a shard was lost too often.
-        CheckpointError: a worker does not find the source as it is here.
-        NonFiniteError: a weight holds NaN or Inf.
+        MoequantError: there is no cluster, or a shard was lost too often.
+        CheckpointError: a worker sees another state of the source.
+        NonFiniteError: a weight has NaN or Inf.
     """
     job = ClusterJob(
         source=str(source.path.resolve()),
@@ -130,13 +130,13 @@ def write_shards_on_ray(
                 finished, partial = _result(done, shard, journal)
                 (journal.shards / partial).replace(journal.partial(shard.file))
                 journal.record(finished)
-                # Attempts that were lost hold all the space that was reserved for them.
+                # Lost attempts still hold the space reserved for them.
                 for left in journal.shards.glob(f"{shard.file}.*.partial"):
                     left.unlink(missing_ok=True)
                 progress.advance(shard.work_bytes, shard.file)
                 yield finished
         finally:
-            # By force: what they wrote is no shard, and the output is about to be free for others.
+            # Kill them: their files are incomplete, and the output is about to be unlocked.
             for task in tasks:
                 ray.cancel(task, force=True)
             if tasks:
@@ -144,11 +144,10 @@ def write_shards_on_ray(
 
 
 def write_shard(job: ClusterJob, file: str) -> tuple[FinishedShard, str]:
-    """What a task does: write one shard under a name of its own, and bring it to disk.
+    """A task: write one shard to a file name of its own, and fsync it.
 
     Returns:
-        The shard, not recorded yet, with what quantized it and on which machine; and its name in
-        the work folder.
+        The shard, not recorded yet, with quantizer and machine; and its name in the work folder.
     """
     source, plan, choice = _open(job)
     attempt = _Attempt(Path(job.output))
@@ -169,42 +168,42 @@ def write_shard(job: ClusterJob, file: str) -> tuple[FinishedShard, str]:
 
 
 class _Attempt(Journal):
-    """The work folder as one attempt at one shard sees it."""
+    """The work folder for one attempt at one shard."""
 
     def __init__(self, output: Path) -> None:
         super().__init__(output)
         self._name = uuid.uuid4().hex
 
     def partial(self, file: str) -> Path:
-        """A name that no other attempt has."""
+        """A path that no other attempt uses."""
         return self.shards / f"{file}.{self._name}.partial"
 
     def record(self, shard: FinishedShard) -> None:
-        """Leave it to the process that holds the lock."""
+        """Do nothing: the process that holds the lock records it."""
 
 
 @cache
 def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
-    """Source, plan and what quantizes, once for a worker and not for each of its tasks."""
+    """Source, plan and quantizer, cached for all tasks of a worker."""
     host = os.uname().nodename
     if torch.__version__ != job.torch:
         raise MoequantError(
-            f"{host}: torch {torch.__version__}, but the conversion was begun with {job.torch}; "
-            "install the same on every machine"
+            f"{host}: torch {torch.__version__}, but the conversion was started with {job.torch}; "
+            "install the same version on every machine"
         )
     source = Checkpoint.open(Path(job.source))
     if _state(source) != job.source_state:
         raise CheckpointError(
-            f"{host}: {job.source}: other sizes or times of files than where the conversion was "
-            "begun; all machines must see one copy of the source"
+            f"{host}: {job.source}: other file sizes or times than on the machine that started the "
+            "conversion; all machines must share one copy of the source"
         )
     definition = json.loads(job.architecture)
     own = () if definition is None else (recorded_architecture(definition, "--architecture"),)
     plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe), own)
     if plan.digest != job.plan_sha256:
         raise MoequantError(
-            f"{host}: another plan than where the conversion was begun; install the same moequant "
-            "on every machine"
+            f"{host}: another plan than on the machine that started the conversion; install the "
+            "same version of moequant on every machine"
         )
     return source, plan, choose_quantizer(plan.jobs())
 
@@ -214,7 +213,7 @@ def _state(source: Checkpoint) -> tuple[tuple[str, int, int], ...]:
 
 
 def _result(task: Any, shard: PlannedShard, journal: Journal) -> tuple[FinishedShard, str]:
-    """What a task returned; its error as it was raised there."""
+    """The result of a task; raises the task's error."""
     try:
         finished, partial = ray.get(task)
     except RayTaskError as error:
@@ -230,14 +229,14 @@ def _result(task: Any, shard: PlannedShard, journal: Journal) -> tuple[FinishedS
     found = journal.shards / partial
     if not _appears(found, finished.bytes):
         raise MoequantError(
-            f"{found}: written by a worker, but not so to be seen here; the output must lie on a "
+            f"{found}: written by a worker, but missing or different here; the output must be on a "
             f"file system that all machines share. {_AGAIN}"
         )
     return finished, partial
 
 
 def _appears(path: Path, size_bytes: int) -> bool:
-    """Wait for a file of another machine, which network file systems show only after a while."""
+    """Wait for a file of another machine, which network file systems show with a delay."""
     for _ in range(_APPEAR_S):
         if path.is_file() and path.stat().st_size == size_bytes:
             return True
@@ -249,7 +248,7 @@ def _appears(path: Path, size_bytes: int) -> bool:
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
-    """Be connected to the cluster, and leave it afterwards if we joined it."""
+    """Connect to the cluster, and disconnect afterwards if this call connected."""
     if ray.is_initialized():
         if address is not None:
             raise MoequantError(
@@ -263,7 +262,7 @@ def _cluster(address: str | None) -> Iterator[None]:
         _check_reachable(address)
         settings["address"] = address
     elif "RAY_ADDRESS" not in os.environ:
-        # Said outright: else Ray looks for a cluster of before, and waits for one that is gone.
+        # Explicit, because Ray would otherwise look for an earlier cluster, and wait if it is gone.
         settings |= {"address": "local", "include_dashboard": False}
     try:
         ray.init(**settings)
@@ -276,10 +275,10 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ask in five seconds what Ray asks for minutes.
+    """Check within five seconds that something listens at HOST:PORT; Ray would try for minutes.
 
     Raises:
-        MoequantError: nothing listens at HOST:PORT.
+        MoequantError: nothing listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
@@ -291,16 +290,16 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_fits(workers: int) -> None:
-    """Refuse a task that no machine holds: Ray would wait for one for ever, and say nothing.
+    """Check that a machine has enough CPUs for a task; Ray would wait forever without a message.
 
     Raises:
-        MoequantError: says how many CPUs there are.
+        MoequantError: no machine has.
     """
     most = max((int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]), default=0)
     if workers > most:
         raise MoequantError(
-            f"executor ray: {workers} workers a task, but no machine of the cluster has more than "
-            f"{most} CPUs; choose --workers {most} or fewer"
+            f"executor ray: {workers} workers per task, but no machine of the cluster has more "
+            f"than {most} CPUs; choose --workers {most} or fewer"
         )
 
 

@@ -1,7 +1,7 @@
 """Turn finished shards into a checkpoint, config.json last.
 
-No loader takes a directory without config.json for a model, so an output that is not whole never
-loads. Every step can be repeated: a crash in between is mended by running the same command again.
+No loader accepts a directory without config.json, so an incomplete output never loads. Every step
+can be repeated: after a crash, running the same command again completes the commit.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ def commit(
     finished: Sequence[FinishedShard],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Put shards, files that come along, record, index and config into place, in this order.
+    """Move record, shards, sidecar files, index and config.json into place, in this order.
 
-    All of it lies on the output's disk before an earlier conversion goes: what is left then is to
-    rename, which needs no space.
+    Everything is on the output's disk before an earlier conversion is removed; the renames that
+    remain need no space.
 
     Args:
-        source: what was converted.
-        plan: what was planned.
-        journal: of the output.
+        source: the source.
+        plan: the plan.
+        journal: journal of the output.
         finished: every shard of the plan.
-        provenance: what `source_digests` and the hub say of the source.
+        provenance: `source_digests` of the source, and its origin on the hub.
 
     Raises:
-        CheckpointError: a file that comes along cannot be read, or is no longer the same.
+        CheckpointError: a sidecar file cannot be read, or has changed.
         MoequantError: the output cannot be written.
     """
     output = journal.output
@@ -67,8 +67,8 @@ def commit(
     for file in sidecars:
         (output / file).parent.mkdir(parents=True, exist_ok=True)
     _retire_old_output(output, keep={shard.file for shard in finished})
-    # The record before what it speaks of: should this conversion be given up now and another take
-    # its place, that one learns here which files are not its own.
+    # The record comes first: if another conversion replaces this one after a crash, it learns from
+    # the record which files to remove.
     _move(journal.staged, output, [RECORD_FILE])
     _move(journal.shards, output, [shard.file for shard in finished])
     _move(journal.staged, output, [*sidecars, INDEX_FILE])
@@ -83,7 +83,7 @@ def _stage(
     shards: Sequence[FinishedShard],
     provenance: Mapping[str, Any],
 ) -> list[str]:
-    """Write all that is no shard into the work folder; returns names of files that come along."""
+    """Write all files except shards into the work folder; returns the names of sidecar files."""
     if journal.staged.exists():
         shutil.rmtree(journal.staged)
     journal.staged.mkdir()
@@ -101,7 +101,7 @@ def _stage(
 
 
 def _copy(source: Path, target: Path, sha256: str) -> None:
-    """Copy a file that comes along and bring it to disk.
+    """Copy a sidecar file and fsync it.
 
     Raises:
         CheckpointError: it cannot be read, or has another digest than before.
@@ -117,20 +117,20 @@ def _copy(source: Path, target: Path, sha256: str) -> None:
     _write(target, chunks())
     if digest.hexdigest() != sha256:
         raise CheckpointError(
-            f"{source}: changed while in use; wait until nothing writes to it and repeat the "
-            "command"
+            f"{source}: changed while in use; wait until nothing writes to it and run the command "
+            "again"
         )
 
 
 def _write(target: Path, chunks: Iterable[memoryview]) -> None:
-    """Bring a file to disk whose name is not yet the output's: what is half there is of no harm."""
+    """Write and fsync a file in the work folder, where an incomplete file does no harm."""
     with explained(target, "written"):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, chunks)
 
 
 def _move(folder: Path, output: Path, files: Iterable[str]) -> None:
-    """Rename files into the output, those that an earlier attempt moved left out."""
+    """Rename files into the output, except those that an earlier attempt has moved."""
     parents = {output}
     for file in files:
         target = output / file
@@ -142,16 +142,16 @@ def _move(folder: Path, output: Path, files: Iterable[str]) -> None:
 
 
 def _retire_old_output(output: Path, keep: set[str]) -> None:
-    """Remove an earlier conversion, its config first so that it never loads half replaced.
+    """Remove an earlier conversion, config.json first, so that it never loads partly replaced.
 
-    Its record goes last: it says what else there is to remove.
+    Its record is removed last, because it lists the files to remove.
     """
     files = [CONFIG_FILE, INDEX_FILE, *OTHER_QUANTIZATION]
     files += recorded_sidecars(read_record(output))
     shards = [path.name for path in output.glob("*.safetensors") if path.name not in keep]
     for file in (*files, *shards, RECORD_FILE):
         path = output / file
-        # A record may have been edited: no folder, and nothing outside the output, goes by it.
+        # A record may have been edited: remove no folder, and nothing outside the output.
         if (path.is_file() or path.is_symlink()) and _lies_in(output, path):
             path.unlink()
             if file == CONFIG_FILE:
@@ -165,7 +165,7 @@ def _retire_old_output(output: Path, keep: set[str]) -> None:
 
 
 def _lies_in(folder: Path, path: Path) -> bool:
-    """Whether `path` itself, and not what it may link to, is in `folder`."""
+    """Whether `path` itself, not the target of a link, is in `folder`."""
     return path.parent.resolve().is_relative_to(folder.resolve())
 
 

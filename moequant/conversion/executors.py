@@ -1,6 +1,6 @@
-"""Where the shards of a plan are written: in this process, or on the machines of a cluster.
+"""Executors, which write the shards of a plan in this process or on a cluster.
 
-The plan, the journal and the commit are the same for all, and so are the bytes.
+The plan, the journal, the commit and the bytes are the same for all.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class WriteShards(Protocol):
 
 
 def choose_executor(text: str) -> WriteShards:
-    """What writes the shards for "local", "ray" or "ray:ADDRESS".
+    """The executor for "local", "ray" or "ray:ADDRESS".
 
     Raises:
-        UnsupportedError: none of these, or Ray is not installed.
+        UnsupportedError: an unknown executor, or Ray is not installed.
     """
     name, colon, address = text.partition(":")
     if text == LOCAL:
         return write_shards
     if name != RAY or (colon and not address):
         raise UnsupportedError(
-            f"executor {text!r}, but {LOCAL}, {RAY} or {RAY}:ADDRESS is wanted, such as "
+            f"executor {text!r}, but must be {LOCAL}, {RAY} or {RAY}:ADDRESS, such as "
             f"{RAY}:10.0.0.1:6379 or {RAY}:auto"
         )
     try:

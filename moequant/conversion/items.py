@@ -1,4 +1,4 @@
-"""What becomes of every tensor of the source: quantized, dequantized or copied, in order."""
+"""The items of a plan: whether each tensor is quantized, dequantized or copied."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _BESIDE_QUANTIZED = "bf16"
-"""What quantized weights become that no rule names and that cannot stay unchanged."""
+"""The format of quantized weights that no rule matches and that cannot be copied unchanged."""
 
 
 def unmatched(source: SourceModel, assigned: Assignment) -> dict[str, EncodedInfo]:
-    """Quantized weights that no rule speaks of, by name."""
+    """Quantized weights that no rule matches, by name."""
     taken = {weight.info.name for unit in assigned.units for weight in unit.weights}
     taken |= assigned.dequantized.keys()
     return {
@@ -44,11 +44,11 @@ def plan_items(
     *,
     stacked: bool,
 ) -> Iterator[Item]:
-    """Units, each at the place of its first weight, and copies of all else, in natural order.
+    """Units, each at the position of its first weight, and copies, in natural order.
 
-    Quantized weights that are neither converted nor left unchanged are dequantized; with `stacked`
-    they lie as in the plain release. A tensor is copied once, however many weights it holds. Biases
-    of experts that are converted are copied, and checked for NaN and Inf.
+    Quantized weights that are neither converted nor copied unchanged are dequantized; with
+    `stacked`, they are stacked as in the BF16 release. A tensor with several weights is copied
+    once. Biases of converted experts are copied and checked for NaN and Inf.
     """
     item_of = {w.info.name: u for u in units for w in u.weights}
     left = [
@@ -77,7 +77,7 @@ def plan_items(
 
 
 def _stored_in(info: WeightInfo, tensors: Mapping[str, TensorInfo]) -> Sequence[TensorInfo]:
-    """The tensors on disk that a weight lies in."""
+    """The tensors on disk that hold a weight."""
     if isinstance(info, EncodedInfo):
         return info.parts
     return [tensors[info.place.tensor] if isinstance(info, PartInfo) else info]

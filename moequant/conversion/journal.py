@@ -1,15 +1,15 @@
-"""What an interrupted conversion has already finished.
+"""The work folder of an unfinished conversion, and the journal of its finished shards.
 
-Everything unfinished lies in OUTPUT/.moequant/:
+OUTPUT/.moequant/ contains:
 
-    lock            held while a conversion runs
-    plan.json       which plan this is, its recipe, and the state of the source files
-    journal.jsonl   one line for each finished shard: file, size, SHA-256, what quantized it
-    shards/         finished shards, and the partial ones being written
+    lock            locked while a conversion runs
+    plan.json       digest of the plan, its recipe, and the state of the source files
+    journal.jsonl   one line per finished shard: file, size, SHA-256, quantizer
+    shards/         finished shards, and unfinished ones
     staged/         during the commit: all other files of the output
 
-A shard counts as finished only if its journal line is whole and a file of that size and digest is
-there; anything else is written again.
+A shard counts as finished only if its journal line is complete and a file with that size and digest
+exists; all others are written again.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 
 _DIGESTS_AT_ONCE = 4
-"""Finished shards whose digests are checked at the same time: four outrun most disks."""
+"""Finished shards whose digests are checked in parallel; four saturate most disks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedShard:
-    """A shard that is whole on disk.
+    """A complete shard on disk.
 
     Attributes:
         file: its name.
         bytes: its size.
         sha256: its digest.
-        requantization_errors: of its weights that were quantized before, kind by kind.
-        quantizer: what made it; None where all of it was copied.
+        requantization_errors: the errors of its weights that were quantized in the source, by kind.
+        quantizer: the quantizer that was used; None if everything was copied.
     """
 
     file: str
@@ -73,11 +73,11 @@ class Journal:
 
     @property
     def exists(self) -> bool:
-        """Whether a conversion into this directory was begun and not committed."""
+        """Whether a conversion into this directory was started but not committed."""
         return self._plan.exists()
 
     def read_plan(self) -> dict[str, Any]:
-        """What `begin` recorded; empty if that is unreadable."""
+        """The content of plan.json; empty if it is unreadable."""
         try:
             recorded = json.loads(self._plan.read_text("utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -85,10 +85,10 @@ class Journal:
         return recorded if isinstance(recorded, dict) else {}
 
     def begin(self, record: dict[str, Any]) -> None:
-        """Start afresh: forget earlier work and record the plan.
+        """Remove earlier work and record the plan.
 
-        The old plan goes first and the new one comes last: a plan never stands beside shards or
-        lines of another.
+        The old plan is removed first and the new one written last, so that a plan never exists
+        together with shards or lines of another.
         """
         left = [path for path in (self._plan, self._lines, self.shards) if path.exists()]
         for path in left:
@@ -100,73 +100,73 @@ class Journal:
         replace_file(self._plan, json.dumps(record, indent=2).encode())
 
     def shard_bytes(self) -> int:
-        """What `begin` gives back: the space that shards of earlier work take."""
+        """The space of earlier shards, which `begin` frees."""
         if not self.shards.exists():
             return 0
-        # Not their sizes: a partial one may have holes.
+        # Allocated blocks instead of sizes, because an unfinished shard may be sparse.
         return sum(512 * path.lstat().st_blocks for path in self.shards.iterdir())
 
     def close(self) -> None:
-        """Remove the work folder: its conversion is committed, or there is none.
+        """Remove the work folder of a committed conversion, or of none.
 
-        The plan goes first: a folder without it is no unfinished conversion.
+        The plan is removed first: a folder without it is not an unfinished conversion.
         """
         self._plan.unlink(missing_ok=True)
         fsync_directory(self.folder)
         try:
             shutil.rmtree(self.folder)
         except OSError as error:
-            # A run that came as the lock was gone holds a new one here, and clears up itself.
+            # Another run may have created a new lock here in the meantime; it removes the folder.
             if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
                 raise
 
     def check_work_folder(self) -> None:
-        """Refuse a work folder, or notes in it, that are none or lie elsewhere: all goes later.
+        """Check that the work folder is a folder, and its entries files; no links, no pipes.
 
         Raises:
-            MoequantError: names what stands there.
+            MoequantError: an entry is something else.
         """
         for folder in (self.folder, self.shards, self.staged):
             if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
                 kind = "link" if folder.is_symlink() else "file"
                 raise MoequantError(
-                    f"{folder}: a {kind}, but unfinished work is kept in a folder there; remove it "
-                    "and run again"
+                    f"{folder}: a {kind}, but must be a folder for unfinished work; remove it and "
+                    "run again"
                 )
         for file in (self._plan, self._lines):
-            # Nobody would ever answer who reads from a pipe.
+            # Reading from a pipe would block forever.
             if file.exists() and not file.is_file():
                 raise MoequantError(
-                    f"{file}: no file, but unfinished work is noted in one there; remove it and "
-                    "run again"
+                    f"{file}: not a file, but must be a file about unfinished work; remove it "
+                    "and run again"
                 )
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold the output directory against a second run.
+        """Lock the output directory.
 
         Raises:
-            MoequantError: another process holds it.
+            MoequantError: another process holds the lock.
         """
         return exclusive(self.folder, "conversion")
 
     def partial(self, file: str) -> Path:
-        """Where a shard is written before it is whole."""
+        """The path of a shard while it is written."""
         return self.shards / f"{file}.partial"
 
     def record(self, shard: FinishedShard) -> None:
-        """Give a finished shard its name and note it; the caller has synced its data."""
+        """Rename a finished shard and add it to the journal; the caller has fsynced its data."""
         self.partial(shard.file).replace(self.shards / shard.file)
         fsync_directory(self.shards)
         _append(self._lines, _line(shard))
 
     def resume(self, files: Collection[str], progress: Progress) -> dict[str, FinishedShard]:
-        """Which shards of a plan need not be written again; each is read once for its digest.
+        """The finished shards of a plan; each is read once to check its digest.
 
-        What else lies in `shards` is removed: a partial shard holds space that is wanted.
+        Everything else in `shards` is removed to free its space.
 
         Args:
             files: names of the plan's shards.
-            progress: told what is read.
+            progress: receives the bytes read.
         """
         entries = {e.file: e for line in self._read_lines() if (e := _parse(line)) is not None}
         entries = {file: entry for file, entry in entries.items() if file in files}
@@ -177,7 +177,7 @@ class Journal:
                 with explained(path, "removed"):
                     path.unlink()
         finished = {file: entry for file, entry in entries.items() if places[file] is not None}
-        # Written anew where a line was torn or is wrong, so that the next one is not spoilt.
+        # Rewrite the journal if a line is incomplete or wrong, so that appended lines are valid.
         lines = [_line(entry) for entry in finished.values()]
         if self._read_lines() != lines:
             replace_file(self._lines, b"".join(lines))
@@ -200,7 +200,7 @@ class Journal:
         return places
 
     def locate(self, shard: FinishedShard) -> Path | None:
-        """Where a finished shard lies: in the work folder or, after a commit began, the output."""
+        """The path of a finished shard: in the work folder or, during a commit, the output."""
         for path in (self.shards / shard.file, self.output / shard.file):
             whole = path.is_file() and path.stat().st_size == shard.bytes
             if whole and sha256_of(path) == shard.sha256:
@@ -208,21 +208,21 @@ class Journal:
         return None
 
     def _read_lines(self) -> list[bytes]:
-        """Lines of the journal with their ends; the last may be torn."""
+        """Lines of the journal with line ends; the last may be incomplete."""
         return self._lines.read_bytes().splitlines(keepends=True) if self._lines.exists() else []
 
 
 def is_unfinished(output: Path) -> bool:
-    """Whether a conversion into a directory was begun and not committed."""
+    """Whether a conversion into a directory was started but not committed."""
     return Journal(output).exists
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Bring a line to disk at the end of a file."""
+    """Append a line to a file and fsync it."""
     with explained(path, "written"):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            # A disk that fills up takes a part, and refuses the rest.
+            # A full disk may accept only a part.
             while line:
                 line = line[os.write(fd, line) :]
             os.fsync(fd)
@@ -240,7 +240,7 @@ def _line(shard: FinishedShard) -> bytes:
 
 
 def _parse(line: bytes) -> FinishedShard | None:
-    """The entry of a line, or None for one that is torn: its shard is written again."""
+    """The entry of a line; None if it is incomplete, so that its shard is written again."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def units_of_formats(source: SourceModel, formats: Mapping[str, str]) -> tuple[Unit, ...]:
-    """Units that quantize weights into formats that are known, in the sets that engines fuse.
+    """Units that quantize weights to the given formats, in fused sets.
 
     Args:
-        source: what is converted.
-        formats: format by name of weight; their options are the defaults.
+        source: the source.
+        formats: format by name of weight, with default options.
 
     Raises:
-        UnsupportedError: a weight is stored in a dtype that no conversion starts from.
+        UnsupportedError: a weight is stored in an unsupported dtype.
     """
     weights: dict[str, dict[str, Weight]] = {}
     for name, format in formats.items():
@@ -43,7 +43,7 @@ def units_of_formats(source: SourceModel, formats: Mapping[str, str]) -> tuple[U
 
 
 def _sets(names: Iterable[str], model: Model) -> Iterator[tuple[str, ...]]:
-    """The sets that engines fuse; weights that no recipe converts stand alone."""
+    """The fused sets; weights that no recipe can convert are single."""
     names = tuple(names)
     yield from group_fused(names, model.roles, model.architecture.fused)
     yield from ((name,) for name in names if model.roles[name].role not in CONVERTIBLE_ROLES)

@@ -1,7 +1,7 @@
-"""How much memory a conversion takes, from what headers say: bounds that hold, to be planned with.
+"""Upper bounds of the memory of a conversion, computed from headers.
 
-A worker holds what it reads and quantizes of one unit; what it made waits in a buffer for digest
-and disk while the worker is at the next. Beside these the process holds the plan itself.
+A worker holds the input and results of one unit, while earlier results wait in a buffer for digest
+and disk. In addition, the process holds the plan.
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ if TYPE_CHECKING:
 
 
 _TENSOR_BYTES = 1200
-"""For each tensor read or written. Measured of 45,000 to 90,000 read, those of DeepSeek-V3 in BF16
-and in FP8, and as many to 134,000 written: 930 to 1090; a tenth more for other names."""
+"""The plan's memory per tensor read or written. Measured for DeepSeek-V3 in BF16 and FP8, with
+45,000 to 90,000 tensors read, up to 134,000 written: 930 to 1090; a tenth more for other names."""
 WRITE_BUFFER_BYTES = 8 << 20
-"""For each worker, beside one batch: what a digest or a disk may be behind."""
+"""Results per worker, in addition to one batch, that may wait for digest and disk."""
 COPY_CHUNK_BYTES = 8 << 20
-"""Copied tensors stream through buffers of this size."""
+"""Size of the buffers for copied tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """Upper bounds of the memory that a plan takes, in bytes.
+    """Upper bounds of the memory of a plan, in bytes.
 
     Attributes:
-        units: what is quantized or dequantized.
-        tensors: how many tensors are read, and how many pieces are written.
+        units: the units to quantize or dequantize.
+        tensors: the number of tensors read plus the number of pieces written.
     """
 
     units: tuple[Unit, ...]
     tensors: int
 
     def peak_bytes(self, workers: int) -> int:
-        """What `workers` may hold at once, beyond the interpreter and torch."""
+        """The peak with `workers`, in addition to the interpreter and torch."""
         unit = max(map(working_bytes, self.units), default=0)
         worker = max(unit + self.batch_bytes, COPY_CHUNK_BYTES)
         return workers * worker + self.buffer_bytes(workers) + self.plan_bytes
 
     @property
     def plan_bytes(self) -> int:
-        """What the plan takes, with the headers read for it and the index made of it."""
+        """The memory of the plan, including headers and index."""
         return _TENSOR_BYTES * self.tensors
 
     def buffer_bytes(self, workers: int) -> int:
-        """What may wait to be digested and written while workers are at what follows."""
+        """Results that may wait for digest and disk while workers continue."""
         return workers * (self.batch_bytes + WRITE_BUFFER_BYTES)
 
     @cached_property
     def result_bytes(self) -> int:
-        """What the weights of a unit take at most."""
+        """The largest result of a unit."""
         return max((unit.result_bytes for unit in self.units), default=0)
 
     @cached_property
     def batch_bytes(self) -> int:
-        """What results that are written together take at most: one, or those of small units."""
+        """The largest batch: the result of one unit, or of several small ones."""
         quantizes = any(not unit.is_plain for unit in self.units)
         return max(self.result_bytes, BATCH_BYTES if quantizes else 0)
 
     @cached_property
     def read_bytes(self) -> int:
-        """What is read at once at most, copies left out."""
+        """The largest input of a unit, without copies."""
         return max((unit.tiles[0].source_bytes for unit in self.units), default=0)
 
 
@@ -81,13 +81,13 @@ def working_bytes(unit: Unit) -> int:
     if len(unit.tiles) > 1:
         return working_bytes(unit.tiles[0])
     if unit.is_plain:
-        # In a stack, weights are joined and transposed; float32 of a tile lies in between.
+        # In a stack, weights are joined and transposed, with a float32 tile in between.
         return 3 * unit.source_bytes + 2 * unit.result_bytes + _decoding_bytes(unit.weights)
     format = get_format(unit.format)
     if _stays(unit):
         return _reading_bytes(unit.weights, as_stored=True) + unit.result_bytes
     workspace = max(format.workspace_bytes(weight.info.shape) for weight in unit.weights)
-    # Results exist once more while tiles are joined and while codes are put in disk form.
+    # A second copy of the results exists while tiles are joined and codes are encoded.
     return _reading_bytes(unit.weights) + unit.result_bytes + workspace
 
 
@@ -99,12 +99,12 @@ def _stays(unit: Unit) -> bool:
 
 
 def _decoding_bytes(weights: Sequence[Weight]) -> int:
-    """Upper bound of what lies in between while weights are decoded and compared."""
+    """Upper bound of the temporary memory for decoding and comparing weights."""
     return max(tile_bytes(weight.info.shape[1], TILE_ROWS) for weight in weights)
 
 
 def _stands_alone(info: WeightInfo) -> bool:
-    """Whether nothing else lies in its tensors."""
+    """Whether its tensors hold no other weight."""
     if isinstance(info, EncodedInfo):
         return all(place.expert is None for place in info.places.values())
     return not isinstance(info, PartInfo)

@@ -1,4 +1,4 @@
-"""The dialect of the output: what the recipe names, or the first that serves."""
+"""The dialect of the output: the recipe's, or the first that supports architecture and formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN_DIALECT = "plain"
 def output_dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Dialect:
     """The output's dialect.
 
-    Without a format to convert into it is the source's, or none if nothing stays quantized.
+    If nothing is converted, it is the source's, or none if nothing stays quantized.
     """
     formats = list(dict.fromkeys(unit.format for unit in assigned.units))
     name = recipe.output.dialect
@@ -39,23 +39,23 @@ def output_dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) ->
     if encoded == assigned.dequantized.keys():
         if name not in (None, PLAIN_DIALECT):
             raise RecipeError(
-                f"dialect {name!r}, but every weight is dequantized, which needs none; leave it out"
+                f"dialect {name!r}, but every weight is dequantized; remove the dialect"
             )
         return get_dialect(PLAIN_DIALECT)
     assert source.dialect is not None, "of a source with quantized weights"
     if name is None and source.dialect.name not in DIALECTS:
         raise RecipeError(
-            f"the recipe leaves weights in the dialect {source.dialect.name}, which is read and "
-            "not written; give them a format, or bf16"
+            f"the recipe keeps weights in the dialect {source.dialect.name}, which is read-only; "
+            "give them a format, or bf16"
         )
     return source.dialect if name is None else get_dialect(name)
 
 
 def choose_dialect(name: str | None, formats: Sequence[str], architecture: Architecture) -> Dialect:
-    """The dialect called `name`, or the first that serves architecture and formats.
+    """The dialect called `name`, or the first that supports architecture and formats.
 
     Raises:
-        UnsupportedError: it does not serve the architecture, or none carries the formats.
+        UnsupportedError: it does not support the architecture, or no dialect supports the formats.
     """
     serving = {d.name: d for d in DIALECTS.values() if _serves(d, architecture)}
     if name is not None:
@@ -63,18 +63,20 @@ def choose_dialect(name: str | None, formats: Sequence[str], architecture: Archi
         if name not in serving:
             carrying = [d for d in serving.values() if {*formats} <= {*d.carried}]
             choice = "; or ".join(
-                f"{d.name}, which carries {', '.join(d.carried)} ({d.summary})"
+                f"{d.name}, which supports {', '.join(d.carried)} ({d.summary})"
                 for d in carrying or serving.values()
             )
             raise UnsupportedError(
-                f"the dialect {name} is not for {architecture.name}: none of its consumers loads "
-                f"the experts of a {architecture.name} checkpoint written in it. Choose {choice}"
+                f"the dialect {name} does not support {architecture.name}: no engine loads the "
+                f"experts of a {architecture.name} checkpoint in it. Choose {choice}"
             )
         return dialect
     for dialect in serving.values():
         if {*formats} <= {*dialect.carried}:
             return dialect
-    raise UnsupportedError(f"no dialect carries all of {', '.join(formats)} in one checkpoint")
+    raise UnsupportedError(
+        f"no dialect supports all of {', '.join(formats)} in one checkpoint; choose fewer formats"
+    )
 
 
 def _serves(dialect: Dialect, architecture: Architecture) -> bool:

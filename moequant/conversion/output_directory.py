@@ -1,4 +1,4 @@
-"""What lies in the output directory, and whether to write there."""
+"""Check the output directory: whether there is work to do, and whether it may be written."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 def is_work_left(
     journal: Journal, plan_sha256: str, source: Callable[[], Mapping[str, Any]], overwrite: bool
 ) -> bool:
-    """Whether there is work to do; False if this very conversion is already finished.
+    """Whether there is work to do; False if the same conversion is already finished.
 
     Args:
-        journal: of the output directory.
+        journal: journal of the output directory.
         plan_sha256: digest of the plan.
-        source: digests of the source's contents; asked for only where they decide.
-        overwrite: replace what is there.
+        source: computes digests of the source's contents; called only if needed.
+        overwrite: whether an existing output may be replaced.
 
     Raises:
-        MoequantError: the directory holds something else, and `overwrite` was not given.
+        MoequantError: the directory contains something else, and `overwrite` is False.
     """
     output = journal.output
     if output.exists() and not output.is_dir():
-        raise MoequantError(f"{output}: is a file; name a directory to write into")
+        raise MoequantError(f"{output}: is a file; give a directory")
     if output.is_symlink() and not output.exists():
         raise MoequantError(
-            f"{output}: a link to {output.readlink()}, where nothing is; make that directory, or "
-            "name another"
+            f"{output}: a link to {output.readlink()}, which does not exist; create that "
+            "directory, or give another"
         )
     journal.check_work_folder()
     if overwrite or not output.exists():
@@ -53,25 +53,24 @@ def is_work_left(
             return True
         raise MoequantError(
             f"{output}: holds an unfinished conversion{_formats_of(begun)}, with other settings or "
-            "of another source, interrupted or still at work; repeat its command to finish it, or "
-            "start this one over with --overwrite"
+            "of another source, interrupted or still running; repeat its command to finish it, or "
+            "replace it with --overwrite"
         )
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True
     record = read_record(output)
     if record.get("plan_sha256") != plan_sha256 or not _is_of(record, source()):
-        holds = f"one{_formats_of(record)}, of other settings or another source"
+        holds = f"a conversion{_formats_of(record)} with other settings or of another source"
         raise MoequantError(
-            f"{output}: not empty, and not this conversion of this source, but "
-            f"{holds if record else 'nothing with a readable ' + RECORD_FILE}; choose another "
-            "directory, or replace what is there with --overwrite"
+            f"{output}: not empty; holds {holds if record else f'no readable {RECORD_FILE}'}; "
+            "choose another directory, or replace its content with --overwrite"
         )
     _check_whole(output, record)
     return False
 
 
 def _formats_of(document: Mapping[str, Any]) -> str:
-    """What a record or a plan converts into, in words; it may have been edited."""
+    """The formats of a record or plan, in words; the document may have been edited."""
     recipe = document.get("recipe")
     rules = recipe.get("rules") if isinstance(recipe, dict) else None
     if not isinstance(rules, list):
@@ -82,7 +81,7 @@ def _formats_of(document: Mapping[str, Any]) -> str:
 
 
 def read_record(output: Path) -> dict[str, Any]:
-    """moequant.json of a directory; empty where it is missing or unreadable."""
+    """moequant.json of a directory; empty if it is missing or unreadable."""
     path = output / RECORD_FILE
     try:
         return read_document(FixedFile.at(path))
@@ -91,31 +90,30 @@ def read_record(output: Path) -> dict[str, Any]:
 
 
 def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
-    """Names of the files that came along into a finished output; a record may have been edited."""
+    """Names of the sidecar files in a record, which may have been edited."""
     source = record.get("source")
     sidecars = source.get("sidecars") if isinstance(source, dict) else None
     return list(filter(is_inner_name, sidecars)) if isinstance(sidecars, dict) else []
 
 
 def check_apart(source: Checkpoint, output: Path) -> None:
-    """Refuse an output that lies in the source or around it, or around a file it links to.
+    """Check that neither of source and output contains the other, or a file the source links to.
 
     Raises:
-        MoequantError: it does.
+        MoequantError: one does.
     """
-    # Not Path.resolve, which fails at a loop of links.
+    # Not Path.resolve, which fails for a cycle of links.
     one, other = (Path(os.path.realpath(path)) for path in (source.path, output))
     if _lies_in(one, other) or _lies_in(other, one):
         raise MoequantError(
-            f"{output}: lies in the source {source.path} or around it; choose a directory apart "
-            "from it"
+            f"{output}: lies in the source {source.path} or contains it; choose another directory"
         )
-    # Of each folder one: there may be thousands of files.
+    # One file per folder, because there may be thousands of files.
     for file in {path.parent: path for path in _linked_to(source)}.values():
         if _lies_in(file, other):
             raise MoequantError(
-                f"{output}: holds {file}, which the source {source.path} links to; choose a "
-                "directory apart from it"
+                f"{output}: holds {file}, which the source {source.path} links to; choose another "
+                "directory"
             )
 
 
@@ -124,7 +122,7 @@ def _linked_to(source: Checkpoint) -> Iterator[Path]:
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether it does, by name or, where something is mounted twice, as a file of the system."""
+    """Whether `path` is in `folder`, by name or, for double mounts, by device and inode."""
     if path.is_relative_to(folder):
         return True
     wanted = _identity(folder)
@@ -132,7 +130,7 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode; None of what is not there, or not to be seen."""
+    """Device and inode; None if the path does not exist or is not accessible."""
     try:
         status = path.stat()
     except OSError:
@@ -141,10 +139,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_places(output: Path, files: Iterable[str]) -> None:
-    """Refuse an output in which something stands where a file or its folder must go.
+    """Check that no folder or file blocks the path of an output file.
 
     Raises:
-        MoequantError: names it.
+        MoequantError: one does.
     """
     for file in files:
         path = output / file
@@ -160,17 +158,17 @@ def check_places(output: Path, files: Iterable[str]) -> None:
 
 
 def check_space(output: Path, needed_bytes: int) -> None:
-    """Refuse to begin what the disk cannot hold; `output` need not be there yet.
+    """Check that the disk has enough space; `output` need not exist yet.
 
     Raises:
-        MoequantError: says what is free and what is needed.
+        MoequantError: it has not.
     """
     there = next(path for path in (output, *output.absolute().parents) if path.exists())
     free_bytes = shutil.disk_usage(there).free
     if free_bytes < needed_bytes:
         raise MoequantError(
-            f"{output}: {free_bytes:,} bytes free, but {needed_bytes:,} are still to be written; "
-            "make room or choose another disk, then repeat the command"
+            f"{output}: {free_bytes:,} bytes free, but {needed_bytes:,} are needed; free space or "
+            "choose another disk, then run the command again"
         )
 
 
@@ -180,7 +178,7 @@ def _is_of(record: Mapping[str, Any], source: Mapping[str, Any]) -> bool:
 
 
 def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
-    """Refuse to call an output finished that lost a file since."""
+    """Check that no file of a finished output is missing or has another size."""
     shards = record.get("shards")
     sizes = {f: _size_of(entry) for f, entry in shards.items()} if isinstance(shards, dict) else {}
     others = dict.fromkeys((*recorded_sidecars(record), INDEX_FILE, CONFIG_FILE))
@@ -190,8 +188,8 @@ def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
             found = f"{path.stat().st_size} bytes" if path.is_file() else "not there"
             wanted = "the file" if size is None else f"{show(size)} bytes"
             raise MoequantError(
-                f"{path}: {found}, but when this conversion was finished {wanted} lay there; "
-                "convert again with --overwrite"
+                f"{path}: {found}, but the finished conversion had {wanted} there; convert again "
+                "with --overwrite"
             )
 
 

@@ -1,4 +1,4 @@
-"""convert(): the one function behind `moequant convert`."""
+"""convert(): the function behind `moequant convert`."""
 
 from __future__ import annotations
 
@@ -65,19 +65,18 @@ DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionResult:
-    """What `convert` did.
+    """The result of `convert`.
 
     Attributes:
-        output: where the result lies.
-        plan: what was planned.
+        output: the output directory.
+        plan: the plan.
         state: "converted", "already converted" or, with `dry_run`, "planned".
-        resumed_shards: finished shards an earlier, interrupted run had left.
+        resumed_shards: number of shards that an earlier, interrupted run had finished.
         refusals: with `dry_run`, why the conversion would be refused.
-        error: with `dry_run`, what the conversion would raise; None if it would begin.
-        quantizer: what quantizes on this machine, if that was asked for; None where nothing was to
-            do here, as on a cluster.
-        shares: which quantizer made which shards, those of earlier runs and of other machines too.
-        requantization_errors: of a source that was quantized before, kind by kind.
+        error: with `dry_run`, the error that the conversion would raise; None if there is none.
+        quantizer: the quantizer of this machine; None if it had nothing to do, as with a cluster.
+        shares: the shards by quantizer, including those of earlier runs and other machines.
+        requantization_errors: for a quantized source, the errors by kind of weight.
     """
 
     output: Path
@@ -111,40 +110,40 @@ def convert(
 ) -> ConversionResult:
     """Convert a checkpoint's experts.
 
-    The same call again continues an interrupted conversion, or finds it finished. The bytes
-    written do not depend on `workers` nor on interruptions.
+    The same call again continues an interrupted conversion. The bytes written do not depend on
+    `workers` or on interruptions.
 
     Args:
         source: directory, or id of a repository on the Hugging Face hub.
-        output: directory to write; created if need be.
-        format: convert the routed experts, and nothing else, into this format; or "bf16", which
-            dequantizes every quantized weight of the source.
-        recipe: or a recipe: a `Recipe`, the name of one that comes with moequant, or a TOML file.
-        dialect: overrides the recipe's and the format's own.
-        architecture: a TOML file that describes the source's architecture, in place of our table;
-            what it says goes into moequant.json, so that nobody needs it again. Of a source that
-            was converted itself, by default what its moequant.json says.
+        output: directory to write; created if missing.
+        format: convert only the routed experts into this format; "bf16" dequantizes every
+            quantized weight of the source.
+        recipe: instead of a format: a `Recipe`, the name of a shipped one, or a TOML file.
+        dialect: overrides the dialect of the recipe or format.
+        architecture: a TOML file that describes the source's architecture, used instead of the
+            built-in table and recorded in moequant.json. The default for a converted source is the
+            description in its moequant.json.
         revision: branch, tag or commit of a hub repository.
-        workers: units converted at the same time.
+        workers: number of units converted in parallel.
         max_shard_size: for example "5GB".
-        overwrite: replace what is in `output`; the old files stay until the new ones are whole.
-        hash_source: record the SHA-256 of every weight file of the source; reads it once more.
-        executor: where shards are written: "local", or "ray" or "ray:ADDRESS" for a cluster, whose
-            machines share the file systems of source and output.
-        dry_run: plan only; reads headers and writes nothing.
-        progress: told what is done.
-        on_plan: called with the plan, and its warnings, before anything is written.
+        overwrite: replace an existing output; the old files stay until the new ones are complete.
+        hash_source: record the SHA-256 of every weight file of the source, which reads it twice.
+        executor: "local", or "ray" or "ray:ADDRESS" for a cluster, whose machines share the file
+            systems of source and output.
+        dry_run: only plan; reads headers and writes nothing.
+        progress: receives the progress.
+        on_plan: called with the plan and its warnings before anything is written.
 
     Raises:
-        ArchitectureError: the file `architecture` is none.
+        ArchitectureError: the file `architecture` is invalid.
         RecipeError: neither or both of `format` and `recipe`, or a recipe that does not fit.
-        CheckpointError: the source is damaged, incomplete or contradicts itself.
-        UnsupportedError: an architecture, a shape or a format and dialect we cannot do.
+        CheckpointError: the source is damaged, incomplete or inconsistent.
+        UnsupportedError: an unsupported architecture, shape, or format and dialect.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
-        MoequantError: `output` holds something else, or cannot be written.
+        MoequantError: `output` contains something else, or cannot be written.
     """
     if workers < 1:
-        raise MoequantError(f"workers = {workers}, but at least one has to do the work")
+        raise MoequantError(f"workers = {workers}, but must be at least 1")
     chosen = _choose_recipe(format, recipe).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
@@ -195,9 +194,9 @@ def convert(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A plan makes many objects and no garbage, which Python looks for again as they double.
+    """Disable Python's garbage collector: a plan creates many objects but no garbage.
 
-    It takes a tenth of the time of a small plan, and two fifths of one of 50 000 tensors.
+    The collector takes a tenth of the time of a small plan, and 40 % with 50 000 tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -215,19 +214,19 @@ def _mention_left_out(plan: Plan, checkpoint: Checkpoint) -> Plan:
     warnings = []
     if others:
         warnings.append(
-            f"not read and not copied, for they are the weights in other forms: {others}"
+            f"not read and not copied, because they hold the weights in other formats: {others}"
         )
     if adapters:
         warnings.append(
-            f"not applied and not copied, for they are an adapter: {adapters}. If the model needs "
-            "it, merge it into the weights first (merge_and_unload of peft)"
+            f"not applied and not copied, because they are an adapter: {adapters}. If the model "
+            "needs it, merge it into the weights first (merge_and_unload of peft)"
         )
     return replace(plan, warnings=(*plan.warnings, *warnings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """One conversion: what is read, what is planned, where it goes."""
+    """One conversion: source, plan and output."""
 
     checkpoint: Checkpoint
     plan: Plan
@@ -240,12 +239,12 @@ class _Work:
     write_shards: WriteShards
 
     def files(self) -> list[str]:
-        """Names of all files that the output will have."""
+        """Names of all files of the output."""
         shards = [shard.file for shard in self.plan.shards]
         return [*shards, *map(str, self.sidecars), RECORD_FILE, INDEX_FILE, CONFIG_FILE]
 
     def sidecar_bytes(self, state: Mapping[str, Sequence[int]]) -> int:
-        """Bytes of the files that come along, by the state of the source."""
+        """Size of the sidecar files, by the state of the source."""
         return sum(state[str(file)][0] for file in self.sidecars)
 
     def is_left(self) -> bool:
@@ -262,13 +261,13 @@ def _refusal_of_plan(plan: Plan) -> UnsupportedError | None:
 
 
 def _refusal_of_output(work: _Work) -> MoequantError | None:
-    """Why the output directory would be refused; nothing is touched."""
+    """Why the output directory would be refused; changes nothing."""
     try:
         check_apart(work.checkpoint, work.journal.output)
         with explained(work.journal.output, "read"):
             if work.is_left():
                 state = source_state(work.checkpoint, work.sidecars)
-                # What is finished takes space that need not be found, all else gives it back.
+                # Finished shards need no more space, and all other files are removed.
                 _check_room(work, state, {}, freed_bytes=work.journal.shard_bytes())
     except MoequantError as error:
         return error
@@ -277,19 +276,19 @@ def _refusal_of_output(work: _Work) -> MoequantError | None:
 
 def _output_path(output: str | Path) -> Path:
     if "\0" in str(output):
-        raise MoequantError(f"{output!r}: no path; it holds a NUL character")
-    # Not Path.expanduser, which raises for ~ of an unknown user.
+        raise MoequantError(f"{output!r}: not a path, because it has a NUL character")
+    # Not Path.expanduser, which raises for ~name of an unknown user.
     return Path(os.path.expanduser(output))  # noqa: PTH111
 
 
 def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
     plan, journal = work.plan, work.journal
     result = partial(ConversionResult, output=journal.output, plan=plan)
-    # A work folder beside a finished output was left by a run killed in its last moment.
+    # A run that was killed at its very end leaves a work folder in a finished output.
     if not work.is_left() and not journal.folder.exists():
         return result(state="already converted")
     with journal.lock():
-        # Again, now that no other run can change what is here.
+        # Check again under the lock, when no other run can change the output.
         if not work.is_left():
             journal.close()
             return result(state="already converted")
@@ -332,7 +331,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
 
 @contextmanager
 def _saying_where(work: _Work) -> Iterator[None]:
-    """Say of a weight that cannot be converted which file has it, and how to go on."""
+    """Add to the error of a weight which file has it, and what to do."""
     try:
         yield
     except NumericsError as error:
@@ -341,14 +340,14 @@ def _saying_where(work: _Work) -> Iterator[None]:
             f"{error}, and start over with --overwrite{_where(work, name)}"
         ) from error
     except NonFiniteError as error:
-        # From a worker of a cluster only the message comes back; it begins with the name.
+        # A cluster's worker returns only the message, which begins with the weight's name.
         name = str(error).partition(": ")[0]
         again = f"{error}, then start over with --overwrite"
         raise NonFiniteError(f"{again}{_where(work, name)}") from error
 
 
 def _where(work: _Work, name: str) -> str:
-    """A sentence on the tensors of the source that hold a weight; nothing if none is known."""
+    """A sentence about the source tensors of a weight; empty if they are unknown."""
     path, weight = work.checkpoint.path, work.plan.source.weights.get(name)
     parts: tuple[TensorInfo, ...]
     match weight:
@@ -366,9 +365,9 @@ def _where(work: _Work, name: str) -> str:
 def _resume_or_begin(
     work: _Work, state: Mapping[str, Any], progress: Progress
 ) -> dict[str, FinishedShard]:
-    """Shards an earlier run of this plan has left; without such a run, a fresh work folder.
+    """The finished shards of an earlier run of this plan; without one, a new work folder.
 
-    Refuses an output without room or place for what is to be written.
+    Refuses an output without enough space, or with something in the way.
     """
     journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
@@ -383,12 +382,12 @@ def _resume_or_begin(
             f"{work.checkpoint.path / changed}: changed since the conversion into {journal.output} "
             "began; start over with --overwrite"
         )
-    # First: a plan beside an earlier output would make an unfinished one of it.
+    # Check first: a plan next to an earlier output would mark that output as unfinished.
     try:
         _check_room(work, state, {}, freed_bytes=journal.shard_bytes())
     except MoequantError:
         if not journal.exists:
-            journal.close()  # it holds the lock and nothing else
+            journal.close()  # it contains only the lock
         raise
     journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json")})
     return {}
@@ -401,7 +400,7 @@ def _check_room(
     *,
     freed_bytes: int,
 ) -> None:
-    """Refuse what has no place or no room in the output; `freed_bytes` are given back there."""
+    """Check paths and space of the output, of which `freed_bytes` will be freed."""
     output = work.journal.output
     check_places(output, work.files())
     shards = sum(s.size_bytes for s in work.plan.shards if s.file not in finished)
@@ -415,7 +414,7 @@ def _changed_file(before: Any, now: Mapping[str, Any]) -> str:
 
 def _choose_recipe(format: str | None, recipe: Recipe | str | Path | None) -> Recipe:
     if (format is None) == (recipe is None):
-        raise RecipeError("name either a format or a recipe")
+        raise RecipeError("give either a format or a recipe")
     if format is not None:
         return Recipe.for_format(format)
     if isinstance(recipe, Recipe):
@@ -425,7 +424,7 @@ def _choose_recipe(format: str | None, recipe: Recipe | str | Path | None) -> Re
 
 
 def _provenance(source: str | Path, path: Path, revision: str | None) -> dict[str, Any]:
-    """Where the source came from; a directory's name says nothing that its contents do not."""
+    """The hub origin of the source; empty for a directory, which is identified by its contents."""
     if Path(source).expanduser().is_dir():
         return {}
     # A hub snapshot's folder is named after the commit.

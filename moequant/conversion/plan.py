@@ -1,8 +1,8 @@
 """The plan of a conversion: a pure function of headers, config and recipe.
 
-No tensor is read. Sizes, shard names, every output header, the index and all refusals are known
-before work begins, and the same inputs give the same plan anywhere: it is what several workers,
-a restart and `moequant verify` agree on.
+No tensor is read. Sizes, shard names, output headers, the index and all refusals are known before
+the work begins. The same inputs give the same plan everywhere, so that workers, a restarted run and
+`moequant verify` agree.
 """
 
 from __future__ import annotations
@@ -52,19 +52,18 @@ class Plan:
     """Everything a conversion will do.
 
     Attributes:
-        model: what the source is.
-        recipe: what was asked for, complete.
-        dialect: whose names and config the output has.
-        items: what is quantized, what is dequantized and what is copied, in order.
-        shards: the output files; none if there are refusals.
+        model: architecture, sizes and roles of the source.
+        recipe: the complete recipe.
+        dialect: the dialect of the output.
+        items: what is quantized, dequantized and copied, in order.
+        shards: the output files; empty if there are refusals.
         quantization_config: the new entry of config.json; empty for none.
-        source: what is known of the source's weights.
+        source: the source's weights.
         source_files: size and header digest of every weight file read.
-        engines: which of those known load the output, and what goes wrong; none where nothing of
-            it is quantized.
-        warnings: what the user should know before going on; one sentence each.
-        refusals: why this cannot be converted; with any, nothing is written.
-        digest: SHA-256 over all that decides the output's bytes.
+        engines: for each known engine, whether it loads the output; empty if nothing is quantized.
+        warnings: one sentence each.
+        refusals: why the source cannot be converted; if there are any, nothing is written.
+        digest: SHA-256 over everything that determines the output's bytes.
     """
 
     model: Model
@@ -82,21 +81,21 @@ class Plan:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is quantized, in order."""
+        """The units to quantize, in order."""
         return tuple(unit for unit in self._works if not unit.is_plain)
 
     @property
     def dequantized(self) -> tuple[Unit, ...]:
-        """What is dequantized, in order."""
+        """The units to dequantize, in order."""
         return tuple(unit for unit in self._works if unit.is_plain)
 
     @property
     def copies(self) -> tuple[Copy, ...]:
-        """What is copied, in order."""
+        """The tensors to copy, in order."""
         return tuple(item for item in self.items if isinstance(item, Copy))
 
     def jobs(self) -> list[Job]:
-        """What a quantizer will be asked for, each once; of a plan without refusals."""
+        """The distinct jobs for a quantizer; for a plan without refusals."""
         return quantizer_jobs(self.items)
 
     @property
@@ -119,12 +118,12 @@ class Plan:
         }
 
     def peak_bytes(self, workers: int) -> int:
-        """Memory `workers` may hold at once, beyond the interpreter and torch; 0 if refused."""
+        """Peak memory with `workers`, in addition to interpreter and torch; 0 if refused."""
         return 0 if self.refusals else self.memory.peak_bytes(workers)
 
     @cached_property
     def memory(self) -> MemoryBound:
-        """What the conversion takes at most."""
+        """Upper bounds of the conversion's memory."""
         weights = self.source.weights.values()
         read = sum(len(w.parts) if isinstance(w, EncodedInfo) else 1 for w in weights)
         pieces = sum(len(shard.pieces) for shard in self.shards)
@@ -230,7 +229,7 @@ def _check_architecture(
 
 
 def _module(name: str, info: WeightInfo) -> str | None:
-    """The module a two-dimensional weight belongs to, or a stack of such, as engines name it."""
+    """The module of a two-dimensional weight, or of a stack, as engines name it."""
     if len(info.shape) == 2 and name.endswith(".weight"):
         return name.removesuffix(".weight")
     block, dot, _ = name.rpartition(".experts.")

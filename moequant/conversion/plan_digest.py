@@ -39,7 +39,7 @@ def plan_digest(
     source: SourceModel,
     source_files: Mapping[str, Any],
 ) -> str:
-    """SHA-256 over all that decides the output's bytes."""
+    """SHA-256 over everything that determines the output's bytes."""
     own = source.model.architecture.definition
     decided: dict[str, Any] = {
         **({} if own is None else {"architecture": own}),
@@ -51,7 +51,7 @@ def plan_digest(
         "shards": {s.file: hashlib.sha256(s.header).hexdigest() for s in shards},
     }
     if source.dialect is not None:
-        # How the source's bytes are read, and what is written without being quantized anew.
+        # How the source is decoded, and which units may be requantized without loss.
         decided["source_quantization"] = source.quantization_config
         decided["recode"] = [unit.lossless for unit in units]
     return _sha256_of_json(decided)

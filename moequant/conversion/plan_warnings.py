@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def engine_verdicts(
     formats: Mapping[str, str], source: SourceModel, dialect: Dialect, config: Mapping[str, Any]
 ) -> tuple[Verdict, ...]:
-    """What engines do with the output: `formats` by module of all that is quantized in it."""
+    """Whether engines load the output, whose quantized modules have these `formats`."""
     if not formats:
         return ()
     roles, layers = source.model.roles, source.model.moe.sparse_layers
@@ -64,12 +64,12 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
 def warnings_of_source(
     source: SourceModel, back: Sequence[EncodedInfo], config: Mapping[str, Any]
 ) -> list[str]:
-    """What becomes of a quantized source that its owner may not expect; `back` turns into BF16."""
+    """Unexpected changes to a quantized source, where the weights `back` become BF16."""
     warnings = []
     if config.get("quantization_config") and source.dialect is None:
         warnings.append(
             "the source has a quantization_config, in config.json or hf_quant_config.json, but "
-            "its weights are plain; ours takes its place"
+            "its weights are not quantized; the entry is replaced"
         )
     if back:
         warnings.append(

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What became of a unit.
+    """A converted unit.
 
     Attributes:
-        tensors: as they go to disk, by name; good until the memory they lie in is cleared.
-        requantization_errors: of weights that were stored in a quantized form.
-        as_stored: whether some may lie where they were read.
-        joined: whether they were joined, in memory that nobody counts.
+        tensors: the tensors to write, by name; valid until their memory is cleared.
+        requantization_errors: errors of the weights that were quantized in the source.
+        as_stored: whether tensors may lie in the memory they were read into.
+        joined: whether tensors of a stack were joined, in memory that is not accounted for.
     """
 
     tensors: dict[str, Tensor]
@@ -58,10 +58,10 @@ def convert_unit(
 ) -> Converted:
     """Read and quantize, or dequantize, a unit.
 
-    What is read is in the memory of `arena`, results may lie in that of `results`.
+    Weights are read into `arena`; results may lie in `results`.
 
     Raises:
-        NonFiniteError: a weight holds NaN or Inf, or a number beyond the wanted format.
+        NonFiniteError: a weight has NaN or Inf, or a number that overflows the format.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         CheckpointError: the source cannot be read.
     """
@@ -89,9 +89,9 @@ def convert_unit(
 
 
 def _recode(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
-    """The weights of a unit in its format without a change of any number; None if there is no way.
+    """The weights of a unit, requantized without loss; None if that is impossible.
 
-    It does not look at what they hold: NaN stays NaN.
+    NaN is not detected, and stays NaN.
     """
     stored = [w for w in weights if isinstance(w, QuantizedWeight)]
     if not unit.lossless or len(stored) < len(weights):
@@ -107,16 +107,16 @@ def convert_again(
     quantizer: Quantizer,
     arena: Arena,
 ) -> dict[str, Tensor]:
-    """What `convert_unit` makes of weights that were read, by the names of single weights.
+    """The tensors of `convert_unit` for weights that are already read, named as single weights.
 
-    In new memory, with that of `arena` for what lies in between.
+    They are in new memory; `arena` is for temporaries.
 
     Raises:
-        NonFiniteError: a weight holds NaN or Inf.
+        NonFiniteError: a weight has NaN or Inf.
     """
     recoded = _recode(weights, unit)
     quantized = recoded or _quantize(weights, unit, quantizer, arena, Arena())
-    # What is recoded may lie where it was read, and who calls goes on with `weights`.
+    # After a lossless requantization, results may share memory with `weights`, which stay in use.
     return _encode(quantized, unit, dialect, consume=recoded is None)
 
 
@@ -142,9 +142,9 @@ def _quantize(
 def _encode(
     quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect, *, consume: bool
 ) -> dict[str, Tensor]:
-    """Tensors of a unit by the dialect's names for a single weight, in the weights' order.
+    """Tensors of a unit under the dialect's names for single weights, in the weights' order.
 
-    With `consume` they may take the memory of `quantized`, which is of no use afterwards.
+    With `consume` they may reuse the memory of `quantized`, which is invalid afterwards.
     """
     tensors: dict[str, Tensor] = {}
     for weight, q in zip(unit.weights, quantized, strict=True):
@@ -191,10 +191,10 @@ def _requantization_errors(
     dialect: Dialect,
     quantizer: Quantizer,
 ) -> list[RequantizationError]:
-    """What became of the weights that were stored in a quantized form, once they are read again.
+    """The requantization errors of the weights that were quantized in the source.
 
     Raises:
-        NonFiniteError: one of them holds NaN or Inf.
+        NonFiniteError: a weight has NaN or Inf.
     """
     errors = []
     for weight, before, q in zip(unit.weights, stored, written, strict=True):

@@ -1,4 +1,4 @@
-"""What to convert into what: a strict schema, read from TOML."""
+"""Recipes: which weights get which format, read from TOML with a strict schema."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from moequant.models import TensorRole
 
 KEEP = "keep"
-"""In place of a format: leave these tensors as they are, whatever later rules say."""
+"""In place of a format: copy these tensors unchanged, whatever later rules say."""
 
-# More digits would overflow a float, and no disk holds as much.
+# More digits could overflow a float.
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])B?|B)", re.IGNORECASE)
 _UNITS = {None: 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -46,7 +46,7 @@ def parse_size(text: str) -> int:
         ValueError: not a size, without a unit, or zero.
     """
     match = _SIZE.fullmatch(text.strip())
-    # Without a unit 5 would be bytes, and nobody means that.
+    # A unit is required, because nobody means 5 bytes.
     size_bytes = int(float(match[1]) * _UNITS[match[2] and match[2].upper()]) if match else 0
     if size_bytes < 1:
         raise ValueError(
@@ -95,9 +95,9 @@ class Rule(_Strict):
 
     Attributes:
         roles: roles of the architecture table.
-        match: regular expression over the whole tensor name.
-        layers: a layer or a slice of layers, counted as Python does.
-        format: a format that can be written, such as "nvfp4" or "bf16", or "keep".
+        match: regular expression for the whole tensor name.
+        layers: a layer or a slice of layers, as in Python.
+        format: a writable format, such as "nvfp4" or "bf16", or "keep".
         options: values of the format's options.
     """
 
@@ -113,24 +113,24 @@ class Rule(_Strict):
             raise ValueError("a rule needs roles or match")
         if self.format not in (*WRITABLE, KEEP):
             known = ", ".join((*WRITABLE, KEEP))
-            raise ValueError(f"no format is called {show(self.format)}; there are: {known}")
+            raise ValueError(f"unknown format {show(self.format)}; use one of: {known}")
         try:
             if self.format != KEEP and not get_format(self.format).is_plain:
                 get_format(self.format).resolve_options(self.options)
             elif self.options:
                 given = ", ".join(map(show, self.options))
-                raise ValueError(f"options {given}, but {self.format} takes none; leave them out")
+                raise ValueError(f"options {given}, but {self.format} has none; remove them")
         except MoequantError as error:
             raise ValueError(str(error)) from None
         return self
 
     @cached_property
     def resolved_options(self) -> Mapping[str, str]:
-        """Every option of its format with its value; of a rule that names a format."""
+        """Every option of the rule's format with its value; not for "keep"."""
         return get_format(self.format).resolve_options(self.options)
 
     def matches(self, name: str, role: TensorRole, layer_count: int) -> bool:
-        """Whether the rule speaks of this tensor of a model with `layer_count` layers."""
+        """Whether the rule matches a tensor of a model with `layer_count` layers."""
         if self.roles and role.role not in self.roles:
             return False
         if self.match is not None and not re.fullmatch(self.match, name):
@@ -139,11 +139,11 @@ class Rule(_Strict):
 
 
 class OutputSettings(_Strict):
-    """How the result is written.
+    """How the output is written.
 
     Attributes:
-        dialect: whose names and config to write; by default each format's own.
-        max_shard_size: upper bound of a shard, unless one tensor alone is larger.
+        dialect: the output's dialect; by default the format's.
+        max_shard_size: maximum size of a shard, unless a single tensor is larger.
     """
 
     dialect: Annotated[str, AfterValidator(_dialect)] | None = None
@@ -151,7 +151,7 @@ class OutputSettings(_Strict):
 
 
 class Recipe(_Strict):
-    """A whole recipe; the first rule that matches a weight decides, unmatched ones are kept."""
+    """A recipe; the first rule that matches a weight applies, and unmatched weights are kept."""
 
     schema_version: Annotated[Literal[1], BeforeValidator(_integer)] = 1
     summary: str = ""
@@ -161,14 +161,14 @@ class Recipe(_Strict):
 
     @classmethod
     def for_format(cls, format: str) -> Recipe:
-        """The routed experts into `format`; of "bf16" every quantized weight, dequantized.
+        """A recipe for the routed experts; for "bf16", one that dequantizes every weight.
 
         Raises:
             UnsupportedError: there is no such format.
         """
         if format not in WRITABLE:
             raise UnsupportedError(
-                f"no format to convert into is called {format!r}; there are: {', '.join(WRITABLE)}"
+                f"unknown format {format!r}; convert into one of: {', '.join(WRITABLE)}"
             )
         if WRITABLE[format].is_plain:
             return cls(
@@ -181,7 +181,7 @@ class Recipe(_Strict):
         )
 
     def with_output(self, *, dialect: str | None, max_shard_size: str | None) -> Recipe:
-        """This recipe with another dialect or shard size, where they are given.
+        """This recipe with another dialect or shard size, if given.
 
         Raises:
             RecipeError: not a size.
@@ -209,7 +209,7 @@ def _layers(text: str, layer_count: int) -> range:
     start, stop = (int(part) if part else None for part in text.split(":"))
     if stop is not None:
         return range(layer_count)[start:stop]
-    # An open end reaches the multi-token-prediction layers, which stand behind the last layer.
+    # An open end includes the multi-token-prediction layers, which follow the last layer.
     first = start or 0
     return range(max(first + layer_count, 0) if first < 0 else first, sys.maxsize)
 
@@ -224,7 +224,7 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
     """A recipe shipped with moequant, or one from a TOML file.
 
     Raises:
-        RecipeError: no such recipe, not TOML, or not our schema; names the place in the file.
+        RecipeError: no such recipe, not TOML, or against the schema; names the key.
     """
     path = Path(name_or_file)
     shipped = str(name_or_file) in shipped_recipes()
@@ -253,7 +253,7 @@ def _read_file(path: Path) -> str:
 
 def _explain(error: ValidationError) -> str:
     entries = error.errors(include_url=False)
-    # A rule that is wrong also leaves pydantic without rules.
+    # For an invalid rule, pydantic also reports that there are no rules.
     wrong_rule = any(entry["loc"][:1] == ("rules",) and len(entry["loc"]) > 1 for entry in entries)
     problems = [
         f"{field_path(entry['loc']) or 'the recipe'}: {_reason(entry)}"
@@ -264,7 +264,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def field_path(location: Iterable[int | str]) -> str:
-    """Where in a document: `rules[0].roles[1]`; entries of lists are counted from zero."""
+    """The key of an error's location, such as `rules[0].roles[1]`, counted from zero."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
     return "".join(parts).removeprefix(".")
 
@@ -273,11 +273,11 @@ def _reason(entry: Mapping[str, object]) -> str:
     message = str(entry["msg"])
     match entry["type"]:
         case "extra_forbidden":
-            return "unknown key; leave it out, or mend its name"
+            return "unknown key; remove it, or correct its name"
         case "missing" if entry["loc"] == ("rules",):
             return "missing; add a [[rules]] with roles or match, and a format"
         case "missing":
             return "missing; add it"
-        case "value_error":  # ours, which say themselves what was found
+        case "value_error":  # our own messages, which include the value found
             return message.removeprefix("Value error, ")
     return f"{message}, but found {show(entry['input'])}"

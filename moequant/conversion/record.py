@@ -21,22 +21,19 @@ if TYPE_CHECKING:
     from moequant.conversion.plan import Plan
     from moequant.storage.checkpoint import Checkpoint
 
-# Left by an earlier quantization; engines would believe them over config.json.
+# Files of an earlier quantization, which engines would prefer to config.json.
 OTHER_QUANTIZATION = (HF_QUANT_CONFIG_FILE, "quantize_config.json", "quant_config.json")
 
 
 def copied_sidecars(source: Checkpoint) -> list[Path]:
-    """Files of a source, relative to it, that its output has too; errors as `sidecars`."""
+    """The sidecar files of a source that are copied, relative to it; raises as `sidecars`."""
     return [file for file in source.sidecars() if file.name not in OTHER_QUANTIZATION]
 
 
 def converted_config(
     config: Mapping[str, Any], quantization_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The source's config.json with our `quantization_config`, and no stale one beside it.
-
-    With none at all where ours is empty.
-    """
+    """The source's config.json with the new `quantization_config`, or none if that is empty."""
     result = dict(config)
     text_config = result.get("text_config")
     if isinstance(text_config, dict):
@@ -53,7 +50,7 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
     """The recipe in a moequant.json.
 
     Raises:
-        RecipeError: it is no recipe; names the field, then says why.
+        RecipeError: it is not a valid recipe.
     """
     try:
         return Recipe.model_validate(record.get("recipe"))
@@ -65,13 +62,13 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
 def recorded_claims(
     record: Mapping[str, Any], source: Checkpoint, plan: Plan, *, workers: int
 ) -> dict[str, Any]:
-    """What a moequant.json must say beside the recipe, as far as source and plan tell it.
+    """The expected content of moequant.json, except the recipe, from source and plan.
 
     Args:
-        record: what it says: where the source came from is taken from there.
-        source: what was converted.
-        plan: made again of it.
-        workers: files read at the same time, if the record has digests of whole files.
+        record: the actual content; the source's origin is copied from it.
+        source: the source.
+        plan: the plan, made again.
+        workers: number of files read in parallel, if the record has digests of whole files.
 
     Raises:
         CheckpointError: the source cannot be read.
@@ -87,6 +84,6 @@ def recorded_claims(
         **({} if definition is None else {"architecture_definition": definition}),
         "dialect": plan.dialect.name,
         "source": {**origin, **digests, "files": plan.source_files},
-        # The digest covers the version, whose next may plan the same bytes.
+        # The digest includes the version of moequant, but another version may plan the same bytes.
         **({"plan_sha256": plan.digest} if record.get("moequant") == __version__ else {}),
     }

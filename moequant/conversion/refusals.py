@@ -1,4 +1,4 @@
-"""Weights that their format or dialect cannot hold, found before any is read."""
+"""Weights that their format or dialect does not support, found before any is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def refusals_of(
     # Weights of one kind are refused for one reason, in messages that differ by name.
     for first, *others in kinds.values():
         if (reason := _refusal(*first, dialect)) is not None:
-            more = f". So it is with {len(others)} more weights of this shape" if others else ""
+            more = (
+                f". The same applies to {len(others)} more weights of this shape" if others else ""
+            )
             yield reason + more
 
 
@@ -47,11 +49,11 @@ def _refusal(format: str, weight: Weight, rows_follow: bool, dialect: Dialect) -
 
 
 def _others(format: str, weight: Weight) -> str:
-    """Which formats could hold a weight that `format` cannot for its shape."""
+    """Formats that support a weight whose shape `format` does not."""
     if not _holds(format, weight):
         others = [name for name in CONVERTIBLE if _holds(name, weight)]
         if others:
-            return f", or choose a format that holds this shape: {', '.join(others)}"
+            return f", or choose a format that supports this shape: {', '.join(others)}"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""The requantization error: of weights that the source holds in a quantized form.
+"""Requantization errors, of weights that are quantized in the source.
 
-Each weight is dequantized as the source has it and as it was written, and the two are compared. It
-is exact if every number is the same.
+Each weight is dequantized from the source and from the output, and the two are compared. It is
+exact if every number is equal.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RequantizationError:
-    """How far weights of one kind, as they were written, lie from what the source holds.
+    """The requantization error of weights of one kind.
 
     Attributes:
-        role: of the weights, in the architecture table.
-        source: format they are stored in.
-        format: format they were written in.
-        weights: how many they are.
-        exact: how many have every number unchanged.
+        role: role of the weights, in the architecture table.
+        source: format in the source.
+        format: format in the output.
+        weights: number of weights.
+        exact: number of weights with every number unchanged.
         signal: sum of squares of the source's numbers.
         noise: sum of squares of the differences.
     """
@@ -44,11 +44,10 @@ class RequantizationError:
         return math.sqrt(self.noise / self.signal) if self.signal else math.inf
 
     def scaled(self, ratio: float) -> RequantizationError:
-        """The same with the numbers on disk `ratio` times as large as those that were compared.
+        """The error if the numbers on disk are `ratio` times those that were compared.
 
-        That is of dialects of which one stores a reciprocal of the other's scale: 1 where it is
-        exact, and else within 2**-23 of that. Squares are added, as if the two errors were
-        independent.
+        The ratio differs from 1, by at most 2**-23, if one dialect stores the reciprocal of the
+        other's scale and it is not exact. Squares are added, as for independent errors.
         """
         if ratio == 1 or not self.signal:
             return self
@@ -56,13 +55,13 @@ class RequantizationError:
         return replace(self, exact=0, noise=noise)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, all that `from_json` needs, and the relative error."""
+        """Plain data for `from_json`, and the relative error."""
         error = self.relative_error
         return {**asdict(self), "relative_error": error if math.isfinite(error) else None}
 
     @classmethod
     def from_json(cls, entry: object) -> RequantizationError | None:
-        """Inverse of `to_json`; None for what it never makes."""
+        """Inverse of `to_json`; None for invalid input."""
         texts, counts, sums = (
             ("role", "source", "format"),
             ("weights", "exact"),
@@ -88,7 +87,7 @@ def error_of_tiles(tiles: Sequence[RequantizationError]) -> RequantizationError:
 
 
 def merged_errors(errors: Iterable[RequantizationError]) -> list[RequantizationError]:
-    """Errors of weights of one kind taken together, in the order of their first."""
+    """Errors merged by kind, in order of first appearance."""
     kinds: dict[tuple[str, str, str], RequantizationError] = {}
     for error in errors:
         kind = error.role, error.source, error.format

@@ -1,4 +1,4 @@
-"""The output files: which tensors go into which, in what order, and where each of them lies."""
+"""The output files: which tensors each has, in what order and at which positions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShard:
-    """One output file, known to the last byte but for the data.
+    """One output file, with everything known except the data.
 
     Attributes:
         file: its final name.
-        items: what goes in, in the order it is worked on.
+        items: its items, in the order of work.
         header: the bytes before the data.
-        slots: where each tensor lies behind the header.
-        pieces: where each tensor that an item makes goes; those of a stack are parts of a slot.
+        slots: the position of each tensor after the header.
+        pieces: the position of each item's tensors; those of a stack are parts of a slot.
     """
 
     file: str
@@ -47,14 +47,14 @@ class PlannedShard:
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of the source that go into it."""
+        """Source bytes of its items."""
         return sum(item.source_bytes for item in self.items)
 
 
 def plan_shards(
     items: Iterable[Item], dialect: Dialect, max_shard_bytes: int
 ) -> tuple[PlannedShard, ...]:
-    """Fill shards in order; what belongs to one unit or one stack stays in one shard."""
+    """Fill shards in order; the tensors of a unit or a stack stay in one shard."""
     groups: list[tuple[list[Item], list[_Tensor]]] = []
     room = 0
     writers: dict[str, str] = {}
@@ -80,7 +80,7 @@ def plan_shards(
 
 
 def _outputs(items: Sequence[Item], dialect: Dialect) -> list[_Tensor]:
-    """The tensors that items make: one item its own, or the units of a stack the stack's."""
+    """The tensors of one item, or the stack's tensors for the units of a stack."""
     first = items[0]
     if isinstance(first, Copy):
         return [(first.info.name, first.info.dtype, first.info.shape)]
@@ -89,7 +89,7 @@ def _outputs(items: Sequence[Item], dialect: Dialect) -> list[_Tensor]:
 
 
 def unit_outputs(unit: Unit, dialect: Dialect) -> list[_Tensor]:
-    """The tensors that a unit makes, or those of the stack that it makes a part of."""
+    """The tensors of a unit, or of the stack that it is a part of."""
     if unit.stack is None:
         return [
             (f"{weight.module}.{suffix}", dtype, shape)
@@ -109,7 +109,7 @@ def unit_outputs(unit: Unit, dialect: Dialect) -> list[_Tensor]:
 
 @lru_cache(maxsize=1 << 10)
 def _stored(dialect: Dialect, format: str, shape: tuple[int, ...]) -> tuple[_Tensor, ...]:
-    """Last name, safetensors dtype and shape of the tensors that a weight becomes."""
+    """Last name component, safetensors dtype and shape of the tensors of a converted weight."""
     encoding = dialect.encoding(format)
     specs = encoding.specs("weight", shape).values()
     return tuple(
@@ -119,19 +119,19 @@ def _stored(dialect: Dialect, format: str, shape: tuple[int, ...]) -> tuple[_Ten
 
 
 def _destination(item: Item) -> str:
-    """The stack an item goes into, else the item itself."""
+    """The stack of an item, or the item's own name."""
     if isinstance(item, Copy) or item.stack is None:
         return item.name
     return item.stack.tensor
 
 
 def _claim(name: str, source: str, writers: dict[str, str]) -> None:
-    """Refuse a source that already holds a name we would write."""
+    """Check that no two items would write the same name."""
     other = writers.setdefault(name, source)
     if other != source:
         raise CheckpointError(
-            f"{source}: would be written as {name}, and so would {other}; the source holds a "
-            "quantization's tensors beside the weights. Remove them, or fetch the plain release"
+            f"{source}: would be written as {name}, and so would {other}; the source has both "
+            "plain and quantized tensors of a weight. Remove one kind, or fetch the plain release"
         )
 
 
@@ -150,7 +150,7 @@ def _shard(
 
 
 def _piece(stack: Stack, suffix: str, whole: TensorSlot) -> TensorSlot:
-    """The part of a stack's slot that one expert fills."""
+    """The part of a stack's slot for one expert."""
     size_bytes = whole.size_bytes // stack.experts
     return TensorSlot(
         name=stack.piece(suffix),

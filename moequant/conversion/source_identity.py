@@ -1,8 +1,8 @@
-"""Whether a source is still the one a conversion was made from.
+"""Detect whether a source has changed.
 
-Headers alone do not say: a second fine-tune of a model has the same. From the beginning of a
-conversion to its end, in whichever runs, sizes and modification times do; for a finished output,
-which may have travelled, a sample of the contents. Digests of all contents are for whoever asks.
+Headers are not enough, because two fine-tunes of a model have the same. During a conversion, also
+over several runs, sizes and modification times are compared; for a finished output, which may have
+been copied, a sample of the contents. Digests of all contents are optional.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _HEX_SHA256 = re.compile("[0-9a-f]{64}")
 def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, list[int]]:
     """Size and modification time (ns) of every file that a conversion reads.
 
-    Of weights and config.json it is that of the moment the checkpoint was opened.
+    For weights and config.json, it is the state when the checkpoint was opened.
 
     Raises:
-        CheckpointError: a file is gone.
+        CheckpointError: a file is missing.
     """
     assert checkpoint.config_file is not None, "of a checkpoint that was opened"
     files = {**checkpoint.weight_files(), CONFIG_FILE: checkpoint.config_file}
@@ -46,30 +46,30 @@ def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, 
 
 
 def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
-    """Refuse a source of which a file is not as it was when the conversion began.
+    """Check that no file of the source has changed since the conversion began.
 
     Args:
         checkpoint: the source.
-        before: its `source_state` then.
+        before: its `source_state` at the beginning.
 
     Raises:
-        CheckpointError: names the file.
+        CheckpointError: a file has changed.
     """
     for file, state in before.items():
         found = FixedFile.at(checkpoint.path / file)
         if [found.size_bytes, found.mtime_ns] != state:
             raise CheckpointError(
                 f"{checkpoint.path / file}: changed while it was converted ({state[0]} bytes "
-                f"before, {found.size_bytes} now); nothing was put in place. Wait until nothing "
+                f"before, {found.size_bytes} now); the output was not changed. Wait until nothing "
                 "writes to it, then start over with --overwrite"
             )
 
 
 def source_digests(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, Any]:
-    """What moequant.json records of the source's contents.
+    """The digests of the source's contents for moequant.json.
 
-    The weights' digest is over the first and the last 4 KiB of every tensor: enough to tell two
-    models apart, and read in a second for the largest.
+    The weights' digest covers the first and the last 4 KiB of every tensor, which distinguishes
+    models and takes about a second for the largest.
 
     Raises:
         CheckpointError: the source cannot be read, or changed since it was opened.
@@ -90,10 +90,7 @@ def _sample(checkpoint: Checkpoint) -> str:
 
 
 def _sampled(infos: Iterable[TensorInfo]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Both ends of every tensor: a file, and ranges to be read at once, joined where they meet.
-
-    The last bytes of a tensor and the first of the next mostly do.
-    """
+    """Both ends of every tensor, as pairs of file and ranges; adjacent ranges are joined."""
     file = ""
     ranges: list[tuple[int, int]] = []
     for info in infos:
@@ -112,12 +109,12 @@ def _sampled(infos: Iterable[TensorInfo]) -> Iterator[tuple[str, list[tuple[int,
 def content_digests(
     checkpoint: Checkpoint, workers: int, progress: Progress
 ) -> dict[str, dict[str, str]]:
-    """SHA-256 of every weight file, whole: what `--hash-source` adds to moequant.json.
+    """SHA-256 of every weight file, which `--hash-source` adds to moequant.json.
 
-    The hub's cache names a blob by this digest; one of another content is damaged.
+    The hub's cache names a blob by this digest, so that a damaged one is detected.
 
     Raises:
-        CheckpointError: a file cannot be read, changed, or is not what the hub's cache calls it.
+        CheckpointError: a file cannot be read, has changed, or does not match its blob's name.
     """
     files = checkpoint.weight_files()
     progress.start("hashing the source", sum(file.size_bytes for file in files.values()))

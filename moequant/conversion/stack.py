@@ -1,4 +1,4 @@
-"""Tensors that hold all experts of a layer: how one expert lies in them."""
+"""Tensors that stack all experts of a layer, and the position of one expert in them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Where weights go that are written into tensors with all experts of a layer.
+    """The stack that an expert's weights are written to.
 
     Attributes:
-        tensor: name of what holds them, without the dialect's suffixes.
-        expert: which of them this is.
-        experts: how many there are.
-        interleaved: whether the rows of gate and up take turns.
-        transposed: whether [K, N] lies there.
-        flat: whether experts lie one below the other, with no dimension of their own.
+        tensor: name of the stack, without the dialect's suffixes.
+        expert: index of the expert.
+        experts: number of experts.
+        interleaved: whether the rows of gate and up are interleaved.
+        transposed: whether it is stored as [K, N].
+        flat: whether experts have no dimension of their own: [E * N, K].
     """
 
     tensor: str
@@ -34,30 +34,30 @@ class Stack:
     flat: bool = False
 
     def name(self, suffix: str) -> str:
-        """Name of the tensor on disk that holds parts called `suffix`; plain weights alone."""
+        """Name of the tensor on disk for parts called `suffix`."""
         return self.tensor if suffix == "weight" else f"{self.tensor}_{suffix}"
 
     def piece(self, suffix: str) -> str:
-        """What this expert's part of that tensor is called while it is written."""
+        """Name of this expert's part of that tensor during writing."""
         return f"{self.name(suffix)}[{self.expert}]"
 
     def shape(self, of_one: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a tensor that holds as much of every expert, each `of_one`."""
+        """Shape of a stack in which each expert has the shape `of_one`."""
         if self.flat:
             return (self.experts * of_one[0], *of_one[1:])
         return (self.experts, *of_one)
 
     def joined_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Of what `join` makes of parts of these shapes."""
+        """Shape of the result of `join` for parts of these shapes."""
         rows, *rest = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         return (*reversed(rest), rows) if self.transposed else (rows, *rest)
 
     def shape_of_one(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What of such a tensor one expert has."""
+        """Shape of one expert in a stack of this shape."""
         return (shape[0] // self.experts, *shape[1:]) if self.flat else shape[1:]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Gate's and up's parts, or down's alone, as they lie in the stack."""
+        """Join the parts of gate and up, or of down, in the order of the stack."""
         if len(parts) == 1:
             joined = parts[0]
         elif self.interleaved:

@@ -1,4 +1,4 @@
-"""Which weights are written into tensors that hold all experts of a layer, and where."""
+"""Which weights are written to stacks, and where."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def stack_of(name: str, model: Model) -> Stack | None:
-    """Where a weight goes in a dialect that stacks experts; None for what is no expert."""
+    """The position of a weight in a dialect that stacks experts; None if it is not an expert's."""
     role, stacked = model.roles[name], model.architecture.stacked
     if role.role != ROUTED_EXPERTS:
         return None
-    assert stacked is not None, "the table gives such a dialect only to those that stack"
+    assert stacked is not None, "the table allows such a dialect only with `stacked`"
     assert role.layer is not None, name
     assert role.expert is not None, name
     assert role.projection is not None, name
@@ -58,7 +58,7 @@ def dequantizing_units(
 
 
 def _plain_stack(info: EncodedInfo, model: Model, *, stacked: bool) -> Stack | None:
-    """Where the plain form has a weight in a stack; None where it goes on its own."""
+    """The position of a weight in a stack of the BF16 release; None if it is separate."""
     role, table = model.roles[info.name], model.architecture.stacked
     in_stack = next(iter(info.places.values())).expert is not None
     if table is None or role.role != ROUTED_EXPERTS or not (stacked or in_stack):

@@ -46,7 +46,7 @@ def unchanged_weights(
 
 
 def _is_ours(info: EncodedInfo, dialect: Dialect, format_of: Callable[[str], str | None]) -> bool:
-    """Whether it lies as the dialect would write it, and its layer computes as the dialect says."""
+    """Whether the dialect would write the same tensors, and describe the same computation."""
     try:
         described = format_of(info.module)
     except UnsupportedError:

@@ -1,4 +1,4 @@
-"""The units of work: weights that are converted together, and tensors that are copied."""
+"""The items of work: units of weights that are converted together, and tensors to copy."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ class Weight:
 
     @property
     def stored_format(self) -> str | None:
-        """The format it is stored in; None where it is plain."""
+        """The format it is stored in; None if it is plain."""
         return self.info.format if isinstance(self.info, EncodedInfo) else None
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of what it is decoded to; 0 where it is plain."""
+        """Size of the decoded weight; 0 if it is plain."""
         N, K = self.info.shape
         return N * K * DTYPES[self.info.dtype].itemsize if self.stored_format else 0
 
     def check_dtype(self) -> None:
-        """Refuse a source that is not plain floating point.
+        """Check that a plain weight is BF16, FP16 or FP32.
 
         Raises:
-            UnsupportedError: names the weight and its dtype.
+            UnsupportedError: it has another dtype.
         """
         if DTYPES.get(self.info.dtype) not in SOURCE_DTYPES:
             raise UnsupportedError(
-                f"{self.info.name}: stored as {self.info.dtype}, but conversion starts from BF16, "
-                "F16 or F32; take the unquantized release of this model"
+                f"{self.info.name}: stored as {self.info.dtype}, but must be BF16, F16 or F32; use "
+                "the unquantized release of this model"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """The smallest piece of work: weights that engines fuse, converted together.
+    """Weights that are converted together: a fused set, or a single weight.
 
     An expert's gate and up are one unit, its down another.
 
     Attributes:
         weights: in natural order of names.
-        format: name of the format they get.
-        options: every option of it with its value.
-        stack: where its tensors go, if not into files on their own.
-        recode: whether weights stored in a quantized form are written without a change of any
-            number where that can be; options then have no part in it.
+        format: name of the format to convert to.
+        options: every option of the format with its value.
+        stack: the stack to write to; None for separate tensors.
+        lossless: whether quantized weights are requantized without loss where possible; options
+            then do not apply.
     """
 
     weights: tuple[Weight, ...]
@@ -82,12 +82,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Its first tensor's name."""
+        """Name of its first weight."""
         return self.weights[0].info.name
 
     @property
     def is_plain(self) -> bool:
-        """Whether quantized weights are dequantized, rather than weights quantized."""
+        """Whether the unit is dequantized, not quantized."""
         return get_format(self.format).is_plain
 
     @property
@@ -112,7 +112,7 @@ class Unit:
         )
 
     def first_tensor(self, dialect: Dialect) -> str:
-        """Name of the first tensor it makes, or of its part of one."""
+        """Name of its first output tensor, or of its part of a stack."""
         suffix = dialect.encoding(self.format).suffixes[0]
         return self.stack.piece(suffix) if self.stack else f"{self.weights[0].module}.{suffix}"
 
@@ -126,11 +126,11 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A tensor that comes along bit for bit.
+    """A tensor that is copied bit for bit.
 
     Attributes:
-        info: what its header says.
-        is_bias: whether it holds biases of experts that are converted, and so no NaN nor Inf.
+        info: its header entry.
+        is_bias: whether it has biases of converted experts, and must not have NaN or Inf.
     """
 
     info: TensorInfo
@@ -153,7 +153,7 @@ Item = Unit | Copy
 
 @lru_cache(maxsize=1 << 10)
 def _quantized_bytes(format: str, shape: tuple[int, int]) -> int:
-    """Of a weight [N, K]; kept, for nearly all weights of a model have the same few shapes."""
+    """Size of a weight [N, K]; cached, because the weights of a model have few shapes."""
     wanted = get_format(format)
     specs = wanted.specs(shape)
     return (
@@ -162,7 +162,7 @@ def _quantized_bytes(format: str, shape: tuple[int, int]) -> int:
 
 
 def quantizer_jobs(items: Iterable[Item]) -> list[Job]:
-    """What a quantizer will be asked for, each once; of items that none refuses."""
+    """The distinct jobs for a quantizer, of items without refusals."""
     kinds = {
         (item.format, tuple(sorted(item.options.items())), weight.stored_format, weight.info.dtype)
         for item in items

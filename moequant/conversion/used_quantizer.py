@@ -1,4 +1,4 @@
-"""Which quantizer made a shard, as journal, moequant.json and report say it."""
+"""Which quantizer was used for a shard, for journal, moequant.json and report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UsedQuantizer:
-    """What quantized the weights of a shard, or dequantized them.
+    """The quantizer that quantized or dequantized the weights of a shard.
 
     Attributes:
-        name: of the quantizer.
-        reason: why it was not the fastest; None if it was.
-        host: the machine of a cluster; None for the one that began the conversion.
+        name: name of the quantizer.
+        reason: why it is not the fastest one; None if it is.
+        host: the machine of a cluster; None for the one that started the conversion.
     """
 
     name: str
@@ -25,7 +25,7 @@ class UsedQuantizer:
 
     @classmethod
     def from_json(cls, entry: object) -> UsedQuantizer | None:
-        """What `asdict` made; None for what it never makes."""
+        """Inverse of `asdict`; None for invalid input."""
         if not isinstance(entry, dict) or entry.keys() != {"name", "reason", "host"}:
             return None
         if not isinstance(entry["name"], str):
@@ -37,13 +37,13 @@ class UsedQuantizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one quantizer, for one reason, did of a conversion.
+    """The shards of a conversion that one quantizer made.
 
     Attributes:
-        name: of the quantizer.
-        reason: why it was not the fastest; None if it was.
-        shards: names of the files it made, in order.
-        hosts: machines of a cluster on which it did, sorted; none for the one that began it.
+        name: name of the quantizer.
+        reason: why it is not the fastest one; None if it is.
+        shards: names of the files, in order.
+        hosts: machines of a cluster, sorted; empty for the one that started the conversion.
     """
 
     name: str
@@ -52,15 +52,15 @@ class Share:
     hosts: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
-        """As moequant.json has it, which speaks of no machine."""
+        """The entry of moequant.json, which does not name machines."""
         return {"name": self.name, "reason": self.reason, "shards": list(self.shards)}
 
 
 def shares(quantizers: Mapping[str, UsedQuantizer | None]) -> list[Share]:
-    """Which quantizer made which shards.
+    """The shards by quantizer.
 
     Args:
-        quantizers: by name of the shard, in order; None for a shard that was only copied.
+        quantizers: quantizer by name of the shard, in order; None for a shard of copies only.
     """
     files: dict[tuple[str, str | None], list[str]] = {}
     hosts: dict[tuple[str, str | None], set[str]] = {}

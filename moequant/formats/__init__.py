@@ -35,10 +35,10 @@ from moequant.formats.fp8_block import Fp8Block
 from moequant.formats.fp8_channel import Fp8Channel
 from moequant.formats.fp8_tensor import Fp8Tensor
 from moequant.formats.int4 import Int4
+from moequant.formats.lossless import requantize_losslessly
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.plain import Bf16, Fp16, Fp32, plain_weight
-from moequant.formats.recode import recode
 from moequant.formats.squares import TILE_ROWS, sum_of_squares
 from moequant.formats.tiles import dequantize_into as _dequantize_into
 from moequant.formats.tiles import row_tiles as _row_tiles
@@ -188,7 +188,7 @@ __all__ = [
     "get_format",
     "plain_weight",
     "quantize",
-    "recode",
+    "requantize_losslessly",
     "row_tiles",
     "scale_block",
     "signal_and_noise",

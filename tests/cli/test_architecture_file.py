@@ -99,7 +99,7 @@ def test_with_it_the_source_is_converted(run, unknown, file, tmp_path):
     (tmp_path / "other.toml").write_text(FILE.replace('"mine"', '"other"'))
     other = run(*command[:-1], tmp_path / "other.toml")
     assert other.exit_code == 1
-    assert "not this conversion of this source" in other.stderr
+    assert "not empty; holds" in other.stderr
 
 
 def test_what_is_converted_needs_no_file_again(run, unknown, converted):

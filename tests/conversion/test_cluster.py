@@ -262,7 +262,7 @@ print(json.dumps(said))
 @pytest.mark.usefixtures("_cluster")
 def test_a_task_that_no_machine_holds_and_a_second_cluster_are_refused(source, tmp_path):
     too_large, second = end(start(source, tmp_path / "out", TOO_MANY))
-    assert "3 workers a task, but no machine of the cluster has more than 2 CPUs" in too_large
+    assert "3 workers per task, but no machine of the cluster has more than 2 CPUs" in too_large
     assert "executor ray:127.0.0.1:1: this process has joined a cluster already" in second
 
 
@@ -396,7 +396,7 @@ def test_this_process_is_the_default():
 
 @pytest.mark.parametrize("text", ["", "rays", "ray:", "local:1", "slurm"])
 def test_another_executor_is_refused(text):
-    with pytest.raises(MoequantError, match=r"executor .* local, ray or ray:ADDRESS is wanted"):
+    with pytest.raises(MoequantError, match=r"executor .* must be local, ray or ray:ADDRESS"):
         choose_executor(text)
 
 

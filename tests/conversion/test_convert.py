@@ -173,7 +173,7 @@ def test_other_settings_into_the_same_folder_are_refused_and_overwrite_replaces(
 
 def test_a_refused_output_is_said_to_hold_what_it_holds(source, tmp_path):
     out = convert(source, tmp_path / "out", format="mxfp4", max_shard_size=SHARDS).output
-    with pytest.raises(MoequantError, match="but one into mxfp4, of other settings"):
+    with pytest.raises(MoequantError, match="holds a conversion into mxfp4 with other settings"):
         convert(source, out, format="nvfp4")
     shard = min(out.glob("*.safetensors"))
     size = shard.stat().st_size
@@ -273,7 +273,9 @@ def test_an_output_that_is_a_loop_of_links_is_named(source, tmp_path):
 
 def test_a_link_that_leads_nowhere_is_no_output(source, tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "absent")
-    with pytest.raises(MoequantError, match=r"out: a link to .*absent, where nothing is; make"):
+    with pytest.raises(
+        MoequantError, match=r"out: a link to .*absent, which does not exist; create"
+    ):
         convert(source, tmp_path / "out", format="nvfp4")
 
 
@@ -302,7 +304,7 @@ def test_what_is_refused_for_lack_of_room_leaves_the_old_output_finished(
     out = convert(source, tmp_path / "out", format="mxfp4").output
     free = SimpleNamespace(free=1000)
     monkeypatch.setattr("moequant.conversion.output_directory.shutil.disk_usage", lambda path: free)
-    with pytest.raises(MoequantError, match=r"1,000 bytes free, but .* are still to be written"):
+    with pytest.raises(MoequantError, match=r"1,000 bytes free, but .* are needed"):
         convert(source, out, format="nvfp4", overwrite=True)
     assert not check_integrity(out).problems
     assert convert(source, out, format="mxfp4").state == "already converted"
@@ -631,7 +633,7 @@ def test_another_source_of_the_same_shapes_is_not_already_converted(
     else:
         other = own_source
         (other / changed).write_text((other / changed).read_text().replace("}", " }", 1))
-    with pytest.raises(MoequantError, match="not this conversion of this source"):
+    with pytest.raises(MoequantError, match=r"holds .*; choose another directory"):
         convert(other, out, format="mxfp4")
     assert snapshot(out) == before
 
@@ -677,7 +679,7 @@ def test_a_dry_run_says_that_the_output_cannot_be_read(source, tmp_path, monkeyp
 def test_a_record_that_is_not_ours_is_not_believed(source, tmp_path, text):
     out = convert(source, tmp_path / "out", format="mxfp4").output
     (out / "moequant.json").write_text(text)
-    with pytest.raises(MoequantError, match="not this conversion"):
+    with pytest.raises(MoequantError, match="not empty; holds"):
         convert(source, out, format="mxfp4")
 
 

@@ -228,8 +228,8 @@ def test_attention_projections_that_engines_merge_are_one_unit():
         ),
         ((Rule(match=r".*experts\.0\..*", format="mxfp4"),), "must share a format"),
         ((Rule(match=r".*experts\.\d+\.gate_proj.*", format="mxfp4"),), "must share a format"),
-        ((Rule(match=r".*shared_expert\.up_proj.*", format="mxfp4"),), "merged by engines"),
-        ((Rule(match=r".*q_proj.*", format="mxfp4"),), "merged by engines"),
+        ((Rule(match=r".*shared_expert\.up_proj.*", format="mxfp4"),), "engines merge"),
+        ((Rule(match=r".*q_proj.*", format="mxfp4"),), "engines merge"),
     ],
 )
 def test_a_recipe_that_splits_what_belongs_together_is_refused(rules, message):
@@ -370,7 +370,7 @@ def test_every_kind_of_job_is_named_once():
 def test_a_dialect_that_will_not_do_is_answered_by_those_that_carry_the_format(
     format, named, not_named
 ):
-    with pytest.raises(UnsupportedError, match="gpt-oss is not for qwen2_moe") as refused:
+    with pytest.raises(UnsupportedError, match="gpt-oss does not support qwen2_moe") as refused:
         plan(format, dialect="gpt-oss")
     _, choice = str(refused.value).split("Choose ")
     assert named in choice

@@ -63,7 +63,7 @@ def test_every_command_says_that_it_is_unfinished_and_what_to_do(
     result = CliRunner().invoke(cli, [str(places.get(word, word)) for word in command])
     assert result.exit_code == 3, result.output
     assert result.stderr.startswith(f"Error: {interrupted}: an unfinished conversion, ")
-    assert "the same moequant convert command again finishes it" in result.stderr
+    assert "run the same moequant convert command again to finish it" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 

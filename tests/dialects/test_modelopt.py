@@ -227,7 +227,7 @@ def test_all_zeros_with_a_global_scale_of_zero_become_a_scale_that_has_a_recipro
     tensors = MODELOPT.to_disk("m", zero) | {"m.weight_scale_2": torch.tensor(0.0)}
     q = MODELOPT.from_disk("m", "nvfp4", tensors)
     assert torch.equal(dequantize(q), torch.zeros(128, 128))
-    assert moequant.formats.recode([q, q], "nvfp4") is None
+    assert moequant.formats.requantize_losslessly([q, q], "nvfp4") is None
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])

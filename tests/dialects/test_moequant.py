@@ -40,7 +40,7 @@ def test_formats_may_differ_from_layer_to_layer():
         ({"schema_version": None}, "schema_version is None"),
         (
             {"targets": {"int3": ["re:.*"]}},
-            "targets says 'int3', but this version of moequant reads only fp8_blo",
+            "targets has 'int3', but this version of moequant reads only fp8_blo",
         ),
     ],
 )

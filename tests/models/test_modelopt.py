@@ -19,7 +19,7 @@ def test_no_architecture_has_a_name_by_which_engines_would_leave_out_a_converted
     recipe = {"rules": [{"roles": roles, "format": "nvfp4"}], "output": {"dialect": "modelopt"}}
     recipe = Recipe.model_validate(recipe)
     if checkpoint.config["model_type"] in ("gpt_oss", "dbrx"):
-        with pytest.raises(UnsupportedError, match="modelopt is not for"):
+        with pytest.raises(UnsupportedError, match="modelopt does not support"):
             plan_checkpoint(checkpoint, recipe)
         return
     plan = plan_checkpoint(checkpoint, recipe)

@@ -433,7 +433,7 @@ def test_bf16_of_a_plain_source_is_refused(make_checkpoint, tmp_path):
 
 
 def test_bf16_has_no_dialect(make_fp8, tmp_path):
-    with pytest.raises(RecipeError, match="leave it out"):
+    with pytest.raises(RecipeError, match="remove the dialect"):
         convert(make_fp8("qwen3_moe").path, tmp_path / "out", format="bf16", dialect="fp8")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moequant.formats import QuantizedWeight, dequantize, quantize, recode
+from moequant.formats import QuantizedWeight, dequantize, quantize, requantize_losslessly
 
 
 def mxfp4(exponents, codes=None):
@@ -30,17 +30,17 @@ def raw(tensor):
 @pytest.mark.parametrize("lowest", [-127, -126, -100, 0, 90, 110])
 def test_mxfp4_up_to_17_apart_is_nvfp4_number_for_number(lowest):
     weights = [mxfp4([lowest, lowest + 17]), mxfp4([lowest + 3, lowest + 9])]
-    recoded = recode(weights, "nvfp4")
-    for before, after in zip(weights, recoded, strict=True):
+    lossless = requantize_losslessly(weights, "nvfp4")
+    for before, after in zip(weights, lossless, strict=True):
         # Bytes, for a zero keeps its sign.
         assert torch.equal(raw(dequantize(after)), raw(dequantize(before)))
         assert torch.equal(after.qdata, before.qdata)
-    assert torch.equal(recoded[0].global_scale, recoded[1].global_scale)
+    assert torch.equal(lossless[0].global_scale, lossless[1].global_scale)
 
 
 def test_mxfp4_18_apart_is_not():
-    assert recode([mxfp4([-9, 9])], "nvfp4") is None
-    assert recode([mxfp4([-9]), mxfp4([9])], "nvfp4") is None
+    assert requantize_losslessly([mxfp4([-9, 9])], "nvfp4") is None
+    assert requantize_losslessly([mxfp4([-9]), mxfp4([9])], "nvfp4") is None
 
 
 def test_groups_of_zeros_have_no_exponent():
@@ -48,29 +48,29 @@ def test_groups_of_zeros_have_no_exponent():
     codes[0, 16:] = 0x25
     codes[0, :2] = 0x88
     before = mxfp4([120, -20], codes)
-    (after,) = recode([before], "nvfp4")
+    (after,) = requantize_losslessly([before], "nvfp4")
     assert torch.equal(raw(dequantize(after)), raw(dequantize(before)))
     nothing = mxfp4([5], torch.zeros((1, 16), dtype=torch.uint8))
-    (after,) = recode([nothing], "nvfp4")
+    (after,) = requantize_losslessly([nothing], "nvfp4")
     assert after.global_scale == 1
     assert not dequantize(after).any()
 
 
 def test_a_scale_that_is_nan_is_not_hidden():
     nan = mxfp4([0, 128], torch.zeros((1, 32), dtype=torch.uint8))
-    assert recode([nan], "nvfp4") is None
+    assert requantize_losslessly([nan], "nvfp4") is None
 
 
-def test_only_weights_of_one_format_are_recoded():
+def test_only_weights_of_one_format_are_requantized_losslessly():
     w = torch.randn(128, 128)
-    assert recode([quantize(w, "mxfp4"), quantize(w, "nvfp4")], "nvfp4") is None
-    assert recode([quantize(w, "fp8_block")], "mxfp4") is None
+    assert requantize_losslessly([quantize(w, "mxfp4"), quantize(w, "nvfp4")], "nvfp4") is None
+    assert requantize_losslessly([quantize(w, "fp8_block")], "mxfp4") is None
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "w4a8"])
 def test_a_format_holds_itself(format):
     q = quantize(torch.randn(128, 128), format)
-    assert recode([q], format) == [q]
+    assert requantize_losslessly([q], format) == [q]
 
 
 def test_another_global_scale_moves_block_scales_or_is_refused():
@@ -82,7 +82,7 @@ def test_another_global_scale_moves_block_scales_or_is_refused():
         global_scale=q.global_scale * 2,
         shape=q.shape,
     )
-    one, other = recode([q, twice], "nvfp4")
+    one, other = requantize_losslessly([q, twice], "nvfp4")
     assert torch.equal(one.global_scale, other.global_scale)
     assert torch.equal(dequantize(one), dequantize(q))
     assert torch.equal(dequantize(other), dequantize(twice))
@@ -93,4 +93,4 @@ def test_another_global_scale_moves_block_scales_or_is_refused():
         global_scale=q.global_scale * 2.0**20,
         shape=q.shape,
     )
-    assert recode([q, far], "nvfp4") is None
+    assert requantize_losslessly([q, far], "nvfp4") is None

@@ -37,7 +37,9 @@ _MAGNITUDES = 0x7777777777777777
 """The bits of 16 packed E2M1 codes without their signs."""
 
 
-def recode(weights: Sequence[QuantizedWeight], format: str) -> list[QuantizedWeight] | None:
+def requantize_losslessly(
+    weights: Sequence[QuantizedWeight], format: str
+) -> list[QuantizedWeight] | None:
     """Requantize the weights of a fused set to the format called `format` without any error.
 
     Args:
