@@ -53,7 +53,7 @@ def plan_digest(
     if source.dialect is not None:
         # How the source is decoded, and which units may be requantized without loss.
         decided["source_quantization"] = source.quantization_config
-        decided["recode"] = [unit.lossless for unit in units]
+        decided["lossless"] = [unit.lossless for unit in units]
     return _sha256_of_json(decided)
 
 
