@@ -317,7 +317,7 @@ def test_hostile_class_names_do_no_harm(classes):
 
 
 def test_an_unknown_dialect_or_one_that_lacks_the_format_is_refused():
-    with pytest.raises(RecipeError, match="no dialect"):
+    with pytest.raises(RecipeError, match="unknown dialect"):
         plan(dialect="gguf")
     assert plan("nvfp4", dialect="fp8").refusals
 

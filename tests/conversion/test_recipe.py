@@ -111,11 +111,11 @@ def test_match_is_over_the_whole_name():
         ),
         (
             "[[rules]]\nroles = ['attention']\nformat = 'keep'\noptions = { sale = 'exact' }",
-            r"options 'sale', but keep takes none",
+            r"options 'sale', but keep has none",
         ),
         (
             "[[rules]]\nroles = ['attention']\nformat = 'bf16'\noptions = { sale = 'exact' }",
-            r"options 'sale', but bf16 takes none",
+            r"options 'sale', but bf16 has none",
         ),
     ],
 )
