@@ -1,7 +1,7 @@
 """Read and quantize one unit of work, and name its tensors as the dialect does.
 
 A weight of the source may be quantized itself. What its format and the wanted one both hold is
-written without a change of any number (`moequant.formats.recode`); all else is dequantized to
+written without a change of any number (`moequant.formats.lossless`); all else is dequantized to
 float32, which rounds nothing but scales that are no powers of two, and quantized from that.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion.error_limit import check_underflow
 from moequant.conversion.requantization_error import RequantizationError
-from moequant.formats import QuantizedWeight, get_format, plain_weight, recode
+from moequant.formats import QuantizedWeight, get_format, plain_weight, requantize_losslessly
 from moequant.formats.base import check_values
 from moequant.storage.buffers import Arena
 from moequant.weights.encoded import EncodedInfo
@@ -66,9 +66,9 @@ def convert_unit(
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
-    recoded = _recode(weights, unit)
-    quantized = recoded or _quantize(weights, unit, quantizer, arena, results)
-    if recoded is None and not unit.is_plain:
+    lossless = _requantize_losslessly(weights, unit)
+    quantized = lossless or _quantize(weights, unit, quantizer, arena, results)
+    if lossless is None and not unit.is_plain:
         names = [weight.info.name for weight in unit.weights]
         check_underflow(
             unit.format, names, weights=weights, quantized=quantized, quantizer=quantizer
@@ -77,7 +77,7 @@ def convert_unit(
     tensors = _encode(quantized, unit, dialect, consume=True)
     if unit.stack is None:
         return Converted(
-            tensors=tensors, requantization_errors=errors, as_stored=recoded is not None
+            tensors=tensors, requantization_errors=errors, as_stored=lossless is not None
         )
     stacked = {
         unit.stack.piece(suffix): unit.stack.join(
@@ -88,7 +88,9 @@ def convert_unit(
     return Converted(tensors=stacked, requantization_errors=errors, joined=True)
 
 
-def _recode(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight] | None:
+def _requantize_losslessly(
+    weights: Sequence[StoredWeight], unit: Unit
+) -> list[QuantizedWeight] | None:
     """The weights of a unit, requantized without loss; None if that is impossible.
 
     NaN is not detected, and stays NaN.
@@ -96,7 +98,7 @@ def _recode(weights: Sequence[StoredWeight], unit: Unit) -> list[QuantizedWeight
     stored = [w for w in weights if isinstance(w, QuantizedWeight)]
     if not unit.lossless or len(stored) < len(weights):
         return None
-    return recode(stored, unit.format)
+    return requantize_losslessly(stored, unit.format)
 
 
 def convert_again(
@@ -114,10 +116,10 @@ def convert_again(
     Raises:
         NonFiniteError: a weight has NaN or Inf.
     """
-    recoded = _recode(weights, unit)
-    quantized = recoded or _quantize(weights, unit, quantizer, arena, Arena())
+    lossless = _requantize_losslessly(weights, unit)
+    quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena())
     # After a lossless requantization, results may share memory with `weights`, which stay in use.
-    return _encode(quantized, unit, dialect, consume=recoded is None)
+    return _encode(quantized, unit, dialect, consume=lossless is None)
 
 
 def _quantize(
