@@ -305,7 +305,8 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     files = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
     wanted |= {"moequant/dialects/engines.toml"}
-    wanted |= {"moequant/kernels/fp8_block/grouped_gemm.cu"}
+    sources = [p for kind in ("cu", "cuh") for p in (ROOT / "kernels").rglob(f"*.{kind}")]
+    wanted |= {f"moequant/{p.relative_to(ROOT).as_posix()}" for p in sources}
     wanted |= {f"moequant/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.toml")}
     tunings = (ROOT / "kernels" / "fp8_block" / "tunings").glob("*.json")
     wanted |= {f"moequant/kernels/fp8_block/tunings/{p.name}" for p in tunings}

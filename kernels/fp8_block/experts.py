@@ -21,11 +21,7 @@ from moequant.act_fn import SILU, ActFn
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.fp8_block.copy_rows import copy_rows
-from moequant.kernels.fp8_block.grouped_gemm import (
-    ROUTED_SLOTS,
-    GemmConfig,
-    GroupedGemm,
-)
+from moequant.kernels.fp8_block.grouped_gemm import GemmConfig, GroupedGemm
 from moequant.kernels.fp8_block.quantize_permute import (
     BESIDE_SLOTS,
     prepare,
@@ -41,6 +37,7 @@ from moequant.kernels.routing import (
     max_rows,
     sort_routing,
 )
+from moequant.kernels.sm90.arguments import ROUTED_SLOTS
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 _PLANS_KEPT = 64

@@ -26,11 +26,7 @@
 // expert), W_SCALE_ROWS, EARLY (weights do not wait for the kernel in front), ROUTED (the tiles are made here,
 // from the ids).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-struct alignas(64) TensorMap { u64 words[16]; };
+#include "sm90/ptx.cuh"
 
 constexpr int THREADS = 384;
 constexpr int MATH_THREADS = 256;
@@ -63,109 +59,10 @@ constexpr int ROUTED_SLOTS = 32;
 static_assert(SPLIT == 1 || ROWS <= 32, "split sums do not fit");
 static_assert(EXTRA == 0 || ROWS == 128, "smaller tiles have no extra rows");
 
-__device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
-      "@done bra end;\nbra again;\nend:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-__device__ __forceinline__ void barrier_arrive_in(u32 there) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
-__device__ __forceinline__ void barrier_expect_in(u32 there, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(there), "r"(bytes) : "memory");
-}
-// Into another CTA, whose barrier counts the bytes: a release over the cluster would cost a fence of the
-// whole device's memory.
-__device__ __forceinline__ void store_in(u32 there, int x, u32 bar) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(there), "r"(x), "r"(bar) : "memory");
-}
-__device__ __forceinline__ void store_in(u32 there, const float* x, u32 bar) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-               ::"r"(there), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(bar) : "memory");
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void math_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-
-__device__ __forceinline__ void load_2d(u32 to, const TensorMap* map, int c0, int c1, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-      ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1) : "memory");
-}
-
-// 16 bytes, or 16 zeros if `bytes` is 0.
-__device__ __forceinline__ void copy_16(u32 to, const u8* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// An arrival once this thread's copies are there.
-__device__ __forceinline__ void copies_arrive(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
 // What threads copied is to be read by the tensor cores.
 __device__ __forceinline__ void see_copies() {
   if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// What is read once is first to leave L2: 7 % more bandwidth than without the hint.
-__device__ __forceinline__ void load_2d_streaming(u32 to, const TensorMap* map, int c0, int c1, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
-      ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull) : "memory");
-}
-
-// To both CTAs of a pair, at the same place, each with its own barrier.
-__device__ __forceinline__ void load_2d_pair(u32 to, const TensorMap* map, int c0, int c1, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-      ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "h"((u16)3) : "memory");
-}
-
-__device__ __forceinline__ void store_2d(const TensorMap* map, int c0, int c1, u32 from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\ncp.async.bulk.commit_group;"
-               ::"l"(map), "r"(from), "r"(c0), "r"(c1) : "memory");
-}
-template <int LEFT>
-__device__ __forceinline__ void await_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
-}
-__device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Four 8 x 8 matrices of 16 bits to rows of 16 bytes, whose addresses lanes 0 to 7, 8 to 15 .. name.
-__device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
-// Shared-memory matrix of 128-byte rows, 128-byte swizzle, K contiguous.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)(address >> 4 | 1 << 16) | (64ull << 32 | 1ull << 62);
-}
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-template <int ACC>
-__device__ __forceinline__ void pin(float (&d)[ACC]) {
-#pragma unroll
-  for (int i = 0; i < ACC; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 //WGMMA
 
@@ -176,85 +73,9 @@ __device__ __forceinline__ void multiply(float (&d)[ACC], u32 a, u32 b) {
   for (int k = 0; k < 4; ++k) wgmma(d, a_desc + 2 * k, b_desc + 2 * k, k > 0);
 }
 
-struct Unit { int expert, row, rows, n; bool alone, shared; };
+#include "sm90/schedule.cuh"
+#include "sm90/activation.cuh"
 
-#if PAIR == 1
-constexpr int UNITS_A_TILE = UNITS_N;
-__device__ __forceinline__ Unit unit_of(const int4* tiles, int u, int rank) {
-  const int q = u / UNITS_N;
-  int4 tile = tiles[q];
-  int n = u - q * UNITS_N;
-  const int count = tile.w >> 16;
-  if (count > 1) {  // the tiles of one expert share weights: run them side by side
-    const int first = tile.w & 0xFFFF, local = u - first * UNITS_N;
-    n = local / count;
-    tile = tiles[first + local - n * count];
-  }
-  return {tile.x, tile.y, tile.z, n, count == 1, false};
-}
-#else
-// Two tiles of an expert, one a CTA, share weights; of one that is left the CTAs have two units along n,
-// as of a short last one, which would make its partner wait.
-constexpr int UNITS_A_TILE = (UNITS_N + 1) / 2;
-__device__ __forceinline__ Unit unit_of(const int4* tiles, int u, int rank) {
-  int4 tile = tiles[u / UNITS_A_TILE];
-  const int first = tile.w & 0xFFFF, count = tile.w >> 16;
-  const int pairs = (count - (tiles[first + count - 1].z <= SWAP_ROWS)) / 2;
-  int local = u - first * UNITS_A_TILE;
-  if (local < pairs * UNITS_N) {
-    const int n = local / pairs;
-    tile = tiles[first + (local - n * pairs) * 2 + rank];
-    return {tile.x, tile.y, tile.z, n, count == 2, true};
-  }
-  local -= pairs * UNITS_N;
-  const int single = local / UNITS_A_TILE, n = (local - single * UNITS_A_TILE) * 2 + rank;
-  const bool real = n < UNITS_N && pairs * 2 + single < count;
-  tile = tiles[first + min(pairs * 2 + single, count - 1)];
-  return {tile.x, tile.y, real ? tile.z : 0, real ? n : 0, count == 1, false};
-}
-#endif
-
-struct ActParameters { float alpha, limit, beta, linear_beta; };  // linear_beta 0: up does not saturate
-// Comparisons rather than fminf and fmaxf, which lose NaN.
-__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
-__device__ __forceinline__ float at_least(float x, float limit) { return x < limit ? limit : x; }
-// The activation function: of `x`, times `up` where it is gated.
-__device__ __forceinline__ float activate(float x, float up, const ActParameters& p) {
-#if LIMITED
-#if ACT != 5  // which clamps the function of x
-  x = at_most(x, p.limit);
-#endif
-  up = at_least(at_most(up, p.limit), -p.limit);
-#endif
-#if ACT == 0  // silu
-  const float y = __fdividef(x, 1.f + __expf(-x));
-#elif ACT == 1  // gelu
-  const float y = 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
-#elif ACT == 2  // gelu_tanh: (1 + tanh(z)) / 2 is the sigmoid of 2 z
-  const float y = __fdividef(x, 1.f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
-#elif ACT == 3  // swigluoai
-  const float y = __fdividef(x, 1.f + __expf(-p.alpha * x));
-  up += p.beta;
-#elif ACT == 5  // swiglustep
-  const float y = at_most(__fdividef(x, 1.f + __expf(-x)), p.limit);
-#elif ACT == 6  // situ
-  const float y = p.beta * tanhf(__fdividef(x, p.beta)) * __fdividef(1.f, 1.f + __expf(-x));
-  if (p.linear_beta > 0.f) up = p.linear_beta * tanhf(__fdividef(up, p.linear_beta));
-#else  // relu2
-  const float positive = at_least(x, 0.f), y = positive * positive;
-#endif
-  return GATED ? y * up : y;
-}
-__device__ __forceinline__ u32 pack_bf16(float lo, float hi) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
-}
-__device__ __forceinline__ u16 pack_e4m3(float lo, float hi) {
-  u16 d;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
-  return d;
-}
 __device__ __forceinline__ float scale_of(float amax) {
   const float scale = __fdiv_rn(amax, 448.f);
   return scale == 0.f ? 1.f : scale;
@@ -279,69 +100,6 @@ __device__ __forceinline__ int loaded_rows(int n, int block) {
 }
 struct XMaps { TensorMap of[4]; };  // boxes of 8 or 16, 32, 64 and 128 rows
 __device__ __forceinline__ int map_of(int rows) { return rows <= 16 ? 0 : rows == 32 ? 1 : rows == 64 ? 2 : 3; }
-
-// A ring of stages as a reader sees it.
-struct Ring {
-  u32 stage = 0, parity = 0;
-  __device__ __forceinline__ void next() { if (++stage == STAGES) stage = 0, parity ^= 1; }
-};
-
-// The producer's units, two at a time, as the other warps see them: they would wait for `tiles`.
-struct Queue {
-  u32 base, turn = 0;
-  __device__ __forceinline__ explicit Queue(u32 smem) : base(smem + OFF_QUEUE) {}
-  __device__ __forceinline__ u32 slot() const { return turn & 1; }
-  __device__ __forceinline__ void push(const Unit& unit) {
-    barrier_wait(base + 48 + slot() * 8, (turn >> 1 & 1) ^ 1);
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};"
-                 ::"r"(base + slot() * 16), "r"(unit.expert), "r"(unit.row), "r"(unit.rows), "r"(unit.n) : "memory");
-    barrier_arrive(base + 32 + slot() * 8);
-    ++turn;
-  }
-  __device__ __forceinline__ Unit pop(int lane) {
-    barrier_wait(base + 32 + slot() * 8, turn >> 1 & 1);
-    Unit unit;
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(unit.expert), "=r"(unit.row), "=r"(unit.rows), "=r"(unit.n) : "r"(base + slot() * 16) : "memory");
-    __syncwarp();
-    if (lane == 0) barrier_arrive(base + 48 + slot() * 8);
-    ++turn;
-    unit.expert = __shfl_sync(~0u, unit.expert, 0), unit.row = __shfl_sync(~0u, unit.row, 0);
-    unit.rows = __shfl_sync(~0u, unit.rows, 0), unit.n = __shfl_sync(~0u, unit.n, 0);
-    return unit;
-  }
-};
-
-// The next unit of a pair, from the producer of its first CTA, who takes it, to that of the second.
-struct Choice {
-  u32 base, turn = 0;
-  __device__ __forceinline__ explicit Choice(u32 smem) : base(smem + OFF_CHOICE) {}
-  __device__ __forceinline__ u32 slot() const { return base + (turn & 1) * 8; }
-  __device__ __forceinline__ void send(int unit) {
-    barrier_wait(slot() + 32, (turn >> 1 & 1) ^ 1);
-    const u32 there = address_in(slot(), 1);
-    barrier_expect_in(there + 16, 4);
-    store_in(there, unit, there + 16);
-    ++turn;
-  }
-  __device__ __forceinline__ int receive() {
-    barrier_wait(slot() + 16, turn >> 1 & 1);
-    int unit;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(unit) : "r"(slot()) : "memory");
-    barrier_arrive_in(address_in(slot() + 32, 0));
-    ++turn;
-    return unit;
-  }
-};
-
-// A stage is free when the warps of every CTA it may be filled by have read it.
-__device__ __forceinline__ void release(u32 bar, int lane) {
-#if PAIR == 1
-  if (lane == 0) barrier_arrive(bar);
-#else
-  if (lane < 2) barrier_arrive_in(address_in(bar, lane));
-#endif
-}
 
 struct Output {
   u8* __restrict__ to;
@@ -720,42 +478,7 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
 
 #endif
 
-// The routing of at most ROUTED_SLOTS slots, as the first kernel of a call is given it.
-struct Routing {
-  const void* ids;
-  const void* expert_map;
-  int slots, experts, map_size;  // map_size < 0: ids are indices
-  int wide_ids, wide_map;        // int64
-};
-
-__device__ __forceinline__ int local_expert(const Routing& routing, int slot) {
-  auto at = [](const void* from, int wide, long long i) { return wide ? ((const long long*)from)[i] : (long long)((const int*)from)[i]; };
-  long long expert = slot < routing.slots ? at(routing.ids, routing.wide_ids, slot) : -1;
-  if (routing.map_size >= 0) expert = expert >= 0 && expert < routing.map_size ? at(routing.expert_map, routing.wide_map, expert) : -1;
-  return expert >= 0 && expert < routing.experts ? (int)expert : routing.experts;
-}
-
-// One warp makes the tiles that the sort in front makes, to have the weights come before that has ended.
-__device__ __forceinline__ void make_tiles(const Routing& routing, int4* tiles, int* count, int lane) {
-  const int expert = local_expert(routing, lane);
-  int row = 0, place = 0, rows = 0;
-  for (int other = 0; other < 32; ++other) {
-    const int of = __shfl_sync(~0u, expert, other);
-    row += of < expert || (of == expert && other < lane);
-    place += of == expert && other < lane;
-    rows += of == expert;
-  }
-  const bool begins = expert < routing.experts && place % ROWS == 0;
-  const u32 all = __ballot_sync(~0u, begins);
-  int index = 0;
-  for (int other = 0; other < 32; ++other) {
-    const int their_row = __shfl_sync(~0u, row, other);
-    index += (all >> other & 1) && their_row < row;
-  }
-  if (begins)
-    tiles[index] = make_int4(expert, row, min(rows - place, ROWS), (index - place / ROWS) | (rows + ROWS - 1) / ROWS << 16);
-  if (lane == 0) *count = __popc(all);
-}
+#include "sm90/routing.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_tail_map, const __grid_constant__ XMaps x_maps,

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from moequant.act_fn import SILU, ActFn
 from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubin, tensor_map
+from moequant.kernels.sm90.arguments import (
+    ACT_FNS,
+    ROUTED_SLOTS,
+    ActArguments,
+    RoutingArguments,
+    pointer,
+)
+from moequant.kernels.sm90.source import read_source, wgmma
 
 THREADS = 384
-ROUTED_SLOTS = 32
-"""Up to here, the first GEMM finds its tiles by itself."""
-
-ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglustep", "situ")
-"""Of a kernel's ACT."""
-
 _SHARED_LIMIT = 227 * 1024
 _SOURCE = Path(__file__).with_suffix(".cu")
 
@@ -126,25 +128,11 @@ class GemmConfig:
     def source(self) -> str:
         """C++ without the macros."""
         sizes = [n for n in (8, 16, 32, 64, 128) if n <= self.rows and (n > 8 or self.rows == 8)]
-        return _SOURCE.read_text().replace("//WGMMA", "".join(map(_wgmma, sizes)))
+        return read_source(_SOURCE).replace("//WGMMA", "".join(map(wgmma, sizes)))
 
     def compile(self) -> bytes:
         """Machine code."""
         return compile_cubin(self.source(), self.defines())
-
-
-def _wgmma(n: int) -> str:
-    """`wgmma(d, a, b, accumulate)` for m64, `n` columns and k32 of E4M3."""
-    count = n // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        f"__device__ __forceinline__ void wgmma(float (&d)[{count}], u64 a, u64 b, int on) {{\n"
-        f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
-        f'    "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, "\n'
-        f'    "%{count}, %{count + 1}, p, 1, 1;\\n}}" : {operands} : "l"(a), "l"(b), "r"(on));\n'
-        "}\n"
-    )
 
 
 @cache
@@ -164,27 +152,6 @@ def _clusters(config: GemmConfig, device: int) -> int:
     if config.cluster == 1:
         return torch.cuda.get_device_properties(device).multi_processor_count
     return _kernel(config, device).most_clusters()
-
-
-class _ActNumbers(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit", "beta", "linear_beta"))
-
-    @classmethod
-    def of(cls, act_fn: ActFn) -> _ActNumbers:
-        """The numbers of an activation function; 0 for those it does not have."""
-        return cls(act_fn.alpha, act_fn.limit or 0.0, act_fn.beta, act_fn.linear_beta or 0.0)
-
-
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        ("ids", ctypes.c_void_p),
-        ("expert_map", ctypes.c_void_p),
-        ("slots", ctypes.c_int),
-        ("experts", ctypes.c_int),
-        ("map_size", ctypes.c_int),
-        ("wide_ids", ctypes.c_int),
-        ("wide_map", ctypes.c_int),
-    )
 
 
 class GroupedGemm:
@@ -242,10 +209,7 @@ class GroupedGemm:
         boxes = [min(rows, config.rows) for rows in (16, 32, 64, 128)]
         x_map = {rows: tensor_map(bytes_of_x, box=(rows, 128)) for rows in set(boxes)}
         rows_of_weight = weight.view(torch.uint8).flatten(0, 1)
-        self._routing = _Routing(map_size=-1, experts=weight.shape[0])
-
-        def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-            return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+        self._routing = RoutingArguments(map_size=-1, experts=weight.shape[0])
 
         kernel = _kernel(config, index)
         units = tiles.shape[0] * -(-config.units_n // (1 + config.pair))
@@ -266,7 +230,7 @@ class GroupedGemm:
                 ctypes.c_int(strided.stride(0)),
                 pointer(units_taken),
                 pointer(bias),
-                _ActNumbers.of(act_fn),
+                ActArguments.of(act_fn),
                 self._routing,
                 pointer(x),
                 pointer(slot_of_row),
@@ -275,15 +239,7 @@ class GroupedGemm:
 
     def route(self, topk_ids: Tensor, expert_map: Tensor | None) -> None:
         """Where a routed kernel finds the ids of its next call, contiguous int32 or int64."""
-        routing = self._routing
-        routing.ids = topk_ids.data_ptr()
-        routing.slots = topk_ids.numel()
-        routing.wide_ids = int(topk_ids.dtype == torch.int64)
-        routing.map_size = -1
-        if expert_map is not None:
-            routing.expert_map = expert_map.data_ptr()
-            routing.map_size = expert_map.shape[0]
-            routing.wide_map = int(expert_map.dtype == torch.int64)
+        self._routing.route(topk_ids, expert_map)
 
     def __call__(self, stream: int) -> None:
         """Launch on a stream of CUDA's."""

@@ -1,0 +1,33 @@
+// The activation functions. ACT, LIMITED and GATED are macros.
+
+struct ActParameters { float alpha, limit, beta, linear_beta; };  // linear_beta 0: up does not saturate
+// Comparisons rather than fminf and fmaxf, which lose NaN.
+__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
+__device__ __forceinline__ float at_least(float x, float limit) { return x < limit ? limit : x; }
+// The activation function: of `x`, times `up` where it is gated.
+__device__ __forceinline__ float activate(float x, float up, const ActParameters& p) {
+#if LIMITED
+#if ACT != 5  // which clamps the function of x
+  x = at_most(x, p.limit);
+#endif
+  up = at_least(at_most(up, p.limit), -p.limit);
+#endif
+#if ACT == 0  // silu
+  const float y = __fdividef(x, 1.f + __expf(-x));
+#elif ACT == 1  // gelu
+  const float y = 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+#elif ACT == 2  // gelu_tanh: (1 + tanh(z)) / 2 is the sigmoid of 2 z
+  const float y = __fdividef(x, 1.f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+#elif ACT == 3  // swigluoai
+  const float y = __fdividef(x, 1.f + __expf(-p.alpha * x));
+  up += p.beta;
+#elif ACT == 5  // swiglustep
+  const float y = at_most(__fdividef(x, 1.f + __expf(-x)), p.limit);
+#elif ACT == 6  // situ
+  const float y = p.beta * tanhf(__fdividef(x, p.beta)) * __fdividef(1.f, 1.f + __expf(-x));
+  if (p.linear_beta > 0.f) up = p.linear_beta * tanhf(__fdividef(up, p.linear_beta));
+#else  // relu2
+  const float positive = at_least(x, 0.f), y = positive * positive;
+#endif
+  return GATED ? y * up : y;
+}

@@ -1,0 +1,40 @@
+"""CUDA C++ sources with the files they include, as NVRTC wants them: one text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_KERNELS = Path(__file__).parent.parent
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+
+def read_source(path: Path) -> str:
+    """The text of `path`, with every `#include "FOLDER/FILE"` of a folder beside it replaced."""
+    return _INCLUDE.sub(lambda match: (_KERNELS / match[1]).read_text(), path.read_text())
+
+
+def wgmma(n: int, *, a_in_registers: bool = False) -> str:
+    """A function `wgmma(d, a, b, accumulate)` for m64, `n` columns and k32 of E4M3.
+
+    Args:
+        n: a multiple of 8, at most 256.
+        a_in_registers: `a` is four registers; else it is a descriptor, as `b` is.
+    """
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    if a_in_registers:
+        parameter, b = "const u32* a", count + 4
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    else:
+        parameter, a, b, inputs = "u64 a", f"%{count}", count + 1, '"l"(a)'
+    return (
+        "__device__ __forceinline__ "
+        f"void wgmma(float (&d)[{count}], {parameter}, u64 b, int on) {{\n"
+        f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{b + 1}, 0;\\n"\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, "\n'
+        f'    "{a}, %{b}, p, 1, 1;\\n}}" : {operands} : {inputs}, "l"(b), "r"(on));\n'
+        "}\n"
+    )
