@@ -10,6 +10,7 @@ from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
+from moequant.runtime.backends.sm90_w4a8 import Sm90W4a8
 from moequant.runtime.backends.standard import StandardExperts
 from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
@@ -20,6 +21,7 @@ REGISTRY: dict[str, Backend] = {
     b.name: b
     for b in (
         Sm90Fp8Block(),
+        Sm90W4a8(),
         DeepGemm(),
         TritonPortable(),
         TorchReference(),

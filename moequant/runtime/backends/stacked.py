@@ -56,11 +56,7 @@ class Stacked(Layout):
                 [q.global_scale[:, None] for q in first if q.global_scale is not None], 1
             )
             tensors["w2_global_scale"] = down.global_scale.contiguous()
-        biases = [weights.up_bias] if gate is None else [weights.gate_bias, weights.up_bias]
-        if any(bias is not None for bias in biases):
-            tensors["w13_bias"] = _stack_biases(biases, rows)
-        if weights.down_bias is not None:
-            tensors["w2_bias"] = weights.down_bias.float().contiguous()
+        tensors |= stack_biases(weights, rows)
         for name, scale in weights.input_scales().items():
             tensors[_INPUT_SCALES[name]] = scale
         return tensors
@@ -214,8 +210,21 @@ def _as_stacked(parts: Sequence[Tensor], rows: int) -> Tensor | None:
     return None if padding.contiguous().view(torch.uint8).any() else stacked
 
 
-def _stack_biases(biases: Sequence[Tensor | None], rows: int) -> Tensor:
-    """[E, biases * rows] float32; 0 where there is none."""
-    known = next(bias for bias in biases if bias is not None)
-    zero = torch.zeros_like(known, dtype=torch.float32)
-    return _stack([zero if bias is None else bias.float() for bias in biases], rows)
+def stack_biases(weights: ExpertWeights, rows: int) -> dict[str, Tensor]:
+    """`w13_bias` and `w2_bias`, float32, of those that there are.
+
+    Args:
+        weights: the experts here.
+        rows: of gate's and of up's part of w13; what is behind I is 0.
+    """
+    tensors = {}
+    gate, up, down = weights.gate_bias, weights.up_bias, weights.down_bias
+    biases = [up] if weights.gate is None else [gate, up]
+    known = [bias for bias in biases if bias is not None]
+    if known:
+        zero = torch.zeros_like(known[0], dtype=torch.float32)
+        parts = [zero if bias is None else bias.float() for bias in biases]
+        tensors["w13_bias"] = _stack(parts, rows)
+    if down is not None:
+        tensors["w2_bias"] = down.float().contiguous()
+    return tensors

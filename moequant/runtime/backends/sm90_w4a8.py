@@ -1,0 +1,153 @@
+"""W4A8 on Hopper: the kernels of moequant.kernels.sm90_w4a8, five launches a call."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from moequant.errors import UnsupportedError
+from moequant.kernels.cuda_driver import why_no_compiler
+from moequant.kernels.sm90_w4a8 import layout
+from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.layout import Layout
+from moequant.runtime.backends.stacked import stack_biases
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from moequant.runtime.weights import ExpertWeights
+
+
+class W4a8Panels(Layout):
+    """Codes and scales in the order in which the kernels' threads read them.
+
+    w13_panels  uint8 [E, panels, H / 128, PANEL_BYTES]  gate and up, or up alone
+    w2_panels   uint8 [E, panels, I / 128, PANEL_BYTES]
+    w13_bias    float32 [E, 2 * I], gate over up, or [E, I]
+    w2_bias     float32 [E, H]
+
+    As many bytes as the codes and scales have, but for half a panel where H / 128 is odd;
+    `moequant.kernels.sm90_w4a8.layout` describes a panel.
+    """
+
+    name = "w4a8_panels"
+    version = 1
+
+    def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
+        """See `Layout.pack`."""
+        if weights.format != "w4a8":
+            raise UnsupportedError(
+                f"the layout {self.name} holds w4a8, but these weights are {weights.format}; "
+                "use another backend"
+            )
+        gate, up, down = weights.gate, weights.up, weights.down
+        if gate is None:
+            w13 = layout.pack(up.qdata, up.scale)
+        else:
+            w13 = layout.pack(gate.qdata, gate.scale, (up.qdata, up.scale))
+        biases = stack_biases(weights, weights.intermediate)
+        return {"w13_panels": w13, "w2_panels": layout.pack(down.qdata, down.scale), **biases}
+
+
+class Sm90W4a8(Backend):
+    """INT4 x FP8 GEMMs: codes decoded to E4M3 in registers, scales applied to sums in float32.
+
+    So a weight counts as its code times its scale, exactly. Activations are quantized to FP8 per
+    token, hidden states as `quantize_activations` does. The result of the activation function is
+    rounded to bfloat16 in front of that, as is an expert's result, whatever the dtype of the hidden
+    states; the sum over a token's experts is float32. Every activation function, with biases or
+    without. Runs of one call are bitwise equal. Nothing is read on the host: an id that is out of
+    range contributes nothing, like -1, and raises no error.
+    """
+
+    name = "sm90_w4a8"
+    default_on = ("cuda",)
+    targets = ("sm90",)
+    layout = W4a8Panels()
+
+    def supports(self, workload: Workload) -> str | None:
+        """Wants w4a8, its activations, SM90, triton and NVRTC."""
+        if workload.format != "w4a8":
+            return "runs w4a8 alone"
+        if workload.activations != "fp8_token":
+            return "multiplies by activations in fp8_token alone"
+        if workload.experts == 0:
+            return "wants at least one expert"
+        if workload.device.type != "cuda":
+            return "wants a CUDA device"
+        return _why_not_on(workload.device)
+
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        return Sm90W4a8Experts(self, tensors, workload=workload)
+
+
+class Sm90W4a8Experts(PackedExperts):
+    """See `Sm90W4a8`."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
+        from moequant.kernels.sm90_w4a8.experts import W4a8Weights
+
+        super().__init__(backend, tensors, workload=workload)
+        self.kernel_weights = W4a8Weights(
+            w13=tensors["w13_panels"],
+            w2=tensors["w2_panels"],
+            hidden=workload.hidden,
+            intermediate=workload.intermediate,
+            bias13=tensors.get("w13_bias"),
+            bias2=tensors.get("w2_bias"),
+            act_fn=workload.act_fn,
+        )
+
+    def workspace_bytes(self, tokens: int, topk: int) -> int:
+        """See `PackedExperts.workspace_bytes`."""
+        from moequant.kernels.sm90_w4a8.experts import workspace_bytes
+
+        return workspace_bytes(self.kernel_weights, tokens, topk)
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """See `PackedExperts.kernels_for`."""
+        from moequant.kernels.sm90_w4a8.experts import kernels_for
+
+        return kernels_for(self.kernel_weights, tokens, topk)
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        out: Tensor,
+        workspace: Tensor,
+        expert_map: Tensor | None,
+        hidden_scale: Tensor | None,
+    ) -> None:
+        """See `PackedExperts.run`."""
+        from moequant.kernels.sm90_w4a8.experts import fused_experts
+
+        fused_experts(
+            self.kernel_weights,
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            out=out,
+            workspace=workspace,
+            expert_map=expert_map,
+            hidden_scale=hidden_scale,
+        )
+
+
+@cache
+def _why_not_on(device: torch.device) -> str | None:
+    if (reason := why_not_sm90(device)) is not None:
+        return reason
+    if find_spec("triton") is None:
+        return "wants the package triton"
+    return why_no_compiler()
