@@ -67,11 +67,12 @@ def _list_architectures(out: Output, *, as_markdown: bool) -> None:
 
 def _describe(format: Format) -> dict[str, Any]:
     from moequant.dialects import default_dialect
+    from moequant.formats.base import WHOLE
 
     return {
         "name": format.name,
         "summary": format.summary,
-        "block": list(format.block),
+        "block": [None if extent == WHOLE else extent for extent in format.block],
         "bits_per_weight": _bits_per_weight(format),
         "activations": format.activations,
         "default_dialect": default_dialect(format.name),
@@ -167,7 +168,7 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         [
             (
                 format["name"],
-                "x".join(map(str, format["block"])),
+                "x".join(str(n or axis) for n, axis in zip(format["block"], "NK", strict=True)),
                 f"{format['bits_per_weight']:g}",
                 format["default_dialect"],
                 " ".join(format["targets"]),

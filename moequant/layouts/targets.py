@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import QuantizedWeight, check_parts, get_format
+from moequant.formats import CONVERTIBLE, QuantizedWeight, check_parts, get_format
 from moequant.layouts import cutlass_w4a8, deepgemm_scale, swizzle_128x4
 
 if TYPE_CHECKING:
@@ -146,12 +146,11 @@ def _weight(
     )
 
 
-_LAYOUTS = {
-    ("fp8_block", "sm90"): _row_major("fp8_block"),
+_LAYOUTS: dict[tuple[str, str], KernelLayout] = {
+    (format, target): _row_major(format) for format in CONVERTIBLE for target in TARGETS
+} | {
     ("fp8_block", "sm100"): _packed_ue8m0("fp8_block"),
-    ("nvfp4", "sm90"): _row_major("nvfp4"),
     ("nvfp4", "sm100"): _swizzled("nvfp4"),
-    ("mxfp4", "sm90"): _row_major("mxfp4"),
     ("mxfp4", "sm100"): _swizzled("mxfp4"),
     ("w4a8", "sm90"): KernelLayout(
         format="w4a8",
@@ -161,3 +160,5 @@ _LAYOUTS = {
         unpack=cutlass_w4a8.unpack_w4a8,
     ),
 }
+# The CUTLASS kernel for INT4 weights and FP8 activations is written for SM90.
+del _LAYOUTS["w4a8", "sm100"]

@@ -24,7 +24,7 @@ NO_LOSS = -1000.0
 def block_of(format, codes, scale=1.0):
     """One block [1, K] that begins with `codes`; the rest is zero."""
     f = get_format(format)
-    row = torch.zeros(1, f.block[1], dtype=torch.uint8)
+    row = torch.zeros(1, min(f.block[1], 128), dtype=torch.uint8)
     row[0, : len(codes)] = torch.tensor(codes)
     specs = f.specs(row.shape)
     return QuantizedWeight(
@@ -37,7 +37,7 @@ def block_of(format, codes, scale=1.0):
 
 
 def weight_of(format, *values):
-    w = torch.zeros(1, get_format(format).block[1])
+    w = torch.zeros(1, min(get_format(format).block[1], 128))
     w[0, : len(values)] = torch.tensor(values)
     return w
 
