@@ -20,6 +20,12 @@ NOT_CARRIED = {
     ("fp8", "nvfp4"): "its consumers read FP8 blocks alone",
     ("fp8", "mxfp4"): "its consumers read FP8 blocks alone",
     ("fp8", "w4a8"): "its consumers read FP8 blocks alone",
+    ("fp8", "fp8_channel"): "its consumers read FP8 blocks alone",
+    ("gpt-oss", "fp8_channel"): "gpt-oss was released in MXFP4 alone",
+    (
+        "modelopt",
+        "fp8_channel",
+    ): "compressed-tensors is what engines read it in",
     ("gpt-oss", "fp8_block"): "gpt-oss was released in MXFP4 alone",
     ("gpt-oss", "nvfp4"): "gpt-oss was released in MXFP4 alone",
     ("gpt-oss", "w4a8"): "gpt-oss was released in MXFP4 alone",
@@ -31,7 +37,9 @@ NOT_CARRIED = {
     ("modelopt", "w4a8"): "Model-Optimizer has it with smoothed weights alone",
     **{("plain", format): "it is for what is not quantized" for format in CONVERTIBLE},
 }
-NO_KERNEL = {("w4a8", "sm100"): "the CUTLASS kernel for INT4 x FP8 is written for SM90"}
+NO_KERNEL = {
+    ("w4a8", "sm100"): "the CUTLASS kernel for INT4 x FP8 is written for SM90",
+}
 
 every_format = pytest.mark.parametrize("format", CONVERTIBLE)
 

@@ -139,7 +139,7 @@ _SCHEMES = {
         },
     ),
     "fp8_channel": _Scheme(
-        encoding=Fp8Channels("weight_scale"),
+        encoding=Fp8Channels("weight_scale", read_only=False),
         format="float-quantized",
         weights={
             "num_bits": 8,
@@ -147,6 +147,13 @@ _SCHEMES = {
             "strategy": "channel",
             "symmetric": True,
             "dynamic": False,
+        },
+        input_activations={
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "token",
+            "symmetric": True,
+            "dynamic": True,
         },
         strategies=("tensor",),
     ),

@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Encoding(ABC):
 
     format: Format
     """The format of the weights."""
-    read_only: ClassVar[bool] = False
+    read_only: bool = False
     """Whether the encoding is only read; `check`, `specs` and `encode` may not be called then."""
     suffixes: tuple[str, ...]
     """Names after `module.` in the order of writing, the codes first."""
@@ -426,10 +426,10 @@ class Fp8Channels(Encoding):
     """`fp8_channel`: E4M3 codes, one scale per row, [N, 1] or [N], or a single one."""
 
     format = get_format("fp8_channel")
-    read_only = True
 
-    def __init__(self, *scales: str) -> None:
+    def __init__(self, *scales: str, read_only: bool = True) -> None:
         self.suffixes = ("weight", *scales)
+        self.read_only = read_only
 
     def decode(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """As Encoding; exactly one of the scale's names must be present."""

@@ -16,4 +16,5 @@ class Fp8Tensor(Fp8Channel):
     name = "fp8_tensor"
     summary = "FP8 E4M3, one FP32 scale per matrix, FP8 activations per token"
     uses = frozenset({"run"})
+    options = {}  # noqa: RUF012
     block = (WHOLE, WHOLE)

@@ -104,4 +104,5 @@ _DEFINITIONS = {
     "nvfp4": _Definition(element=_E2M1, block=(1, 16)),
     "mxfp4": _Definition(element=_E2M1, block=(1, 32)),
     "w4a8": _Definition(element=_INT4, block=(1, 128)),
+    "fp8_channel": _Definition(element=_E4M3, block=(1, 1 << 30)),
 }

@@ -23,6 +23,7 @@ PRESETS = {
     "nvfp4": "NVFP4A16",
     "mxfp4": "MXFP4A16",
     "w4a8": "W4AFP8",
+    "fp8_channel": "FP8_DYNAMIC",
 }
 EXPERT = "model.layers.1.mlp.experts.0.up_proj"
 
@@ -61,7 +62,7 @@ def test_the_library_decompresses_to_our_dequantize(format, choice):
     # float-quantized comes back in the scale's FP32, an exact product. The others come back in
     # BF16: mxfp4 and nvfp4 products have 2 and 6 significant bits, so BF16's 8 hold them; w4a8's
     # have 12 and are rounded once, on either side.
-    assert theirs.dtype == (torch.float32 if format == "fp8_block" else torch.bfloat16)
+    assert theirs.dtype == (torch.float32 if format.startswith("fp8") else torch.bfloat16)
     assert torch.equal(theirs, dequantize(q).to(theirs.dtype))
 
 

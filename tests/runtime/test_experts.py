@@ -20,7 +20,7 @@ from moequant.runtime.backends import torch_reference
 U = 2.0**-24
 
 # ||w - dequantize(q)|| / ||w|| of Gaussian weights, the budgets of tests/formats.
-WEIGHT_ERROR = {"fp8_block": 0.0268, "nvfp4": 0.0956, "mxfp4": 0.1126, "w4a8": 0.1075}
+WEIGHT_ERROR = {name: format.ordinary_error for name, format in CONVERTIBLE.items()}
 
 
 def plain(layer, **options):
