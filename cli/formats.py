@@ -92,15 +92,10 @@ def _bits_per_weight(format: Format) -> float:
 
 def _targets(format: str) -> Iterator[str]:
     """Targets whose kernels take the format."""
-    from moequant.errors import UnsupportedError
-    from moequant.layouts.targets import TARGETS, kernel_layout
+    from moequant.preparation.targets import backends_for
+    from moequant.runtime.backends import TARGETS
 
-    for target in TARGETS:
-        try:
-            kernel_layout(format, target)
-        except UnsupportedError:
-            continue
-        yield target
+    return (target for target in TARGETS if backends_for(format, target))
 
 
 def _quantizers() -> Iterator[dict[str, Any]]:

@@ -33,7 +33,7 @@ def _dialects() -> Iterable[str]:
 
 
 def _targets() -> Iterable[str]:
-    from moequant.layouts.targets import TARGETS
+    from moequant.runtime.backends import TARGETS
 
     return TARGETS
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from moequant import dialects
-from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE, REGISTRY, quantize
-from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.models import architectures
+from moequant.preparation.targets import backends_for
 from moequant.quantizers import NativeQuantizer
 from moequant.quantizers.kernels import KERNELS
 from moequant.runtime.activations import SCHEMES, quantize_activations
+from moequant.runtime.backends import TARGETS
 from moequant.verification.bounds import find_out_of_bound
 from moequant.verification.decode import decode
 
@@ -36,9 +36,6 @@ NOT_CARRIED = {
     ("modelopt", "mxfp4"): "no engine reads it in this dialect",
     ("modelopt", "w4a8"): "Model-Optimizer has it with smoothed weights alone",
     **{("plain", format): "it is for what is not quantized" for format in CONVERTIBLE},
-}
-NO_KERNEL = {
-    ("w4a8", "sm100"): "the CUTLASS kernel for INT4 x FP8 is written for SM90",
 }
 
 every_format = pytest.mark.parametrize("format", CONVERTIBLE)
@@ -72,12 +69,8 @@ def test_dialects_that_an_architecture_names_are_there_and_serve_it():
 
 @pytest.mark.parametrize("target", TARGETS)
 @every_format
-def test_every_target_has_a_layout_for_every_format_or_says_why_not(format, target):
-    if (format, target) in NO_KERNEL:
-        with pytest.raises(UnsupportedError, match=f"{format} has no kernel on {target}"):
-            kernel_layout(format, target)
-    else:
-        assert kernel_layout(format, target).name
+def test_every_target_has_a_backend_for_every_format(format, target):
+    assert backends_for(format, target)
 
 
 def test_every_format_has_a_kernel_of_the_native_quantizer():
@@ -93,7 +86,6 @@ def test_the_native_quantizer_decodes_every_format(format):
 
 def test_exceptions_are_about_what_there_is():
     assert NOT_CARRIED.keys() <= {(d, f) for d in dialects.REGISTRY for f in CONVERTIBLE}
-    assert NO_KERNEL.keys() <= {(f, t) for f in CONVERTIBLE for t in TARGETS}
 
 
 @every_format

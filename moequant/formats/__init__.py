@@ -5,7 +5,7 @@ tests/test_registries.py fails for each of these that is left out:
 
 * `dialects/encodings.py`: an Encoding, how its parts lie on disk; and a row in the table of a
   dialect that carries it, `_SCHEMES` of compressed-tensors or `encodings` of another;
-* `layouts/targets.py`: a row for each target whose kernels take it;
+* `kernels/`: GPU kernels that read it, and `serves` of their backend, for `moequant prepare`;
 * `quantizers/kernels.py`: a kernel, which a test compares with the file here; without one the
   conversion runs torch operations and warns;
 * `quantizers/encoded.py`: what its codes and scales are, so that kernels read it;

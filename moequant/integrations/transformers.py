@@ -252,8 +252,8 @@ def _load(
     reader: LayerReader, layer: int, *, backend: str | None, activations: Literal["format", "none"]
 ) -> ExpertsOfModel:
     everything = range(reader.converted.moe.experts)
-    weights = reader.read(layer, everything)
-    return ExpertsOfModel(FusedExperts(weights, backend=backend, activations=activations))
+    packed = reader.load(layer, everything, backend=backend, activations=activations)
+    return ExpertsOfModel(FusedExperts(packed, backend=backend, activations=activations))
 
 
 def _converted_layers(converted: ConvertedCheckpoint) -> list[int]:

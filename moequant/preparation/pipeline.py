@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from moequant._version import __version__
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
-from moequant.layouts import gate_up
-from moequant.layouts.targets import kernel_layout
 from moequant.preparation.layers import write_layer
-from moequant.preparation.manifest import Manifest, read_manifest
+from moequant.preparation.targets import layout_for
 from moequant.progress import SilentProgress
+from moequant.runtime.layer_reader import act_fn_of
+from moequant.runtime.prepared_manifest import Manifest, read_manifest
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.lock import exclusive
@@ -23,10 +23,10 @@ from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from moequant.layouts.targets import KernelLayout
     from moequant.progress import Progress
+    from moequant.runtime.backends import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +90,15 @@ def prepare(
     return PreparationResult(folder=folder, manifest=manifest, state="prepared")
 
 
-def _expert_layouts(converted: ConvertedCheckpoint, target: str) -> dict[int, KernelLayout]:
+def _expert_layouts(converted: ConvertedCheckpoint, target: str) -> dict[int, Layout]:
     """The kernel layout of every layer whose routed experts were converted."""
     layouts = {}
     for layer in converted.expert_layers():
-        format = converted.format_of(converted.expert_module(layer, 0, "down"))
+        format = _format_of(converted, layer)
         if format is not None:
-            layouts[layer] = kernel_layout(format, target)
+            layouts[layer] = layout_for(
+                converted.moe, format, target, act_fn=act_fn_of(converted, layer)
+            )
     if not layouts:
         raise UnsupportedError(
             f"{converted.checkpoint.path}: no routed experts were converted, so there is nothing "
@@ -109,7 +111,7 @@ def _fitting_manifest(
     folder: Path,
     converted: ConvertedCheckpoint,
     target: str,
-    layouts: Mapping[int, KernelLayout],
+    layouts: Mapping[int, Layout],
 ) -> Manifest | None:
     """The folder's manifest, if `prepare` would write this very folder again; reads no weights."""
     try:
@@ -118,10 +120,12 @@ def _fitting_manifest(
     except CheckpointError:
         return None
     made = {n: (e.format, e.layout, e.layout_version) for n, e in manifest.layers.items()}
-    wanted = {n: (layout.format, layout.name, layout.version) for n, layout in layouts.items()}
+    wanted = {
+        n: (_format_of(converted, n), layout.name, layout.version) for n, layout in layouts.items()
+    }
     written = {n: (e.bytes, e.mtime_ns) for n, e in manifest.layers.items()}
     fits = (
-        (manifest.target, manifest.gate_up_version) == (target, gate_up.VERSION)
+        manifest.target == target
         and made == wanted
         and manifest.originals == converted.checkpoint.file_state()
         and written == {n: (file.size_bytes, file.mtime_ns) for n, file in files.items()}
@@ -133,7 +137,7 @@ def _write(
     folder: Path,
     converted: ConvertedCheckpoint,
     target: str,
-    layouts: Mapping[int, KernelLayout],
+    layouts: Mapping[int, Layout],
     progress: Progress | None,
 ) -> Manifest:
     """Write every layer's file, and the manifest, into `folder`."""
@@ -147,10 +151,9 @@ def _write(
     manifest = Manifest(
         moequant=__version__,
         target=target,
-        gate_up_version=gate_up.VERSION,
         originals=originals,
         layers={
-            layer: write_layer(converted, layer, layout, folder, report)
+            layer: write_layer(converted, layer, layout, folder=folder, progress=report)
             for layer, layout in layouts.items()
         },
     )
@@ -175,12 +178,19 @@ def _put_in_place(written: Path, folder: Path) -> None:
     fsync_directory(folder.parent)
 
 
-def _total_bytes(converted: ConvertedCheckpoint, layouts: Mapping[int, KernelLayout]) -> int:
+def _format_of(converted: ConvertedCheckpoint, layer: int) -> str | None:
+    """The format of a layer's routed experts; None where they were not converted."""
+    return converted.format_of(converted.expert_module(layer, 0, "down"))
+
+
+def _total_bytes(converted: ConvertedCheckpoint, layers: Iterable[int]) -> int:
     """Bytes of the portable weights, which those of the prepared ones come close to."""
     moe = converted.moe
     return sum(
         moe.experts * spec.size_bytes
-        for layout in layouts.values()
+        for layer in layers
         for projection in moe.projections
-        for spec in get_format(layout.format).specs(moe.shape(projection)).values()
+        for spec in get_format(_format_of(converted, layer) or "")
+        .specs(moe.shape(projection))
+        .values()
     )

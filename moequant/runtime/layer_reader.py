@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.backends import Workload
 from moequant.runtime.backends.stacked import projections, room, unstack
-from moequant.runtime.layer_source import (
-    LayerSource,
-    PortableLayer,
-    PreparedLayerSource,
-)
+from moequant.runtime.layer_source import PortableLayer
+from moequant.runtime.packing import pack_experts, scheme_of
+from moequant.runtime.select import select
 from moequant.runtime.staging import Read, Staging
 from moequant.storage.headers import DTYPES
 
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 
     from moequant.act_fn import ActFn
     from moequant.formats import QuantizedWeight
-    from moequant.preparation import PreparedCheckpoint
+    from moequant.runtime.backends import PackedExperts
+    from moequant.runtime.prepared import LayerFile, PreparedCheckpoint
     from moequant.runtime.weights import ExpertWeights
     from moequant.storage.checkpoint import TensorRange
     from moequant.weights.converted import ConvertedCheckpoint
@@ -71,21 +71,86 @@ class LayerReader:
         self.staging = Staging(device)
         self._prepared = prepared
 
-    def read(self, layer: int, experts: Sequence[int]) -> ExpertWeights:
-        """The weights of `experts`, at least one, of a layer that holds experts, in this order.
+    def load(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        *,
+        backend: str | None = None,
+        activations: Literal["format", "none"] = "format",
+    ) -> PackedExperts:
+        """The experts `experts`, at least one, of a layer that holds experts, in this order.
+
+        Those of a prepared folder are copied as they lie in the file, and packed anew only for a
+        backend with a layout of its own; others are packed on the device.
+
+        Args:
+            layer: index of the layer.
+            experts: their ids.
+            backend: name of a backend; by default the best that can run them there.
+            activations: see `FusedExperts`.
 
         Raises:
-            CheckpointError: a tensor is missing, damaged or not of the shape config.json says, or a
-                prepared layer is stale.
+            CheckpointError: as `read`; or a prepared layer is stale.
+            UnsupportedError: as `read`; or no backend runs the experts on the device, or none that
+                reads the layout of a prepared folder.
+        """
+        if self._prepared is None:
+            weights = self.read(layer, experts)
+            return pack_experts(weights, backend=backend, activations=activations)
+        file, layout, format = self._prepared.open_layer(layer)
+        moe = self.converted.moe
+        workload = Workload(
+            format=format,
+            activations=scheme_of(format, activations, static=False),
+            experts=len(experts),
+            hidden=moe.hidden,
+            intermediate=moe.intermediate,
+            device=self.device,
+            act_fn=act_fn_of(self.converted, layer),
+            bias="w2_bias" in file.tensors,
+        )
+        chosen = select(workload, backend, layout=layout)
+        with torch.inference_mode(mode=False):
+            tensors = self._read_file(file, experts)
+            if chosen.layout != layout:  # and so the folder's is the stacked one
+                shape = (len(experts), moe.intermediate, moe.hidden)
+                weights = unstack(tensors, format=format, shape=shape, act_fn=workload.act_fn)
+                tensors = chosen.layout.pack(weights)
+            return chosen.load(tensors, workload)
+
+    def _read_file(self, file: LayerFile, experts: Sequence[int]) -> dict[str, Tensor]:
+        """The tensors of a prepared layer, for `experts`."""
+        tensors = {
+            name: torch.empty(
+                (len(experts), *info.shape[1:]), dtype=DTYPES[info.dtype], device=self.device
+            )
+            for name, info in file.tensors.items()
+        }
+
+        def reads() -> Iterator[Read]:
+            for name, info in sorted(file.tensors.items(), key=lambda item: item[1].start):
+                if list(experts) == list(range(info.shape[0])):
+                    yield Read(file=file.file, start=info.start, target=tensors[name])
+                    continue
+                for row, expert in enumerate(experts):
+                    start = file.expert(name, expert).start
+                    yield Read(file=file.file, start=start, target=tensors[name][row])
+
+        for _ in self.staging.stream(reads()):
+            pass
+        return tensors
+
+    def read(self, layer: int, experts: Sequence[int]) -> ExpertWeights:
+        """The weights of `experts`, at least one, of a layer of the converted checkpoint.
+
+        Raises:
+            CheckpointError: a tensor is missing, damaged or not of the shape config.json says.
             UnsupportedError: the layer was not converted, its weights are in several formats, or
                 the function between its GEMMs is not one we compute.
         """
         act_fn = act_fn_of(self.converted, layer)
-        source: LayerSource
-        if self._prepared is None:
-            source = PortableLayer(converted=self.converted, layer=layer)
-        else:
-            source = PreparedLayerSource.open(self._prepared, layer)
+        source = PortableLayer(converted=self.converted, layer=layer)
         # Tensors of that mode could not be written to outside of it.
         with torch.inference_mode(mode=False):
             weights = self._read_experts(source, experts, f"layer {layer}", act_fn)
@@ -117,7 +182,7 @@ class LayerReader:
             yield weight.module, weight.decode(weight.pick(unit.tensors)).to(self.device)
 
     def _read_experts(
-        self, source: LayerSource, experts: Sequence[int], name: str, act_fn: ActFn
+        self, source: PortableLayer, experts: Sequence[int], name: str, act_fn: ActFn
     ) -> ExpertWeights:
         """The weights of all `experts`, in their order; errors call the layer `name`."""
         # The first alone: it shows what is decoded, and to what.

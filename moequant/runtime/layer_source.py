@@ -1,15 +1,9 @@
-"""Where the weights of experts lie in files, and what they are once their bytes are there.
-
-A source answers for one layer: of an expert, the ranges of bytes to read, under keys that are the
-same for every expert; and of the tensors these became, wherever they are, its gate, up and down.
-"""
+"""Where the weights of a layer's experts lie in files, and how they are decoded once read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from moequant.storage.checkpoint import TensorRange
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,26 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.formats import QuantizedWeight
-    from moequant.layouts.targets import KernelLayout
-    from moequant.preparation import PreparedCheckpoint
-    from moequant.preparation.layers import LayerFile
+    from moequant.storage.checkpoint import TensorRange
     from moequant.weights.converted import ConvertedCheckpoint
     from moequant.weights.encoded import EncodedWeight
-
-
-class LayerSource(Protocol):
-    """The experts of a layer."""
-
-    def ranges(self, expert: int) -> dict[str, TensorRange]:
-        """What to read of an expert, by keys that are the same for all."""
-
-    def decode(self, expert: int, tensors: Mapping[str, Tensor]) -> tuple[QuantizedWeight, ...]:
-        """Gate, up and down of an expert, or up and down, of what was read for its ranges.
-
-        Raises:
-            CheckpointError: a tensor is missing, or not what it must be.
-            UnsupportedError: the expert was not converted.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +24,7 @@ class PortableLayer:
     layer: int
 
     def ranges(self, expert: int) -> dict[str, TensorRange]:
-        """As LayerSource.
+        """What to read of an expert, by keys that are the same for all.
 
         Raises:
             CheckpointError: a tensor is missing, or not what it must be.
@@ -60,7 +37,12 @@ class PortableLayer:
         }
 
     def decode(self, expert: int, tensors: Mapping[str, Tensor]) -> tuple[QuantizedWeight, ...]:
-        """As LayerSource."""
+        """Gate, up and down of an expert, or up and down, of what was read for its ranges.
+
+        Raises:
+            CheckpointError: a tensor is not what it must be.
+            UnsupportedError: the expert was not converted.
+        """
         weights = []
         for projection, weight in self._encoded(expert).items():
             read = {name: tensors[_key(projection, weight, name)] for name in weight.places}
@@ -82,27 +64,3 @@ def _key(projection: str, weight: EncodedWeight, name: str) -> str:
     """What a range is called: the same for all experts, and for projections that share it."""
     place = weight.places[name]
     return projection + name.removeprefix(weight.module) if place.expert is None else place.tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedLayerSource:
-    """A layer of a prepared folder."""
-
-    converted: ConvertedCheckpoint
-    file: LayerFile
-    layout: KernelLayout
-
-    @classmethod
-    def open(cls, prepared: PreparedCheckpoint, layer: int) -> PreparedLayerSource:
-        """Errors as `PreparedCheckpoint.open_layer`."""
-        file, layout = prepared.open_layer(layer)
-        return cls(converted=prepared.converted, file=file, layout=layout)
-
-    def ranges(self, expert: int) -> dict[str, TensorRange]:
-        """As LayerSource."""
-        parts = self.file.parts(expert)
-        return {name: TensorRange(file=self.file.file, info=info) for name, info in parts.items()}
-
-    def decode(self, expert: int, tensors: Mapping[str, Tensor]) -> tuple[QuantizedWeight, ...]:
-        """As LayerSource."""
-        return self.file.unpack(expert, tensors, self.layout, self.converted.moe)

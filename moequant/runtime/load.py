@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.preparation import PreparedCheckpoint
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
+from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.storage.folder import is_prepared_folder
 from moequant.weights.converted import ConvertedCheckpoint
 
@@ -96,7 +96,7 @@ def load_experts(
     _check(reader.converted, layers)
     loaded = {
         number: FusedExperts(
-            reader.read(number, chosen),
+            reader.load(number, chosen, backend=backend, activations=activations),
             backend=backend,
             activations=activations,
             expert_map=None if experts is None else _expert_map(reader.converted, chosen, place),

@@ -13,18 +13,24 @@ if TYPE_CHECKING:
 
 
 def select(
-    workload: Workload, backend: str | None = None, *, layout: Layout | None = None
+    workload: Workload,
+    backend: str | None = None,
+    *,
+    layout: Layout | None = None,
 ) -> Backend:
     """The backend called `backend`, or else the best that runs `workload` on its device by default.
 
     Args:
         workload: what is to be run.
         backend: name of a backend.
-        layout: how the weights are packed already; None, or stacked, can be packed for any backend.
+        layout: how the weights are packed already. Those that are not, or stacked, can be packed
+            for any backend.
 
     Raises:
         UnsupportedError: there is none; lists every backend with its reason.
     """
+    if layout == STACKED:
+        layout = None
     if backend is None:
         for candidate in backends().values():
             if _why_not_default(candidate, workload, layout) is None:
@@ -39,7 +45,7 @@ def why_not(backend: Backend, workload: Workload, layout: Layout | None = None) 
 
     A backend of another package that fails to answer does not run it; the reason says how.
     """
-    if layout not in (None, STACKED, backend.layout):
+    if layout not in (None, backend.layout):
         return f"reads weights as {backend.layout}, but these are packed as {layout}"
     try:
         return backend.supports(workload)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.conversion import DEFAULT_WORKERS, is_unfinished
 from moequant.errors import CheckpointError, MoequantError
-from moequant.preparation.manifest import read_manifest
 from moequant.progress import SilentProgress
+from moequant.runtime.prepared_manifest import read_manifest
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.documents import read_document
 from moequant.storage.files import (

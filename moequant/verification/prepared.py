@@ -10,10 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError
-from moequant.layouts import gate_up
-from moequant.layouts.targets import kernel_layout
-from moequant.preparation.layers import LayerFile
-from moequant.preparation.manifest import OriginalsDigest, read_manifest
+from moequant.preparation.layers import packed_experts
+from moequant.preparation.targets import layout_for
+from moequant.runtime.layer_reader import act_fn_of
+from moequant.runtime.prepared import LayerFile
+from moequant.runtime.prepared_manifest import OriginalsDigest, read_manifest
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from moequant.layouts.targets import KernelLayout
-    from moequant.preparation.manifest import Manifest, PreparedLayer
     from moequant.progress import Progress
+    from moequant.runtime.backends import Layout
+    from moequant.runtime.prepared_manifest import Manifest, PreparedLayer
     from moequant.verification.findings import Findings
     from moequant.weights.converted import ConvertedCheckpoint
 
@@ -59,13 +60,20 @@ def check_prepared(
     for folder in folders:
         try:
             manifest = read_manifest(folder)
-            layouts = {n: kernel_layout(f, folder.name) for n, f in formats.items()}
+            layouts = {
+                n: layout_for(converted.moe, f, folder.name, act_fn=act_fn_of(converted, n))
+                for n, f in formats.items()
+            }
         except MoequantError as error:
             findings.add("prepared", folder.name, str(error))
             continue
-        _check_manifest(folder, manifest, layouts, converted, findings)
+        _check_manifest(folder, manifest, layouts, formats, converted, findings)
         # Those of another layout were named; nobody here can read them.
-        readable = [n for n, entry in manifest.layers.items() if _is_of(entry, layouts.get(n))]
+        readable = [
+            n
+            for n, entry in manifest.layers.items()
+            if _is_of(entry, formats.get(n, ""), layouts.get(n))
+        ]
         progress.start(
             f"prepared for {folder.name}", sum(manifest.layers[n].bytes for n in readable)
         )
@@ -80,14 +88,14 @@ def check_prepared(
 def _check_manifest(
     folder: Path,
     manifest: Manifest,
-    layouts: Mapping[int, KernelLayout],
+    layouts: Mapping[int, Layout],
+    formats: Mapping[int, str],
     converted: ConvertedCheckpoint,
     findings: Findings,
 ) -> None:
     """The manifest speaks of these files, in the layouts that this moequant reads."""
     found = {
         "target": manifest.target,
-        "gate_up_version": manifest.gate_up_version,
         "originals": {file: state[:1] for file, state in manifest.originals.items()},
         "layers": {
             str(n): {"format": e.format, "layout": e.layout, "layout_version": e.layout_version}
@@ -96,10 +104,9 @@ def _check_manifest(
     }
     wanted = {
         "target": folder.name,
-        "gate_up_version": gate_up.VERSION,
         "originals": {f: state[:1] for f, state in converted.checkpoint.file_state().items()},
         "layers": {
-            str(n): {"format": x.format, "layout": x.name, "layout_version": x.version}
+            str(n): {"format": formats[n], "layout": x.name, "layout_version": x.version}
             for n, x in layouts.items()
         },
     }
@@ -110,9 +117,9 @@ def _check_manifest(
         findings.add("prepared", f"{folder.name}/{name}", f"not in {MANIFEST_FILE}")
 
 
-def _is_of(entry: PreparedLayer, layout: KernelLayout | None) -> bool:
+def _is_of(entry: PreparedLayer, format: str, layout: Layout | None) -> bool:
     return layout is not None and (entry.format, entry.layout, entry.layout_version) == (
-        layout.format,
+        format,
         layout.name,
         layout.version,
     )
@@ -121,7 +128,7 @@ def _is_of(entry: PreparedLayer, layout: KernelLayout | None) -> bool:
 def _check_layer(
     folder: Path,
     manifest: Manifest,
-    layouts: Mapping[int, KernelLayout],
+    layouts: Mapping[int, Layout],
     converted: ConvertedCheckpoint,
     progress: Progress,
     layer: int,
@@ -130,19 +137,16 @@ def _check_layer(
     entry, moe = manifest.layers[layer], converted.moe
     digest = OriginalsDigest()
     try:
-        file = LayerFile.open(folder, layer, entry, moe.experts)
+        file = LayerFile.open(folder, layer, entry)
         if sha256_of(folder / entry.file) != entry.sha256:
             return f"its SHA-256 is not the one in {MANIFEST_FILE}"
-        for expert in range(moe.experts):
-            unpacked = file.read(expert, layouts[layer], moe)
-            portable = [converted.read_expert(layer, expert, p) for p in moe.projections]
-            digest.update(portable)
-            for projection, found, wanted in zip(moe.projections, unpacked, portable, strict=True):
-                for part, tensor in wanted.tensors().items():
-                    difference = compare_tensors(found.tensors()[part], tensor)
-                    if difference is not None:
-                        module = converted.expert_module(layer, expert, projection)
-                        return f"{part} of {module}: {difference}"
+        for expert, wanted in enumerate(packed_experts(converted, layer, layouts[layer], digest)):
+            if expert == 0:
+                file.check({n: t.expand(moe.experts, *t.shape[1:]) for n, t in wanted.items()})
+            for name, tensor in wanted.items():
+                difference = compare_tensors(file.read(name, expert), tensor)
+                if difference is not None:
+                    return f"{name} of expert {expert}: {difference}"
             progress.advance(entry.bytes // moe.experts, f"layer {layer}")
     except MoequantError as error:
         return str(error).removeprefix(f"{folder / entry.file}: ")

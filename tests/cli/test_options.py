@@ -7,7 +7,7 @@ from moequant.cli import cli
 from moequant.conversion import shipped_recipes
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.formats import CONVERTIBLE as FORMATS
-from moequant.layouts.targets import TARGETS
+from moequant.runtime.backends import TARGETS
 
 
 def complete(*words):

@@ -10,16 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moequant.conversion import Recipe, convert
-from moequant.conversion.recipe import Rule
+from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
-from moequant.layouts.gate_up import padded_rows
-from moequant.layouts.swizzle_128x4 import swizzle
-from moequant.layouts.targets import TARGETS
-from moequant.models import PROJECTIONS
 from moequant.preparation import PreparedCheckpoint, prepare
 from moequant.runtime import load_experts
+from moequant.runtime.backends import REGISTRY, TARGETS, Layout
 from moequant.storage.folder import is_prepared_folder
 from moequant.storage.headers import read_header
 from moequant.storage.lock import exclusive
@@ -27,7 +23,7 @@ from moequant.storage.reader import FixedFile
 from moequant.verification import check_integrity
 from moequant.weights.converted import ConvertedCheckpoint
 
-PREPARABLE = [(f, t) for f in CONVERTIBLE for t in TARGETS if (f, t) != ("w4a8", "sm100")]
+PREPARABLE = [(f, t) for f in CONVERTIBLE for t in TARGETS]
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +49,15 @@ def bytes_of(tensor):
 
 
 @pytest.mark.parametrize(("format", "target"), PREPARABLE)
-def test_a_prepared_layer_unpacks_to_the_portable_bytes(own, format, target):
+def test_a_prepared_layer_holds_the_tensors_that_loading_packs(own, format, target):
     path = own(format)
-    result = prepare(path, target=target)
-    source = ConvertedCheckpoint.open(path)
-    for layer in source.expert_layers():
-        weights = PreparedCheckpoint.open(result.folder).read_layer(layer)
-        for projection, q in zip(PROJECTIONS, weights, strict=True):
-            for expert in range(source.moe.experts):
-                portable = source.read_expert(layer, expert, projection)
-                assert q[expert].shape == portable.shape
-                for part, tensor in portable.tensors().items():
-                    assert torch.equal(bytes_of(q[expert].tensors()[part]), bytes_of(tensor))
+    folder = prepare(path, target=target).folder
+    for layer in ConvertedCheckpoint.open(path).expert_layers():
+        packed, prepared = (load_experts(p, layer).state_dict() for p in (path, folder))
+        assert prepared.keys() == packed.keys()
+        for name, tensor in packed.items():
+            assert prepared[name].shape == tensor.shape
+            assert torch.equal(bytes_of(prepared[name]), bytes_of(tensor))
 
 
 @pytest.mark.parametrize(("format", "target"), PREPARABLE)
@@ -80,29 +73,33 @@ def test_the_reference_gives_the_same_from_either(own, format, target):
     assert torch.equal(*outputs)
 
 
-def test_a_format_without_a_kernel_on_the_target_is_refused(own):
+def test_a_target_that_no_backend_serves_is_refused(own):
     path = own("w4a8")
-    with pytest.raises(UnsupportedError, match="no kernel on sm100; it can be prepared for sm90"):
-        prepare(path, target="sm100")
-    with pytest.raises(UnsupportedError, match="sm75"):
+    with pytest.raises(
+        UnsupportedError, match="no target is called 'sm75'; there are: sm90, sm100"
+    ):
         prepare(path, target="sm75")
-    assert not (path / "moequant-prepared" / "sm100").exists()
+    assert not (path / "moequant-prepared").exists()
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_scales_for_sm100_are_swizzled_per_expert(own, format):
-    path = own(format)
-    entry = prepare(path, target="sm100").manifest.layers[0]
-    from safetensors.torch import load_file
+class WideColumns(Layout):
+    """Refuses every weight of fewer than 4096 columns."""
 
-    tensors = load_file(path / "moequant-prepared" / "sm100" / entry.file)
-    source = ConvertedCheckpoint.open(path)
-    for expert in range(source.moe.experts):
-        scale = swizzle(source.read_expert(0, expert, "down").scale)
-        assert torch.equal(bytes_of(tensors["layers.0.w2.scale"][expert]), bytes_of(scale))
-    half = padded_rows(format, source.moe.intermediate)
-    w13 = tensors["layers.0.w13.qdata"]
-    assert w13.shape == (source.moe.experts, 2 * half, source.moe.hidden // 2)
+    name = "wide"
+    version = 1
+
+    def pack(self, weights):
+        raise UnsupportedError("wants H of 4096 at least")
+
+
+def test_a_backend_whose_layout_does_not_hold_the_sizes_is_passed_over(own, monkeypatch):
+    path = own("fp8_block")
+    monkeypatch.setattr(REGISTRY["sm90_fp8_block"], "layout", WideColumns(), raising=False)
+    assert prepare(path, target="sm90").manifest.layers[0].layout == "stacked"
+    monkeypatch.setattr(REGISTRY["triton"], "layout", WideColumns(), raising=False)
+    said = "no backend on sm90 reads prepared experts in fp8_block; sm90_fp8_block: wants H of 4096"
+    with pytest.raises(UnsupportedError, match=said):
+        prepare(path, target="sm90", overwrite=True)
 
 
 def test_a_second_run_finds_the_folder_whole_and_a_damaged_one_is_made_again(own):
@@ -172,16 +169,12 @@ def edit_manifest(folder, change):
     ("change", "said"),
     [
         (
-            lambda m: m["layers"]["0"].update(layout_version=2),
-            "layout swizzle_128x4 version 2, but this moequant reads swizzle_128x4 version 1",
+            lambda m: m["layers"]["0"].update(layout_version=9),
+            "it is in layout stacked version 9, but the backends here read stacked version 2",
         ),
         (
             lambda m: m["layers"]["0"].update(layout="row_major"),
-            "layout row_major version 1, but this moequant reads swizzle_128x4 version 1",
-        ),
-        (
-            lambda m: m.update(gate_up_version=2),
-            "layout gate_up version 2, but this moequant reads gate_up version 1",
+            "it is in layout row_major version 2, but the backends here read stacked version 2",
         ),
     ],
 )
@@ -315,7 +308,7 @@ def test_a_file_of_more_experts_than_the_config_says_is_refused(own):
     folder = prepare(path, target="sm90").folder
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "num_experts": 3}))
-    with pytest.raises(CheckpointError, match=r"layers\.0\.w13.*should be the 3 experts of config"):
+    with pytest.raises(CheckpointError, match=r"is .*\[4, .*should be .*\[3, "):
         load_experts(folder, 0)
 
 
@@ -324,32 +317,6 @@ def test_a_folder_moved_out_of_its_checkpoint_is_refused(own, tmp_path):
     moved = Path(shutil.move(folder, tmp_path / "sm90"))
     with pytest.raises(CheckpointError, match=r"was written, in CONVERTED/moequant-prepared; move"):
         load_experts(moved, 0)
-
-
-def test_a_damaged_tensor_is_named_with_layer_and_expert(own):
-    path = own("fp8_block")
-    result = prepare(path, target="sm100")
-    entry = result.manifest.layers[1]
-    file = result.folder / entry.file
-    info = read_header(file, entry.file)["layers.1.w13.scale"]
-    raw = bytearray(file.read_bytes())
-    # 2 scales along K take the low half of an int32; the other half is padding.
-    raw[info.start + 2 * info.size_bytes // 4 + 3] = 1
-    file.write_bytes(raw)
-    os.utime(file, ns=(0, entry.mtime_ns))
-    said = r"layer-00001\.safetensors: expert 2 of layers\.1\.w13\.scale: padding"
-    with pytest.raises(CheckpointError, match=said):
-        load_experts(result.folder, 1)
-    assert load_experts(result.folder, 1, experts=[3, 0]).weights.experts == 2
-
-
-def test_a_weight_that_cannot_be_prepared_is_named(make_checkpoint, tmp_path):
-    rule = Rule(roles=("routed_experts",), format="fp8_block", options={"scale": "float32"})
-    path = convert(make_checkpoint(), tmp_path / "out", recipe=Recipe(rules=(rule,))).output
-    said = r"^model\.layers\.0\.mlp\.experts\.0\.w13\.scale: .* not a power of two"
-    with pytest.raises(UnsupportedError, match=said):
-        prepare(path, target="sm100")
-    assert list((path / "moequant-prepared").iterdir()) == []
 
 
 def test_two_runs_on_one_target_do_not_share_a_folder(own):

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from moequant.conversion import convert
-from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, quantize
-from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.runtime import load_experts
 
 pytestmark = [
@@ -38,22 +36,6 @@ def test_a_device_quantizes_to_the_same_bytes(format):
         for part, tensor in here.tensors().items():
             assert torch.equal(bytes_of(there.tensors()[part]), bytes_of(tensor)), (options, part)
         assert torch.equal(dequantize(there).cpu(), dequantize(here))
-
-
-@pytest.mark.parametrize(("format", "target"), [(f, t) for f in CONVERTIBLE for t in TARGETS])
-def test_a_device_packs_to_the_same_bytes(format, target):
-    try:
-        layout = kernel_layout(format, target)
-    except UnsupportedError:
-        assert (format, target) == ("w4a8", "sm100")
-        return
-    q = quantize(weight(), format)
-    here, there = layout.pack(q, "w"), layout.pack(q.to("cuda"), "w")
-    for part, tensor in here.items():
-        assert torch.equal(bytes_of(there[part]), bytes_of(tensor))
-    again = layout.unpack(there, q.shape, "w")
-    assert torch.equal(bytes_of(again.qdata), bytes_of(q.qdata))
-    assert torch.equal(bytes_of(again.scale), bytes_of(q.scale))
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])

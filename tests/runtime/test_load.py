@@ -9,15 +9,20 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, quantize, stack
-from moequant.layouts.targets import TARGETS, kernel_layout
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
+from moequant.runtime.backends import TARGETS, torch_reference
 from moequant.runtime.layer_reader import LayerReader
+from moequant.runtime.load import open_reader
+from moequant.runtime.prepared import PreparedCheckpoint
+from moequant.runtime.staging import _Slot
+from moequant.storage.headers import read_header
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
 from moequant.weights.encoded import EncodedWeight
@@ -74,11 +79,6 @@ def test_what_is_loaded_is_what_lies_on_disk(converted, format, where):
 def test_what_is_loaded_to_a_device_is_what_lies_on_disk(converted, format, target):
     path = folder = converted(format)
     if target is not None:
-        try:
-            kernel_layout(format, target)
-        except UnsupportedError:
-            assert (format, target) == ("w4a8", "sm100")
-            return
         folder = prepare(path, target=target).folder
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
@@ -86,6 +86,61 @@ def test_what_is_loaded_to_a_device_is_what_lies_on_disk(converted, format, targ
             for layer, experts in loaded.items():
                 assert experts.weights.device == torch.device("cuda", 0)
                 assert_holds(experts, path, layer, range(4))
+
+
+class Operations(TorchDispatchMode):
+    """Notes the name of every operation of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+VIEWS = {"slice", "view", "split", "select", "as_strided", "alias", "detach", "_unsafe_view"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("format", CONVERTIBLE)
+def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
+    converted, monkeypatch, format, device
+):
+    """The device "meta" stands for one that is filled through the pinned buffer."""
+    monkeypatch.setattr(torch_reference, "why_not_reference", lambda workload: None)
+    folder = prepared(converted(format))
+    file = next(folder.glob("layer-00001*"))
+    tensors = read_header(file, file.name).values()
+    read, read_into = [], FixedFile.read_into
+    sent, send = [], _Slot.send
+
+    def counted_read(self, start, buffer):
+        if self.path == file:
+            read.append(buffer.nbytes)
+        read_into(self, start, buffer)
+
+    def counted_send(self, chunk):
+        sent.append(sum(part.size_bytes for part in chunk.parts))
+        send(self, chunk)
+
+    monkeypatch.setattr(FixedFile, "read_into", counted_read)
+    monkeypatch.setattr(_Slot, "send", counted_send)
+    reader = open_reader(folder, torch.device(device))
+    # What a header must say is found out with tensors that hold nothing: no kernel runs for it.
+    opened = reader._prepared.open_layer(1)
+    monkeypatch.setattr(PreparedCheckpoint, "open_layer", lambda self, layer: opened)
+    with Operations() as operations:
+        packed = reader.load(1, range(4), backend="torch_reference")
+    size_bytes = sum(info.size_bytes for info in tensors)
+    assert sum(t.nbytes for t in packed.tensors.values()) == size_bytes
+    assert operations.names - VIEWS <= {"empty", "copy_"}
+    if device == "meta":
+        assert sum(sent) == size_bytes
+    else:
+        assert sum(read) == size_bytes
+        assert "copy_" not in operations.names
 
 
 def test_several_layers_come_by_index_in_the_order_given(converted):
@@ -121,7 +176,7 @@ def test_layers_may_be_integers_of_another_library(converted):
 
 def test_layers_are_checked_before_any_is_read(converted, monkeypatch):
     path = converted("mxfp4")
-    monkeypatch.setattr(LayerReader, "read", lambda *_: pytest.fail("a layer was read"))
+    monkeypatch.setattr(LayerReader, "load", lambda *_: pytest.fail("a layer was read"))
     with pytest.raises(CheckpointError, match=r"layer 7 holds no experts; layers that do: 0, 1"):
         load_experts(path, [0, 1, 7])
     with pytest.raises(UnsupportedError, match=r"layers \[0, 0\]: each is wanted once"):
@@ -204,11 +259,13 @@ import re, sys
 from pathlib import Path
 import torch
 from moequant.weights.converted import ConvertedCheckpoint
+from moequant.runtime.staging import _Slot
+from moequant.storage.headers import read_header
 from moequant.storage.reader import FixedFile
 from moequant.runtime.layer_reader import LayerReader
+from moequant.runtime.load import open_reader
+from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.runtime.staging import Staging
-from moequant.storage.folder import is_prepared_folder
-from moequant.preparation import PreparedCheckpoint
 
 def resident(field):
     text = Path("/proc/self/status").read_text()
@@ -216,9 +273,8 @@ def resident(field):
 
 def read(path, device):
     path = Path(path)
-    prepared = PreparedCheckpoint.open(path) if is_prepared_folder(path) else None
-    converted = prepared.converted if prepared else ConvertedCheckpoint.open(path)
-    reader = LayerReader(converted, torch.device(device), prepared=prepared)
+    converted = ConvertedCheckpoint.open(path)
+    reader = LayerReader(converted, torch.device(device))
     if device == "meta":
         reader.staging = Staging(reader.device, slot_bytes=1 << 20, slots=8)
     return reader.read(0, range(converted.moe.experts))

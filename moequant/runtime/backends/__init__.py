@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts, Workload
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
@@ -41,6 +41,7 @@ def backends() -> dict[str, Backend]:
 
 __all__ = [
     "REGISTRY",
+    "TARGETS",
     "Backend",
     "BatchedExperts",
     "Layout",

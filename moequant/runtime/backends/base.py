@@ -17,13 +17,17 @@ from moequant.act_fn import SILU, ActFn
 from moequant.runtime.backends.stacked import STACKED, unstack
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Hashable, Mapping
 
     import torch
     from torch import Tensor
 
     from moequant.runtime.backends.layout import Layout
     from moequant.runtime.weights import ExpertWeights
+
+
+TARGETS = ("sm90", "sm100")
+"""Generations of GPUs that `moequant prepare` packs for: Hopper and Blackwell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +134,19 @@ class Backend(ABC):
     name: ClassVar[str]
     default_on: ClassVar[tuple[str, ...]]
     """Types of device it is chosen on by default; on others it runs only when named."""
-    targets: ClassVar[tuple[str, ...]] = ()
-    """Targets of `moequant prepare` that it serves by default; see `moequant.preparation`."""
     layout: ClassVar[Layout] = STACKED
     """How its kernels read weights."""
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:
         """None where it can run `workload`, else why not, in one clause."""
+
+    def serves(self, target: str) -> Collection[str]:
+        """Formats that `moequant prepare` packs in `layout` for `target`, one of TARGETS.
+
+        The first backend of the registry that names a format is the one it is packed for.
+        """
+        return ()
 
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:

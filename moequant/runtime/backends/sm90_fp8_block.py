@@ -11,7 +11,7 @@ from moequant.runtime.backends.base import Backend, PackedExperts, Workload
 from moequant.runtime.backends.capability import why_not_sm90
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Hashable, Mapping
 
     import torch
     from torch import Tensor
@@ -30,12 +30,15 @@ class Sm90Fp8Block(Backend):
 
     name = "sm90_fp8_block"
     default_on = ("cuda",)
-    targets = ("sm90",)
 
     def supports(self, workload: Workload) -> str | None:
         """Wants fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
         reason = why_not_fp8_block(workload)
         return _why_not_on(workload.device) if reason is None else reason
+
+    def serves(self, target: str) -> Collection[str]:
+        """See `Backend.serves`."""
+        return ("fp8_block",) if target == "sm90" else ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

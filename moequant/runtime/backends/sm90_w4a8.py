@@ -67,7 +67,6 @@ class Sm90W4a8(Backend):
 
     name = "sm90_w4a8"
     default_on = ("cuda",)
-    targets = ("sm90",)
     layout = W4a8Panels()
 
     def supports(self, workload: Workload) -> str | None:

@@ -16,7 +16,7 @@ from moequant.runtime.backends.base import Backend, PackedExperts, Workload
 from moequant.runtime.backends.capability import why_not_capable
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Hashable, Mapping
 
     from torch import Tensor
 
@@ -40,11 +40,14 @@ class TritonPortable(Backend):
 
     name = "triton"
     default_on = ("cuda",)
-    targets = ("sm90", "sm100")
 
     def supports(self, workload: Workload) -> str | None:
         """Wants a CUDA device of SM80 or newer, and triton."""
         return why_not_portable(workload)
+
+    def serves(self, target: str) -> Collection[str]:
+        """See `Backend.serves`."""
+        return RUNNABLE
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

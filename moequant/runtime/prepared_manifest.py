@@ -32,7 +32,7 @@ class PreparedLayer(_Strict):
             was written, as make does; at another time its digest decides.
         sha256: its digest.
         format: the format of the experts in it.
-        layout: kernel layout of the weights.
+        layout: name of the layout of the tensors.
         layout_version: version of that layout.
         originals_sha256: digest over the bytes of the portable tensors it was made from.
     """
@@ -54,7 +54,6 @@ class Manifest(_Strict):
         schema_version: of this file.
         moequant: version that wrote it.
         target: "sm90" or "sm100".
-        gate_up_version: version of how w13 is stacked, whatever the layout.
         originals: [size, modification time in ns] of every weight file of the converted checkpoint
             before it was read. Where all are the same now, so are the weights, as make has it.
             Other names or sizes: the folder is stale. Other times alone, as after a copy or a
@@ -62,10 +61,9 @@ class Manifest(_Strict):
         layers: by layer number.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     moequant: str
     target: str
-    gate_up_version: int
     originals: dict[str, list[int]]
     layers: dict[int, PreparedLayer]
 

@@ -1,0 +1,280 @@
+"""A prepared folder: the tensors of layers as a backend reads them, and whether they still fit.
+
+The file of a layer holds the tensors of its `Layout` for all experts, [E, ...] each, under names
+that say which layer it is: `layers.3.w13_qdata`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.errors import CheckpointError, MoequantError
+from moequant.formats import QuantizedWeight, get_format
+from moequant.runtime.backends import backends
+from moequant.runtime.prepared_manifest import Manifest, OriginalsDigest, read_manifest
+from moequant.runtime.weights import ExpertWeights
+from moequant.storage.buffers import tensor_bytes
+from moequant.storage.disk import sha256_of
+from moequant.storage.files import PREPARED_FOLDER
+from moequant.storage.headers import DTYPES, read_header
+from moequant.storage.reader import FixedFile
+from moequant.weights.converted import ConvertedCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from moequant.act_fn import ActFn
+    from moequant.models import MoeConfig
+    from moequant.runtime.backends import Layout
+    from moequant.runtime.prepared_manifest import PreparedLayer
+    from moequant.storage.headers import TensorInfo
+
+_REMEDY = "run moequant prepare --overwrite"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFile:
+    """A prepared layer's file.
+
+    Attributes:
+        file: where it is.
+        tensors: every tensor, by its name in the layout.
+    """
+
+    file: FixedFile
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, folder: Path, layer: int, entry: PreparedLayer) -> LayerFile:
+        """Check that the file is the one that was written for this layer.
+
+        Raises:
+            CheckpointError: it is not there, damaged, or another layer's.
+        """
+        path = folder / entry.file
+        file = check_size(path, entry)
+        prefix = f"layers.{layer}."
+        tensors = {}
+        for name, info in read_header(path, entry.file).items():
+            if not name.startswith(prefix):
+                raise CheckpointError(
+                    f"{path}: holds {name}, but layer {layer} is wanted here; {_REMEDY}"
+                )
+            tensors[name.removeprefix(prefix)] = info
+        if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:
+            raise CheckpointError(
+                f"{path}: damaged: its SHA-256 is not the one in its manifest; {_REMEDY}"
+            )
+        return cls(file=file, tensors=tensors)
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Check names, dtypes and shapes against those of `wanted`, whose data is not read.
+
+        Raises:
+            CheckpointError: they are not what the layout makes of the layer.
+        """
+        for name in wanted.keys() | self.tensors.keys():
+            info, like = self.tensors.get(name), wanted.get(name)
+            found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
+            if (
+                info is None
+                or like is None
+                or ((DTYPES.get(info.dtype), list(info.shape)) != (like.dtype, list(like.shape)))
+            ):
+                should = "not there" if like is None else f"{like.dtype} {list(like.shape)}"
+                raise CheckpointError(
+                    f"{self.file.path}: {name} is {found}, but should be {should}; {_REMEDY}"
+                )
+
+    def read(self, name: str, expert: int) -> Tensor:
+        """One expert of a tensor, [1, ...], on the CPU; errors as `FixedFile.read_into`."""
+        info = self.expert(name, expert)
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        self.file.read_into(info.start, tensor_bytes(tensor))
+        return tensor
+
+    def expert(self, name: str, expert: int) -> TensorInfo:
+        """Where the bytes of one expert of a tensor are."""
+        info = self.tensors[name]
+        size_bytes = info.size_bytes // info.shape[0]
+        start = info.start + expert * size_bytes
+        return info._replace(shape=(1, *info.shape[1:]), start=start, stop=start + size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCheckpoint:
+    """A prepared folder and the converted checkpoint it stands in.
+
+    Attributes:
+        folder: CONVERTED/moequant-prepared/TARGET.
+        manifest: what it says of itself.
+        converted: CONVERTED.
+    """
+
+    folder: Path
+    manifest: Manifest
+    converted: ConvertedCheckpoint
+
+    @classmethod
+    def open(cls, folder: Path, *, architecture: str | Path | None = None) -> PreparedCheckpoint:
+        """Read the manifest and the headers of the originals.
+
+        Args:
+            folder: where it lies.
+            architecture: as for `ConvertedCheckpoint.open`.
+
+        Raises:
+            CheckpointError: no manifest, or the originals are not where they must be.
+        """
+        manifest = read_manifest(folder)
+        home = folder.resolve().parent
+        if home.name != PREPARED_FOLDER:
+            raise CheckpointError(
+                f"{folder}: lies in {home}, but a prepared folder is read where it was written, in "
+                f"CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
+            )
+        converted = ConvertedCheckpoint.open(home.parent, architecture=architecture)
+        return cls(folder=folder, manifest=manifest, converted=converted)
+
+    def open_layer(self, layer: int) -> tuple[LayerFile, Layout, str]:
+        """The file of a layer, the layout it is in, and its format.
+
+        Raises:
+            CheckpointError: the layer is not there, damaged, or stale: made from other originals,
+                or in a layout that no backend reads.
+        """
+        entry = self.manifest.layers.get(layer)
+        if entry is None:
+            have = ", ".join(map(str, self.manifest.layers))
+            raise CheckpointError(f"{self.folder}: no layer {layer}; prepared are {have}")
+        layout = self._layout(layer, entry)
+        self._check_originals(layer, entry)
+        file = LayerFile.open(self.folder, layer, entry)
+        moe = self.converted.moe
+        biased = [p for p in ("w13_bias", "w2_bias") if p in file.tensors]
+        act_fn = moe.act_fn_of(layer)
+        file.check(expected(layout, moe, entry.format, act_fn=act_fn, biased=bool(biased)))
+        return file, layout, entry.format
+
+    def staleness(self) -> str | None:
+        """Why a layer would be refused, as far as sizes and times of files tell.
+
+        Returns:
+            None where nothing changed since the folder was written. If the originals' times alone
+            are others, the weights decide, which only loading reads: that is said here too.
+        """
+        try:
+            for layer, entry in self.manifest.layers.items():
+                self._layout(layer, entry)
+                self._check_sizes(layer)
+                check_size(self.folder / entry.file, entry)
+        except MoequantError as error:
+            return str(error)
+        if self.converted.checkpoint.file_state() != self.manifest.originals:
+            return (
+                "the converted checkpoint's files have other times than when it was prepared; "
+                "loading compares the weights"
+            )
+        return None
+
+    def _layout(self, layer: int, entry: PreparedLayer) -> Layout:
+        """The layout of the layer, if a backend reads it."""
+        known = {str(b.layout): b.layout for b in backends().values()}
+        found = f"{entry.layout} version {entry.layout_version}"
+        if found not in known:
+            raise self._stale(
+                layer, f"it is in layout {found}, but the backends here read {', '.join(known)}"
+            )
+        return known[found]
+
+    def _check_originals(self, layer: int, entry: PreparedLayer) -> None:
+        """Refuse a layer made from other weights than those that lie beside it now.
+
+        Files of the same size and modification time are taken to be the same. If only the times
+        differ, as after a copy or a download, the layer's portable weights are read and their
+        digest decides.
+        """
+        if self.converted.checkpoint.file_state() == self.manifest.originals:
+            return
+        self._check_sizes(layer)
+        digest = OriginalsDigest()
+        projections = self.converted.moe.projections
+        for expert in range(self.converted.moe.experts):
+            digest.update(self.converted.read_expert(layer, expert, p) for p in projections)
+        if digest.hexdigest() != entry.originals_sha256:
+            raise self._stale(layer, "the converted checkpoint has other weights now")
+
+    def _check_sizes(self, layer: int) -> None:
+        now, then = self.converted.checkpoint.file_bytes, self.manifest.originals
+        if now != {file: state[0] for file, state in then.items()}:
+            raise self._stale(layer, "the converted checkpoint has other files now")
+
+    def _stale(self, layer: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder}: layer {layer} is stale: {reason}; run moequant prepare "
+            f"{self.converted.checkpoint.path} --target {self.manifest.target}"
+        )
+
+
+def expected(
+    layout: Layout, moe: MoeConfig, format: str, *, act_fn: ActFn, biased: bool
+) -> dict[str, Tensor]:
+    """The tensors that `layout` makes of a layer, without data.
+
+    Raises:
+        UnsupportedError: the layout does not hold weights of this format or these sizes.
+    """
+    weights = {p: _meta(format, (moe.experts, *moe.shape(p))) for p in moe.projections}
+    biases = {
+        f"{p}_bias": torch.empty(q.shape[:2], device="meta") for p, q in weights.items() if biased
+    }
+    return layout.pack(expert_weights(weights, biases, act_fn))
+
+
+def expert_weights(
+    weights: Mapping[str, QuantizedWeight], biases: Mapping[str, Tensor], act_fn: ActFn
+) -> ExpertWeights:
+    """Experts from weights by projection, and biases as `ExpertWeights` names them."""
+    return ExpertWeights(
+        gate=weights.get("gate"),
+        up=weights["up"],
+        down=weights["down"],
+        gate_bias=biases.get("gate_bias"),
+        up_bias=biases.get("up_bias"),
+        down_bias=biases.get("down_bias"),
+        act_fn=act_fn,
+    )
+
+
+def _meta(format: str, shape: Sequence[int]) -> QuantizedWeight:
+    parts = {
+        name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for name, spec in get_format(format).specs(shape).items()
+    }
+    return QuantizedWeight(
+        format=format,
+        qdata=parts["qdata"],
+        scale=parts["scale"],
+        global_scale=parts.get("global_scale"),
+        shape=torch.Size(shape),
+    )
+
+
+def check_size(path: Path, entry: PreparedLayer) -> FixedFile:
+    """The file of a layer, if it has the size that it had.
+
+    Raises:
+        CheckpointError: it has not, or it is not there.
+    """
+    file = FixedFile.at(path)
+    if file.size_bytes != entry.bytes:
+        raise CheckpointError(
+            f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; {_REMEDY}"
+        )
+    return file
