@@ -1,4 +1,4 @@
-"""Is a converted checkpoint right: structure, weights, prepared files, layers."""
+"""Verify a converted checkpoint: structure, weights, prepared files, layers."""
 
 from moequant.verification.integrity import IntegrityReport, check_integrity
 from moequant.verification.pipeline import verify

@@ -1,9 +1,9 @@
-"""Whether codes are the nearest ones: the bound for a weight that another tool quantized.
+"""The error bound for elements of a weight that another tool quantized.
 
-Given the scale s of its block, an element of the weight may lie
+Given the scale s of its block, an element of the weight may differ from its code * s
 
-* half a step of the element type at that magnitude from its code, times s;
-* or beyond the largest code and clipped to it, as far as the rules that tools make s by let it:
+* by half a step of the element type at that magnitude, times s;
+* or by clipping to the largest code, as far as common rules for s allow:
 
 | format | codes end at | weights, in s, at | because |
 |---|---|---|---|
@@ -11,11 +11,11 @@ Given the scale s of its block, an element of the weight may lie
 | nvfp4 | 6 | 6 (1 + u / s) | s is amax / 6 rounded to E4M3, u half a unit in its last place |
 | others | the element's ends | `Format.reach` | their files say it |
 
-* or clipped from further away, if the squared error of its block is within the budget of the one
-  that our quantizer makes with default options: tools that search for scales clip where it pays.
+* or by more clipping, if the squared error of its block is within the limit relative to our
+  quantizer with default options: tools that search for scales clip where it reduces the error.
 
-All of it with an allowance of 2**-8 of the weight. Many tools compute scales, and divide by them,
-in bfloat16; each step rounds by up to 2**-9, and an element that near a tie may take either code.
+Each has an allowance of 2**-8 of the weight, because many tools compute scales and quotients in
+bfloat16; each step rounds by up to 2**-9, and an element that near a tie may get either code.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from moequant.formats import QuantizedWeight
 
 MAX_LOST_DB = 1.5
-"""How far the SQNR of a weight, or of a block that is clipped, may fall below the one that our
-quantizer reaches on it with default options.
+"""How far the SQNR of a weight, or of a clipped block, may be below our quantizer's with default
+options.
 
-Between the worst rule in use and the mildest mistake, measured on [512, 1024] normal, uniform,
-Laplace, Student's t (4 degrees of freedom) and normal with large columns: INT4 from amax / 7 loses
-up to 1.12 dB (amax / 7.5 0.65, MXFP4 rounding its scale up 0.62), FP8 with FP32 scales that a
-loader quantized again for scales that are powers of two loses 2.6 to 3.1.
+The limit lies between the worst rule in use and the mildest mistake, measured on [512, 1024]
+normal, uniform, Laplace, Student's t (4 degrees of freedom) and normal with large columns: INT4
+with scale amax / 7 loses up to 1.12 dB (amax / 7.5 0.65, MXFP4 with its scale rounded up 0.62); FP8
+with FP32 scales, requantized to power-of-two scales, loses 2.6 to 3.1.
 """
 
 _ALLOWANCE = 2.0**-8
@@ -67,7 +67,7 @@ class OutOfBound:
     def __str__(self) -> str:
         return (
             f"element {list(self.index)} is {self.decoded:.6g} for {self.weight:.6g} with scale "
-            f"{self.scale:.6g}, further off than rounding or clipping explains; {self.count} such "
+            f"{self.scale:.6g}, more than rounding or clipping explains; {self.count} such "
             "elements"
         )
 
@@ -78,13 +78,13 @@ def find_out_of_bound(
     reference: QuantizedWeight,
     max_lost_db: float = MAX_LOST_DB,
 ) -> OutOfBound | None:
-    """The first element of `q` that is further from `w` than rounding and clipping explain.
+    """The first element of `q` that differs from `w` by more than rounding and clipping explain.
 
     Args:
         w: [N, K] float32, the source.
-        q: what another tool made of it.
-        reference: what our quantizer makes of it with default options.
-        max_lost_db: by how much the SQNR of a clipped block may fall below the reference's.
+        q: the weight as quantized by another tool.
+        reference: the weight as quantized by our quantizer with default options.
+        max_lost_db: how far the SQNR of a clipped block may be below the reference's.
 
     Raises:
         UnsupportedError: there is no such format.

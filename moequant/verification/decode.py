@@ -1,6 +1,6 @@
-"""Decode weights a second time, by tables written from the formats' definitions, in float64.
+"""An independent decoder in float64, with tables written from the formats' definitions.
 
-Nothing here comes from `moequant.formats`, so that a mistake there cannot hide itself.
+It does not use `moequant.formats`, so that a bug there cannot hide itself.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0); OCP 8-bit Floating Point v1.0 (E4M3).
 """
@@ -26,7 +26,7 @@ _ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Definition:
-    """What the bytes of a format mean.
+    """How the bytes of a format are decoded.
 
     Attributes:
         element: value of every code, float64.
@@ -38,14 +38,14 @@ class _Definition:
 
 
 def decode(q: QuantizedWeight) -> Tensor:
-    """A weight [N, K] as float64, exact: code times scale times global scale.
+    """Decode a weight [N, K] to float64, exactly: code * scale * global scale.
 
     Raises:
         UnsupportedError: a format that is not defined here.
     """
     if q.format not in _DEFINITIONS:
         raise UnsupportedError(
-            f"{q.format}: no second decoder knows this format; define it in "
+            f"{q.format}: not supported by the independent decoder; define it in "
             "moequant/verification/decode.py"
         )
     definition = _DEFINITIONS[q.format]
@@ -53,7 +53,7 @@ def decode(q: QuantizedWeight) -> Tensor:
     block_n, block_k = definition.block
     row, column = torch.arange(N) // block_n, torch.arange(K) // block_k
     w = torch.empty(N, K, dtype=torch.float64)
-    # Some rows at a time: indices, and a scale for each element, are of 64 bits too.
+    # A few rows at a time, because indices and expanded scales also take 64 bits per element.
     for start in range(0, N, _ROWS):
         rows = slice(start, start + _ROWS)
         codes = _codes(q.qdata[rows], len(definition.element)).long()

@@ -1,4 +1,4 @@
-"""Where one JSON value differs from another."""
+"""The differences between two JSON values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_ITEMS = 3
 
 
 def differences(found: Any, wanted: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Every place, as `place.key`, at which `found` is not `wanted`, with a message.
+    """Every key, as `place.key`, at which `found` differs from `wanted`, with a message.
 
-    Numbers are compared by value, so that 1.0 is 1, but true is not 1; NaN is NaN. A list is one
-    place; the message says what it lacks and what it holds besides.
+    Numbers are compared by value: 1.0 equals 1, true does not equal 1, NaN equals NaN. A list is
+    compared as a whole; the message names missing and additional items.
     """
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in {**wanted, **found}:

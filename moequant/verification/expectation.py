@@ -1,8 +1,7 @@
-"""What a converted checkpoint must hold, worked out from its source.
+"""The expected content of a converted checkpoint, derived from its source.
 
-Two ways to know how it was made: moequant.json records recipe and dialect, so the plan can be made
-again from the source's headers; or another tool wrote it, and config.json alone says which module
-is in which format.
+If moequant.json records recipe and dialect, the plan is made again from the source's headers.
+Otherwise another tool wrote the checkpoint, and config.json gives the format of each module.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ _REWRITTEN_KEYS = ("transformers_version", "_name_or_path")
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What must be there.
+    """The expected content of a converted checkpoint.
 
     Attributes:
-        plan: where it could be made again, and everything is known to the last byte; else None.
-        original: what the source is.
-        dialect: whose names the tensors have.
-        units: what is quantized.
-        dequantized: what is dequantized.
-        copies: tensors of the source that come along bit for bit.
-        tensors: dtype and shape, as a header has them, of every tensor known beforehand.
-        possible: names of tensors whose dtype and shape the dialect judges when it reads them.
-        config: config.json.
+        plan: the plan, made again, which determines every byte; None if that is impossible.
+        original: the source's weights.
+        dialect: the dialect of the checkpoint.
+        units: the units that are quantized.
+        dequantized: the units that are dequantized.
+        copies: tensors of the source that are copied bit for bit.
+        tensors: dtype and shape, as in a header, of every tensor that is known in advance.
+        possible: names of tensors whose dtype and shape the dialect checks when it decodes them.
+        config: the expected config.json.
     """
 
     plan: Plan | None
@@ -122,7 +121,7 @@ def expect_by_record(
     own: Sequence[Architecture],
     findings: Findings,
 ) -> Expectation | None:
-    """By moequant.json, which need not be true: what contradicts the source is a problem."""
+    """The expectation from moequant.json; contradictions to the source become problems."""
     plan = _plan_again(source, record, own, findings)
     if plan is None:
         return None
@@ -148,7 +147,7 @@ def _plan_again(
 ) -> Plan | None:
     if record.get("schema_version") != 1:
         found = record.get("schema_version")
-        findings.add("record", RECORD_FILE, f"schema_version is {found!r}, and we know 1 only")
+        findings.add("record", RECORD_FILE, f"schema_version is {found!r}, but only 1 is supported")
         return None
     try:
         recipe = recorded_recipe(record)
@@ -169,7 +168,7 @@ def _plan_again(
 def _check_claims(
     source: Checkpoint, record: Mapping[str, Any], plan: Plan, findings: Findings
 ) -> None:
-    """What the record says beside the recipe, so far as source and plan tell it too."""
+    """Compare the record, except its recipe, with source and plan."""
     wanted = recorded_claims(record, source, plan, workers=DEFAULT_WORKERS)
     if "architecture_definition" in wanted:
         record = {"architecture_definition": None, **record}
@@ -184,7 +183,7 @@ def expect_by_config(
     stored: Checkpoint,
     findings: Findings,
 ) -> Expectation | None:
-    """By config.json, as any engine would take it."""
+    """The expectation from config.json, as an engine reads it."""
     model, weights = original.model, original.weights
     roles = model.roles
     quantization_config = stored.config.get("quantization_config")
@@ -227,7 +226,7 @@ def expect_by_config(
 def _dequantized(
     original: SourceModel, formats: Mapping[str, str], stored: Checkpoint, *, plain: bool
 ) -> Iterator[Unit]:
-    """Quantized weights of the source that the result has in plain form."""
+    """Quantized weights of the source that are plain in the result."""
     infos = [
         info
         for name, info in original.weights.items()
@@ -251,7 +250,7 @@ def _copies(
     formats: Mapping[str, str],
     dequantized: Iterable[Unit],
 ) -> Iterator[TensorInfo]:
-    """Tensors of the source that no quantized or dequantized weight lies in."""
+    """Tensors of the source that hold no quantized or dequantized weight."""
     taken = {info.name for info in original.dropped}
     for name in (*formats, *(weight.info.name for unit in dequantized for weight in unit.weights)):
         info = original.weights[name]
@@ -274,7 +273,7 @@ def _formats(
         role = roles[name].role
         if not is_matrix(info) or role in _NEVER_CONVERTED:
             continue
-        # Whether a module we do not know is linear, and config.json speaks of it, the file tells.
+        # For an unknown module, the tensors on disk tell whether it is quantized.
         if role not in LINEAR_ROLES and _lies_as_in_source(info, stored):
             continue
         if (format := format_of(name.removesuffix(".weight"))) is not None:
@@ -295,7 +294,7 @@ def _lies_as_in_source(info: WeightInfo, stored: Checkpoint) -> bool:
 def _without_misshapen(
     weights: Mapping[str, WeightInfo], formats: Mapping[str, str], findings: Findings
 ) -> dict[str, str]:
-    """The formats whose shapes fit; of others there is a problem to name and nothing to compare."""
+    """The formats that support their weight's shape; the others become problems."""
     fitting = {}
     for name, format in formats.items():
         try:
@@ -308,7 +307,7 @@ def _without_misshapen(
 
 
 def _foreign_config(source: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The source's config with what other tools may write anew taken from `found`."""
+    """The source's config, with fields that other tools may change taken from `found`."""
     wanted = converted_config(source, found.get("quantization_config") or {})
     # transformers 5 renamed this key.
     for old, new in (("torch_dtype", "dtype"), ("dtype", "torch_dtype")):

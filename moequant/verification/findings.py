@@ -33,19 +33,19 @@ class Findings:
 
     @property
     def count(self) -> int:
-        """All that were found."""
+        """The number of problems, including those left out."""
         return self._counts.total()
 
     def has(self, check: Check) -> bool:
-        """Whether a check found anything."""
+        """Whether a check found a problem."""
         return check in self._counts
 
     def add(self, check: Check, name: str, message: str) -> None:
-        """Note that `name` is not as it must be."""
+        """Add a problem of `name`."""
         self.extend([Problem(check=check, name=cut(name), message=cut(message))])
 
     def extend(self, problems: Iterable[Problem]) -> None:
-        """Note several."""
+        """Add several problems."""
         for problem in problems:
             self._counts[problem.check] += 1
             if self._counts[problem.check] <= KEPT_PROBLEMS:
@@ -53,7 +53,7 @@ class Findings:
 
 
 def cut(text: str) -> str:
-    """A text of a lying file shall not fill the terminal."""
+    """Shorten a text from an untrusted file."""
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "..."
 
 
@@ -66,7 +66,7 @@ class WeightChecks:
         self._errors: list[RequantizationError] = []
 
     def add(self, error: WeightCheck) -> None:
-        """Take one weight in."""
+        """Add the error of one weight."""
         entry = (_rank(error), error.name, error)
         heapq.heappush(self._worst, entry)
         if len(self._worst) > KEPT_WEIGHTS:
@@ -74,19 +74,19 @@ class WeightChecks:
         self._by_format.setdefault(error.format, _Sum(error)).add(error)
 
     def add_requantization_errors(self, errors: Iterable[RequantizationError]) -> None:
-        """Take in what became of weights that were quantized before."""
+        """Add requantization errors."""
         self._errors = merged_errors([*self._errors, *errors])
 
     def requantization_errors(self) -> tuple[RequantizationError, ...]:
-        """What became of them, kind by kind."""
+        """The requantization errors by kind."""
         return tuple(self._errors)
 
     def worst(self) -> tuple[WeightCheck, ...]:
-        """The worst, worst first."""
+        """The worst weights, worst first."""
         return tuple(error for _, _, error in sorted(self._worst, reverse=True))
 
     def summaries(self) -> tuple[FormatSummary, ...]:
-        """One for each format."""
+        """One summary per format."""
         return tuple(total.summary() for total in self._by_format.values())
 
 
@@ -112,5 +112,5 @@ class _Sum:
 
 
 def _rank(error: WeightCheck) -> float:
-    """NaN has no order; a weight that holds it is worse than any other."""
+    """Sort key by which NaN is worse than any other error."""
     return math.inf if math.isnan(error.relative_error) else error.relative_error

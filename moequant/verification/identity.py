@@ -1,4 +1,4 @@
-"""Whether bytes are the same, and where the first that are not stand."""
+"""Compare tensors byte by byte, and find the first difference."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ByteDifference:
     """How a stored tensor differs from the one wanted.
 
     Attributes:
-        element: the first that differs, for people.
-        count: how many elements differ.
-        total: how many there are.
+        element: the first element that differs, in words.
+        count: number of elements that differ.
+        total: number of elements.
     """
 
     element: str
@@ -42,10 +42,10 @@ def compare_tensors(found: Tensor, wanted: Tensor) -> ByteDifference | None:
 def find_difference(
     pairs: Iterable[tuple[memoryview, memoryview]], dtype: str, shape: Sequence[int]
 ) -> ByteDifference | None:
-    """Compare a tensor piece by piece.
+    """Compare a tensor in pieces.
 
     Args:
-        pairs: pieces found and wanted, one after the other, each of whole elements.
+        pairs: pairs of pieces found and wanted, in order, each with whole elements.
         dtype: safetensors name.
         shape: extents.
     """

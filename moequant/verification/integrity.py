@@ -1,7 +1,7 @@
-"""Whether a converted checkpoint is still the one that was written, by its own moequant.json.
+"""Check that the files of a converted checkpoint are unchanged, by its own moequant.json.
 
-One streaming pass: every recorded byte is read once, and the source is not needed. It finds what
-happened to the files since the conversion; that they are right is `verify`'s to prove.
+Every recorded byte is read once, and the source is not needed. This finds changes since the
+conversion; `verify` checks the conversion itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class IntegrityReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorded:
-    """What a record says of one file; a size of None is not recorded."""
+    """The record's entry of a file; a size of None is not recorded."""
 
     file: str
     bytes: int | None
@@ -85,16 +85,16 @@ def check_integrity(
     workers: int = DEFAULT_WORKERS,
     progress: Progress | None = None,
 ) -> IntegrityReport:
-    """Read every file that moequant.json records, once, and compare sizes and digests.
+    """Read every file that moequant.json records once, and compare sizes and digests.
 
     Args:
         converted: directory of a checkpoint that moequant converted.
-        workers: files read at the same time.
-        progress: told what is done.
+        workers: number of files read in parallel.
+        progress: receives the progress.
 
     Raises:
-        CheckpointError: no such directory, an unfinished conversion in it, no moequant.json, or not
-            a readable one.
+        CheckpointError: there is no such directory, the conversion is unfinished, or moequant.json
+            is missing or unreadable.
         MoequantError: `workers` is less than 1.
     """
     if workers < 1:
@@ -140,12 +140,12 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _text(value: object) -> str | None:
-    """A record may have been edited: NaN, for one, could not be printed as JSON."""
+    """A text of the record, which may have been edited: NaN could not be printed as JSON."""
     return cut(value) if isinstance(value, str) else None
 
 
 def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Recorded]:
-    """Every file of the conversion; what cannot be an entry is a problem."""
+    """Every recorded file; invalid entries become problems."""
     source = record.get("source")
     tables = {
         "shards": record.get("shards"),
@@ -157,7 +157,7 @@ def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Record
             findings.add("record", f"{RECORD_FILE}.{key}", "not a table of digests by file")
             continue
         for file, entry in table.items():
-            # Of files that come along the digest alone is recorded.
+            # For sidecar files only the digest is recorded.
             if isinstance(entry, str):
                 entry = {"bytes": None, "sha256": entry}
             if not is_inner_name(file) or not isinstance(entry, dict) or not _is_entry(entry):
@@ -195,7 +195,7 @@ def _is_entry(entry: Mapping[str, Any]) -> bool:
 def _open_files(
     path: Path, recorded: list[_Recorded], findings: Findings
 ) -> list[tuple[_Recorded, FixedFile]]:
-    """Those that are there and of their size; a wrong size needs no reading."""
+    """The files that exist with the recorded size; others need not be read."""
     files = []
     for entry in recorded:
         try:
@@ -215,7 +215,7 @@ def _open_files(
 def _check_digest(
     opened: tuple[_Recorded, FixedFile], progress: Progress
 ) -> tuple[str, str] | None:
-    """The file's name and what is wrong with its contents, or None."""
+    """The file's name, and the problem of its contents or None."""
     entry, file = opened
     digest = hashlib.sha256()
     try:
@@ -230,7 +230,7 @@ def _check_digest(
 
 
 def _check_nothing_added(path: Path, recorded: set[str], findings: Findings) -> None:
-    """Nothing lies beside the recorded files that an engine would read."""
+    """Check that there are no other files that an engine would read."""
     try:
         found = [*sidecar_files(path), *weight_files(path)]
     except CheckpointError as error:

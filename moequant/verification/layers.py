@@ -1,12 +1,12 @@
-"""Does a layer compute what its weights say, and how far is that from the source's layer.
+"""Run layers: compare the runtime with a reference evaluation, and measure the layers' error.
 
-Two questions, never one tolerance. The runtime must agree with an independent evaluation of the
-same quantized weights to accumulation error; how far both are from the source is reported.
+The runtime must agree with an independent evaluation of the same quantized weights, up to
+accumulation error. The error relative to the source's layer is only reported.
 
-Accumulation error has two bounds. One holds for every element, whatever the order of the sums, and
-is wide for that: for thousands of columns it would let a result rounded to bfloat16 pass. The other
-is on the norm: rounding errors that are not all of one sign grow as sqrt(K) u, u = 2**-24, which is
-2**-17 for K = 2**14, while a single rounding to bfloat16 costs 2**-9 / sqrt(3) or more.
+Accumulation error has two bounds. One holds for every element and any order of the sums; for
+thousands of columns it is so wide that a result rounded to bfloat16 would pass. The other is on the
+norm: rounding errors of mixed sign grow as sqrt(K) u, u = 2**-24, which is 2**-17 for K = 2**14,
+while a single rounding to bfloat16 costs 2**-9 / sqrt(3) or more.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _SEED = 20251120
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """What goes through a layer.
+    """The input of a layer.
 
     Attributes:
-        experts: ids of those that take part, ascending.
+        experts: ids of the experts used, ascending.
         hidden: [M, H] float32, N(0, 1).
         topk_ids: [M, T] int64, ids out of `experts`.
         topk_weights: [M, T] float32, positive, of sum 1.
@@ -79,7 +79,7 @@ def converted_layers(units: Iterable[Unit], roles: Mapping[str, TensorRole]) -> 
 
 
 def choose_layers(layers: Sequence[int], wanted: Layers) -> list[int]:
-    """All, or a number of them spread evenly: three are first, middle and last."""
+    """All layers, or a number of them spread evenly: three are first, middle and last."""
     if wanted == "all":
         return list(layers)
     count = min(wanted, len(layers))
@@ -104,7 +104,7 @@ def check_layers(
         originals: what is known of its weights, by name.
         converted: what came of it.
         formats: format by layer.
-        pool: its threads, of one intra-op thread each, run a layer, and one runs at a time.
+        pool: its threads, with one intra-op thread each, run layers, one at a time.
         progress: told what is done.
         findings: where problems go.
 
@@ -159,7 +159,7 @@ def _make_batch(moe: MoeConfig) -> _Batch:
     count = min(MOST_EXPERTS, moe.experts)
     experts = torch.randperm(moe.experts, generator=generator)[:count].sort().values
     score = torch.rand(TOKENS, count, generator=generator)
-    # Every expert is the first choice of some token.
+    # Every expert is the first choice of at least one token.
     score[torch.arange(TOKENS), torch.arange(TOKENS) % count] += 1
     weight, slot = score.topk(min(moe.top_k, count))
     return _Batch(
@@ -251,7 +251,7 @@ def _evaluate(
 
 
 def _beyond(found: Tensor, wanted: Tensor, bound: Tensor) -> float:
-    """The largest difference over its bound; what overflows in float32 is nothing to go by."""
+    """The largest ratio of difference to bound, without elements that overflow in float32."""
     ratio = (found - wanted).abs() / bound
     return float(torch.where(bound.isinf(), 0.0, ratio).max())
 

@@ -1,4 +1,4 @@
-"""verify(): the one function behind `moequant verify`."""
+"""verify(): the function behind `moequant verify`."""
 
 from __future__ import annotations
 
@@ -64,34 +64,33 @@ def verify(
     workers: int = DEFAULT_WORKERS,
     progress: Progress | None = None,
 ) -> Report:
-    """Prove a converted checkpoint right, or say what is wrong with it.
+    """Check a converted checkpoint against its source.
 
-    It is read as a stranger would read it: from disk, through its dialect. Whatever is wrong with
-    it becomes a problem in the report; nothing stops at the first.
+    The checkpoint is read from disk, through its dialect, as an engine would read it. Every fault
+    becomes a problem in the report.
 
     Args:
         converted: directory of the converted checkpoint, by moequant or another tool.
         against: the source: a directory, or id of a repository on the Hugging Face hub.
         revision: branch, tag or commit of a hub repository.
-        architecture: a TOML file that describes the source's architecture; by default what
-            moequant.json records is believed, and the report says so, then our table is asked.
+        architecture: a TOML file that describes the source's architecture. The default is the
+            description in moequant.json, which the report names, then the built-in table.
         layers: how many expert layers to run, spread evenly, or "all"; the default of three means
             the first, a middle one and the last.
-        workers: units compared at the same time.
-        progress: told what is done.
+        workers: number of units compared in parallel.
+        progress: receives the progress.
 
     Raises:
-        ArchitectureError: the file `architecture` is none.
-        CheckpointError: the source is damaged, incomplete or contradicts itself; there is no
-            directory `converted`, or an unfinished conversion in it; or a file cannot be read or
-            changes meanwhile.
-        UnsupportedError: an architecture, or a source dtype, that we do not know.
+        ArchitectureError: the file `architecture` is invalid.
+        CheckpointError: the source is damaged, incomplete or inconsistent; there is no directory
+            `converted`, or its conversion is unfinished; or a file cannot be read or changes.
+        UnsupportedError: an unsupported architecture or source dtype.
         MoequantError: `layers` or `workers` is not as above.
     """
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but at least one has to do the work")
     if layers != "all" and not (isinstance(layers, int) and layers >= 0):
-        raise MoequantError(f'layers = {layers!r}, but a number of layers or "all" is wanted')
+        raise MoequantError(f'layers = {layers!r}, but must be a number of layers or "all"')
     given = () if architecture is None else read_architectures(architecture)
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
@@ -144,7 +143,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """What of a report only the data of tensors tells."""
+    """The part of a report that depends on the data of tensors."""
 
     weights: WeightChecks = field(default_factory=WeightChecks)
     prepared: tuple[str, ...] = ()
@@ -152,7 +151,7 @@ class _Measured:
 
 
 def _recorded(stored: StoredCheckpoint, findings: Findings) -> tuple[Architecture, ...]:
-    """What the record describes, so far as it is a description."""
+    """The architecture in the record, if it is valid."""
     try:
         return recorded_architectures(stored.record or {}, RECORD_FILE)
     except ArchitectureError as error:

@@ -1,7 +1,7 @@
-"""Do the kernel-ready files beside a checkpoint hold its weights.
+"""Check that the prepared folders of a checkpoint hold its weights.
 
-Every prepared layer is unpacked and compared with the portable weights, byte for byte. A worker has
-one expert in memory at a time.
+Every prepared layer is unpacked and compared with the portable weights, byte for byte. A worker
+holds one expert in memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_prepared(
         The targets there are.
     """
     root = converted.checkpoint.path / PREPARED_FOLDER
-    # What is hidden is a preparation that is not finished.
+    # A hidden folder is an unfinished preparation.
     found = [e for e in root.iterdir() if e.name[0] != "."] if root.is_dir() else []
     folders = sorted(found, key=lambda folder: natural_key(folder.name))
     for folder in folders:
@@ -93,7 +93,7 @@ def _check_manifest(
     converted: ConvertedCheckpoint,
     findings: Findings,
 ) -> None:
-    """The manifest speaks of these files, in the layouts that this moequant reads."""
+    """Compare the manifest with the files, and its layouts with this version's."""
     found = {
         "target": manifest.target,
         "originals": {file: state[:1] for file, state in manifest.originals.items()},
@@ -133,7 +133,7 @@ def _check_layer(
     progress: Progress,
     layer: int,
 ) -> str | None:
-    """What is wrong with a layer's file, if anything is."""
+    """The problem of a layer's file; None if there is none."""
     entry, moe = manifest.layers[layer], converted.moe
     digest = OriginalsDigest()
     try:

@@ -1,9 +1,9 @@
-"""A layer of experts evaluated a second time: plain loops in float64, with a bound.
+"""An independent evaluation of a layer of experts: plain loops in float64, with an error bound.
 
-Nothing here comes from the runtime or the formats, so that a mistake there cannot hide itself.
+It does not use the runtime or the formats, so that a bug there cannot hide itself.
 
-What is computed is the exact layer, and beside every number a bound on how far a correct float32
-evaluation can lie from it. Derivation, with u = 2**-24, gamma(n) = n u / (1 - n u) (Higham,
+It computes the exact layer and, for every number, a bound on the error of a correct float32
+evaluation. Derivation, with u = 2**-24, gamma(n) = n u / (1 - n u) (Higham,
 "Accuracy and Stability of Numerical Algorithms", chapters 2 and 3), dx the bound on an input x:
 
 * An inner product of K terms, summed in any order, fused or not, is off by gamma(K) sum |x| |w| at
@@ -61,7 +61,7 @@ _ROWS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded:
-    """An exact value and how far a float32 evaluation of it can be off.
+    """An exact value and a bound on the error of its float32 evaluation.
 
     Attributes:
         value: [...] float64.
@@ -73,7 +73,7 @@ class Bounded:
 
     @property
     def magnitude(self) -> Tensor:
-        """What the float32 evaluation does not exceed in magnitude."""
+        """Upper bound of the magnitude of the float32 evaluation."""
         return self.value.abs() + self.error
 
 

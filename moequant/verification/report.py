@@ -1,4 +1,4 @@
-"""What verification found, as data: for people, for scripts, for the model card."""
+"""The report of a verification, as data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Check = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something in a converted checkpoint that is not as it must be.
+    """A fault of a converted checkpoint.
 
     Attributes:
         check: the check that found it.
-        name: the tensor, the file, or the field of one.
+        name: the tensor, file or field.
         message: what was found and what is wanted.
     """
 
@@ -36,16 +36,16 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCheck:
-    """How far one converted weight, or all of a format together, lies from its source.
+    """The error of one converted weight, or of all weights of a format.
 
     Attributes:
         name: the source tensor; empty for all of a format.
-        format: what it was converted into.
+        format: the format it was converted into.
         signal: ||w||, the Frobenius norm of the source.
         noise: ||w - dequantize(q)||.
-        effective_noise: the same for vLLM's reading of w4a8 (`effective_weight`), else None.
-        reference_noise: the same for our quantizer with default options, where another tool wrote
-            the checkpoint; None where bytes were compared instead.
+        effective_noise: the same for vLLM's effective weight of w4a8 (`effective_weight`), or None.
+        reference_noise: the same for our quantizer with default options, if another tool wrote the
+            checkpoint; None if bytes were compared.
     """
 
     name: str
@@ -67,7 +67,7 @@ class WeightCheck:
 
     @property
     def lost_db(self) -> float | None:
-        """SQNR below what our quantizer reaches; None where that is not known."""
+        """How far the SQNR is below our quantizer's; None if unknown."""
         if self.reference_noise is None:
             return None
         return _decibel(_ratio(self.noise, self.reference_noise)) if self.noise else 0.0
@@ -92,9 +92,9 @@ class FormatSummary:
     """All weights of one format.
 
     Attributes:
-        total: their error taken together.
-        weights: how many they are.
-        worst: the one with the largest relative error of its own.
+        total: their total error.
+        weights: number of weights.
+        worst: the weight with the largest relative error.
     """
 
     total: WeightCheck
@@ -115,17 +115,17 @@ class FormatSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCheck:
-    """One expert layer, run.
+    """The result of running one expert layer.
 
     Attributes:
         layer: its index.
-        format: of its experts.
-        experts: how many of them took part.
-        tokens: how many were sent through.
+        format: format of its experts.
+        experts: number of experts used.
+        tokens: number of tokens.
         runtime_error: largest |y - reference| over its bound; above 1 the runtime is wrong.
         runtime_relative_error: ||y - reference|| / ||reference||, which has a bound of its own.
-        layer_error: ||y - source|| / ||source|| with activations as they are.
-        quantized_activations_error: the same with activations as the format's GEMM takes them.
+        layer_error: ||y - source|| / ||source|| without quantized activations.
+        quantized_activations_error: the same with activations quantized for the format's GEMM.
     """
 
     layer: int
@@ -148,19 +148,19 @@ class Report:
 
     Attributes:
         converted: the checkpoint that was verified.
-        source: what it was verified against.
-        architecture: name of the architecture that says what its tensors are.
-        architecture_by: who describes it, a file or moequant.json; None for our table.
-        dialect: its dialect; None where nobody can tell.
-        method: "bytes" where moequant's own record allowed to convert again and compare, "bounds"
-            where another tool wrote it; None where it never came to that.
-        quantizer: what converted the source's weights again; None where nothing did.
-        problems: what is wrong, the first ones of each check.
-        problem_count: how many there are, those left out included.
-        counts: what was looked at.
+        source: the source it was verified against.
+        architecture: name of its architecture.
+        architecture_by: the file that describes it, or moequant.json; None for the built-in table.
+        dialect: its dialect; None if unknown.
+        method: "bytes" if moequant's record allowed converting again, "bounds" if another tool
+            wrote it; None if no weights were compared.
+        quantizer: the quantizer for converting again; None if it was not used.
+        problems: the first problems of each check.
+        problem_count: number of problems, including those left out.
+        counts: numbers of tensors and weights that were checked.
         formats: errors by format.
         worst_weights: the weights of largest relative error, worst first.
-        requantization_errors: of a source that is quantized itself, kind by kind.
+        requantization_errors: for a quantized source, the errors by kind of weight.
         layers: the layers that were run.
         prepared: targets whose prepared folder was found and checked.
     """

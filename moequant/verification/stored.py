@@ -1,6 +1,6 @@
-"""The files of a converted checkpoint, as far as they can be read.
+"""The readable files of a converted checkpoint.
 
-`Checkpoint.open` stops at the first fault, as a loader must. Verification goes on and lists all.
+`Checkpoint.open` stops at the first fault. Verification continues and lists all faults.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """What of a converted checkpoint can be read.
+    """The readable part of a converted checkpoint.
 
     Attributes:
         checkpoint: config.json, empty if unreadable, and the tensors of the readable files.
-        files: those files, by name.
-        index: the index, None where it is unreadable or not there.
-        record: moequant.json, None where it is unreadable or not there.
-        has_record: whether it is there.
-        has_config: whether config.json could be read.
-        lost: tensors the index puts into files that cannot be read.
+        files: the readable files, by name.
+        index: the index; None if it is missing or unreadable.
+        record: moequant.json; None if it is missing or unreadable.
+        has_record: whether moequant.json exists.
+        has_config: whether config.json is readable.
+        lost: tensors that the index assigns to unreadable files.
     """
 
     checkpoint: Checkpoint
@@ -53,7 +53,7 @@ class StoredCheckpoint:
 
 
 def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
-    """Read config, record, index and headers; what is wrong with them goes to `findings`."""
+    """Read config, record, index and headers; faults are added to `findings`."""
     has_record = (path / RECORD_FILE).exists()
     config = _read_json(path, CONFIG_FILE, "config", findings)
     record = _read_json(path, RECORD_FILE, "record", findings) if has_record else None
@@ -91,7 +91,7 @@ def _read_json(path: Path, file: str, check: Check, findings: Findings) -> dict[
 
 
 def _weight_map(index: Mapping[str, Any], findings: Findings) -> dict[str, str]:
-    """The index's map of files by tensor; empty where it has none, which is a problem."""
+    """The index's map of files by tensor; if it is missing, empty and a problem."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         findings.add("index", INDEX_FILE, "no weight_map of files by tensor")
@@ -110,7 +110,7 @@ def _read_headers(
     headers: dict[str, dict[str, TensorInfo]] = {}
     for name in sorted(names, key=natural_key):
         try:
-            # Before the header: what changes from now on shows when it is read.
+            # Before reading the header, so that later reads detect any change.
             file = FixedFile.at(path / name)
             headers[name] = read_header(path / name, name)
         except CheckpointError as error:
@@ -133,7 +133,7 @@ def _compare_files(named: Counter[str], present: set[str], findings: Findings) -
 def _compare_with_safetensors(
     path: Path, header: Mapping[str, TensorInfo], findings: Findings
 ) -> None:
-    """Let the library most loaders use read the header too."""
+    """Also read the header with the safetensors library, which most loaders use."""
     try:
         with safe_open(path, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -147,7 +147,7 @@ def _compare_with_safetensors(
 
 
 def _tensors(headers: Headers, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
-    """Every tensor in natural order; of two by one name the one the index means."""
+    """Every tensor in natural order; for a duplicate name, the one that the index names."""
     tensors: dict[str, TensorInfo] = {}
     for file, header in headers.items():
         for name, info in header.items():

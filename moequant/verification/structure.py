@@ -49,7 +49,7 @@ def check_config(
     expected: Expectation,
     findings: Findings,
 ) -> None:
-    """config.json is the source's but for its `quantization_config`, and tells all formats."""
+    """config.json is the source's except for `quantization_config`, and gives all formats."""
     for place, message in differences(stored.config, expected.config, CONFIG_FILE):
         findings.add("config", place, message)
     if expected.plan is not None:
@@ -57,7 +57,7 @@ def check_config(
 
 
 def _check_readable(stored: Checkpoint, expected: Expectation, findings: Findings) -> None:
-    """Who reads config.json finds the format that each weight really has."""
+    """config.json gives the actual format of each weight."""
     formats, roles = expected.formats(), expected.model.roles
     try:
         format_of = expected.dialect.reader(stored.config.get("quantization_config", {}))
@@ -136,7 +136,7 @@ def check_sidecars(
 
 
 def _check_nothing_added(source: Checkpoint, path: Path, findings: Findings) -> None:
-    """No file came from elsewhere that an engine would read: code, templates, other weights."""
+    """No file was added that an engine would read: code, templates, other weights."""
     try:
         found = [*sidecar_files(path), *weight_files(path)]
     except CheckpointError as error:

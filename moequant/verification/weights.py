@@ -1,10 +1,10 @@
-"""Are the numbers right: every tensor of a converted checkpoint against its source.
+"""Compare every tensor of a converted checkpoint with its source.
 
-Copied tensors must be the source's, byte for byte. Converted ones are converted again where the
-record says how, and must be the same bytes; where another tool made them, every element must lie
-within the bound of `moequant.verification.bounds`, and every weight within a budget of decibels.
-Either way the error of what is on disk is measured. A worker has one unit in memory at a time, and
-reads source and result once.
+Copied tensors must equal the source's, byte for byte. Converted tensors are converted again if the
+record says how, and must have the same bytes. If another tool made them, every element must be
+within the bound of `moequant.verification.bounds`, and the SQNR of every weight within a limit. In
+both cases the error on disk is measured. A worker holds one unit in memory, and reads source and
+result once.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def check_weights(
     progress: Progress,
     findings: Findings,
 ) -> WeightChecks:
-    """Compare every tensor; those that `check_tensors` found missing or misshapen are passed over.
+    """Compare every tensor, except those that `check_tensors` found missing or misshapen.
 
     Args:
-        source: what was converted.
-        stored: what came of it.
-        expected: what must be there.
+        source: the source.
+        stored: the converted checkpoint.
+        expected: its expected content.
         quantizer: converts the source's weights again.
         pool: its threads work on a tensor or a unit each, with one intra-op thread.
-        progress: told what is done.
-        findings: where problems go.
+        progress: receives the progress.
+        findings: collects the problems.
 
     Returns:
         The errors of converted weights.
@@ -188,7 +188,7 @@ def _check_dequantized(
     unit: Unit,
     quantizer: Quantizer,
 ) -> _Result:
-    """Dequantized weights: what the source's codes and scales say, rounded to the plain format."""
+    """Check dequantized weights: the source's numbers, rounded to the plain format."""
     result = _Result()
     if len(unit.tiles) > 1:
         _check_tiles(source, stored, expected, unit, quantizer, result)
@@ -291,7 +291,7 @@ def _read_weight(
 
 
 def _is_as_expected(name: str, stored: Checkpoint, expected: Expectation) -> bool:
-    """Whether a tensor is there, with the dtype and shape wanted where they are known."""
+    """Whether a tensor exists, with the expected dtype and shape if these are known."""
     if name not in stored.tensors:
         return False
     found = stored.tensors[name].dtype, stored.tensors[name].shape
@@ -307,7 +307,7 @@ def _judge(
     quantizer: Quantizer,
     result: _Result,
 ) -> None:
-    """Note the error of a weight [N, K], and judge it where there is a reference."""
+    """Record the error of a weight [N, K], and check it if there is a reference."""
     signal, noise = map(math.sqrt, squares)
     least = None if reference is None else quantizer.compare(before, reference)[1]
     check = WeightCheck(
@@ -329,7 +329,7 @@ def _judge(
 
 
 def _effective_noise(before: StoredWeight, q: QuantizedWeight) -> float:
-    """Sum of squares of what vLLM's kernel multiplies by, less the source."""
+    """Sum of squares of the difference between vLLM's effective weight and the source."""
     noise = 0.0
     for x, tile in zip(float_tiles(before), _row_tiles(q), strict=True):
         noise = sum_of_squares(x - effective_weight(tile), noise)
@@ -358,13 +358,13 @@ def _check_budget(check: WeightCheck, result: _Result) -> None:
     if check.reference_noise and check.lost_db is not None and not check.lost_db <= MAX_LOST_DB:
         result.add(
             check.name,
-            f"SQNR {check.sqnr_db:.2f} dB, {check.lost_db:.2f} dB below what our quantizer "
-            f"reaches, and the budget is {MAX_LOST_DB:g} dB",
+            f"SQNR {check.sqnr_db:.2f} dB, {check.lost_db:.2f} dB below our quantizer's, but the "
+            f"limit is {MAX_LOST_DB:g} dB",
         )
 
 
 def _check_shared_scale(found: Mapping[str, QuantizedWeight], result: _Result) -> None:
-    """Engines that fuse weights take the global scale of the first for all."""
+    """Check that a fused set shares a global scale: engines use that of the first for all."""
     scales = {n: q.global_scale.item() for n, q in found.items() if q.global_scale is not None}
     if len(set(scales.values())) > 1:
         listed = " and ".join(f"{scale:.6g} of {name}" for name, scale in scales.items())

@@ -823,10 +823,10 @@ def test_other_rules_for_the_scale_pass(source, converted, format, make):
 @pytest.mark.parametrize(
     ("format", "make", "message"),
     [
-        ("fp8_block", fp8_requantized, "below what our quantizer reaches"),
+        ("fp8_block", fp8_requantized, "dB below our quantizer"),
         ("fp8_block", fp8_requantized, "further off"),
         ("fp8_block", fp8_with_scales(lambda scale: scale / 1.1), "further off"),
-        ("w4a8", int4_amax_over(5), "below what our quantizer reaches"),
+        ("w4a8", int4_amax_over(5), "dB below our quantizer"),
         ("w4a8", int4_amax_over(10), "further off"),
     ],
 )
