@@ -1,4 +1,4 @@
-"""Activations as the GEMMs of a format are fed them.
+"""Quantization of activations for the GEMMs.
 
 | scheme | elements | one FP32 scale per |
 |---|---|---|
@@ -8,10 +8,10 @@
 | none | as given | - |
 
 The scale is amax / 448, and 1 where amax is 0; codes round to nearest even after clamping to +-448.
-A group that holds NaN or Inf becomes NaN: visible in the result of its own token, and in no other.
-With fp8_static, what is beyond 448 scales saturates, Inf too.
+A group with NaN or Inf becomes NaN, which affects only the result of its own token. With
+fp8_static, values beyond 448 scales saturate, including Inf.
 
-Kernels differ for tiny amax only: DeepGEMM's recipe raises amax to 1e-4, vLLM's to 1e-10.
+Kernels differ only for tiny amax: DeepGEMM's recipe raises amax to 1e-4, vLLM's to 1e-10.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FP32_SMALLEST = 2.0**-149
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Rows of activations, quantized by a scheme: `x = qdata * scale`.
+    """Activations quantized by a scheme: `x = qdata * scale`.
 
     Attributes:
         scheme: one of SCHEMES.
@@ -97,7 +97,7 @@ def check_scheme(scheme: str, *, static: bool) -> None:
     """
     if scheme not in SCHEMES:
         raise UnsupportedError(
-            f"no scheme of activations is called {scheme!r}; there are: {', '.join(SCHEMES)}"
+            f"unknown activation scheme {scheme!r}; use one of: {', '.join(SCHEMES)}"
         )
     if scheme == "fp8_static" and not static:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Tokens in a batch for each expert, and back: prepare and finalize around batched experts.
+"""One batch of tokens per expert, and back: prepare and finalize around batched experts.
 
-Expert e has C places, of which its first counts[e] are taken, by its slots in the order of the
-tokens. On CUDA nothing here waits for the device.
+Expert e has C places. The first counts[e] hold its token-expert pairs, in token order. On CUDA
+nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moequant.runtime.routing import Routing
 
 OVERFLOW = -2
-"""Place of a slot for which its expert has none left."""
+"""Place of a token-expert pair whose expert has no place left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +90,14 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
     if tokens.counts.device.type == "cpu":
         _check_capacity(tokens.counts, capacity)
         return tokens
-    # To read them would be to wait for the device.
+    # Reading them would synchronize with the device.
     return replace(tokens, counts=tokens.counts.clamp(0, capacity))
 
 
 def expert_range(
     global_experts: int, rank: int, ranks: int, *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The expert_map of rank `rank` of `ranks`, each with as many experts, one behind the other.
+    """The expert_map of rank `rank` of `ranks`, which have equal, consecutive shares of experts.
 
     Returns:
         [global_experts] int32: index on this rank, or -1.
@@ -116,7 +116,7 @@ def expert_range(
 
 
 def largest_batch(routing: Routing, experts: int) -> int:
-    """The capacity that `routing` needs: the most tokens of an expert. Waits for the device."""
+    """The capacity that `routing` needs: the most tokens of an expert. Synchronizes."""
     if routing.expert.numel() == 0 or experts == 0:
         return 0
     return int(torch.bincount(routing.expert.flatten() + 1, minlength=experts + 1)[1:].max())
@@ -131,7 +131,7 @@ def prepare_batched(
     scheme: str,
     static_scale: Tensor | None = None,
 ) -> tuple[BatchedTokens, Tensor]:
-    """Quantize each token once, and lay it into the batches of its experts.
+    """Quantize each token once, and copy it to the batches of its experts.
 
     Args:
         hidden: [M, H] bfloat16, float16 or float32.
@@ -142,9 +142,9 @@ def prepare_batched(
         static_scale: for "fp8_static", the scale, [1] float32.
 
     Returns:
-        The tokens, and the place e * C + i of every slot, [M, T] int64; NOWHERE for a slot without
-        an expert. On CUDA, OVERFLOW for one that finds no place left, whose token
-        `finalize_batched` makes NaN: to refuse it would be to wait for the device.
+        The tokens, and the place e * C + i of every token-expert pair, [M, T] int64; NOWHERE for a
+        pair without an expert here. On CUDA, OVERFLOW for a pair without a place left, whose token
+        `finalize_batched` makes NaN, because an error would need a synchronization.
 
     Raises:
         UnsupportedError: elsewhere, an expert with more than `capacity` tokens, which is named; no
@@ -157,7 +157,7 @@ def prepare_batched(
 def lay_out(
     x: Activations, routing: Routing, *, experts: int, capacity: int
 ) -> tuple[BatchedTokens, Tensor]:
-    """The same for M tokens that are quantized already, or are not to be."""
+    """The same for M tokens that are already quantized, or stay unquantized."""
     permutation = permute(routing, experts)
     begin, end = permutation.offsets[:-1], permutation.offsets[1:]
     here = routing.expert != NOWHERE
@@ -168,7 +168,7 @@ def lay_out(
     places = torch.where(order < capacity, expert * capacity + order, OVERFLOW)
     places = torch.where(here, places, NOWHERE)
 
-    # Slots without a place go to a row behind the last, that nothing reads.
+    # Token-expert pairs without a place go to an extra last row, which is never read.
     rows = experts * capacity
     target = torch.where(places >= 0, places, rows).flatten()
     token = torch.arange(x.qdata.shape[0], device=x.qdata.device)
@@ -193,15 +193,15 @@ def lay_out(
 
 
 def finalize_batched(rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
-    """Weight the experts' results and add them up for each token, in float32, slot after slot.
+    """Weight the experts' results and add them up for each token, in float32, in routing order.
 
     Args:
-        rows: [E, C, H] float32 or bfloat16; what lies at no slot's place is not looked at.
+        rows: [E, C, H] float32 or bfloat16; rows at unused places are ignored.
         routing: the weights.
         places: as `prepare_batched` gives them.
 
     Returns:
-        [M, H] float32; NaN for a token of which a slot found no place.
+        [M, H] float32; NaN for a token with a pair that had no place.
     """
     M, T = places.shape
     flat = rows.reshape(-1, rows.shape[2])

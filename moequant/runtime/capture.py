@@ -1,4 +1,4 @@
-"""Modes of torch that a call must know of, or be kept from."""
+"""torch's modes during a call: CUDA graph capture, autograd and autocast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of `device` is being captured: nothing may be read on the host."""
+    """Whether the current stream of `device` is being captured, so that nothing may be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

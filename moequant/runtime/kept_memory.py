@@ -1,4 +1,4 @@
-"""Memory that outlives a call, under compilers that have memory pools of their own."""
+"""Allocate memory that outlives a call, also under compilers with their own memory pools."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Made = TypeVar("Made")
 
 
 def make_kept(make: Callable[[], Made], device: torch.device) -> Made:
-    """What `make` returns, with memory from torch's common pool; `make` runs on the current stream.
+    """Call `make` on the current stream with torch's common memory pool; returns its result.
 
-    torch.compile(mode="reduce-overhead") runs a graph once before it captures it, with everything
-    that this thread allocates taken from the graph's pool, and refuses whatever of that is kept
-    (torch/_inductor/cudagraph_trees.py). Pools are chosen by thread, so another one allocates.
-    Inference mode, a thread's own too, is off in it: tensors made in that mode could not be written
-    to outside of it, nor be seen to change.
+    torch.compile(mode="reduce-overhead") runs a graph once before the capture, takes all memory of
+    this thread from the graph's pool, and refuses memory that is kept afterwards
+    (torch/_inductor/cudagraph_trees.py). Pools are per thread, so another thread allocates. That
+    thread is not in inference mode, because inference tensors could not be written outside of it,
+    and have no version counter.
     """
     if device.type != "cuda":
         with torch.inference_mode(mode=False):

@@ -1,14 +1,15 @@
-"""The weights of layers of experts, from the files of a checkpoint to a device.
+"""Read the weights of expert layers from a checkpoint's files to a device.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* a layer's tensors are made once, on the device, and filled expert by expert / a second copy of
-  the layer while single experts are stacked;
-* bytes that mean on disk what they mean in memory are read to where they stay / a copy of every
-  code; which those are is seen on the first expert and not known of a dialect;
-* the rest is decoded on the device / a CPU that unpacks slower than it reads;
-* what is small is decoded on the host, for decoding looks at it / a device that is waited for,
-  thousands of times a model.
+* A layer's tensors are allocated once, on the device, and filled expert by expert. Otherwise
+  stacking single experts would need a second copy of the layer.
+* Bytes that are the same on disk and in memory are read straight to their destination. The first
+  expert shows which they are, so that no dialect is special here.
+* Other tensors are decoded on the device, because a CPU unpacks slower than it reads.
+* Small tensors are decoded on the host, because decoding reads their values, which would
+synchronize
+  with the device thousands of times per model.
 """
 
 from __future__ import annotations

@@ -109,12 +109,12 @@ def load_experts(
 def open_reader(
     checkpoint: str | Path, device: torch.device, architecture: str | Path | None = None
 ) -> LayerReader:
-    """What reads the layers of a converted checkpoint, or of a prepared folder in one.
+    """The reader for the layers of a converted checkpoint, or of a prepared folder in one.
 
     Raises:
-        ArchitectureError: the file `architecture` is none.
-        CheckpointError: it is neither, or a prepared folder that lies elsewhere.
-        UnsupportedError: an architecture or a quantization we do not know.
+        ArchitectureError: the file `architecture` is invalid.
+        CheckpointError: neither of the two, or a prepared folder outside a checkpoint.
+        UnsupportedError: an unknown architecture or quantization.
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     folder = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
@@ -128,7 +128,7 @@ _OTHER_DEVICE = 'choose one that this machine and this build of torch have, such
 
 
 def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) -> torch.device:
-    """The device, if it is one that this machine and this build of torch have.
+    """The device, checked to be usable with this machine and this build of torch.
 
     Args:
         device: which.

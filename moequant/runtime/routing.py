@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOWHERE = -1
-"""Id of an expert that is not here; a slot that holds it contributes nothing."""
+"""Index for an expert that is not on this device; its token-expert pair contributes nothing."""
 
 ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,7 +22,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The T slots of each token.
+    """The T token-expert pairs of each token.
 
     Attributes:
         expert: [M, T] int64, index of an expert here, or NOWHERE.
@@ -35,14 +35,14 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Permutation:
-    """The M * T slots as rows, sorted by expert and, within one, by token.
+    """The M * T token-expert pairs as rows, sorted by expert and then by token.
 
-    All shapes follow from M, T and E alone: rows that belong to no expert here come last.
+    All shapes depend only on M, T and E: rows without an expert on this device come last.
 
     Attributes:
         token: [M * T] int64, the token of each row.
-        offsets: [E + 1] int64; rows offsets[e] to offsets[e + 1] are those of expert e.
-        row: [M, T] int64, the row of each slot.
+        offsets: [E + 1] int64; expert e has rows offsets[e] to offsets[e + 1].
+        row: [M, T] int64, the row of each token-expert pair.
     """
 
     token: Tensor
@@ -91,9 +91,9 @@ def route(
 def weight_input(
     hidden_states: Tensor, hidden_scale: Tensor | None, topk_weights: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Router weights [M, 1] moved into the input: multiplied in float32, and weights of 1 left.
+    """Multiply the input by the router weights [M, 1] in float32, and return weights of 1.
 
-    Hidden states that are quantized have their scales multiplied.
+    For quantized hidden states, the scales are multiplied.
     """
     with plain_mode(hidden_states.device):
         ones = torch.ones_like(topk_weights)
@@ -103,7 +103,7 @@ def weight_input(
 
 
 def permute(routing: Routing, experts: int) -> Permutation:
-    """Sort the slots by expert; the same routing always gives the same order."""
+    """Sort the token-expert pairs by expert; the order is deterministic."""
     M, T = routing.expert.shape
     key = routing.expert.masked_fill(routing.expert == NOWHERE, experts).flatten()
     sorted_key, slot = key.sort(stable=True)
@@ -117,15 +117,15 @@ def permute(routing: Routing, experts: int) -> Permutation:
 
 
 def reduce(rows: Tensor, routing: Routing, permutation: Permutation) -> Tensor:
-    """Weight the experts' results and add them up for each token, in float32, slot after slot.
+    """Weight the experts' results and add them up for each token, in float32.
 
-    The order is that of the router's choice, so the sum is the same from run to run and does not
-    depend on how the experts are numbered.
+    The order is that of the router's choice, so the sum is the same in every run and does not
+    depend on the numbering of experts.
 
     Args:
         rows: [M * T, H] float32; rows that belong to no expert here are 0.
         routing: the weights.
-        permutation: which row each slot has.
+        permutation: the row of each token-expert pair.
 
     Returns:
         [M, H] float32.

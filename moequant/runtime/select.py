@@ -1,4 +1,4 @@
-"""Choose a backend, or say why none will do."""
+"""Choose a backend, or give the reasons why none can run a workload."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""Bytes of files into the memory of a device, through a pinned buffer of a fixed size.
+"""Copy bytes of files to a device through a pinned buffer of fixed size.
 
-Decision / failure it prevents:
+Decisions, each with the failure it prevents:
 
-* the host holds the buffer and no tensor / a layer of DeepSeek-V3 is 11 GB, a model does not fit;
-* the buffer is cut into slots, filled by a few threads while others travel / one thread reads from
-  a disk, or from the page cache, at a fraction of what PCIe takes;
-* neighbours in a file are read at once, and threads do nothing but read / a few bytes of scales
-  take as long as a megabyte of codes, and threads wait for each other's Python;
-* copies are queued on the current stream, and only a slot that is used again waits for one / a
-  stream of its own would have to be joined by whoever uses the tensors.
+* The host holds only the buffer, no tensors: a layer of DeepSeek-V3 is 11 GB, and a model would not
+  fit.
+* The buffer is divided into slots, which a few threads fill while others are copied. One thread
+  reads from a disk, or the page cache, at a fraction of PCIe's bandwidth.
+* Adjacent ranges of a file are read together, and threads only read. Otherwise a few bytes of
+scales
+  would take as long as a megabyte of codes, and threads would wait for the GIL.
+* Copies are queued on the current stream, and only reusing a slot waits for its copy. A separate
+  stream would have to be synchronized by the users of the tensors.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
 SLOT_BYTES = 8 << 20
 SLOTS = 8
 THREADS = 4
-"""Half of the slots are read while the others travel, or wait for their turn."""
+"""Half of the slots are filled while the others are copied or wait."""
 _GAP_BYTES = 1 << 16
-"""Bytes between two tensors that are rather read than skipped."""
+"""Gaps up to this size between two tensors are read instead of skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

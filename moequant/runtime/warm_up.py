@@ -1,8 +1,8 @@
-"""Compile what calls will need, before they come.
+"""Compile kernels ahead of calls.
 
-Kernels are compiled when they are first used, some seconds each, and kept on disk: ours under
-MOEQUANT_CACHE_DIR, Triton's under TRITON_CACHE_DIR. A server would rather wait before its first
-request than in it.
+Kernels compile on first use, which takes some seconds each, and are cached on disk: ours under
+MOEQUANT_CACHE_DIR, Triton's under TRITON_CACHE_DIR. A server should compile them before its first
+request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Scratch memory of a call: one buffer a device, stream and thread, shared by all layers.
+"""Scratch memory of a call: one buffer per device, stream and thread, shared by all layers.
 
-The layers that a thread runs on a stream run one after the other, so they can share. Two threads
-cannot: either may launch between two launches of the other. The buffer grows to the largest size
-asked for and stays, at the same address until it grows: what a backend derives from the address, it
-may keep. A call that a CUDA graph captures gets memory of its own from the graph's pool instead,
-since replays on different streams may overlap.
+The layers that a thread runs on a stream run in sequence, so they can share a buffer. Two threads
+cannot, because their launches may interleave. The buffer grows to the largest size requested, and
+keeps its address until it grows, so that a backend may cache what it derives from the address. A
+call that a CUDA graph captures gets its own memory from the graph's pool, because replays on
+different streams may overlap.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def shared_workspace(device: torch.device, size_bytes: int) -> Tensor:
 
 
 def release_workspaces() -> None:
-    """Give all buffers back to torch's allocator; the next call takes a new one."""
+    """Free all buffers; the next call allocates a new one."""
     _BUFFERS.clear()

@@ -1,4 +1,4 @@
-"""What a backend is: one way to run the experts of a layer.
+"""The interface of backends, which run the experts of a layer.
 
 A `Backend` says what it runs and packs weights; what it returns, `PackedExperts`, runs them. A call
 is prepare (quantize activations, route, permute), the two GEMMs of every expert with what lies
@@ -32,7 +32,7 @@ TARGETS = ("sm90", "sm100")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a backend is asked to run.
+    """The description of a layer to run.
 
     Attributes:
         format: name of the format of the weights.
@@ -139,7 +139,7 @@ class Backend(ABC):
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:
-        """None where it can run `workload`, else why not, in one clause."""
+        """None if it can run `workload`; otherwise the reason, as a short phrase."""
 
     def serves(self, target: str) -> Collection[str]:
         """Formats that `moequant prepare` packs in `layout` for `target`, one of TARGETS.

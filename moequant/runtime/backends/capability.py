@@ -1,4 +1,4 @@
-"""What backends ask of a CUDA device."""
+"""Requirements of backends on CUDA devices."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Layout(ABC):
 
     name: ClassVar[str]
     version: ClassVar[int]
-    """Rises when the bytes of the same weights change."""
+    """Incremented when the bytes of the same weights change."""
 
     @abstractmethod
     def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
