@@ -283,7 +283,7 @@ def test_rows_that_do_not_fill_a_block_are_refused_where_engines_add_more(
     edit(source, {module.format("v", suffix): t for suffix, t in encoded.items()})
     convert(source, tmp_path / "out", recipe=recipe)
     edit(source, {module.format("k", suffix): t for suffix, t in encoded.items()})
-    with pytest.raises(UnsupportedError, match=r"k_proj: N = 192 .* that they merge with the next"):
+    with pytest.raises(UnsupportedError, match=r"k_proj: N = 192 .* that they merge with a following one"):
         convert(source, tmp_path / "other", recipe=recipe)
 
 
@@ -529,7 +529,7 @@ def test_experts_whose_activations_have_static_scales_are_not_loaded(
 ):
     """Run as if they had none, they would compute something else: no word of a scale is lost."""
     fp8 = make_fp8("qwen3_moe", config={"activation_scheme": "static"})
-    with pytest.raises(UnsupportedError, match="activation_scheme is 'static', and moequant"):
+    with pytest.raises(UnsupportedError, match="activation_scheme is 'static', but moequant"):
         load_experts(fp8.path, 0)
     form = make_form("pack-quantized, W4AFP8", path=tmp_path / "form")
     config = config_of(form.path)

@@ -824,10 +824,10 @@ def test_other_rules_for_the_scale_pass(source, converted, format, make):
     ("format", "make", "message"),
     [
         ("fp8_block", fp8_requantized, "dB below our quantizer"),
-        ("fp8_block", fp8_requantized, "further off"),
-        ("fp8_block", fp8_with_scales(lambda scale: scale / 1.1), "further off"),
+        ("fp8_block", fp8_requantized, "more than rounding or clipping"),
+        ("fp8_block", fp8_with_scales(lambda scale: scale / 1.1), "more than rounding or clipping"),
         ("w4a8", int4_amax_over(5), "dB below our quantizer"),
-        ("w4a8", int4_amax_over(10), "further off"),
+        ("w4a8", int4_amax_over(10), "more than rounding or clipping"),
     ],
 )
 def test_worse_rules_are_caught(source, converted, format, make, message):
