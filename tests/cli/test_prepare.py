@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 
 from moequant import convert
+from moequant.runtime.backends.triton_portable import TritonPortable
 
 
 def test_folder_is_written_once(run, converted, tmp_path):
@@ -22,8 +23,9 @@ def test_folder_is_written_once(run, converted, tmp_path):
     assert anew.document["state"] == "prepared"
 
 
-def test_target_without_a_kernel_for_the_format_exits_4(run, source, tmp_path):
+def test_experts_that_no_backend_of_the_target_packs_exit_4(run, source, tmp_path, monkeypatch):
     convert(source, tmp_path, format="w4a8")
+    monkeypatch.setattr(TritonPortable, "serves", lambda self, target: ())
     assert run("prepare", tmp_path, "--target", "sm100", "--json").exit_code == 4
 
 

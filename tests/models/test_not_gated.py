@@ -99,15 +99,16 @@ def test_every_command_takes_experts_without_a_gate(nemotron, tmp_path, format, 
     assert (y - wanted).norm() < 2**-16 * wanted.norm()
 
 
-def test_blocks_that_are_not_whole_are_prepared_without_padding(nemotron, tmp_path):
-    """A gated w13 is padded, so that no block has rows of both; here there is one matrix alone."""
+def test_blocks_that_are_not_whole_are_prepared_with_rows_of_zeros(nemotron, tmp_path):
+    """As kernels read w13, with a gate or without: its rows fill whole scale blocks."""
     source = nemotron(192)
     out = convert(source, tmp_path / "out", format="fp8_block", dialect="moequant").output
     folder = prepare(out, target="sm90").folder
     report = verify(out, against=source)
     assert report.ok, report.problems
-    shapes = {n: tuple(w.shape) for n, w in load_file(folder / "layer-00001.safetensors").items()}
-    assert (E, 192, H) in shapes.values()
+    w13 = load_file(folder / "layer-00001.safetensors")["layers.1.w13_qdata"]
+    assert w13.shape == (E, 256, H)
+    assert not w13.view(torch.uint8)[:, 192:].any()
     hidden, ids = torch.randn(2, H), torch.tensor([[0], [3]])
     runs = [load_experts(path, 1)(hidden, torch.ones(2, 1), ids) for path in (out, folder)]
     assert torch.equal(*runs)
