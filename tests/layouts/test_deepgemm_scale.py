@@ -19,7 +19,10 @@ from moequant.layouts.deepgemm_scale import (
 )
 
 EXPONENT_SCALED = [
-    f for f in CONVERTIBLE.values() if f.scale_dtype in (torch.float32, torch.float8_e8m0fnu)
+    f
+    for f in CONVERTIBLE.values()
+    # A scale of a whole row is none of a block of columns.
+    if f.scale_dtype in (torch.float32, torch.float8_e8m0fnu) and f.block[1] <= 128
 ]
 
 
