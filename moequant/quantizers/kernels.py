@@ -461,9 +461,9 @@ def w4a8(format: Format, source: Source, options: Mapping[str, str]) -> Function
     return f
 
 
-def scratch_count(format: str, groups: int) -> int:
+def scratch_count(format: Format, groups: int) -> int:
     """Numbers of float32 a kernel has to be given as `scratch`, for so many groups in a row."""
-    return _ROWS * groups + _GROUPS - 1 if format == "w4a8" else 0
+    return _ROWS * groups + _GROUPS - 1 if format.element.name == "int4" else 0
 
 
 def _step(source: Source, high: Value, low: Value) -> Value:

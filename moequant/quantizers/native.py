@@ -185,7 +185,7 @@ class _Task(NamedTuple):
 
     def fill(self, global_scale: float) -> float:
         """Write codes and scales for a global scale (0 for none); returns the largest magnitude."""
-        count = scratch_count(self.format, self.scale.shape[-1])
+        count = scratch_count(get_format(self.format), self.scale.shape[-1])
         scratch = torch.empty(count, dtype=torch.float32) if count else None
         result = Operand(self.qdata, self.scale, global_scale=global_scale)
         address = 0 if scratch is None else scratch.data_ptr()

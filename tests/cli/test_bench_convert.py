@@ -4,6 +4,7 @@ import pytest
 
 from moequant.formats import CONVERTIBLE
 
+
 @pytest.fixture
 def measured(monkeypatch):
     """What the library was asked to measure; it measures nothing."""

@@ -252,7 +252,7 @@ FORMS = {
             FOUR_BITS | BYTE_SCALE | {"strategy": "group", "group_size": 32},
         ),
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel"),
     ),
     "float-quantized, blocks": Form(
         lambda shape, generator: renamed(fp8_block(shape, generator)),
@@ -275,13 +275,13 @@ FORMS = {
             "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, TOKENS
         ),
         "fp8_channel",
-        (),
+        ("fp8_channel",),
     ),
     "float-quantized, tensor": Form(
         partial(fp8_channel, per_tensor=True, scale_dtype=torch.bfloat16),
         group_of("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
         "fp8_channel",
-        (),
+        ("fp8_channel",),
     ),
     "pack-quantized, W4AFP8": Form(
         int4,
@@ -323,7 +323,7 @@ FORMS = {
             "modules_to_not_convert": FP8_KEPT,
         },
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel"),
     ),
     "fp8, one scale": Form(
         fp8_tensor,
@@ -333,7 +333,7 @@ FORMS = {
             "ignored_layers": FP8_KEPT,
         },
         "fp8_channel",
-        (),
+        ("fp8_channel",),
     ),
     "fp8, one scale by transformers' name": Form(
         lambda shape, generator: as_transformers(fp8_tensor(shape, generator)),
@@ -344,7 +344,7 @@ FORMS = {
             "modules_to_not_convert": FP8_KEPT,
         },
         "fp8_channel",
-        (),
+        ("fp8_channel",),
     ),
     "modelopt": Form(
         partial(nvfp4, modelopt=True),
@@ -379,7 +379,7 @@ FORMS = {
             "ignore": KEPT_BY_MODELOPT,
         },
         "fp8_channel",
-        (),
+        ("fp8_channel",),
     ),
     "modelopt, FP8 by row": Form(
         partial(fp8_channel, scale_shape=-1),
@@ -389,7 +389,7 @@ FORMS = {
             "ignore": KEPT_BY_MODELOPT,
         },
         "fp8_channel",
-        (),
+        ("fp8_channel",),
     ),
     "modelopt, FP8 blocks": Form(
         modelopt_blocks,

@@ -83,7 +83,9 @@ def test_every_form_becomes_every_format(make_form, forms, tmp_path, name, forma
     for weight, numbers in source.numbers.items():
         decoded = dequantize(converted.read(weight.removesuffix(".weight"))).double()
         if format in form.exact:
-            assert torch.equal(decoded, numbers), weight
+            # Codes times free FP32 scales are more than float32 holds, here and in the source.
+            rounded = form.format == "fp8_channel"
+            assert torch.equal(decoded, numbers.float().double() if rounded else numbers), weight
         else:
             # Codes drawn evenly are no normal weights: half a step of E2M1 or INT4 at most.
             assert torch.linalg.vector_norm(decoded - numbers) < 0.25 * numbers.norm()
