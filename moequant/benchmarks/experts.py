@@ -250,13 +250,12 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 def _check_runs(shape: LayerShape, measure: Measure, device: torch.device) -> None:
     """Ask, before anything is timed, whether all can be: with a layer of few experts."""
     few = dataclasses.replace(shape, experts=1, topk=1)
-    ours = _our_experts(few, measure, device)
+    ours = _our_experts(random_experts(few, measure.format, device), measure)
     if measure.stages:
         check_has_stages(ours)
 
 
-def _our_experts(shape: LayerShape, measure: Measure, device: torch.device) -> FusedExperts:
-    weights = random_experts(shape, measure.format, device)
+def _our_experts(weights: ExpertWeights, measure: Measure) -> FusedExperts:
     return capturable(FusedExperts(weights, backend=measure.backend))
 
 
@@ -268,19 +267,21 @@ def _bench_layer(
     device: torch.device,
     progress: Progress,
 ) -> LayerBenchmark:
-    ours = _our_experts(shape, measure, device)
+    # A packed layout need not hold gate, up and down as the reference and the contenders read them.
+    weights = random_experts(shape, measure.format, device)
+    ours = _our_experts(weights, measure)
     contenders: dict[str, Experts] = {OURS: ours}
     refusals: dict[str, str] = {}
     for other in measure.against:
         try:
-            contenders[other] = make_contender(other, ours.weights)
+            contenders[other] = make_contender(other, weights)
         except UnsupportedError as error:
             refusals[other] = str(error)
     cells = []
     for M in measure.tokens:
         inputs = inputs_of(shape, M, device)
-        runs = dict(_right(contenders, ours.weights, inputs[0], refusals))
-        cells.append(_bench_cell(ours, runs, inputs, measure, ceilings))
+        runs = dict(_right(contenders, weights, inputs[0], refusals))
+        cells.append(_bench_cell(ours, weights, runs, inputs, measure=measure, ceilings=ceilings))
         progress.advance(1, f"{name}, {M} tokens")
     return LayerBenchmark(
         shape=name,
@@ -323,8 +324,10 @@ def _right(
 
 def _bench_cell(
     ours: FusedExperts,
+    weights: ExpertWeights,
     contenders: Mapping[str, Experts],
     inputs: Sequence[Inputs],
+    *,
     measure: Measure,
     ceilings: Ceilings,
 ) -> Cell:
@@ -337,7 +340,6 @@ def _bench_cell(
         },
         rests=rests,
     )
-    weights = ours.weights
     work = work_of(weights, inputs)
     fp8 = get_format(weights.format).activations != "none"
     floor_us, our_us = work.floor_us(ceilings, fp8=fp8), times[OURS].median_us

@@ -389,7 +389,7 @@ def test_the_best_backend_of_a_device_gives_the_logits_of_the_reference(
         ((found - other).norm(dim=-1) / other.norm(dim=-1)).median().item()
         for other in (expected, on_decoded)
     )
-    backend = best.model.layers[-1].mlp.experts.chosen_backend()
+    backend = best.model.layers[-1].mlp.experts.fused.chosen_backend()
     record_property("backend", backend)
     record_property("relative error beside the reference", error)
     record_property("relative error beside decoded BF16 experts", beside_bf16)

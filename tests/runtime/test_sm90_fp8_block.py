@@ -368,7 +368,7 @@ def test_it_does_on_the_shapes_of_real_models(inputs, name):
             some = torch.arange(M, device="cuda")[:: max(M // 4, 1)]
             few, among = experts_of(layer, ids[some])
             want = FusedExperts(few, backend="torch_reference")(
-                hidden[some], among, topk_weights[some]
+                hidden[some], topk_weights[some], among
             )
             assert calc_diff(got[some], want) <= CALC_DIFF, (M, kind)
 
