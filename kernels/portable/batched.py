@@ -8,8 +8,8 @@ import torch
 
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on
-from moequant.kernels.portable.experts import TILE_ROWS, Middle, between_dtype
-from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
+from moequant.kernels.portable.portable_fused import TILE_ROWS, Middle, between_dtype
+from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,12 +10,12 @@ import triton.language as tl
 from moequant.kernels.fp8_codes import scale_of
 from moequant.kernels.launch import overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.codes import encode_e4m3_byte
-from moequant.kernels.portable.grouped_gemm import has_native_e4m3
+from moequant.kernels.portable.portable_grouped_gemm import has_native_e4m3
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.kernels.portable.grouped_gemm import Rows
+    from moequant.kernels.portable.portable_grouped_gemm import Rows
 
 _BLOCK = 2048
 _WARPS = 8

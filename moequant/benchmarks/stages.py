@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moequant.benchmarks.layers import Inputs
-    from moequant.kernels.fp8_block.experts import Fp8BlockPlan
+    from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockPlan
     from moequant.runtime import FusedExperts
     from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8BlockExperts
 
@@ -51,7 +51,7 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
 
     In a call they overlap. The GEMMs' are with that of a launch which sets their counter to 0.
     """
-    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
+    from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockPlan, workspace_bytes
 
     weights = cast("Sm90Fp8BlockExperts", experts.packed()).kernel_weights
     part = _part(experts, *call.ids.shape)
@@ -75,7 +75,7 @@ def _part(experts: FusedExperts, tokens: int, topk: int) -> int:
 
 def _stages(plan: Fp8BlockPlan, call: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """The launches of a plan that has been called, by name; `sort` is a part of `prepare`."""
-    from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS
+    from moequant.kernels.fp8_block.fp8_quantize_permute import FEW_SLOTS
     from moequant.kernels.routing import sort_routing
     from moequant.kernels.weighted_reduce import weighted_reduce
 

@@ -152,7 +152,7 @@ class CudaLayer:
 
     def times_us(self, tokens: int, tilings: Sequence[Tiling]) -> dict[Tiling, float]:
         """See `Layer`; on a workspace of NaN, where a first call is compared with the reference."""
-        from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
+        from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockPlan, workspace_bytes
 
         topk = self._shape.topk
         with torch.cuda.device(self._device):

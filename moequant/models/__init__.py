@@ -7,7 +7,7 @@ from moequant.models.architecture import (
     Architecture,
     TensorRole,
 )
-from moequant.models.experts import (
+from moequant.models.model import (
     Model,
     biases_of,
     check_complete,

@@ -95,7 +95,7 @@ def test_a_call_before_the_capture_runs_the_kernels_of_the_captured_one(
     layers, monkeypatch, request, M
 ):
     # Portable kernels are compiled for tiles of 16, 32 or 64 rows, by the room of a batch.
-    from moequant.kernels.portable.experts import TILE_ROWS
+    from moequant.kernels.portable.portable_fused import TILE_ROWS
 
     rooms = []
     run = NaiveBatchedExperts._run_batches

@@ -283,7 +283,7 @@ def test_biases_count_for_silu_too(weights, inputs, M):
 )
 @pytest.mark.parametrize("shape", [SMALL, ODD])
 def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, byte):
-    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
+    from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
     packed = pack_experts(weights(shape), backend=NAME).kernel_weights
@@ -309,7 +309,7 @@ def test_no_buffer_is_read_before_it_is_written(weights, inputs, shape, choice, 
     ids=lambda choice: "-".join(map(str, choice.values())),
 )
 def test_every_number_of_rows_behind_whole_tiles_counts(weights, inputs, shape, choice):
-    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
+    from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
     packed = pack_experts(weights(shape), backend=NAME).kernel_weights
@@ -514,7 +514,7 @@ def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here
     ids=lambda choice: "-".join(map(str, choice.values())),
 )
 def test_they_do_with_every_way_to_prepare(weights, inputs, choice):
-    from moequant.kernels.fp8_block.experts import Fp8BlockPlan, workspace_bytes
+    from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockPlan, workspace_bytes
     from moequant.kernels.fp8_block.tuning import Tiling
 
     packed = pack_experts(weights(SMALL), backend=NAME).kernel_weights

@@ -292,7 +292,7 @@ def test_biases_count_for_silu_too(weights, inputs, M):
 
 def run_plan(layer, call, choice, *, byte):
     """A call with a tiling, and a workspace and an output full of `byte` and NaN."""
-    from moequant.kernels.sm90_w4a8.experts import W4a8Plan, workspace_bytes
+    from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Plan, workspace_bytes
     from moequant.kernels.sm90_w4a8.tiling import W4a8Tiling
 
     packed = pack_experts(layer, backend=NAME).kernel_weights

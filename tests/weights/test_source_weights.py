@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moequant.models import Model, StackedExperts, find_architecture
-from moequant.models.experts import read_model
+from moequant.models.model import read_model
 from moequant.storage.buffers import Arena
 from moequant.storage.checkpoint import Checkpoint
 from moequant.weights.source_weights import PartInfo, read_weights, unstacked

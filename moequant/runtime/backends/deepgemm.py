@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moequant.kernels.deepgemm.experts import DeepGemmWeights
+    from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmWeights
     from moequant.runtime.batched import BatchedTokens
 
 
@@ -59,13 +59,13 @@ class DeepGemmExperts(PackedExperts):
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """See `PackedExperts.workspace_bytes`."""
-        from moequant.kernels.deepgemm.experts import workspace_bytes
+        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import workspace_bytes
 
         return workspace_bytes(self.kernel_weights, tokens, topk) if tokens * topk else 0
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """The rows that DeepGEMM is given, by which it chooses among its kernels by itself."""
-        from moequant.kernels.deepgemm.experts import rows_of
+        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import rows_of
 
         pairs = tokens * topk
         return rows_of(self.kernel_weights, tokens, topk), pairs % 16 == 0, tokens <= 64, topk
@@ -82,7 +82,7 @@ class DeepGemmExperts(PackedExperts):
         hidden_scale: Tensor | None,
     ) -> None:
         """See `PackedExperts.run`."""
-        from moequant.kernels.deepgemm.experts import fused_experts
+        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import fused_experts
 
         fused_experts(
             self.kernel_weights,
@@ -123,14 +123,14 @@ class DeepGemmBatchedExperts(BatchedExperts):
 
     def _run_batches(self, tokens: BatchedTokens) -> Tensor:
         """See `BatchedExperts.run_batches`; bfloat16."""
-        from moequant.kernels.deepgemm.experts import batched_experts
+        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import batched_experts
 
         assert tokens.scale is not None
         return batched_experts(self.kernel_weights, tokens.qdata, tokens.scale, tokens.counts)
 
 
 def _weights(tensors: Mapping[str, Tensor], workload: Workload) -> DeepGemmWeights:
-    from moequant.kernels.deepgemm.experts import DeepGemmWeights
+    from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmWeights
 
     return DeepGemmWeights(
         w13=tensors["w13_qdata"],

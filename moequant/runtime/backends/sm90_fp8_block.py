@@ -51,7 +51,7 @@ class Sm90Fp8BlockExperts(PackedExperts):
     def __init__(
         self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
     ) -> None:
-        from moequant.kernels.fp8_block.experts import Fp8BlockWeights
+        from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
 
         super().__init__(backend, tensors, workload=workload)
         self.kernel_weights = Fp8BlockWeights(
@@ -66,13 +66,13 @@ class Sm90Fp8BlockExperts(PackedExperts):
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """See `PackedExperts.workspace_bytes`."""
-        from moequant.kernels.fp8_block.experts import workspace_bytes
+        from moequant.kernels.fp8_block.sm90_fp8_fused import workspace_bytes
 
         return workspace_bytes(self.kernel_weights, tokens, topk)
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.fp8_block.experts import kernels_for
+        from moequant.kernels.fp8_block.sm90_fp8_fused import kernels_for
 
         return kernels_for(self.kernel_weights, tokens, topk)
 
@@ -88,7 +88,7 @@ class Sm90Fp8BlockExperts(PackedExperts):
         hidden_scale: Tensor | None,
     ) -> None:
         """See `PackedExperts.run`."""
-        from moequant.kernels.fp8_block.experts import fused_experts
+        from moequant.kernels.fp8_block.sm90_fp8_fused import fused_experts
 
         fused_experts(
             self.kernel_weights,

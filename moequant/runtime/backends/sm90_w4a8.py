@@ -92,7 +92,7 @@ class Sm90W4a8Experts(PackedExperts):
     def __init__(
         self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
     ) -> None:
-        from moequant.kernels.sm90_w4a8.experts import W4a8Weights
+        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
 
         super().__init__(backend, tensors, workload=workload)
         self.kernel_weights = W4a8Weights(
@@ -107,13 +107,13 @@ class Sm90W4a8Experts(PackedExperts):
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """See `PackedExperts.workspace_bytes`."""
-        from moequant.kernels.sm90_w4a8.experts import workspace_bytes
+        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import workspace_bytes
 
         return workspace_bytes(self.kernel_weights, tokens, topk)
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.sm90_w4a8.experts import kernels_for
+        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import kernels_for
 
         return kernels_for(self.kernel_weights, tokens, topk)
 
@@ -129,7 +129,7 @@ class Sm90W4a8Experts(PackedExperts):
         hidden_scale: Tensor | None,
     ) -> None:
         """See `PackedExperts.run`."""
-        from moequant.kernels.sm90_w4a8.experts import fused_experts
+        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import fused_experts
 
         fused_experts(
             self.kernel_weights,

@@ -65,7 +65,7 @@ class TritonExperts(PackedExperts):
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """As for float32 hidden states, which take most."""
-        from moequant.kernels.portable.experts import workspace_bytes
+        from moequant.kernels.portable.portable_fused import workspace_bytes
 
         return (
             workspace_bytes(self.kernel_weights, tokens, topk, torch.float32)
@@ -75,7 +75,7 @@ class TritonExperts(PackedExperts):
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.portable.experts import kernels_for
+        from moequant.kernels.portable.portable_fused import kernels_for
 
         return kernels_for(self.kernel_weights, tokens, topk)
 
@@ -91,7 +91,7 @@ class TritonExperts(PackedExperts):
         hidden_scale: Tensor | None,
     ) -> None:
         """See `PackedExperts.run`."""
-        from moequant.kernels.portable.experts import fused_experts
+        from moequant.kernels.portable.portable_fused import fused_experts
 
         fused_experts(
             self.kernel_weights,

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moequant.formats import get_format
-from moequant.kernels.portable import experts, grouped_gemm, quantize
+from moequant.kernels.portable import portable_fused, portable_grouped_gemm, quantize
 from moequant.runtime import ExpertWeights
 from moequant.runtime.backends.triton_portable import portable_experts
 
@@ -60,12 +60,12 @@ class Compiles:
 
 def main(capability, *cases):
     warnings.simplefilter("ignore")
-    for module in (grouped_gemm, quantize):
+    for module in (portable_grouped_gemm, quantize):
         module.has_native_e4m3 = lambda device: capability >= 89
         module.overlaps_launches = lambda device: capability >= 90
-    grouped_gemm.experts_gemm = Compiles(grouped_gemm.experts_gemm, capability)
+    portable_grouped_gemm.experts_gemm = Compiles(portable_grouped_gemm.experts_gemm, capability)
     quantize.quantize_row = Compiles(quantize.quantize_row, capability)
-    experts.sort_routing = experts.weighted_reduce = lambda *args, **options: None
+    portable_fused.sort_routing = portable_fused.weighted_reduce = lambda *args, **options: None
     for case in cases:
         format, activations, dtype = case.split("/")
         fmt = get_format(format)
@@ -75,7 +75,12 @@ def main(capability, *cases):
         hidden = torch.zeros(64, 512, dtype=getattr(torch, dtype))
         for M in (1, 64):
             ids = torch.zeros(M, 1, dtype=torch.int32)
-            experts.fused_experts(packed, hidden[:M], ids, torch.ones(M, 1))
+            size = portable_fused.workspace_bytes(packed, M, 1, hidden.dtype)
+            workspace = torch.empty(size, dtype=torch.uint8)
+            x, out = hidden[:M], torch.empty_like(hidden[:M])
+            portable_fused.fused_experts(
+                packed, x, torch.ones(M, 1), ids, out=out, workspace=workspace
+            )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.portable.grouped_gemm import Rows
+from moequant.kernels.portable.portable_grouped_gemm import Rows
 from moequant.kernels.portable.quantize import quantize_rows
 from moequant.runtime.activations import quantize_activations
 

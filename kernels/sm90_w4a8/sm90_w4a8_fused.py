@@ -31,8 +31,9 @@ from moequant.kernels.routing import (
     sort_routing,
 )
 from moequant.kernels.sm90.arguments import ROUTED_SLOTS
-from moequant.kernels.sm90_w4a8.grouped_gemm import W4a8GemmConfig, W4a8GroupedGemm
-from moequant.kernels.sm90_w4a8.quantize_permute import (
+from moequant.kernels.sm90_w4a8.sm90_w4a8_grouped_gemm import W4a8GemmConfig, W4a8GroupedGemm
+from moequant.kernels.sm90_w4a8.tiling import W4a8Tiling, tiling_for
+from moequant.kernels.sm90_w4a8.w4a8_quantize_permute import (
     BESIDE_SLOTS,
     FEW_SLOTS,
     copy_rows,
@@ -41,7 +42,6 @@ from moequant.kernels.sm90_w4a8.quantize_permute import (
     rows_a_program,
     sort_and_quantize,
 )
-from moequant.kernels.sm90_w4a8.tiling import W4a8Tiling, tiling_for
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 _PLANS_KEPT = 64

@@ -15,7 +15,7 @@ from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.formats import quantize
 from moequant.kernels.arena import WorkspaceArena
-from moequant.kernels.deepgemm import experts
+from moequant.kernels.deepgemm import sm90_fp8_deepgemm
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.activations import quantize_activations
@@ -63,7 +63,7 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    monkeypatch.setattr(experts, "_library", Library)
+    monkeypatch.setattr(sm90_fp8_deepgemm, "_library", Library)
 
 
 def weights_of(act_fn=SILU, biases=False):
@@ -145,7 +145,7 @@ def test_the_workspace_is_as_large_as_was_said_and_may_hold_anything():
     weights, call = weights_of(SILU, biases=True), call_of()
     packed = pack(weights)
     size = packed.workspace_bytes(M, T)
-    assert size == experts.workspace_bytes(packed.kernel_weights, M, T) > 0
+    assert size == sm90_fp8_deepgemm.workspace_bytes(packed.kernel_weights, M, T) > 0
     want = run_experts(packed, *call)
     check(want, weights, call)
     for byte in (0x7F, 0xFF, 0x00):
@@ -156,11 +156,11 @@ def test_the_workspace_is_as_large_as_was_said_and_may_hold_anything():
 
 def test_the_plan_takes_nothing_but_the_arena():
     packed, arena = pack(weights_of()), WorkspaceArena()
-    plan = experts.DeepGemmPlan(packed.kernel_weights, M, T, arena)
+    plan = sm90_fp8_deepgemm.DeepGemmPlan(packed.kernel_weights, M, T, arena)
     assert {t.device.type for t in (plan.x, plan.x_scale, plan.gate_up, plan.act, plan.y)} == {
         "meta"
     }
-    assert arena.size_bytes == experts.workspace_bytes(packed.kernel_weights, M, T)
+    assert arena.size_bytes == sm90_fp8_deepgemm.workspace_bytes(packed.kernel_weights, M, T)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,7 +182,7 @@ def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here
         call_of(torch.bfloat16),
     )
     packed, x = pack(weights), quantize_activations(hidden, "fp8_group128")
-    size = experts.workspace_bytes(packed.kernel_weights, M, T)
+    size = sm90_fp8_deepgemm.workspace_bytes(packed.kernel_weights, M, T)
     want = run_experts(packed, hidden, topk_weights, ids)
     for byte in (0x7F, 0xFF):
         memory = torch.full((size,), byte, dtype=torch.uint8)

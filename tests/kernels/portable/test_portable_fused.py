@@ -10,7 +10,7 @@ from moequant.formats import RUNNABLE, get_format
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.portable.batched import batched_experts
-from moequant.kernels.portable.experts import TILE_ROWS, PortablePlan, workspace_bytes
+from moequant.kernels.portable.portable_fused import TILE_ROWS, PortablePlan, workspace_bytes
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY as BACKENDS

@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.routing import Grouping, SortedRouting, sort_routing
-from moequant.kernels.sm90_w4a8 import quantize_permute
-from moequant.kernels.sm90_w4a8.quantize_permute import (
+from moequant.kernels.sm90_w4a8 import w4a8_quantize_permute
+from moequant.kernels.sm90_w4a8.w4a8_quantize_permute import (
     copy_rows,
     prepare,
     quantize_rows,
@@ -45,7 +45,7 @@ def empty_rows(rows, hidden):
 
 @pytest.fixture
 def sorts_apart(monkeypatch):
-    monkeypatch.setattr(quantize_permute, "FEW_SLOTS", 0)
+    monkeypatch.setattr(w4a8_quantize_permute, "FEW_SLOTS", 0)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -55,7 +55,7 @@ def test_each_token_lies_quantized_in_the_rows_of_its_experts(
     tokens, hidden, dtype, apart, monkeypatch
 ):
     if apart:
-        monkeypatch.setattr(quantize_permute, "FEW_SLOTS", 0)
+        monkeypatch.setattr(w4a8_quantize_permute, "FEW_SLOTS", 0)
     x, ids = inputs(tokens, hidden, dtype)
     routing, sorted_alone = routing_of(ids), routing_of(ids)
     rows, scale = empty_rows(ids.numel(), hidden)
@@ -88,7 +88,7 @@ def test_ids_go_through_the_expert_map():
 @pytest.mark.parametrize("beside", [0, 1 << 20], ids=["apart", "beside the sort"])
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 128), (19, 640), (1100, 256)])
 def test_tokens_are_quantized_in_their_own_order(tokens, hidden, beside, monkeypatch):
-    monkeypatch.setattr(quantize_permute, "BESIDE_SLOTS", beside)
+    monkeypatch.setattr(w4a8_quantize_permute, "BESIDE_SLOTS", beside)
     x, ids = inputs(tokens, hidden)
     routing, sorted_alone = routing_of(ids), routing_of(ids)
     codes, scale = empty_rows(tokens, hidden)

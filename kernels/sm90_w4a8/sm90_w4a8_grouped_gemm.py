@@ -1,4 +1,4 @@
-"""The two grouped GEMMs of W4A8 experts, for SM90: see grouped_gemm.cu."""
+"""The two grouped GEMMs of W4A8 experts, for SM90: see sm90_w4a8_grouped_gemm.cu."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from moequant.errors import MoequantError
-from moequant.kernels.sm90_w4a8.grouped_gemm import W4a8GemmConfig
+from moequant.kernels.sm90_w4a8.sm90_w4a8_grouped_gemm import W4a8GemmConfig
 from moequant.kernels.sm90_w4a8.tiling import ROWS, W4a8Tiling, tiling_for
 
 SHARED_LIMIT = 227 * 1024

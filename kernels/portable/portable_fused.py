@@ -16,7 +16,7 @@ import torch
 
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
-from moequant.kernels.portable.grouped_gemm import Rows, Work, grouped_gemm
+from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
 from moequant.kernels.routing import ONE_LAUNCH_SLOTS, Grouping, chunk_of, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from moequant.kernels.fp8_block import quantize_permute
-from moequant.kernels.fp8_block.quantize_permute import FEW_SLOTS, prepare, sort_and_quantize
+from moequant.kernels.fp8_block import fp8_quantize_permute
+from moequant.kernels.fp8_block.fp8_quantize_permute import FEW_SLOTS, prepare, sort_and_quantize
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.routing import (
     ONE_LAUNCH_SLOTS,
@@ -92,7 +92,7 @@ def test_one_launch_sorts_as_the_sort_alone(tokens):
 @pytest.mark.parametrize("beside", [False, True])
 def test_tokens_quantized_beside_the_sort_stay_in_their_order(tokens, hidden, beside, monkeypatch):
     if not beside:
-        monkeypatch.setattr(quantize_permute, "BESIDE_SLOTS", 0)
+        monkeypatch.setattr(fp8_quantize_permute, "BESIDE_SLOTS", 0)
     x, ids = inputs(tokens, hidden)
     grouping = Grouping(experts=E, tile_rows=16, extra_rows=2)
     routing, alone = (

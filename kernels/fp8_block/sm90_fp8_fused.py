@@ -21,12 +21,12 @@ from moequant.act_fn import SILU, ActFn
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.fp8_block.copy_rows import copy_rows
-from moequant.kernels.fp8_block.grouped_gemm import GemmConfig, GroupedGemm
-from moequant.kernels.fp8_block.quantize_permute import (
+from moequant.kernels.fp8_block.fp8_quantize_permute import (
     BESIDE_SLOTS,
     prepare,
     sort_and_quantize,
 )
+from moequant.kernels.fp8_block.sm90_fp8_grouped_gemm import GemmConfig, GroupedGemm
 from moequant.kernels.fp8_block.tuning import Tiling, TuningProblem, tiling_for
 from moequant.kernels.launch import Relaunch, stream_of
 from moequant.kernels.routing import (

@@ -1,4 +1,4 @@
-"""The two grouped GEMMs of experts in FP8 blocks, for SM90: see grouped_gemm.cu."""
+"""The two grouped GEMMs of experts in FP8 blocks, for SM90: see sm90_fp8_grouped_gemm.cu."""
 
 from __future__ import annotations
 
