@@ -183,13 +183,18 @@ class Architecture:
         """Roles with patterns, in order; those common to all architectures come last."""
         return tuple(dict.fromkeys(role for role, _ in self._role_patterns))
 
-    def how_to_fix(self, key: str) -> str:
-        """The next step for an error about `key` of this description, for the error's message."""
+    def how_to_fix(self, key: str, cause: str = "the checkpoint is right") -> str:
+        """The next step for an error about `key` of this description, for the error's message.
+
+        Args:
+            key: What to change in the description.
+            cause: When to change it, as the condition of a sentence.
+        """
         if self.origin is not None:
-            return f"change {key} in {self.origin}"
+            return f"if {cause}, change {key} in {self.origin}"
         return (
-            f"if the checkpoint is right, describe its architecture, with the right {key}, in a "
-            "file and pass it: --architecture FILE.toml (docs/architectures.md)"
+            f"if {cause}, describe the architecture, with the right {key}, in a file and pass it: "
+            "--architecture FILE.toml (docs/architectures.md)"
         )
 
     def read_config(self, config: Mapping[str, Any]) -> MoeConfig:

@@ -290,16 +290,18 @@ def _belongs(role: TensorRole, layers: tuple[int, ...], moe: MoeConfig) -> bool:
 def _missing(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
     return CheckpointError(
         f"{name}: missing; {_expected_experts(moe)}. Fetch the checkpoint again, or correct its "
-        "config.json; if the tensor has another name there, "
-        f"{architecture.how_to_fix('`experts` or `stacked`')}"
+        "config.json; "
+        + architecture.how_to_fix("`experts` or `stacked`", "the tensor has another name there")
     )
 
 
 def _surplus(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
     return CheckpointError(
         f"{name}: not expected; {_expected_experts(moe)}. Fetch the checkpoint again, or correct "
-        "its config.json; if the count is read from the wrong key, "
-        f"{architecture.how_to_fix('`config.experts` or `sparse`')}"
+        "its config.json; "
+        + architecture.how_to_fix(
+            "`config.experts` or `sparse`", "the number of experts is read from the wrong key"
+        )
     )
 
 
@@ -327,8 +329,8 @@ def check_shapes(
         wanted = moe.shape(role.projection)
         if tuple(info.shape) != wanted:
             raise CheckpointError(
-                f"{name}: shape {list(info.shape)}, but by config.json a {role.projection} "
-                f"projection is {list(wanted)}; fetch the checkpoint again, or "
+                f"{name}: shape {list(info.shape)}, but config.json gives the {role.projection} "
+                f"projection of an expert the shape {list(wanted)}; fetch the checkpoint again, or "
                 f"{architecture.how_to_fix('`projections` or a key under `config`')}"
             )
 

@@ -13,6 +13,7 @@ The weight files are:
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -242,6 +243,7 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
                 f"with {files[0]}{_and_more(files[1:])}, which engines load; move away the one "
                 "that is not wanted"
             )
+        _check_all_there(path, weight_map, files)
         return weight_map, files
     if SINGLE_FILE in names:
         return None, [SINGLE_FILE]
@@ -256,6 +258,16 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
             "move away what does not belong"
         )
     return None, files
+
+
+def _check_all_there(path: Path, weight_map: dict[str, str], files: Sequence[str]) -> None:
+    missing = [file for file in files if not os.path.lexists(path / file)]
+    if missing:
+        tensor = min((n for n, f in weight_map.items() if f == missing[0]), key=natural_key)
+        raise CheckpointError(
+            f"{path / missing[0]}: missing, but {INDEX_FILE} says that it holds {tensor!r}; files "
+            f"missing: {len(missing)} of {len(files)}. Fetch them again"
+        )
 
 
 def _and_more(files: Sequence[str]) -> str:

@@ -192,7 +192,8 @@ class ConvertedCheckpoint:
         if tuple(q.shape) != wanted:
             raise CheckpointError(
                 f"{self.expert_module(layer, expert, projection)}: holds {list(q.shape)}, but "
-                f"config.json makes a {projection} projection {list(wanted)}"
+                f"config.json gives the {projection} projection of an expert the shape "
+                f"{list(wanted)}; convert the checkpoint again, or correct its config.json"
             )
 
     def read_biases(self, layer: int) -> dict[str, Tensor] | None:

@@ -131,7 +131,7 @@ DAMAGES = {
     "a shard that is gone": (
         lambda path: (path / SHARD).unlink(),
         3,
-        rf"{SHARD}: cannot be read: .*complete",
+        rf"{SHARD}: missing, but {INDEX} says .* 1 of 3\. Fetch them again",
     ),
     "a header of more than 100 MB": (
         length_of_100_mb,

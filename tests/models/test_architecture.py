@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from moequant.act_fn import ActFn
@@ -126,8 +128,10 @@ def test_multi_token_prediction_layers_count_where_they_are_present():
 )
 def test_an_incomplete_set_of_experts_is_named(present, named):
     architecture, roles = deepseek_roles(**present)
-    with pytest.raises(CheckpointError, match=named):
+    with pytest.raises(CheckpointError, match=named) as raised:
         check_complete(architecture, architecture.read_config(DEEPSEEK), roles)
+    (advice,) = re.findall(r"; if [^;]*--architecture FILE.toml", str(raised.value))
+    assert advice.count("if ") == 1  # one condition, not one within the other
 
 
 def test_a_promise_of_too_many_experts_costs_no_memory():
@@ -191,7 +195,10 @@ def test_a_wrong_shape_is_named_with_the_shape_wanted():
         shape = (8, 4)
 
     architecture, roles = deepseek_roles()
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight: shape \[8, 4\].*\[4, 8\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"gate_proj.weight: shape \[8, 4\].*gives the gate projection of .*\[4, 8\]",
+    ):
         check_shapes(
             architecture,
             architecture.read_config(DEEPSEEK),

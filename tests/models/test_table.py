@@ -238,8 +238,8 @@ def test_a_missing_size_names_its_keys(own):
 def test_a_missing_expert_names_the_key_of_the_names(own):
     with pytest.raises(
         CheckpointError,
-        match=r"experts.1.lin_g.weight: missing; config.json says 2 .*change `experts` or `stacked`"
-        r" in .*mine.toml",
+        match=r"experts.1.lin_g.weight: missing; config.json says 2 .*; if the tensor has another "
+        r"name there, change `experts` or `stacked` in .*mine.toml",
     ):
         read_model(CONFIG, singles(experts=(0,)), own())
 

@@ -149,6 +149,13 @@ def test_malformed_index_is_refused(folder: Path, text: str, named: str) -> None
 
 def test_missing_shard_is_named(folder: Path) -> None:
     (folder / B).unlink()
+    said = f"{B}: missing, but {INDEX_FILE} says that it holds 'head'; files missing: 1 of 2. Fetch"
+    assert said in refusal(folder)
+
+
+def test_dangling_shard_is_named(folder: Path) -> None:
+    (folder / B).unlink()
+    (folder / B).symlink_to("nowhere")
     assert f"{B}: cannot be read" in refusal(folder)
 
 
