@@ -14,11 +14,14 @@ column-major, so nothing is transposed, but for those of batches that come from 
 from __future__ import annotations
 
 import importlib
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.errors import UnsupportedError
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on, part_tokens, run_in_parts
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
@@ -28,12 +31,16 @@ from moequant.kernels.routing import Grouping, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
     from moequant.act_fn import ActFn
 
 ALIGNMENT = 128
 """Rows of a tile of DeepGEMM's kernels for SM90, at which every expert begins."""
+
+_ALIGNMENT_LOCK = Lock()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,14 +201,15 @@ class DeepGemmPlan:
 
     def _gemm(self, x: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor) -> None:
         deep_gemm = _library()
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-            (x, scale.mT),
-            (w, w_scale),
-            out,
-            self.routing.row_end,
-            use_psum_layout=True,
-            ensure_zero_padding=False,
-        )
+        with _aligned(deep_gemm):
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+                (x, scale.mT),
+                (w, w_scale),
+                out,
+                self.routing.row_end,
+                use_psum_layout=True,
+                ensure_zero_padding=False,
+            )
 
 
 def batched_experts(
@@ -255,6 +263,43 @@ def _masked_gemm(
         gemm = deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked
     # The mean rows of an expert, which only chooses a tile: they are on the device.
     gemm((x, scale), (w, w_scale), out, counts, min(x.shape[1], ALIGNMENT))
+
+
+@contextmanager
+def _aligned(deep_gemm: Any) -> Iterator[None]:
+    """Within it, DeepGEMM expects each expert's rows at a multiple of ALIGNMENT.
+
+    That is a setting of the process, and another library may have changed it. Its value is put
+    back afterwards: it matters only while a call is launched.
+
+    Raises:
+        UnsupportedError: it has another value, and this release of deep_gemm cannot set it.
+    """
+    with _ALIGNMENT_LOCK:
+        found = deep_gemm.get_mk_alignment_for_contiguous_layout()
+        if found == ALIGNMENT:
+            yield
+            return
+        set_alignment = _alignment_setter(deep_gemm, found)
+        set_alignment(ALIGNMENT)
+        try:
+            yield
+        finally:
+            set_alignment(found)
+
+
+def _alignment_setter(deep_gemm: Any, found: int) -> Callable[[int], None]:
+    name = "set_mk_alignment_for_contiguous_layout"
+    # sgl-deep-gemm 0.1.5.post1 has it in its extension module alone.
+    for module in (deep_gemm, getattr(deep_gemm, "_C", None)):
+        setter: Callable[[int], None] | None = getattr(module, name, None)
+        if setter is not None:
+            return setter
+    raise UnsupportedError(
+        f"the alignment of deep_gemm's contiguous layout is {found}, but these experts want "
+        f"{ALIGNMENT}, and this release of deep_gemm has no {name}; set it back to {ALIGNMENT} "
+        "where it was changed, or use the backend sm90_fp8_block"
+    )
 
 
 def _library() -> Any:

@@ -6,6 +6,8 @@ GPU.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ pytest.importorskip("triton")
 
 from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
+from moequant.errors import UnsupportedError
 from moequant.formats import quantize
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.deepgemm import sm90_fp8_deepgemm
@@ -35,7 +38,18 @@ CALC_DIFF = 1e-3
 
 
 class Library:
-    """What is called of deep_gemm, in float32, with the same layouts."""
+    """What is called of deep_gemm, in float32, with the same layouts.
+
+    The alignment of rows is a setting of the process here too.
+    """
+
+    alignment = 128
+
+    def get_mk_alignment_for_contiguous_layout(self):
+        return Library.alignment
+
+    def set_mk_alignment_for_contiguous_layout(self, alignment):
+        Library.alignment = alignment
 
     @staticmethod
     def product(x, scale, w, w_scale):
@@ -54,7 +68,7 @@ class Library:
         for e, end in enumerate(row_end.tolist()):
             rows = slice(begin, end)
             out[rows] = self.product(x[0][rows], x[1][rows], w[0][e], w[1][e])
-            begin = -(-end // 128) * 128
+            begin = -(-end // self.alignment) * self.alignment
 
     def m_grouped_fp8_gemm_nt_masked(self, x, w, out, counts, expected):
         for e, count in enumerate(counts.tolist()):
@@ -119,6 +133,50 @@ def test_batches_too(act_fn, biases):
     tokens, places = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="fp8_group128")
     rows = packed_by("deepgemm_batched", weights).run_batches(tokens)
     check(finalize_batched(rows, routing, places), weights, (hidden, topk_weights, ids))
+
+
+@pytest.mark.parametrize("alignment", [64, 128, 256])
+def test_the_alignment_another_library_has_set_is_put_back(monkeypatch, alignment):
+    weights, call = weights_of(), call_of()
+    want = run_experts(pack(weights), *call)
+    monkeypatch.setattr(Library, "alignment", alignment)
+    assert torch.equal(run_experts(pack(weights), *call), want)
+    assert Library.alignment == alignment
+
+
+def test_the_alignment_is_put_back_after_a_gemm_that_fails(monkeypatch):
+    def fails(*_, **__):
+        assert Library.alignment == 128
+        raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(Library, "alignment", 64)
+    monkeypatch.setattr(Library, "m_grouped_fp8_gemm_nt_contiguous", fails)
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        run_experts(pack(weights_of()), *call_of())
+    assert Library.alignment == 64
+    # The next call is not kept waiting by the one that failed.
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        run_experts(pack(weights_of()), *call_of())
+
+
+def test_a_release_that_sets_the_alignment_in_its_extension_module_alone(monkeypatch):
+    setter = Library.set_mk_alignment_for_contiguous_layout
+    monkeypatch.setattr(Library, "alignment", 64)
+    monkeypatch.delattr(Library, "set_mk_alignment_for_contiguous_layout")
+    extension = SimpleNamespace(
+        set_mk_alignment_for_contiguous_layout=lambda value: setter(None, value)
+    )
+    monkeypatch.setattr(Library, "_C", extension, raising=False)
+    weights, call = weights_of(), call_of()
+    check(run_experts(pack(weights), *call), weights, call)
+    assert Library.alignment == 64
+
+
+def test_another_alignment_that_cannot_be_set_is_refused(monkeypatch):
+    monkeypatch.setattr(Library, "alignment", 64)
+    monkeypatch.delattr(Library, "set_mk_alignment_for_contiguous_layout")
+    with pytest.raises(UnsupportedError, match=r"layout is 64, but these experts want 128"):
+        run_experts(pack(weights_of()), *call_of())
 
 
 def test_biases_are_those_of_the_expert():
