@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, get_format
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import SCHEMES, quantize_activations
@@ -214,3 +215,16 @@ def test_router_weight_on_input_comes_before_quantization(layers, format):
     result = module(*layer.call, apply_router_weight_on_input=True)
     weighted = layer.hidden * layer.topk_weights
     assert torch.equal(result, module(weighted, torch.ones(13, 1), layer.ids))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ("fp8_row", r"unknown activation scheme 'fp8_row'; use one of: fp8_group128, fp8_token"),
+        ("", "unknown activation scheme ''"),
+        ("fp8_static", "there is none; give static_scale, or use fp8_token"),
+    ],
+)
+def test_an_unknown_scheme_or_a_static_one_without_its_scale_is_refused(scheme, message):
+    with pytest.raises(UnsupportedError, match=message):
+        quantize_activations(torch.ones(2, 128), scheme)

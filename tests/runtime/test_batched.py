@@ -232,6 +232,41 @@ def test_naive_batched_looks_at_no_row_beyond_the_counts(layers):
     assert not want[1].any()
 
 
+@pytest.mark.parametrize(
+    ("qdata", "counts", "message"),
+    [
+        ([5, 4, 256], [1] * 5, r"qdata is torch.float32 \[5, 4, 256\], but .* \[6, 4, 256\]"),
+        ([7, 4, 256], [1] * 7, r"qdata is torch.float32 \[7, 4, 256\], but .* \[6, 4, 256\]"),
+        ([6, 4, 256], [1] * 5, r"counts is torch.int32 \[5\], but .* \[6\]"),
+        ([6, 4, 256], [0, 4, 5, 0, 0, 0], r"expert 2 has 5 tokens, but there is room for 4"),
+        ([6, 4, 256], [0, 0, 0, -1, 0, 0], r"counts has -1, but a count is at least 0"),
+    ],
+)
+def test_batches_that_do_not_fit_the_experts_are_refused(layers, qdata, counts, message):
+    naive = pack_experts(layers.make("nvfp4").weights, backend="naive_batched", activations="none")
+    tokens = BatchedTokens(
+        scheme="none",
+        qdata=torch.zeros(qdata),
+        scale=None,
+        counts=torch.tensor(counts, dtype=torch.int32),
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        naive.run_batches(tokens)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ("fp8_row", r"unknown activation scheme 'fp8_row'; use one of: fp8_group128, fp8_token"),
+        ("", "unknown activation scheme ''"),
+        ("fp8_static", "there is none; give static_scale, or use fp8_token"),
+    ],
+)
+def test_batches_are_not_quantized_by_an_unknown_scheme_or_without_its_scale(scheme, message):
+    with pytest.raises(UnsupportedError, match=message):
+        prepare_batched(torch.zeros(5, 4), routing_of(IDS), experts=3, capacity=5, scheme=scheme)
+
+
 @on_gpu
 @pytest.mark.parametrize("activations", ["format", "none"])
 @pytest.mark.parametrize("format", RUNNABLE)
