@@ -78,8 +78,12 @@ def test_the_sizes_of_a_real_model_are_what_its_plan_says(qwen3_30b, row):
     assert said == [f"{planned[0]:.1f} GB", f"{planned[1]:.1f} GB", f"{planned[2]:.0f} MB"]
 
 
-def test_every_format_has_its_size():
-    assert [row[0].strip("`") for row in rows_below("| `--format` | source")] == [*CONVERTIBLE]
+@pytest.mark.parametrize(
+    "head", ["| `--format` | source", "| format | element", "| format | dialect | transformers"]
+)
+def test_every_table_has_every_format(head):
+    formats = dict.fromkeys(row[0].strip("`") for row in rows_below(head))
+    assert [*formats] == [*CONVERTIBLE]
 
 
 @pytest.mark.parametrize("row", rows_below("| format | dialect | transformers"), ids=str)
