@@ -12,7 +12,7 @@ from moequant.cli.output import Output, count, size
 from moequant.cli.requantization_errors import show_requantization_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from moequant.verification import IntegrityReport, Report
 
@@ -36,6 +36,16 @@ _MAX_PROBLEMS = 10
 @options.revision_option
 @options.recorded_architecture_option
 @options.layers_option
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Run the layers on this device too, and compare with the CPU reference.  [default: cpu]",
+)
+@click.option(
+    "--backend",
+    metavar="NAME",
+    help="Backend that runs the layers there; by default the best on the device.",
+)
 @options.workers_option
 @options.json_option
 @options.quiet_option
@@ -46,6 +56,8 @@ def command(
     revision: str | None,
     architecture: str | None,
     layers: Literal["all"] | int | None,
+    device: str | None,
+    backend: str | None,
     workers: int | None,
     as_json: bool,
     quiet: bool,
@@ -65,14 +77,15 @@ def command(
             "revision": revision,
             "architecture": architecture,
             "layers": layers,
+            "device": device,
+            "backend": backend,
             "workers": workers,
         }.items()
         if v is not None
     }
     if source is None:
-        unfit = [
-            f"--{option}" for option in ("revision", "architecture", "layers") if option in asked
-        ]
+        needing = ("revision", "architecture", "layers", "device", "backend")
+        unfit = [f"--{option}" for option in needing if option in asked]
         if unfit:
             raise click.UsageError(f"{unfit[0]} needs --against")
         _check_integrity(out, converted, asked)
@@ -129,6 +142,8 @@ def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str
 def _remedy(report: Report | IntegrityReport) -> str:
     if all(problem.check == "prepared" for problem in report.problems):
         return "prepare again with --overwrite"
+    if all(problem.check == "backend" for problem in report.problems):
+        return "serve with another backend; the weights are right"
     return "convert again with --overwrite, or copy the files again"
 
 
@@ -178,19 +193,38 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
         out.line()
         show_requantization_errors(out, report["requantization_errors"])
     if report["layers"]:
+        _show_layers(out, report["layers"])
+
+
+def _show_layers(out: Output, layers: Sequence[Mapping[str, Any]]) -> None:
+    out.line()
+    out.table(
+        [">layer", "format", ">experts", ">error", ">with its activations", ">runtime / bound"],
+        [
+            (
+                str(layer["layer"]),
+                layer["format"],
+                str(layer["experts"]),
+                _number(layer["layer_error"], "{:.3%}"),
+                _number(layer["quantized_activations_error"], "{:.3%}"),
+                _number(layer["runtime_error"], "{:.2g}"),
+            )
+            for layer in layers
+        ],
+    )
+    served = [layer for layer in layers if layer["backend_error"] is not None]
+    if served:
         out.line()
         out.table(
-            [">layer", "format", ">experts", ">error", ">with its activations", ">runtime / bound"],
+            [">layer", "backend", "device", ">off from the CPU reference"],
             [
                 (
                     str(layer["layer"]),
-                    layer["format"],
-                    str(layer["experts"]),
-                    _number(layer["layer_error"], "{:.3%}"),
-                    _number(layer["quantized_activations_error"], "{:.3%}"),
-                    _number(layer["runtime_error"], "{:.2g}"),
+                    layer["backend"],
+                    layer["device"],
+                    _number(layer["backend_error"], "{:.3%}"),
                 )
-                for layer in report["layers"]
+                for layer in served
             ],
         )
 

@@ -7,6 +7,8 @@ Accumulation error has two bounds. One holds for every element and any order of 
 thousands of columns it is so wide that a result rounded to bfloat16 would pass. The other is on the
 norm: rounding errors of mixed sign grow as sqrt(K) u, u = 2**-24, which is 2**-17 for K = 2**14,
 while a single rounding to bfloat16 costs 2**-9 / sqrt(3) or more.
+
+Where layers are served by another device or backend, each runs there too: see `serving`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from moequant.runtime.layer_reader import act_fn_of
 from moequant.verification.decode import decode
 from moequant.verification.reference import activation, evaluate_layer
 from moequant.verification.report import LayerCheck
+from moequant.verification.serving import most_error
 from moequant.weights.source_weights import read_weights
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint
     from moequant.verification.findings import Findings
+    from moequant.verification.serving import Serving
     from moequant.weights.converted import ConvertedCheckpoint
     from moequant.weights.source_weights import WeightInfo
 
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
 DEFAULT_LAYERS = 3
 TOKENS = 16
 MOST_EXPERTS = 8
+REFERENCE = "torch_reference"
+"""The backend that is compared with the independent evaluation."""
 MOST_RELATIVE_ERROR = 2.0**-13
 _SEED = 20251120
 
@@ -93,6 +99,7 @@ def check_layers(
     converted: ConvertedCheckpoint,
     formats: Mapping[int, str],
     *,
+    serving: Serving | None,
     pool: Executor,
     progress: Progress,
     findings: Findings,
@@ -104,12 +111,14 @@ def check_layers(
         originals: what is known of its weights, by name.
         converted: what came of it.
         formats: format by layer.
+        serving: where the layers run too; None for the CPU reference alone.
         pool: its threads, with one intra-op thread each, run layers, one at a time.
         progress: told what is done.
         findings: where problems go.
 
     Raises:
         CheckpointError: the source cannot be read.
+        UnsupportedError: no backend runs a layer where it is served.
     """
     moe = converted.moe
     batch = _make_batch(moe)
@@ -120,11 +129,13 @@ def check_layers(
     def run(layer: int) -> None:
         try:
             weights = _read(converted, layer, batch.experts)
-            experts = FusedExperts(weights, expert_map=_expert_map(moe, batch.experts))
+            experts = FusedExperts(
+                weights, backend=REFERENCE, expert_map=_expert_map(moe, batch.experts)
+            )
         except MoequantError as error:
             findings.add("layers", f"layer {layer}", str(error))
         else:
-            check = _measure(source, originals, converted, layer, batch, experts)
+            check = _measure(source, originals, converted, layer, batch, experts, serving)
             checks.append(check)
             _judge(check, findings)
         progress.advance(expert_bytes, f"layer {layer}")
@@ -133,6 +144,11 @@ def check_layers(
         pool.submit(run, layer).result()
     progress.finish()
     return checks
+
+
+def experts_run(moe: MoeConfig) -> int:
+    """The number of experts of a layer that run."""
+    return min(MOST_EXPERTS, moe.experts)
 
 
 def _judge(check: LayerCheck, findings: Findings) -> None:
@@ -152,11 +168,20 @@ def _judge(check: LayerCheck, findings: Findings) -> None:
             f"{check.runtime_relative_error:.3g} in norm, where accumulation in float32 explains "
             f"1 and {MOST_RELATIVE_ERROR:.3g}",
         )
+    limit = most_error(check.format)
+    if check.backend_error is not None and not check.backend_error <= limit:
+        findings.add(
+            "backend",
+            f"layer {check.layer}",
+            f"{check.backend} on {check.device} is off from the CPU reference with the same "
+            f"{check.format} weights by {check.backend_error:.3g} in norm, where its roundings "
+            f"explain {limit:.3g}",
+        )
 
 
 def _make_batch(moe: MoeConfig) -> _Batch:
     generator = torch.Generator().manual_seed(_SEED)
-    count = min(MOST_EXPERTS, moe.experts)
+    count = experts_run(moe)
     experts = torch.randperm(moe.experts, generator=generator)[:count].sort().values
     score = torch.rand(TOKENS, count, generator=generator)
     # Every expert is the first choice of at least one token.
@@ -199,6 +224,7 @@ def _measure(
     layer: int,
     batch: _Batch,
     experts: FusedExperts,
+    serving: Serving | None,
 ) -> LayerCheck:
     local = {expert: i for i, expert in enumerate(batch.experts)}
     projections = experts.weights.projections()
@@ -215,6 +241,16 @@ def _measure(
     inputs = batch.hidden, batch.topk_weights, batch.topk_ids
     plain = experts(*inputs, activations="none").double()
     with_activations = experts(*inputs, activations="format").double()
+    served_by, served_error = REFERENCE, None
+    if serving is not None:
+        served_by, served = serving.run(
+            experts.weights,
+            batch.hidden.bfloat16(),
+            *inputs[1:],
+            expert_map=_expert_map(converted.moe, batch.experts),
+        )
+        expected = experts(batch.hidden.bfloat16().float(), *inputs[1:]).double()
+        served_error = _relative(served, expected, bound)
     return LayerCheck(
         layer=layer,
         format=experts.weights.format,
@@ -224,6 +260,9 @@ def _measure(
         runtime_relative_error=_relative(plain, reference, bound),
         layer_error=_relative(plain, wanted, wanted_bound),
         quantized_activations_error=_relative(with_activations, wanted, wanted_bound),
+        backend=served_by,
+        device="cpu" if serving is None else str(serving.device),
+        backend_error=served_error,
     )
 
 

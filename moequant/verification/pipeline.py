@@ -22,10 +22,12 @@ from moequant.verification.layers import (
     check_layers,
     choose_layers,
     converted_layers,
+    experts_run,
 )
 from moequant.verification.prepared import check_prepared
 from moequant.verification.reference import FUNCTIONS
 from moequant.verification.report import Report
+from moequant.verification.serving import serving_on
 from moequant.verification.stored import read_stored
 from moequant.verification.structure import (
     check_config,
@@ -44,12 +46,15 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
+    import torch
+
     from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.quantizers import Choice
     from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
     from moequant.verification.report import LayerCheck
+    from moequant.verification.serving import Serving
     from moequant.verification.stored import StoredCheckpoint
     from moequant.weights.source_model import SourceModel
 
@@ -61,6 +66,8 @@ def verify(
     revision: str | None = None,
     architecture: str | Path | None = None,
     layers: Layers = DEFAULT_LAYERS,
+    device: torch.device | str = "cpu",
+    backend: str | None = None,
     workers: int = DEFAULT_WORKERS,
     progress: Progress | None = None,
 ) -> Report:
@@ -77,6 +84,9 @@ def verify(
             description in moequant.json, which the report names, then the built-in table.
         layers: how many expert layers to run, spread evenly, or "all"; the default of three means
             the first, a middle one and the last.
+        device: where these layers run too, beside the CPU reference.
+        backend: name of the backend that runs them there; the default is the best on `device`,
+            which on the CPU is the reference itself.
         workers: number of units compared in parallel.
         progress: receives the progress.
 
@@ -84,13 +94,15 @@ def verify(
         ArchitectureError: the file `architecture` is invalid.
         CheckpointError: the source is damaged, incomplete or inconsistent; there is no directory
             `converted`, or its conversion is unfinished; or a file cannot be read or changes.
-        UnsupportedError: an unsupported architecture or source dtype.
-        MoequantError: `layers` or `workers` is not as above.
+        UnsupportedError: an unsupported architecture or source dtype; no such device or backend
+            here, or one that does not run the layers.
+        MoequantError: `layers` or `workers` is not as above; a device or backend for no layer.
     """
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but at least one has to do the work")
     if layers != "all" and not (isinstance(layers, int) and layers >= 0):
         raise MoequantError(f'layers = {layers!r}, but must be a number of layers or "all"')
+    serving = serving_on(device, backend, runs_layers=layers != 0)
     given = () if architecture is None else read_architectures(architecture)
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
@@ -118,7 +130,7 @@ def verify(
         choice = choose_quantizer(quantizer_jobs(items), comparing=True)
         with worker_pool(workers) as pool:
             measured = _check_numbers(
-                source, stored, expected, layers, choice, pool, task, findings
+                source, stored, expected, layers, serving, choice, pool, task, findings
             )
     return Report(
         converted=str(converted),
@@ -192,6 +204,7 @@ def _check_numbers(
     stored: StoredCheckpoint,
     expected: Expectation,
     layers: Layers,
+    serving: Serving | None,
     choice: Choice,
     pool: Executor,
     progress: Progress,
@@ -208,6 +221,8 @@ def _check_numbers(
     )
     formats = converted_layers(expected.units, model.roles)
     chosen = {layer: formats[layer] for layer in choose_layers(list(formats), layers)}
+    if serving is not None:
+        serving.check(converted, chosen, experts=experts_run(model.moe))
     return _Measured(
         weights=check_weights(
             source,
@@ -226,6 +241,7 @@ def _check_numbers(
             expected.original.weights,
             converted,
             chosen,
+            serving=serving,
             pool=pool,
             progress=progress,
             findings=findings,

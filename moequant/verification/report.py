@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from moequant.conversion import RequantizationError, UsedQuantizer
 
 Check = Literal[
-    "files", "index", "config", "record", "sidecars", "tensors", "weights", "prepared", "layers"
+    "files",
+    "index",
+    "config",
+    "record",
+    "sidecars",
+    "tensors",
+    "weights",
+    "prepared",
+    "layers",
+    "backend",
 ]
 
 
@@ -126,6 +135,11 @@ class LayerCheck:
         runtime_relative_error: ||y - reference|| / ||reference||, which has a bound of its own.
         layer_error: ||y - source|| / ||source|| without quantized activations.
         quantized_activations_error: the same with activations quantized for the format's GEMM.
+        backend: name of the backend that ran it.
+        device: where it ran.
+        backend_error: ||y - reference|| / ||reference|| of that backend's output, from hidden
+            states in bfloat16 and with quantized activations; None where it ran on the CPU
+            reference alone.
     """
 
     layer: int
@@ -136,6 +150,9 @@ class LayerCheck:
     runtime_relative_error: float
     layer_error: float
     quantized_activations_error: float
+    backend: str
+    device: str
+    backend_error: float | None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys; None for what is not finite."""

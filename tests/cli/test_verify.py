@@ -100,3 +100,39 @@ def test_prepared_folders_are_verified_too(run, source, copy):
     assert (problem["check"], problem["name"]) == ("prepared", "sm100/layer-00001.safetensors")
     shown = run("verify", copy, "--against", source).stderr.splitlines()
     assert shown[-1] == "To fix it: prepare again with --overwrite"
+
+
+def test_layers_run_on_the_backend_that_is_named(run, source, converted):
+    arguments = ("verify", converted, "--against", source, "--backend", "naive_batched")
+    result = run(*arguments, "--device", "cpu", "--json")
+    assert result.exit_code == 0
+    for layer in result.document["layers"]:
+        assert (layer["backend"], layer["device"]) == ("naive_batched", "cpu")
+        assert 0 < layer["backend_error"] <= 2.0**-9  # the output in bfloat16
+    shown = run(*arguments).stdout.splitlines()
+    (heading,) = (i for i, line in enumerate(shown) if "off from the CPU reference" in line)
+    assert [line.split()[:3] for line in shown[heading + 1 :]] == [
+        ["0", "naive_batched", "cpu"],
+        ["1", "naive_batched", "cpu"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--backend", "cutlass"), "there is no backend 'cutlass'"),
+        (("--backend", "deepgemm"), "backend 'deepgemm' does not run nvfp4"),
+        (("--device", "tpux"), "device 'tpux' cannot be used"),
+    ],
+)
+def test_a_backend_or_device_that_is_not_there_exits_4(run, source, converted, option, message):
+    result = run("verify", converted, "--against", source, *option)
+    assert result.exit_code == 4
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("option", [("--backend", "naive_batched"), ("--device", "cpu")])
+def test_integrity_runs_no_layers(run, converted, option):
+    result = run("verify", converted, "--integrity", *option)
+    assert result.exit_code == 2
+    assert f"{option[0]} needs --against" in result.stderr

@@ -1,0 +1,147 @@
+"""Run layers on the device and backend that serve them, and compare with the CPU reference.
+
+The backend gets what a model gives it: hidden states in bfloat16, and activations quantized as the
+format's GEMM does. `torch_reference`, which `layers` compares with an independent evaluation, gets
+the same on the CPU and computes in float32. Both quantize hidden states to the same bits. The norm
+of the difference is limited by what is left of it:
+
+* A backend may round to bfloat16 what lies between the GEMMs, each expert's result and the output.
+  Each rounding costs 2**-9 / sqrt(3) of the norm, and errors of mixed sign add up as squares: five
+  roundings, of gate, up, their product, an expert's result and the output, make 2**-9 * 1.3. The
+  limit is three times that.
+* Where activations are quantized to E4M3, an error d in front of the quantization between the GEMMs
+  changes a code with probability d / ulp, and each change costs an ulp, of 2**-3.5 on average:
+  sqrt(d * ulp). Tensor cores add FP8 products with about 14 bits, and gate and up may be rounded to
+  bfloat16. That makes d = 2**-9 each and 1.9 % together. 16 tokens change few codes, so that the
+  error scatters; the limit is a little more than twice that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.errors import MoequantError, UnsupportedError
+from moequant.runtime import FusedExperts, select
+from moequant.runtime.backends import Workload, backends
+from moequant.runtime.load import usable_device
+from moequant.runtime.packing import scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import Tensor
+
+    from moequant.runtime import ExpertWeights
+    from moequant.weights.converted import ConvertedCheckpoint
+
+MOST_ROUNDING_ERROR = 2.0**-7
+MOST_QUANTIZATION_ERROR = 2.0**-4.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Where layers are served.
+
+    Attributes:
+        device: the device.
+        backend: name of a backend; None for the best on that device.
+    """
+
+    device: torch.device
+    backend: str | None
+
+    def check(
+        self, converted: ConvertedCheckpoint, formats: Mapping[int, str], *, experts: int
+    ) -> None:
+        """Check before the work starts that every layer can run there.
+
+        Args:
+            converted: the checkpoint.
+            formats: format by layer.
+            experts: the number of experts that run.
+
+        Raises:
+            UnsupportedError: a layer cannot; says every backend's reason.
+        """
+        moe, stacked = converted.moe, converted.architecture.stacked
+        for layer, format in formats.items():
+            workload = Workload(
+                format=format,
+                activations=scheme_of(format, "format", static=False),
+                experts=experts,
+                hidden=moe.hidden,
+                intermediate=moe.intermediate,
+                device=self.device,
+                act_fn=moe.act_fn_of(layer),
+                bias=stacked is not None and stacked.biased,
+            )
+            select(workload, self.backend)
+
+    def run(
+        self,
+        weights: ExpertWeights,
+        hidden: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        expert_map: Tensor,
+    ) -> tuple[str, Tensor]:
+        """Run experts there, with activations in their format's scheme.
+
+        Args:
+            weights: the experts, on the CPU.
+            hidden: [M, H] bfloat16.
+            topk_weights: [M, T] float32.
+            topk_ids: [M, T] int64.
+            expert_map: [global experts] int64.
+
+        Returns:
+            Name of the backend that ran them, and the output, [M, H] float64 on the CPU.
+
+        Raises:
+            UnsupportedError: no backend runs them there.
+        """
+        there = {name: tensor.to(self.device) for name, tensor in weights.tensors().items()}
+        experts = FusedExperts(
+            weights.replace(there),
+            backend=self.backend,
+            expert_map=expert_map.to(self.device),
+        )
+        inputs = (t.to(self.device) for t in (hidden, topk_weights, topk_ids))
+        return experts.chosen_backend(), experts(*inputs).cpu().double()
+
+
+def serving_on(
+    device: torch.device | str, backend: str | None, *, runs_layers: bool
+) -> Serving | None:
+    """Where layers are served; None for the CPU's own backend, which is the reference.
+
+    Args:
+        device: as the user names it.
+        backend: name of a backend, or None.
+        runs_layers: whether any layer is to be run.
+
+    Raises:
+        MoequantError: a device or a backend is named, and no layer is to be run.
+        UnsupportedError: there is no such device or backend here.
+    """
+    if backend is None and str(device) == "cpu":
+        return None
+    if not runs_layers:
+        raise MoequantError(
+            f"layers = 0 runs no layer, so that nothing runs on device {str(device)!r} with "
+            f"backend {backend!r}; run at least one layer, or leave device and backend out"
+        )
+    if backend is not None and backend not in backends():
+        raise UnsupportedError(
+            f"there is no backend {backend!r}; use one of: {', '.join(backends())}"
+        )
+    return Serving(device=usable_device(device), backend=backend)
+
+
+def most_error(format: str) -> float:
+    """The limit on ||y - reference|| / ||reference|| of experts in `format`."""
+    quantized = scheme_of(format, "format", static=False) != "none"
+    return MOST_QUANTIZATION_ERROR if quantized else MOST_ROUNDING_ERROR
