@@ -7,6 +7,7 @@ in dialects.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.dialects.encodings import Plain
@@ -43,7 +44,7 @@ class Dialect(ABC):
     puts gate and up of an expert together, row by row as the table says, and the experts in order.
     """
 
-    @property
+    @cached_property
     def carried(self) -> tuple[str, ...]:
         """The quantized formats it can write; every dialect also writes BF16."""
         return tuple(name for name, e in self.encodings.items() if not e.read_only)
@@ -190,7 +191,7 @@ class Dialect(ABC):
 class SourceDialect(Dialect):
     """A read-only dialect."""
 
-    @property
+    @cached_property
     def carried(self) -> tuple[str, ...]:
         """Empty: nothing is written in this dialect."""
         return ()
