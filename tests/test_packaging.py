@@ -261,14 +261,14 @@ def test_quantizing_imports_torch_alone_and_leaves_cuda_alone():
 
 def test_every_public_name_loads_without_cuda_and_optional_packages():
     seconds, loaded, initialized = python(
-        "import json, sys, time, torch; before = set(sys.modules); t = time.perf_counter();"
-        "from moequant import *; t = time.perf_counter() - t;"
+        "import json, sys, time, torch; before = set(sys.modules); t = time.process_time();"
+        "from moequant import *; t = time.process_time() - t;"
         "print(json.dumps([t, sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"
     )
     assert not initialized
     late = {"transformers", "triton", "huggingface_hub", "compressed_tensors", "rich", "click"}
     assert late & {name.split(".")[0] for name in loaded} == set()
-    # 0.3 s measured, nearly all of it pydantic.
+    # 0.3 s of CPU time measured, nearly all of it pydantic. A clock would count other processes.
     assert seconds < 3
 
 
