@@ -404,7 +404,7 @@ def test_the_command_line_takes_it(source, tmp_path):
     words = ["convert", source, tmp_path / "out", "--format", "nvfp4", "--executor", "slurm"]
     result = CliRunner().invoke(cli, [str(word) for word in words])
     assert result.exit_code == 4
-    assert "executor 'slurm', but local, ray" in result.stderr
+    assert "executor 'slurm', but must be local, ray" in result.stderr
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch):
