@@ -150,7 +150,7 @@ def _pattern(dtype: torch.dtype, shape: Sequence[int], turn: int) -> Tensor:
         code = order % 256
         found = torch.where((code & 0x7F) == 0x7F, 0, code).to(torch.uint8).view(dtype)
     elif dtype == torch.float8_e8m0fnu:
-        found = (order % 253).to(torch.uint8).view(dtype)  # 6 * 2**(252 - 127) is finite
+        found = (order % 247).to(torch.uint8).view(dtype)  # 448 * 2**(246 - 127) is finite
     else:
         # 448 * 2**118 * (2 - 1/64) is finite.
         exponent = order * 37 % 258 - 140
