@@ -21,7 +21,10 @@ NOT_CARRIED = {
     ("fp8", "mxfp4"): "its consumers read FP8 blocks alone",
     ("fp8", "w4a8"): "its consumers read FP8 blocks alone",
     ("fp8", "fp8_channel"): "its consumers read FP8 blocks alone",
+    ("fp8", "mxfp8"): "its consumers read FP8 blocks alone",
     ("gpt-oss", "fp8_channel"): "gpt-oss was released in MXFP4 alone",
+    ("gpt-oss", "mxfp8"): "gpt-oss was released in MXFP4 alone",
+    ("modelopt", "mxfp8"): "compressed-tensors is what engines read it in",
     (
         "modelopt",
         "fp8_channel",

@@ -157,6 +157,19 @@ _SCHEMES = {
         },
         strategies=("tensor",),
     ),
+    "mxfp8": _Scheme(
+        encoding=E8m0Groups("mxfp8", codes="weight"),
+        format="mxfp8-quantized",
+        weights={
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "symmetric": True,
+            "dynamic": False,
+            "scale_dtype": "torch.uint8",
+        },
+    ),
     "int4": _Scheme(
         encoding=Int4Groups(),
         format="pack-quantized",

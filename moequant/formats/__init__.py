@@ -37,6 +37,7 @@ from moequant.formats.fp8_tensor import Fp8Tensor
 from moequant.formats.int4 import Int4
 from moequant.formats.lossless import requantize_losslessly
 from moequant.formats.mxfp4 import Mxfp4
+from moequant.formats.mxfp8 import Mxfp8
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.plain import Bf16, Fp16, Fp32, plain_weight
 from moequant.formats.squares import TILE_ROWS, sum_of_squares
@@ -58,6 +59,7 @@ REGISTRY: dict[str, Format] = {
         Mxfp4(),
         W4A8(),
         Fp8Channel(),
+        Mxfp8(),
         Fp8Tensor(),
         Int4(),
         Bf16(),

@@ -105,4 +105,5 @@ _DEFINITIONS = {
     "mxfp4": _Definition(element=_E2M1, block=(1, 32)),
     "w4a8": _Definition(element=_INT4, block=(1, 128)),
     "fp8_channel": _Definition(element=_E4M3, block=(1, 1 << 30)),
+    "mxfp8": _Definition(element=_E4M3, block=(1, 32)),
 }

@@ -91,7 +91,7 @@ def test_match_is_over_the_whole_name():
         ("[[rules]]\nroles = ['router']\nformat = 'fp8_block'", "roles"),
         (
             "[[rules]]\nroles = ['attention']\nformat = 'fp9'",
-            "unknown format 'fp9'.*w4a8, fp8_channel, bf16, keep",
+            "unknown format 'fp9'.*w4a8, fp8_channel, mxfp8, bf16, keep",
         ),
         (
             "[[rules]]\nroles = ['attention']\nformat = 'fp8_block'\noptions.scale = 'x'",

@@ -24,6 +24,7 @@ PRESETS = {
     "mxfp4": "MXFP4A16",
     "w4a8": "W4AFP8",
     "fp8_channel": "FP8_DYNAMIC",
+    "mxfp8": "MXFP8A16",
 }
 EXPERT = "model.layers.1.mlp.experts.0.up_proj"
 
@@ -61,7 +62,7 @@ def test_the_library_decompresses_to_our_dequantize(format, choice):
     theirs = decompress(format, CT.to_disk("m", q))
     # float-quantized comes back in the scale's FP32, an exact product. The others come back in
     # BF16: mxfp4 and nvfp4 products have 2 and 6 significant bits, so BF16's 8 hold them; w4a8's
-    # have 12 and are rounded once, on either side.
+    # have 12 and are rounded once, on either side. mxfp8 has 4 significant bits.
     assert theirs.dtype == (torch.float32 if format.startswith("fp8") else torch.bfloat16)
     assert torch.equal(theirs, dequantize(q).to(theirs.dtype))
 

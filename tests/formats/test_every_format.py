@@ -338,6 +338,7 @@ HALF_STEP = {
     "nvfp4": half_step_e2m1,
     "mxfp4": half_step_e2m1,
     "fp8_channel": half_step_e4m3,
+    "mxfp8": half_step_e4m3,
 }
 
 

@@ -42,6 +42,7 @@ SHAPES = {
     "fp8_channel": [(128, 128), (130, 1152), (3, 16), (257, 48), (5, 2880)],
     "nvfp4": [(128, 128), (130, 1152), (3, 16), (257, 48)],
     "mxfp4": [(128, 128), (130, 1152), (3, 32), (257, 96)],
+    "mxfp8": [(128, 128), (130, 1152), (3, 32), (257, 96)],
     "w4a8": [(128, 128), (130, 1152), (3, 256)],
     "int4": [(128, 128), (130, 1152), (3, 32), (257, 96)],
 }
@@ -72,16 +73,23 @@ def random_weight(stored, shape, seed=0):
     N, K = shape
     codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
-    if not stored.startswith("fp8"):
+    if REGISTRY[stored].codes_per_byte == 2:
         codes = torch.randint(0, 256, (N, K // 2), generator=generator, dtype=torch.uint8)
     else:
         codes = codes.view(torch.float8_e4m3fn)
-    columns = {"nvfp4": 16, "mxfp4": 32, "w4a8": 128, "int4": 32, "fp8_channel": K}.get(stored)
+    columns = {
+        "nvfp4": 16,
+        "mxfp4": 32,
+        "mxfp8": 32,
+        "w4a8": 128,
+        "int4": 32,
+        "fp8_channel": K,
+    }.get(stored)
     extents = (N, K // columns) if columns else (-(-N // 128), -(-K // 128))
     scale = torch.rand(extents, generator=generator) * 2.0**-6 + 2.0**-8
     if stored == "nvfp4":
         return weight(stored, codes, scale.to(torch.float8_e4m3fn), torch.tensor(0.3))
-    if stored == "mxfp4":
+    if stored in ("mxfp4", "mxfp8"):
         scale = torch.randint(110, 130, extents, generator=generator, dtype=torch.uint8)
         return weight(stored, codes, scale.view(torch.float8_e8m0fnu))
     return weight(stored, codes, scale.bfloat16() if stored == "w4a8" else scale)
@@ -107,6 +115,10 @@ def exhaustive(stored):
         scale = float_scales()[::61]
         codes = every_byte(128 * len(scale)).view(torch.float8_e4m3fn)
         return [weight(stored, codes, scale.expand(-1, 2).contiguous())]
+    if stored == "mxfp8":
+        byte = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+        scale = byte[:, None].expand(-1, 8).contiguous().view(torch.float8_e8m0fnu)
+        return [weight(stored, every_byte(256).view(torch.float8_e4m3fn), scale)]
     if stored == "mxfp4":
         byte = torch.arange(256, dtype=torch.int16).to(torch.uint8)
         scale = byte[:, None].expand(-1, 16).contiguous().view(torch.float8_e8m0fnu)

@@ -252,7 +252,7 @@ FORMS = {
             FOUR_BITS | BYTE_SCALE | {"strategy": "group", "group_size": 32},
         ),
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8"),
     ),
     "float-quantized, blocks": Form(
         lambda shape, generator: renamed(fp8_block(shape, generator)),
@@ -323,7 +323,7 @@ FORMS = {
             "modules_to_not_convert": FP8_KEPT,
         },
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8"),
     ),
     "fp8, one scale": Form(
         fp8_tensor,
