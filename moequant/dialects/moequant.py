@@ -47,6 +47,7 @@ class Moequant(Dialect):
         "fp8_block": Fp8Blocks(codes="weight_fp8", scale="weight_scale", ragged=True),
         "nvfp4": Nvfp4Packed(),
         "mxfp4": E8m0Groups("mxfp4", codes="weight_packed"),
+        "mxfp8": E8m0Groups("mxfp8", codes="weight_fp8"),
         "w4a8": Int4Packed(),
     }
 

@@ -267,7 +267,7 @@ FORMS = {
             TOKENS | {"strategy": "group", "group_size": 128},
         ),
         "fp8_block",
-        ("bf16", "fp8_block"),
+        ("bf16", "fp8_block", "mxfp8"),
     ),
     "float-quantized, channels": Form(
         fp8_channel,
@@ -395,7 +395,7 @@ FORMS = {
         modelopt_blocks,
         {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": KEPT_BY_MODELOPT},
         "fp8_block",
-        ("bf16", "fp8_block"),
+        ("bf16", "fp8_block", "mxfp8"),
     ),
     "modelopt, mixed": Form(
         partial(nvfp4, modelopt=True),
