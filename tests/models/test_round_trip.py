@@ -483,7 +483,9 @@ def test_a_model_whose_language_model_lies_deeper_is_refused(save, tmp_path):
         UnsupportedError, match=r"neither a causal language model nor .* for model_type 'qwen3_omni"
     ):
         load_model(out)
-    with pytest.raises(UnsupportedError, match=r"Qwen3OmniMoe.*`experts` in layers none, but 1, 2 are wanted"):
+    with pytest.raises(
+        UnsupportedError, match=r"Qwen3OmniMoe.*`experts` in layers none, but 1, 2 are wanted"
+    ):
         replace_experts(saved.model, out)
 
 
