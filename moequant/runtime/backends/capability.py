@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+
+from moequant.kernels.cuda_driver import why_no_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,3 +35,13 @@ def why_not_capable(
 def why_not_sm90(device: torch.device) -> str | None:
     """Why `device` is no Hopper, for which WGMMA code is compiled; None where it is."""
     return why_not_capable(device, "9.0", lambda capability: capability == (9, 0))
+
+
+@cache
+def why_not_sm90_nvrtc(device: torch.device) -> str | None:
+    """Why `device` cannot run a backend of NVRTC and Triton kernels for SM90; None if it can."""
+    if (reason := why_not_sm90(device)) is not None:
+        return reason
+    if find_spec("triton") is None:
+        return "wants the package triton"
+    return why_no_compiler()

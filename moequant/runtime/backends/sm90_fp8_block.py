@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from moequant.kernels.cuda_driver import why_no_compiler
 from moequant.runtime.backends.base import Backend, PackedExperts, Workload
-from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.capability import why_not_sm90_nvrtc
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
-    import torch
     from torch import Tensor
 
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
@@ -34,7 +30,7 @@ class Sm90Fp8Block(Backend):
     def supports(self, workload: Workload) -> str | None:
         """Wants fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
         reason = why_not_fp8_block(workload)
-        return _why_not_on(workload.device) if reason is None else reason
+        return why_not_sm90_nvrtc(workload.device) if reason is None else reason
 
     def serves(self, target: str) -> Collection[str]:
         """See `Backend.serves`."""
@@ -114,12 +110,3 @@ def why_not_fp8_block(workload: Workload) -> str | None:
     if workload.experts == 0:
         return "wants at least one expert"
     return None if workload.device.type == "cuda" else "wants a CUDA device"
-
-
-@cache
-def _why_not_on(device: torch.device) -> str | None:
-    if (reason := why_not_sm90(device)) is not None:
-        return reason
-    if find_spec("triton") is None:
-        return "wants the package triton"
-    return why_no_compiler()

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
-from moequant.kernels.cuda_driver import why_no_compiler
 from moequant.kernels.sm90_w4a8 import layout
 from moequant.runtime.backends.base import Backend, PackedExperts, Workload
-from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.capability import why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.stacked import stack_biases
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    import torch
     from torch import Tensor
 
     from moequant.runtime.weights import ExpertWeights
@@ -79,7 +75,7 @@ class Sm90W4a8(Backend):
             return "wants at least one expert"
         if workload.device.type != "cuda":
             return "wants a CUDA device"
-        return _why_not_on(workload.device)
+        return why_not_sm90_nvrtc(workload.device)
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
@@ -141,12 +137,3 @@ class Sm90W4a8Experts(PackedExperts):
             expert_map=expert_map,
             hidden_scale=hidden_scale,
         )
-
-
-@cache
-def _why_not_on(device: torch.device) -> str | None:
-    if (reason := why_not_sm90(device)) is not None:
-        return reason
-    if find_spec("triton") is None:
-        return "wants the package triton"
-    return why_no_compiler()
