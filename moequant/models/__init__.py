@@ -10,9 +10,6 @@ from moequant.models.architecture import (
 from moequant.models.model import (
     Model,
     biases_of,
-    check_complete,
-    check_shapes,
-    classify_all,
     read_model,
 )
 from moequant.models.moe_config import PROJECTIONS, MoeConfig
@@ -38,9 +35,6 @@ __all__ = [
     "TensorRole",
     "architectures",
     "biases_of",
-    "check_complete",
-    "check_shapes",
-    "classify_all",
     "find_architecture",
     "orientation",
     "read_architectures",

@@ -116,7 +116,15 @@ class Architecture:
 
     @cached_property
     def _stack_patterns(self) -> list[tuple[str, str, re.Pattern[str]]]:
-        return [] if self.stacked is None else _stack_patterns(self.stacked)
+        """Role, stack and name pattern of every tensor that stacks all experts of a layer."""
+        if self.stacked is None:
+            return []
+        suffixes = {ROUTED_EXPERTS: ""} | ({EXPERT_BIAS: BIAS} if self.stacked.biased else {})
+        return [
+            (role, stack, _compile(pattern + suffix))
+            for role, suffix in suffixes.items()
+            for stack, pattern in self.stacked.tensors.items()
+        ]
 
     @cached_property
     def _role_patterns(self) -> list[tuple[str, re.Pattern[str]]]:
@@ -181,15 +189,10 @@ class Architecture:
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles with patterns, in order; those common to all architectures come last."""
-        return tuple(dict.fromkeys(role for role, _ in self._role_patterns))
+        return tuple(dict.fromkeys(role for roles in self._roles for role in roles))
 
     def how_to_fix(self, key: str, cause: str = "the checkpoint is right") -> str:
-        """The next step for an error about `key` of this description, for the error's message.
-
-        Args:
-            key: What to change in the description.
-            cause: When to change it, as the condition of a sentence.
-        """
+        """The end of an error message: to change `key` of this description, if `cause` is so."""
         if self.origin is not None:
             return f"if {cause}, change {key} in {self.origin}"
         return (
@@ -365,31 +368,18 @@ class Architecture:
         return value
 
 
-def _stack_patterns(stacked: StackedExperts) -> list[tuple[str, str, re.Pattern[str]]]:
-    """Role, stack and name pattern of every tensor that stacks all experts of a layer."""
-    suffixes = {ROUTED_EXPERTS: ""} | ({EXPERT_BIAS: BIAS} if stacked.biased else {})
-    return [
-        (role, stack, _compile(pattern + suffix))
-        for role, suffix in suffixes.items()
-        for stack, pattern in stacked.tensors.items()
-    ]
-
-
 def _compile(pattern: str, **fields: str) -> re.Pattern[str]:
     """A name pattern of the table as a regular expression."""
-    named = _FIELDS | {f"{{{name}}}": expression for name, expression in fields.items()}
-    parts = re.split(r"(\{[^}]*\}|\*)", pattern)
-    return re.compile("".join(_translate(part, named) for part in parts))
+    named = _FIELDS | {"*": ".+"} | {f"{{{name}}}": text for name, text in fields.items()}
 
+    def translate(part: str) -> str:
+        if part in named:
+            return named[part]
+        if part.startswith("{"):
+            return f"(?:{'|'.join(re.escape(choice) for choice in part[1:-1].split('|'))})"
+        return re.escape(part)
 
-def _translate(part: str, named: Mapping[str, str]) -> str:
-    if part in named:
-        return named[part]
-    if part == "*":
-        return ".+"
-    if part.startswith("{"):
-        return f"(?:{'|'.join(re.escape(choice) for choice in part[1:-1].split('|'))})"
-    return re.escape(part)
+    return re.compile("".join(map(translate, re.split(r"(\{[^}]*\}|\*)", pattern))))
 
 
 def _disjoint(sets: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:

@@ -10,7 +10,7 @@ from moequant.models.architecture import EXPERT_BIAS, ROUTED_EXPERTS, TensorRole
 from moequant.models.table import find_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moequant.models.architecture import Architecture
     from moequant.models.moe_config import MoeConfig
@@ -60,279 +60,194 @@ def read_model(
     Raises:
         UnsupportedError: an unknown architecture, an expert that matches no pattern, or a stack
             that fits two orientations while the description names neither.
-        CheckpointError: experts are missing, unexpected, or not of the shapes in config.json.
+        CheckpointError: experts are missing, unexpected, or not of the shapes in config.json; names
+            the tensor.
     """
     architecture = find_architecture(config, own, names=tensors)
-    roles = classify_all(architecture, tensors)
-    moe = architecture.read_config(config)
+    roles = {name: architecture.classify(name) for name in tensors}
+    experts = _Experts(architecture, architecture.read_config(config), tensors)
     places: dict[str, Place] = {}
     if architecture.stacked is not None:
-        transposed = _check_stacks(architecture, architecture.stacked, moe, roles, tensors)
-        roles, places = _unstack(architecture, architecture.stacked, moe, roles, transposed)
-    layers = check_complete(architecture, moe, roles)
+        roles, places = experts.unstack(architecture.stacked, roles)
+    layers = experts.check_complete(roles)
     if architecture.stacked is not None and architecture.stacked.biased:
-        _check_biases(architecture, architecture.stacked, moe, layers, roles, tensors)
-    check_shapes(
-        architecture, moe, roles, {name: info for name, info in tensors.items() if name in roles}
+        experts.check_biases(architecture.stacked, layers, roles)
+    experts.check_shapes(roles)
+    return Model(
+        architecture=architecture, moe=experts.moe, roles=roles, layers=layers, places=places
     )
-    return Model(architecture=architecture, moe=moe, roles=roles, layers=layers, places=places)
 
 
-def _unstack(
-    architecture: Architecture,
-    stacked: StackedExperts,
-    moe: MoeConfig,
-    roles: Mapping[str, TensorRole],
-    transposed: Mapping[str, bool],
-) -> tuple[dict[str, TensorRole], dict[str, Place]]:
-    """Roles with each stack replaced by its weights, and where those weights lie.
+@dataclass(frozen=True)
+class _Experts:
+    """Checks of the experts in a checkpoint; each raises a CheckpointError."""
 
-    Raises:
-        CheckpointError: an expert exists twice, in a stack and as a tensor of its own.
-    """
-    unstacked: dict[str, TensorRole] = {}
-    places: dict[str, Place] = {}
-    for name, role in roles.items():
-        if role.role != ROUTED_EXPERTS or role.expert is not None:
-            unstacked[name] = role
-            continue
-        assert role.layer is not None, name
-        for expert, projection in _members(stacked, moe, role):
-            weight = architecture.expert_tensor(role.layer, expert, projection)
-            if weight in roles:
-                raise CheckpointError(
-                    f"{weight}: {name} holds this expert as well; remove one of the two"
-                )
-            unstacked[weight] = TensorRole(
-                role=ROUTED_EXPERTS, layer=role.layer, expert=expert, projection=projection
-            )
-            places[weight] = stacked.place(
-                role.layer, expert, projection, moe, transposed=transposed[name]
-            )
-    return unstacked, places
+    architecture: Architecture
+    moe: MoeConfig
+    tensors: Mapping[str, HasShape]
 
+    def unstack(
+        self, stacked: StackedExperts, roles: Mapping[str, TensorRole]
+    ) -> tuple[dict[str, TensorRole], dict[str, Place]]:
+        """Roles with each stack replaced by its weights, and where those weights lie.
 
-def _members(
-    stacked: StackedExperts, moe: MoeConfig, role: TensorRole
-) -> Iterator[tuple[int, str]]:
-    """Expert and projection of every weight in a stack."""
-    for expert in range(moe.experts):
-        for projection in moe.projections:
-            if stacked.stack_of(projection) == role.projection:
-                yield expert, projection
+        Each stack is checked to be of a shape and in a layer that config.json gives, and to be
+        there with the others of its layer.
+        """
+        moe = self.moe
+        unstacked: dict[str, TensorRole] = {}
+        places: dict[str, Place] = {}
+        for name, role in roles.items():
+            if role.role != ROUTED_EXPERTS or role.expert is not None:
+                unstacked[name] = role
+                continue
+            assert role.layer is not None, name
+            assert role.projection is not None, name
+            if role.layer not in {*moe.sparse_layers, *moe.optional_layers}:
+                raise self._surplus(name)
+            transposed = self._is_transposed(stacked, name, role.projection)
+            for stack in stacked.tensors:
+                if (other := stacked.tensor(role.layer, stack)) not in self.tensors:
+                    raise self._missing(other)
+            members = [p for p in moe.projections if stacked.stack_of(p) == role.projection]
+            for expert in range(moe.experts):
+                for projection in members:
+                    weight = self.architecture.expert_tensor(role.layer, expert, projection)
+                    if weight in roles:
+                        raise CheckpointError(
+                            f"{weight}: {name} holds this expert as well; remove one of the two"
+                        )
+                    unstacked[weight] = TensorRole(
+                        role=ROUTED_EXPERTS, layer=role.layer, expert=expert, projection=projection
+                    )
+                    places[weight] = stacked.place(
+                        role.layer, expert, projection, moe, transposed=transposed
+                    )
+        return unstacked, places
 
-
-def _check_stacks(
-    architecture: Architecture,
-    stacked: StackedExperts,
-    moe: MoeConfig,
-    roles: Mapping[str, TensorRole],
-    tensors: Mapping[str, HasShape],
-) -> dict[str, bool]:
-    """Check that every stack has the shape and layer that config.json gives, and none is missing.
-
-    Returns:
-        Whether each stack is transposed, by tensor name.
-
-    Raises:
-        CheckpointError: names the tensor.
-        UnsupportedError: as `_is_transposed`.
-    """
-    transposed: dict[str, bool] = {}
-    layers = {*moe.sparse_layers, *moe.optional_layers}
-    for name, role in roles.items():
-        if role.role != ROUTED_EXPERTS or role.expert is not None:
-            continue
-        assert role.layer is not None, name
-        assert role.projection is not None, name
-        if role.layer not in layers:
-            raise _surplus(name, architecture, moe)
-        shape = tuple(tensors[name].shape)
-        transposed[name] = _is_transposed(architecture, stacked, moe, name, role.projection, shape)
-        for stack in stacked.tensors:
-            if (other := stacked.tensor(role.layer, stack)) not in tensors:
-                raise _missing(other, architecture, moe)
-    return transposed
-
-
-def _is_transposed(
-    architecture: Architecture,
-    stacked: StackedExperts,
-    moe: MoeConfig,
-    name: str,
-    stack: str,
-    shape: tuple[int, ...],
-) -> bool:
-    """Whether a stack is transposed: as the description says, else as its shape tells.
-
-    Raises:
-        CheckpointError: its shape does not fit the sizes in config.json.
-        UnsupportedError: it fits both orientations, and the description names neither.
-    """
-    shapes = {t: stacked.shape(stack, moe, transposed=t) for t in (False, True)}
-    fitting = [t for t, wanted in shapes.items() if shape == wanted]
-    declared = stacked.transposed(stack)
-    if declared is None:
-        if len(fitting) == 2:
+    def _is_transposed(self, stacked: StackedExperts, name: str, stack: str) -> bool:
+        """Whether a stack is transposed: as the description says, else as its shape tells."""
+        shape = tuple(self.tensors[name].shape)
+        shapes = {t: stacked.shape(stack, self.moe, transposed=t) for t in (False, True)}
+        possible = stacked.orientations(stack, self.moe, shape)
+        if len(possible) == 2:
             raise UnsupportedError(
                 f"{name}: shape {list(shape)} fits both orientations, [N, K] and [K, N], because "
-                "N equals K in config.json. Set `stacked.transposed` in "
-                f"{architecture.origin}: true if the model computes x @ w, false if it computes "
-                "x @ w.T"
+                f"N equals K in config.json. Set `stacked.transposed` in "
+                f"{self.architecture.origin}: true if the model computes x @ w, false if it "
+                "computes x @ w.T"
             )
-        if fitting:
-            return fitting[0]
-        raise CheckpointError(
-            f"{name}: shape {list(shape)}, but by config.json all experts of a layer are "
-            f"{list(shapes[False])}, or {list(shapes[True])} if transposed; "
-            f"{architecture.how_to_fix('`stacked` or a key under `config`')}"
+        if not possible:
+            raise CheckpointError(
+                f"{name}: shape {list(shape)}, but by config.json all experts of a layer are "
+                f"{list(shapes[False])}, or {list(shapes[True])} if transposed; "
+                f"{self.architecture.how_to_fix('`stacked` or a key under `config`')}"
+            )
+        (transposed,) = possible
+        if shape != shapes[transposed]:
+            other = shape == shapes[not transposed]
+            found = f" (that is {_ORIENTATION[not transposed]})" if other else ""
+            advice = self.architecture.how_to_fix("`stacked.transposed` or a key under `config`")
+            raise CheckpointError(
+                f"{name}: shape {list(shape)}{found}, but by config.json all experts of a layer "
+                f"are {list(shapes[transposed])} ({_ORIENTATION[transposed]}); fetch the "
+                f"checkpoint again, or {advice}"
+            )
+        return transposed
+
+    def check_complete(self, roles: Mapping[str, TensorRole]) -> tuple[int, ...]:
+        """The layers with experts, in order, each with the experts that config.json says."""
+        moe, stacked = self.moe, self.architecture.stacked
+        experts = {
+            (role.layer, role.expert, role.projection)
+            for role in roles.values()
+            if role.role == ROUTED_EXPERTS
+        }
+        present = {layer for layer, _, _ in experts}
+        layers = (*moe.sparse_layers, *(n for n in moe.optional_layers if n in present))
+        # A generator, because config.json may claim more experts than fit in memory.
+        expected = (
+            (layer, expert, projection)
+            for layer in layers
+            for expert in range(moe.experts)
+            for projection in moe.projections
         )
-    if declared not in fitting:
-        found = f" (that is {_ORIENTATION[not declared]})" if fitting else ""
-        raise CheckpointError(
-            f"{name}: shape {list(shape)}{found}, but by config.json all experts of a layer are "
-            f"{list(shapes[declared])} ({_ORIENTATION[declared]}); fetch the checkpoint again, or "
-            f"{architecture.how_to_fix('`stacked.transposed` or a key under `config`')}"
+        for layer, expert, projection in expected:
+            if (layer, expert, projection) not in experts:
+                if stacked is not None and layer not in present:
+                    raise self._missing(stacked.tensor(layer, projection))
+                raise self._missing(self.architecture.expert_tensor(layer, expert, projection))
+        known = {*layers}
+        for name, role in roles.items():
+            if role.role == ROUTED_EXPERTS and (
+                role.layer not in known or (role.expert or 0) >= moe.experts
+            ):
+                raise self._surplus(name)
+        if not layers:
+            raise CheckpointError(
+                "config.json: no layer has experts; moequant converts mixture-of-experts "
+                "checkpoints"
+            )
+        return layers
+
+    def check_biases(
+        self, stacked: StackedExperts, layers: Iterable[int], roles: Mapping[str, TensorRole]
+    ) -> None:
+        """Every layer with experts has biases of the right shape, and no other layer has."""
+        wanted = {
+            stacked.bias(layer, stack): stacked.bias_shape(stack, self.moe)
+            for layer in layers
+            for stack in stacked.tensors
+        }
+        for name, shape in wanted.items():
+            if name not in self.tensors:
+                raise self._missing(name)
+            found = tuple(self.tensors[name].shape)
+            if found != shape:
+                raise CheckpointError(
+                    f"{name}: shape {list(found)}, but by config.json the biases of all experts of "
+                    f"a layer are {list(shape)}; fetch the checkpoint again"
+                )
+        for name, role in roles.items():
+            if role.role == EXPERT_BIAS and name not in wanted:
+                raise self._surplus(name)
+
+    def check_shapes(self, roles: Mapping[str, TensorRole]) -> None:
+        """Every expert with tensors of its own has the shapes [N, K] that config.json gives."""
+        for name, role in roles.items():
+            if role.projection is None or role.expert is None or name not in self.tensors:
+                continue
+            shape, wanted = tuple(self.tensors[name].shape), self.moe.shape(role.projection)
+            if shape != wanted:
+                advice = self.architecture.how_to_fix("`projections` or a key under `config`")
+                raise CheckpointError(
+                    f"{name}: shape {list(shape)}, but config.json gives the {role.projection} "
+                    f"projection of an expert the shape {list(wanted)}; fetch the checkpoint "
+                    f"again, or {advice}"
+                )
+
+    def _missing(self, name: str) -> CheckpointError:
+        return self._unexpected(
+            f"{name}: missing", "`experts` or `stacked`", "the tensor has another name there"
         )
-    return declared
+
+    def _surplus(self, name: str) -> CheckpointError:
+        return self._unexpected(
+            f"{name}: not expected",
+            "`config.experts` or `sparse`",
+            "the number of experts is read from the wrong key",
+        )
+
+    def _unexpected(self, found: str, key: str, cause: str) -> CheckpointError:
+        moe = self.moe
+        return CheckpointError(
+            f"{found}; config.json says {moe.experts} experts in {len(moe.sparse_layers)} of "
+            f"{moe.layers} layers. Fetch the checkpoint again, or correct its config.json; "
+            f"{self.architecture.how_to_fix(key, cause)}"
+        )
 
 
 _ORIENTATION = {True: "transposed, [K, N]", False: "[N, K]"}
-
-
-def _check_biases(
-    architecture: Architecture,
-    stacked: StackedExperts,
-    moe: MoeConfig,
-    layers: Iterable[int],
-    roles: Mapping[str, TensorRole],
-    tensors: Mapping[str, HasShape],
-) -> None:
-    """Check that every layer with experts has biases of the right shape, and no other layer has.
-
-    Raises:
-        CheckpointError: names the tensor.
-    """
-    wanted = {
-        stacked.bias(layer, stack): stacked.bias_shape(stack, moe)
-        for layer in layers
-        for stack in stacked.tensors
-    }
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise _missing(name, architecture, moe)
-        _check_shape_of_all(name, tensors[name], shape)
-    for name, role in roles.items():
-        if role.role == EXPERT_BIAS and name not in wanted:
-            raise _surplus(name, architecture, moe)
-
-
-def _check_shape_of_all(name: str, info: HasShape, wanted: tuple[int, ...]) -> None:
-    if tuple(info.shape) != wanted:
-        raise CheckpointError(
-            f"{name}: shape {list(info.shape)}, but by config.json the biases of all experts of a "
-            f"layer are {list(wanted)}; fetch the checkpoint again"
-        )
-
-
-def classify_all(architecture: Architecture, names: Mapping[str, object]) -> dict[str, TensorRole]:
-    """The role of every tensor, in the order given.
-
-    Raises:
-        UnsupportedError: as `Architecture.classify`.
-    """
-    return {name: architecture.classify(name) for name in names}
-
-
-def check_complete(
-    architecture: Architecture, moe: MoeConfig, roles: Mapping[str, TensorRole]
-) -> tuple[int, ...]:
-    """The layers with experts, in order, each checked to hold the experts that config.json says.
-
-    `roles` has an entry for every single expert weight, also for stacked ones.
-
-    Raises:
-        CheckpointError: an expert weight is missing or unexpected, or lies in a dense layer.
-    """
-    present = {r.layer for r in roles.values() if r.role == ROUTED_EXPERTS}
-    optional = tuple(layer for layer in moe.optional_layers if layer in present)
-    layers = moe.sparse_layers + optional
-    experts = {n: role for n, role in roles.items() if role.role == ROUTED_EXPERTS}
-    found = {(role.layer, role.expert, role.projection) for role in experts.values()}
-    # A generator, because config.json may claim more experts than fit in memory.
-    expected = (
-        (layer, expert, projection)
-        for layer in layers
-        for expert in range(moe.experts)
-        for projection in moe.projections
-    )
-    missing = next((one for one in expected if one not in found), None)
-    if missing is not None:
-        layer, _, projection = missing
-        name = architecture.expert_tensor(*missing)
-        if architecture.stacked is not None and layer not in present:
-            name = architecture.stacked.tensor(layer, projection)
-        raise _missing(name, architecture, moe)
-    if len(experts) != len(layers) * moe.experts * len(moe.projections):
-        surplus = (n for n, r in experts.items() if not _belongs(r, layers, moe))
-        raise _surplus(next(surplus), architecture, moe)
-    if not layers:
-        raise CheckpointError(
-            "config.json: no layer has experts; moequant converts mixture-of-experts checkpoints"
-        )
-    return layers
-
-
-def _belongs(role: TensorRole, layers: tuple[int, ...], moe: MoeConfig) -> bool:
-    return role.layer in layers and role.expert is not None and role.expert < moe.experts
-
-
-def _missing(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
-    return CheckpointError(
-        f"{name}: missing; {_expected_experts(moe)}. Fetch the checkpoint again, or correct its "
-        "config.json; "
-        + architecture.how_to_fix("`experts` or `stacked`", "the tensor has another name there")
-    )
-
-
-def _surplus(name: str, architecture: Architecture, moe: MoeConfig) -> CheckpointError:
-    return CheckpointError(
-        f"{name}: not expected; {_expected_experts(moe)}. Fetch the checkpoint again, or correct "
-        "its config.json; "
-        + architecture.how_to_fix(
-            "`config.experts` or `sparse`", "the number of experts is read from the wrong key"
-        )
-    )
-
-
-def _expected_experts(moe: MoeConfig) -> str:
-    return (
-        f"config.json says {moe.experts} experts in {len(moe.sparse_layers)} of {moe.layers} layers"
-    )
-
-
-def check_shapes(
-    architecture: Architecture,
-    moe: MoeConfig,
-    roles: Mapping[str, TensorRole],
-    tensors: Mapping[str, HasShape],
-) -> None:
-    """Check that every expert weight has the shape [N, K] that config.json gives.
-
-    Raises:
-        CheckpointError: names the tensor, the shape found and the shape wanted.
-    """
-    for name, info in tensors.items():
-        role = roles[name]
-        if role.projection is None or role.expert is None:
-            continue
-        wanted = moe.shape(role.projection)
-        if tuple(info.shape) != wanted:
-            raise CheckpointError(
-                f"{name}: shape {list(info.shape)}, but config.json gives the {role.projection} "
-                f"projection of an expert the shape {list(wanted)}; fetch the checkpoint again, or "
-                f"{architecture.how_to_fix('`projections` or a key under `config`')}"
-            )
 
 
 def biases_of(names: Iterable[str], roles: Mapping[str, TensorRole]) -> set[str]:

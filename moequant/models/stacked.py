@@ -62,6 +62,12 @@ class StackedExperts:
             return stack in self._transposed
         return self._transposed
 
+    def orientations(self, stack: str, moe: MoeConfig, shape: tuple[int, ...]) -> list[bool]:
+        """Whether a stack is transposed: what the description says, else what fits its shape."""
+        if (declared := self.transposed(stack)) is not None:
+            return [declared]
+        return [t for t in (False, True) if self.shape(stack, moe, transposed=t) == shape]
+
     def stack_of(self, projection: str) -> str:
         """Where gate, up or down is stacked: one of `tensors`."""
         return projection if projection in self.tensors else "gate_up"

@@ -29,7 +29,7 @@ from moequant.errors import ArchitectureError, UnsupportedError
 from moequant.models.architecture import EXPERT_BIAS, OTHER, ROUTED_EXPERTS, Architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 FLAG = "--architecture FILE.toml (docs/architectures.md)"
 """The option by which a user describes an architecture, for error messages."""
@@ -227,7 +227,7 @@ def recorded_architecture(definition: object, origin: str) -> Architecture:
 
 
 def find_architecture(
-    config: Mapping[str, Any], own: Sequence[Architecture] = (), *, names: Iterable[str] = ()
+    config: Mapping[str, Any], own: Sequence[Architecture] = (), *, names: Collection[str] = ()
 ) -> Architecture:
     """The architecture of a checkpoint with this config.json.
 
@@ -244,22 +244,25 @@ def find_architecture(
     usual = [a for a in candidates if model_type in a.model_types]
     flat = [a for a in candidates if model_type in a.flat_model_types]
     if flat:
-        names = [*names]
         fitting = [a for a in (*usual, *flat) if a.names_experts(names)]
         if len(fitting) == 1:
             return fitting[0]
     if usual:
         return usual[0]
-    known = ", ".join(sorted(t for a in own or architectures() for t in a.model_types))
+    where = f"config.json: model_type {show(model_type)} is not in"
     if own:
+        known = ", ".join(sorted(t for a in own for t in a.model_types))
         raise UnsupportedError(
-            f"config.json: model_type {show(model_type)} is not in {own[0].origin}, which "
-            f"describes {known}; add it to model_types there, or add an [[architecture]]"
+            f"{where} {own[0].origin}, which describes {known}; add it to model_types there, or "
+            "add an [[architecture]]"
         )
-    raise UnsupportedError(
-        f"config.json: model_type {show(model_type)} is not in the architecture table, which has "
-        f"{known}. Describe the architecture in a file and pass it: {FLAG}"
-    )
+    listed = f"{where} the architecture table, which `moequant formats --architectures` prints"
+    if names and not any("expert" in name.lower() for name in names):
+        raise UnsupportedError(
+            f"{listed}, and no tensor has 'expert' in its name: this seems to be a dense model, "
+            f"and moequant converts mixture-of-experts models. If it is one, describe it: {FLAG}"
+        )
+    raise UnsupportedError(f"{listed}. Describe the architecture in a file and pass it: {FLAG}")
 
 
 @cache

@@ -221,7 +221,7 @@ DAMAGES = {
     "a model type that is a list": (
         config_says(model_type=["qwen3_moe"]),
         4,
-        r"model_type \['qwen3_moe'\] is not in .*, which has",
+        r"model_type \['qwen3_moe'\] is not in the architecture table, .*--architecture",
     ),
     "a number of experts as text": (
         config_says(num_experts="2"),
@@ -246,7 +246,7 @@ DAMAGES = {
     "a model type of 100000 letters": (
         config_says(model_type="x" * 100_000),
         4,
-        r"model_type 'x+\.\.\.x+' is not in .*, which has",
+        r"model_type 'x+\.\.\.x+' is not in the architecture table, .*--architecture",
     ),
     "a million experts": (
         config_says(num_experts=1_000_000),

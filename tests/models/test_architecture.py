@@ -14,9 +14,6 @@ from moequant.models import (
     Architecture,
     TensorRole,
     architectures,
-    check_complete,
-    check_shapes,
-    classify_all,
     find_architecture,
     read_model,
 )
@@ -96,24 +93,29 @@ DEEPSEEK = {
 }
 
 
-def deepseek_roles(layers=(2, 3), experts=(0, 1), projections=PROJECTIONS):
+class Header:
+    def __init__(self, *shape):
+        self.shape = shape
+
+
+def deepseek(layers=(2, 3), experts=(0, 1), projections=PROJECTIONS):
+    """Headers of experts."""
     architecture = find_architecture(DEEPSEEK)
-    names = [
-        architecture.expert_tensor(layer, expert, projection)
+    return {
+        architecture.expert_tensor(layer, expert, projection): (
+            Header(8, 4) if projection == "down" else Header(4, 8)
+        )
         for layer in layers
         for expert in experts
         for projection in projections
-    ]
-    return architecture, classify_all(architecture, dict.fromkeys(names))
+    }
 
 
 def test_multi_token_prediction_layers_count_where_they_are_present():
-    architecture, roles = deepseek_roles()
-    moe = architecture.read_config(DEEPSEEK)
-    assert check_complete(architecture, moe, roles) == (2, 3)
-    assert architecture.classify("model.layers.3.eh_proj.weight").role == "mtp"
-    architecture, roles = deepseek_roles(layers=(2,))
-    assert check_complete(architecture, moe, roles) == (2,)
+    model = read_model(DEEPSEEK, deepseek())
+    assert model.layers == (2, 3)
+    assert model.architecture.classify("model.layers.3.eh_proj.weight").role == "mtp"
+    assert read_model(DEEPSEEK, deepseek(layers=(2,))).layers == (2,)
 
 
 @pytest.mark.parametrize(
@@ -127,18 +129,15 @@ def test_multi_token_prediction_layers_count_where_they_are_present():
     ],
 )
 def test_an_incomplete_set_of_experts_is_named(present, named):
-    architecture, roles = deepseek_roles(**present)
     with pytest.raises(CheckpointError, match=named) as raised:
-        check_complete(architecture, architecture.read_config(DEEPSEEK), roles)
+        read_model(DEEPSEEK, deepseek(**present))
     (advice,) = re.findall(r"; if [^;]*--architecture FILE.toml", str(raised.value))
     assert advice.count("if ") == 1  # one condition, not one within the other
 
 
 def test_a_promise_of_too_many_experts_costs_no_memory():
-    architecture, roles = deepseek_roles()
-    moe = architecture.read_config(DEEPSEEK | {"n_routed_experts": 1_000_000})
     with pytest.raises(CheckpointError, match=r"experts\.2\..*missing"):
-        check_complete(architecture, moe, roles)
+        read_model(DEEPSEEK | {"n_routed_experts": 1_000_000}, deepseek())
 
 
 @pytest.mark.parametrize(
@@ -162,10 +161,22 @@ def test_a_tensor_that_looks_like_an_expert_is_never_skipped(name, model_type):
 
 
 def test_unknown_architectures_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"'llama'.*qwen3_moe"):
-        find_architecture({"model_type": "llama"})
+    for names in ((), ["model.layers.0.mlp.experts.0.w1.weight"]):
+        with pytest.raises(
+            UnsupportedError, match=r"'llama'.*`moequant formats --architectures`.*Describe"
+        ) as raised:
+            find_architecture({"model_type": "llama"}, names=names)
+        assert "dense" not in str(raised.value)
     with pytest.raises(UnsupportedError, match="None"):
         find_architecture({})
+
+
+def test_a_dense_model_is_told_that_it_has_no_experts():
+    names = ["model.layers.0.mlp.gate_proj.weight"]
+    with pytest.raises(
+        UnsupportedError, match=r"'llama'.*no tensor has 'expert' in its name: .* a dense model"
+    ):
+        find_architecture({"model_type": "llama"}, names=names)
 
 
 @pytest.mark.parametrize("value", [None, "8", 8.0, True, 0, -1, 10**9, [8]])
@@ -191,20 +202,11 @@ def test_a_config_with_a_wrong_type_is_refused(key, value):
 
 
 def test_a_wrong_shape_is_named_with_the_shape_wanted():
-    class Header:
-        shape = (8, 4)
-
-    architecture, roles = deepseek_roles()
     with pytest.raises(
         CheckpointError,
         match=r"gate_proj.weight: shape \[8, 4\].*gives the gate projection of .*\[4, 8\]",
     ):
-        check_shapes(
-            architecture,
-            architecture.read_config(DEEPSEEK),
-            roles,
-            {name: Header() for name in roles},
-        )
+        read_model(DEEPSEEK, {name: Header(8, 4) for name in deepseek()})
 
 
 GPT_OSS = {
@@ -252,11 +254,6 @@ def test_more_experts_a_token_than_there_are_is_refused():
 def test_other_words_for_an_activation_are_the_runtime_s(word, name):
     config = DEEPSEEK | {"hidden_act": word}
     assert find_architecture(config).read_config(config).act_fn == ActFn(name=name)
-
-
-class Header:
-    def __init__(self, *shape):
-        self.shape = shape
 
 
 def stacks(layers=(0, 1), **changed):
