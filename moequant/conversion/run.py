@@ -29,7 +29,7 @@ from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.writer import ShardWriter
-from moequant.weights.biases import check_bias
+from moequant.weights.source_weights import check_bias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

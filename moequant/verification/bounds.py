@@ -77,14 +77,21 @@ def find_out_of_bound(
     q: QuantizedWeight,
     reference: QuantizedWeight,
     max_lost_db: float = MAX_LOST_DB,
+    *,
+    first_row: int = 0,
+    before: OutOfBound | None = None,
 ) -> OutOfBound | None:
     """The first element of `q` that differs from `w` by more than rounding and clipping explain.
+
+    A large weight may be given some rows at a time, from the first to the last.
 
     Args:
         w: [N, K] float32, the source.
         q: the weight as quantized by another tool.
         reference: the weight as quantized by our quantizer with default options.
         max_lost_db: how far the SQNR of a clipped block may be below the reference's.
+        first_row: index of the first of these rows in the weight.
+        before: what was found in the rows before them.
 
     Raises:
         UnsupportedError: there is no such format.
@@ -107,26 +114,25 @@ def find_out_of_bound(
     bad = ~(nearest & (magnitude <= end + allowance))
     if bad.any():
         clipped = error <= magnitude - end + allowance
-        meant = (
-            magnitude <= _toward(w, format.reach or codes) * spread(_unrounded_scale(q)) + allowance
-        )
+        reach = _toward(w, format.reach or codes) * spread(_block_scale(q, unrounded=True))
+        meant = magnitude <= reach + allowance
         bad &= ~(clipped & meant)
     if bad.any():
         budget = 10 ** (max_lost_db / 10) * _block_error(w, dequantize(reference), block)
         bad &= ~(clipped & spread(_block_error(w, decoded, block) <= budget))
-    return _first(bad, w, decoded, scale)
-
-
-def join_out_of_bound(
-    before: OutOfBound | None, found: OutOfBound | None, first_row: int
-) -> OutOfBound | None:
-    """What was found in front of row `first_row` of a weight, and in the rows from there on."""
-    if found is None:
+    if not bad.any():
         return before
-    row, column = found.index
+    count = int(bad.sum())
     if before is not None:
-        return replace(before, count=before.count + found.count)
-    return replace(found, index=(first_row + row, column))
+        return replace(before, count=before.count + count)
+    row, column = bad.nonzero()[0].tolist()
+    return OutOfBound(
+        index=(first_row + row, column),
+        weight=w[row, column].item(),
+        decoded=decoded[row, column].item(),
+        scale=scale[row, column].item(),
+        count=count,
+    )
 
 
 def _toward(w: Tensor, ends: tuple[float, float]) -> Tensor:
@@ -135,34 +141,15 @@ def _toward(w: Tensor, ends: tuple[float, float]) -> Tensor:
     return torch.where(w < 0, -lowest, highest)
 
 
-def _first(bad: Tensor, w: Tensor, decoded: Tensor, scale: Tensor) -> OutOfBound | None:
-    if not bad.any():
-        return None
-    index = tuple(bad.nonzero()[0].tolist())
-    return OutOfBound(
-        index=index,
-        weight=w[index].item(),
-        decoded=decoded[index].item(),
-        scale=scale[index].item(),
-        count=int(bad.sum()),
-    )
+def _block_scale(q: QuantizedWeight, *, unrounded: bool = False) -> Tensor:
+    """Scale of each block, global scale included, float32.
 
-
-def _block_scale(q: QuantizedWeight) -> Tensor:
-    """Scale of each block, global scale included, float32."""
-    scale = q.scale.float()
-    return scale if q.global_scale is None else scale * q.global_scale
-
-
-def _unrounded_scale(q: QuantizedWeight) -> Tensor:
-    """The largest that the scale of each block may have been rounded from, float32.
-
-    Formats whose scale is a number of few bits other than E4M3 say in `reach` what rounding does.
+    With `unrounded`, the largest that an E4M3 scale may have been rounded from; formats with other
+    scales of few bits say in `reach` what rounding does.
     """
-    if q.scale.dtype != E4M3.dtype:
-        return _block_scale(q)
     scale = q.scale.float()
-    scale = scale + E4M3.half_step(scale)
+    if unrounded and q.scale.dtype == E4M3.dtype:
+        scale = scale + E4M3.half_step(scale)
     return scale if q.global_scale is None else scale * q.global_scale
 
 

@@ -27,22 +27,20 @@ from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, biases_of
 from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.verification.differences import differences
 from moequant.weights.converted import stored_places
-from moequant.weights.encoded import EncodedInfo, EncodedWeight
-from moequant.weights.source_weights import PartInfo
+from moequant.weights.encoded import EncodedInfo
+from moequant.weights.source_weights import places_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from moequant.conversion import Plan, Unit
     from moequant.dialects import Dialect
-    from moequant.models import Architecture, Model, TensorRole
+    from moequant.models import Architecture, Model, Place
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
     from moequant.weights.source_model import SourceModel
     from moequant.weights.source_weights import WeightInfo
-
-    FormatOf = Callable[[str], str | None]
 
 LINEAR_ROLES = (*CONVERTIBLE_ROLES, "lm_head")
 """Roles whose two-dimensional weights are linear layers to every engine, so that config.json must
@@ -88,10 +86,14 @@ class Expectation:
         """What the source is, apart from how its weights are stored."""
         return self.original.model
 
+    @property
+    def items(self) -> tuple[Unit, ...]:
+        """All units."""
+        return (*self.units, *self.dequantized)
+
     def biases(self) -> set[str]:
         """Names of copies in which NaN and Inf are refused, for their experts are converted."""
-        items = (*self.units, *self.dequantized)
-        names = [weight.info.name for item in items for weight in item.weights]
+        names = [weight.info.name for item in self.items for weight in item.weights]
         return biases_of(names, self.model.roles)
 
     def formats(self) -> dict[str, str]:
@@ -104,15 +106,10 @@ class Expectation:
         }
         return left | {w.module: unit.format for unit in self.units for w in unit.weights}
 
-    def encoded(self, module: str, format: str) -> EncodedWeight:
-        """Where the tensors of a converted module lie, and how they are decoded."""
+    def places(self, module: str, format: str) -> dict[str, Place]:
+        """Where each tensor of a converted module lies, by the dialect's name for it."""
         model = self.model
-        return EncodedWeight(
-            module=module,
-            format=format,
-            dialect=self.dialect,
-            places=stored_places(model.architecture, model.moe, self.dialect, module, format),
-        )
+        return stored_places(model.architecture, model.moe, self.dialect, module, format)
 
 
 def expect_by_record(
@@ -125,7 +122,11 @@ def expect_by_record(
     plan = _plan_again(source, record, own, findings)
     if plan is None:
         return None
-    _check_claims(source, record, plan, findings)
+    wanted = recorded_claims(record, source, plan, workers=DEFAULT_WORKERS)
+    # A record without a description says that the built-in table was used.
+    found = {key: record.get(key) for key in wanted if key in {*record, "architecture_definition"}}
+    for place, message in differences(found, wanted, RECORD_FILE):
+        findings.add("record", place, f"{message}, by the source given")
     return Expectation(
         plan=plan,
         original=plan.source,
@@ -165,18 +166,6 @@ def _plan_again(
     return None if plan.refusals else plan
 
 
-def _check_claims(
-    source: Checkpoint, record: Mapping[str, Any], plan: Plan, findings: Findings
-) -> None:
-    """Compare the record, except its recipe, with source and plan."""
-    wanted = recorded_claims(record, source, plan, workers=DEFAULT_WORKERS)
-    if "architecture_definition" in wanted:
-        record = {"architecture_definition": None, **record}
-    claims = {key: record[key] for key in wanted if key in record}
-    for place, message in differences(claims, wanted, RECORD_FILE):
-        findings.add("record", place, f"{message}, by the source given")
-
-
 def expect_by_config(
     source: Checkpoint,
     original: SourceModel,
@@ -184,22 +173,20 @@ def expect_by_config(
     findings: Findings,
 ) -> Expectation | None:
     """The expectation from config.json, as an engine reads it."""
-    model, weights = original.model, original.weights
-    roles = model.roles
-    quantization_config = stored.config.get("quantization_config")
+    model, quantization_config = original.model, stored.config.get("quantization_config")
     try:
         plain = quantization_config is None and original.dialect is not None
         dialect = get_dialect("plain") if plain else find_dialect(quantization_config)
-        format_of = dialect.reader(quantization_config or {})
-        formats = _formats(weights, roles, stored, format_of)
+        formats = _formats(original, stored, dialect.reader(quantization_config or {}))
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))
         return None
     try:
-        check_whole_layers(formats, roles)
+        check_whole_layers(formats, model.roles)
     except RecipeError as error:
         findings.add("config", CONFIG_FILE, str(error))
-    units = units_of_formats(original, _without_misshapen(weights, formats, findings))
+    fitting = _without_misshapen(original.weights, formats, findings)
+    units = units_of_formats(original, fitting)
     dequantized = tuple(_dequantized(original, formats, stored, plain=plain))
     copies = tuple(_copies(source, original, formats, dequantized))
     return Expectation(
@@ -210,13 +197,16 @@ def expect_by_config(
         dequantized=dequantized,
         copies=copies,
         tensors={info.name: (info.dtype, info.shape) for info in copies}
-        | {name: spec for unit in dequantized for name, spec in _outputs(unit, dialect).items()},
+        | {
+            name: (dtype, shape)
+            for unit in dequantized
+            for name, dtype, shape in unit_outputs(unit, dialect)
+        },
         possible=frozenset(
             place.tensor
-            for unit in units
-            for weight in unit.weights
+            for name, format in fitting.items()
             for place in stored_places(
-                model.architecture, model.moe, dialect, weight.module, unit.format
+                model.architecture, model.moe, dialect, name.removesuffix(".weight"), format
             ).values()
         ),
         config=_foreign_config(source.config, stored.config),
@@ -239,11 +229,6 @@ def _dequantized(
     return dequantizing_units(infos, original.model, "bf16", stacked=plain and not one_by_one)
 
 
-def _outputs(unit: Unit, dialect: Dialect) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of the tensors that a dequantizing unit makes, or that it is part of."""
-    return {name: (dtype, shape) for name, dtype, shape in unit_outputs(unit, dialect)}
-
-
 def _copies(
     source: Checkpoint,
     original: SourceModel,
@@ -253,24 +238,17 @@ def _copies(
     """Tensors of the source that hold no quantized or dequantized weight."""
     taken = {info.name for info in original.dropped}
     for name in (*formats, *(weight.info.name for unit in dequantized for weight in unit.weights)):
-        info = original.weights[name]
-        if isinstance(info, EncodedInfo):
-            taken |= {part.name for part in info.parts}
-        else:
-            taken.add(info.place.tensor if isinstance(info, PartInfo) else name)
+        taken |= {place.tensor for place in places_of(original.weights[name]).values()}
     return (info for name, info in source.tensors.items() if name not in taken)
 
 
 def _formats(
-    weights: Mapping[str, WeightInfo],
-    roles: Mapping[str, TensorRole],
-    stored: Checkpoint,
-    format_of: FormatOf,
+    original: SourceModel, stored: Checkpoint, format_of: Callable[[str], str | None]
 ) -> dict[str, str]:
     """Format by converted weight."""
     formats: dict[str, str] = {}
-    for name, info in weights.items():
-        role = roles[name].role
+    for name, info in original.weights.items():
+        role = original.model.roles[name].role
         if not is_matrix(info) or role in _NEVER_CONVERTED:
             continue
         # For an unknown module, the tensors on disk tell whether it is quantized.

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError
-from moequant.storage.folder import check_is_checkpoint
+from moequant.storage.checkpoint import natural_key
+from moequant.storage.folder import check_is_checkpoint, sidecar_files, weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+
+    from moequant.verification.findings import Findings
 
 # Notes and model cards may be added; no engine reads them.
 _NOTES = (".md", ".png", ".jpg")
@@ -31,6 +38,13 @@ def existing_directory(converted: str | Path) -> Path:
     return path
 
 
-def is_read_by_engines(file: Path) -> bool:
-    """Whether an engine may read a file that no conversion wrote."""
-    return file.suffix not in _NOTES
+def check_nothing_added(path: Path, known: Set[str], message: str, findings: Findings) -> None:
+    """Add a problem with `message` for each file but `known` ones that an engine may read."""
+    try:
+        found = [*sidecar_files(path), *weight_files(path)]
+    except CheckpointError as error:
+        findings.add("sidecars", str(path), str(error))
+        return
+    for file in sorted(found, key=lambda file: natural_key(str(file))):
+        if str(file) not in known and file.suffix not in _NOTES:
+            findings.add("sidecars", str(file), message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,34 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByteDifference:
-    """How a stored tensor differs from the one wanted.
-
-    Attributes:
-        element: the first element that differs, in words.
-        count: number of elements that differ.
-        total: number of elements.
-    """
-
-    element: str
-    count: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.element}; {self.count} of {self.total} elements differ"
-
-
-def compare_tensors(found: Tensor, wanted: Tensor) -> ByteDifference | None:
-    """How `found` differs from `wanted`, of the same dtype and shape."""
+def compare_tensors(found: Tensor, wanted: Tensor) -> str | None:
+    """How `found` differs from `wanted`, of the same dtype and shape; None if it does not."""
     pair = tensor_bytes(found.contiguous()), tensor_bytes(wanted.contiguous())
     return find_difference([pair], dtype_name(found.dtype), found.shape)
 
 
 def find_difference(
     pairs: Iterable[tuple[memoryview, memoryview]], dtype: str, shape: Sequence[int]
-) -> ByteDifference | None:
-    """Compare a tensor in pieces.
+) -> str | None:
+    """The first element that differs and how many do, in words; None if none does.
 
     Args:
         pairs: pairs of pieces found and wanted, in order, each with whole elements.
@@ -64,7 +45,7 @@ def find_difference(
                 values = _show(found_bytes[i], dtype), _show(wanted_bytes[i], dtype)
                 first = f"{place} is {values[0]}, but {values[1]} is wanted"
         position += found.nbytes // size
-    return ByteDifference(element=first, count=count, total=position) if count else None
+    return f"{first}; {count} of {position} elements differ" if count else None
 
 
 def _elements(view: memoryview, size: int) -> Tensor:

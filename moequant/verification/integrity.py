@@ -10,14 +10,13 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion import DEFAULT_WORKERS, is_unfinished
 from moequant.errors import CheckpointError, MoequantError
 from moequant.progress import SilentProgress
 from moequant.runtime.prepared_manifest import read_manifest
-from moequant.storage.checkpoint import natural_key
 from moequant.storage.documents import read_document
 from moequant.storage.files import (
     CONFIG_FILE,
@@ -26,13 +25,14 @@ from moequant.storage.files import (
     RECORD_FILE,
     WORK_FOLDER,
 )
-from moequant.storage.folder import is_inner_name, sidecar_files, weight_files
+from moequant.storage.folder import is_inner_name
 from moequant.storage.reader import FixedFile
 from moequant.verification.findings import Findings, cut
-from moequant.verification.folder import existing_directory, is_read_by_engines
+from moequant.verification.folder import check_nothing_added, existing_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from moequant.progress import Progress
     from moequant.verification.report import Problem
@@ -111,7 +111,8 @@ def check_integrity(
         )
     recorded = [*_recorded(record, findings), *_recorded_prepared(path, findings)]
     files = _open_files(path, recorded, findings)
-    _check_nothing_added(path, {entry.file for entry in recorded}, findings)
+    known = {entry.file for entry in recorded}
+    check_nothing_added(path, known, "not recorded; engines may read it: remove it", findings)
     task = progress or SilentProgress()
     task.start("reading", sum(file.size_bytes for _, file in files))
     with ThreadPoolExecutor(workers) as pool:
@@ -227,15 +228,3 @@ def _check_digest(
     if digest.hexdigest() != entry.sha256:
         return entry.file, f"SHA-256 is {digest.hexdigest()}, but {entry.sha256} is recorded"
     return None
-
-
-def _check_nothing_added(path: Path, recorded: set[str], findings: Findings) -> None:
-    """Check that there are no other files that an engine would read."""
-    try:
-        found = [*sidecar_files(path), *weight_files(path)]
-    except CheckpointError as error:
-        findings.add("sidecars", str(path), str(error))
-        return
-    for file in sorted(map(str, found), key=natural_key):
-        if file not in recorded and is_read_by_engines(Path(file)):
-            findings.add("sidecars", file, "not recorded; engines may read it: remove it")

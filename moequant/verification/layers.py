@@ -66,12 +66,14 @@ class _Batch:
         hidden: [M, H] float32, N(0, 1).
         topk_ids: [M, T] int64, ids out of `experts`.
         topk_weights: [M, T] float32, positive, of sum 1.
+        expert_map: [E] int64, the position of each id in `experts`, or -1.
     """
 
     experts: list[int]
     hidden: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    expert_map: Tensor
 
 
 def converted_layers(units: Iterable[Unit], roles: Mapping[str, TensorRole]) -> dict[int, str]:
@@ -103,18 +105,18 @@ def check_layers(
     pool: Executor,
     progress: Progress,
     findings: Findings,
-) -> list[LayerCheck]:
+) -> tuple[LayerCheck, ...]:
     """Run some experts of every layer in `formats`.
 
     Args:
-        source: what was converted.
-        originals: what is known of its weights, by name.
-        converted: what came of it.
+        source: the source.
+        originals: the source's weights by name.
+        converted: the converted checkpoint.
         formats: format by layer.
         serving: where the layers run too; None for the CPU reference alone.
         pool: its threads, with one intra-op thread each, run layers, one at a time.
-        progress: told what is done.
-        findings: where problems go.
+        progress: receives the progress.
+        findings: collects the problems.
 
     Raises:
         CheckpointError: the source cannot be read.
@@ -124,26 +126,26 @@ def check_layers(
     batch = _make_batch(moe)
     expert_bytes = len(moe.projections) * moe.hidden * moe.intermediate * len(batch.experts)
     progress.start("layers", expert_bytes * len(formats))
-    checks = []
 
-    def run(layer: int) -> None:
+    def run(layer: int) -> LayerCheck | None:
+        check = None
         try:
-            weights = _read(converted, layer, batch.experts)
             experts = FusedExperts(
-                weights, backend=REFERENCE, expert_map=_expert_map(moe, batch.experts)
+                _read(converted, layer, batch.experts),
+                backend=REFERENCE,
+                expert_map=batch.expert_map,
             )
         except MoequantError as error:
             findings.add("layers", f"layer {layer}", str(error))
         else:
             check = _measure(source, originals, converted, layer, batch, experts, serving)
-            checks.append(check)
             _judge(check, findings)
         progress.advance(expert_bytes, f"layer {layer}")
+        return check
 
-    for layer in formats:
-        pool.submit(run, layer).result()
+    checks = [pool.submit(run, layer).result() for layer in formats]
     progress.finish()
-    return checks
+    return tuple(check for check in checks if check is not None)
 
 
 def experts_run(moe: MoeConfig) -> int:
@@ -152,17 +154,18 @@ def experts_run(moe: MoeConfig) -> int:
 
 
 def _judge(check: LayerCheck, findings: Findings) -> None:
+    name = f"layer {check.layer}"
     if not check.layer_error < 1:
         findings.add(
             "layers",
-            f"layer {check.layer}",
+            name,
             f"off by {check.layer_error:.0%} from the source's layer, so that zeros would be as "
             f"near; keep its experts in place of {check.format}, or choose another format",
         )
     if not (check.runtime_error <= 1 and check.runtime_relative_error <= MOST_RELATIVE_ERROR):
         findings.add(
             "layers",
-            f"layer {check.layer}",
+            name,
             f"the runtime is off from the reference evaluation of its {check.format} weights by "
             f"{check.runtime_error:.3g} of the bound on an element, and by "
             f"{check.runtime_relative_error:.3g} in norm, where accumulation in float32 explains "
@@ -172,7 +175,7 @@ def _judge(check: LayerCheck, findings: Findings) -> None:
     if check.backend_error is not None and not check.backend_error <= limit:
         findings.add(
             "backend",
-            f"layer {check.layer}",
+            name,
             f"{check.backend} on {check.device} is off from the CPU reference with the same "
             f"{check.format} weights by {check.backend_error:.3g} in norm, where its roundings "
             f"explain {limit:.3g}",
@@ -187,18 +190,15 @@ def _make_batch(moe: MoeConfig) -> _Batch:
     # Every expert is the first choice of at least one token.
     score[torch.arange(TOKENS), torch.arange(TOKENS) % count] += 1
     weight, slot = score.topk(min(moe.top_k, count))
+    expert_map = torch.full((moe.experts,), -1, dtype=torch.int64)
+    expert_map[experts] = torch.arange(count)
     return _Batch(
         experts=experts.tolist(),
         hidden=torch.randn(TOKENS, moe.hidden, generator=generator),
         topk_ids=experts[slot],
         topk_weights=weight / weight.sum(1, keepdim=True),
+        expert_map=expert_map,
     )
-
-
-def _expert_map(moe: MoeConfig, experts: Sequence[int]) -> Tensor:
-    expert_map = torch.full((moe.experts,), -1, dtype=torch.int64)
-    expert_map[torch.tensor(experts)] = torch.arange(len(experts))
-    return expert_map
 
 
 def _read(converted: ConvertedCheckpoint, layer: int, experts: Sequence[int]) -> ExpertWeights:
@@ -229,6 +229,10 @@ def _measure(
     local = {expert: i for i, expert in enumerate(batch.experts)}
     projections = experts.weights.projections()
 
+    # Biases are the source's in both checkpoints.
+    biases = converted.read_biases(layer)
+    act_fn = converted.moe.act_fn_of(layer)
+
     def quantized(projection: str, expert: int) -> Tensor:
         return decode(projections[projection][local[expert]])
 
@@ -236,8 +240,22 @@ def _measure(
         name = converted.architecture.expert_tensor(layer, expert, projection)
         return read_weights(source, [originals[name]])[0].double()
 
-    reference, bound = _evaluate(batch, quantized, converted, layer)
-    wanted, wanted_bound = _evaluate(batch, original, converted, layer)
+    def evaluate(weight: Callable[[str, int], Tensor]) -> tuple[Tensor, Tensor]:
+        return evaluate_layer(
+            batch.hidden,
+            batch.topk_ids,
+            batch.topk_weights,
+            gate=partial(weight, "gate") if act_fn.gated else None,
+            up=partial(weight, "up"),
+            down=partial(weight, "down"),
+            bias=None if biases is None else lambda p, e: biases[p][e].double(),
+            activate=activation(
+                act_fn.name, gated=act_fn.gated, alpha=act_fn.alpha, limit=act_fn.limit
+            ),
+        )
+
+    reference, bound = evaluate(quantized)
+    wanted, wanted_bound = evaluate(original)
     inputs = batch.hidden, batch.topk_weights, batch.topk_ids
     plain = experts(*inputs, activations="none").double()
     with_activations = experts(*inputs, activations="format").double()
@@ -247,7 +265,7 @@ def _measure(
             experts.weights,
             batch.hidden.bfloat16(),
             *inputs[1:],
-            expert_map=_expert_map(converted.moe, batch.experts),
+            expert_map=batch.expert_map,
         )
         expected = experts(batch.hidden.bfloat16().float(), *inputs[1:]).double()
         served_error = _relative(served, expected, bound)
@@ -263,29 +281,6 @@ def _measure(
         backend=served_by,
         device="cpu" if serving is None else str(serving.device),
         backend_error=served_error,
-    )
-
-
-def _evaluate(
-    batch: _Batch,
-    weight: Callable[[str, int], Tensor],
-    converted: ConvertedCheckpoint,
-    layer: int,
-) -> tuple[Tensor, Tensor]:
-    """Output and bound with these weights, and biases that are the source's in both checkpoints."""
-    biases = converted.read_biases(layer)
-    act_fn = converted.moe.act_fn_of(layer)
-    return evaluate_layer(
-        batch.hidden,
-        batch.topk_ids,
-        batch.topk_weights,
-        gate=partial(weight, "gate") if act_fn.gated else None,
-        up=partial(weight, "up"),
-        down=partial(weight, "down"),
-        bias=None if biases is None else lambda p, e: biases[p][e].double(),
-        activate=activation(
-            act_fn.name, gated=act_fn.gated, alpha=act_fn.alpha, limit=act_fn.limit
-        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moequant.conversion import DEFAULT_WORKERS, UsedQuantizer, quantizer_jobs
@@ -15,7 +15,7 @@ from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
 from moequant.verification.expectation import expect_by_config, expect_by_record
-from moequant.verification.findings import Findings, WeightChecks
+from moequant.verification.findings import Findings
 from moequant.verification.folder import existing_directory
 from moequant.verification.layers import (
     DEFAULT_LAYERS,
@@ -29,20 +29,13 @@ from moequant.verification.reference import FUNCTIONS
 from moequant.verification.report import Report
 from moequant.verification.serving import serving_on
 from moequant.verification.stored import read_stored
-from moequant.verification.structure import (
-    check_config,
-    check_plan,
-    check_shards,
-    check_sidecars,
-    check_tensors,
-)
+from moequant.verification.structure import check_shards, check_sidecars, check_structure
 from moequant.verification.weights import check_weights
 from moequant.weights.converted import ConvertedCheckpoint, recorded_architectures
 from moequant.weights.source_config import source_config
 from moequant.weights.source_model import read_source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from concurrent.futures import Executor
     from pathlib import Path
 
@@ -50,13 +43,10 @@ if TYPE_CHECKING:
 
     from moequant.models import Architecture
     from moequant.progress import Progress
-    from moequant.quantizers import Choice
     from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
-    from moequant.verification.report import LayerCheck
     from moequant.verification.serving import Serving
     from moequant.verification.stored import StoredCheckpoint
-    from moequant.weights.source_model import SourceModel
 
 
 def verify(
@@ -118,48 +108,41 @@ def verify(
             f"with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
         )
     check_sidecars(source, path, findings, by_moequant=stored.has_record)
+    expected = None
     if stored.record is not None:
         check_shards(path, stored.record, findings)
-    expected = _expect(source, original, stored, own, findings)
-    measured = _Measured()
-    choice: Choice | None = None
-    if expected is not None:
-        _check_structure(source, stored, expected, findings)
-        task = progress or SilentProgress()
-        items = (*expected.units, *expected.dequantized)
-        choice = choose_quantizer(quantizer_jobs(items), comparing=True)
-        with worker_pool(workers) as pool:
-            measured = _check_numbers(
-                source, stored, expected, layers, serving, choice, pool, task, findings
-            )
-    return Report(
+        expected = expect_by_record(source, stored.record, own, findings)
+    if expected is None:
+        expected = expect_by_config(source, original, stored.checkpoint, findings)
+    tensors = stored.checkpoint.tensors
+    report = Report(
         converted=str(converted),
         source=str(against),
         architecture=model.architecture.name,
         architecture_by=model.architecture.origin,
-        dialect=expected.dialect.name if expected else None,
-        method=expected.method if expected else None,
-        quantizer=None
-        if choice is None or not expected or not expected.units
-        else UsedQuantizer(name=choice.quantizer.name, reason=choice.reason),
-        problems=tuple(findings.problems),
-        problem_count=findings.count,
-        counts=_count(stored, expected),
-        formats=measured.weights.summaries(),
-        worst_weights=measured.weights.worst(),
-        requantization_errors=tuple(measured.weights.requantization_errors()),
-        layers=tuple(measured.layers),
-        prepared=measured.prepared,
+        counts={
+            "tensors": len(tensors),
+            "bytes": sum(info.size_bytes for info in tensors.values()),
+            "copied": 0,
+            "dequantized": 0,
+            "converted": 0,
+        },
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """The part of a report that depends on the data of tensors."""
-
-    weights: WeightChecks = field(default_factory=WeightChecks)
-    prepared: tuple[str, ...] = ()
-    layers: Sequence[LayerCheck] = ()
+    if expected is not None:
+        check_structure(source, stored, expected, findings)
+        with worker_pool(workers) as pool:
+            report = _compare(
+                report,
+                source,
+                stored,
+                expected,
+                layers,
+                serving,
+                pool,
+                progress or SilentProgress(),
+                findings,
+            )
+    return replace(report, problems=tuple(findings.problems), problem_count=findings.count)
 
 
 def _recorded(stored: StoredCheckpoint, findings: Findings) -> tuple[Architecture, ...]:
@@ -171,46 +154,19 @@ def _recorded(stored: StoredCheckpoint, findings: Findings) -> tuple[Architectur
         return ()
 
 
-def _expect(
-    source: Checkpoint,
-    original: SourceModel,
-    stored: StoredCheckpoint,
-    own: Sequence[Architecture],
-    findings: Findings,
-) -> Expectation | None:
-    """By the record if it can be used, else by config.json."""
-    if stored.record is not None:
-        expected = expect_by_record(source, stored.record, own, findings)
-        if expected is not None:
-            return expected
-    return expect_by_config(source, original, stored.checkpoint, findings)
-
-
-def _check_structure(
-    source: Checkpoint,
-    stored: StoredCheckpoint,
-    expected: Expectation,
-    findings: Findings,
-) -> None:
-    check_tensors(stored, expected, findings)
-    if expected.plan is not None:
-        check_plan(stored, expected.plan, findings)
-    if stored.has_config:
-        check_config(source, stored.checkpoint, expected, findings)
-
-
-def _check_numbers(
+def _compare(
+    report: Report,
     source: Checkpoint,
     stored: StoredCheckpoint,
     expected: Expectation,
     layers: Layers,
     serving: Serving | None,
-    choice: Choice,
     pool: Executor,
     progress: Progress,
     findings: Findings,
-) -> _Measured:
-    model = expected.model
+) -> Report:
+    """Compare the data of tensors and run layers; the report with what was measured."""
+    model, units = expected.model, expected.units
     # Under the config it should have; what config.json says was checked on its own.
     converted = ConvertedCheckpoint(
         checkpoint=stored.checkpoint,
@@ -219,20 +175,36 @@ def _check_numbers(
         moe=model.moe,
         format_of=expected.formats().get,
     )
-    formats = converted_layers(expected.units, model.roles)
+    formats = converted_layers(units, model.roles)
     chosen = {layer: formats[layer] for layer in choose_layers(list(formats), layers)}
     if serving is not None:
         serving.check(converted, chosen, experts=experts_run(model.moe))
-    return _Measured(
-        weights=check_weights(
-            source,
-            stored,
-            expected,
-            quantizer=choice.quantizer,
-            pool=pool,
-            progress=progress,
-            findings=findings,
-        ),
+    choice = choose_quantizer(quantizer_jobs(expected.items), comparing=True)
+    weights = check_weights(
+        source,
+        stored,
+        expected,
+        quantizer=choice.quantizer,
+        pool=pool,
+        progress=progress,
+        findings=findings,
+    )
+    return replace(
+        report,
+        dialect=expected.dialect.name,
+        method=expected.method,
+        quantizer=UsedQuantizer(name=choice.quantizer.name, reason=choice.reason)
+        if units
+        else None,
+        counts={
+            **report.counts,
+            "copied": len(expected.copies),
+            "dequantized": sum(len(unit.weights) for unit in expected.dequantized),
+            "converted": sum(len(unit.weights) for unit in units),
+        },
+        formats=weights.summaries(),
+        worst_weights=weights.worst(),
+        requantization_errors=weights.requantization_errors(),
         prepared=check_prepared(
             converted, formats, pool=pool, progress=progress, findings=findings
         ),
@@ -247,14 +219,3 @@ def _check_numbers(
             findings=findings,
         ),
     )
-
-
-def _count(stored: StoredCheckpoint, expected: Expectation | None) -> dict[str, int]:
-    tensors = stored.checkpoint.tensors
-    return {
-        "tensors": len(tensors),
-        "bytes": sum(info.size_bytes for info in tensors.values()),
-        "copied": len(expected.copies) if expected else 0,
-        "dequantized": sum(len(u.weights) for u in expected.dequantized) if expected else 0,
-        "converted": sum(len(unit.weights) for unit in expected.units) if expected else 0,
-    }

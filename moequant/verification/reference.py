@@ -149,12 +149,6 @@ def relu2(x: Bounded) -> Bounded:
     return bounded(square, spread + _gamma(1) * (square + spread) + _TINY)
 
 
-def swiglu(gate: Bounded | None, up: Bounded) -> Bounded:
-    """`silu(gate) * up`, elementwise."""
-    assert gate is not None, "it is gated, always"
-    return multiply(silu(gate), up)
-
-
 FUNCTIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu2")
 """Names that `activation` knows."""
 
@@ -203,7 +197,7 @@ def evaluate_layer(
     up: Callable[[int], Tensor],
     down: Callable[[int], Tensor],
     bias: Callable[[str, int], Tensor] | None = None,
-    activate: Activate = swiglu,
+    activate: Activate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Evaluate a layer of experts, activations not quantized.
 
@@ -217,7 +211,7 @@ def evaluate_layer(
         down: likewise [H, I].
         bias: of "gate", "up" and "down" of an expert, [I], [I] and [H] float64, exact; None where
             there are none.
-        activate: the function of gate and up, as `activation` gives it.
+        activate: the function of gate and up, as `activation` gives it; by default that of silu.
 
     Returns:
         output [M, H] float64, and the bound [M, H] float64 on |evaluation - output|; infinite where
@@ -226,6 +220,7 @@ def evaluate_layer(
     x, weight = hidden.double(), topk_weights.double()
     value, magnitude, error = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     weights = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
+    activate = activate or activation("silu")
 
     def linear(projection: str, rows: Bounded, e: int) -> Bounded:
         y = project(rows, weights[projection](e))

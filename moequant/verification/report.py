@@ -172,8 +172,8 @@ class Report:
         method: "bytes" if moequant's record allowed converting again, "bounds" if another tool
             wrote it; None if no weights were compared.
         quantizer: the quantizer for converting again; None if it was not used.
-        problems: the first problems of each check.
         problem_count: number of problems, including those left out.
+        problems: the first problems of each check.
         counts: numbers of tensors and weights that were checked.
         formats: errors by format.
         worst_weights: the weights of largest relative error, worst first.
@@ -186,17 +186,17 @@ class Report:
     source: str
     architecture: str
     architecture_by: str | None
-    dialect: str | None
-    method: Literal["bytes", "bounds"] | None
-    quantizer: UsedQuantizer | None
-    problems: tuple[Problem, ...]
-    problem_count: int
+    dialect: str | None = None
+    method: Literal["bytes", "bounds"] | None = None
+    quantizer: UsedQuantizer | None = None
+    problem_count: int = 0
+    problems: tuple[Problem, ...] = ()
     counts: Mapping[str, int]
-    formats: tuple[FormatSummary, ...]
-    worst_weights: tuple[WeightCheck, ...]
-    requantization_errors: tuple[RequantizationError, ...]
-    layers: tuple[LayerCheck, ...]
-    prepared: tuple[str, ...]
+    formats: tuple[FormatSummary, ...] = ()
+    worst_weights: tuple[WeightCheck, ...] = ()
+    requantization_errors: tuple[RequantizationError, ...] = ()
+    layers: tuple[LayerCheck, ...] = ()
+    prepared: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -205,16 +205,11 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys, fit for a JSON document."""
+        quantizer = self.quantizer
         return {
             "ok": self.ok,
-            "converted": self.converted,
-            "source": self.source,
-            "architecture": self.architecture,
-            "architecture_by": self.architecture_by,
-            "dialect": self.dialect,
-            "method": self.method,
-            "quantizer": self._quantizer(),
-            "problem_count": self.problem_count,
+            **vars(self),
+            "quantizer": quantizer and {"name": quantizer.name, "reason": quantizer.reason},
             "problems": [asdict(problem) for problem in self.problems],
             "counts": dict(self.counts),
             "formats": [summary.to_json() for summary in self.formats],
@@ -223,11 +218,6 @@ class Report:
             "layers": [layer.to_json() for layer in self.layers],
             "prepared": list(self.prepared),
         }
-
-    def _quantizer(self) -> dict[str, Any] | None:
-        if self.quantizer is None:
-            return None
-        return {"name": self.quantizer.name, "reason": self.quantizer.reason}
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -55,12 +55,7 @@ class Serving:
     def check(
         self, converted: ConvertedCheckpoint, formats: Mapping[int, str], *, experts: int
     ) -> None:
-        """Check before the work starts that every layer can run there.
-
-        Args:
-            converted: the checkpoint.
-            formats: format by layer.
-            experts: the number of experts that run.
+        """Check that `experts` experts of every layer in `formats`, by layer, can run there.
 
         Raises:
             UnsupportedError: a layer cannot; says every backend's reason.
@@ -90,15 +85,10 @@ class Serving:
     ) -> tuple[str, Tensor]:
         """Run experts there, with activations in their format's scheme.
 
-        Args:
-            weights: the experts, on the CPU.
-            hidden: [M, H] bfloat16.
-            topk_weights: [M, T] float32.
-            topk_ids: [M, T] int64.
-            expert_map: [global experts] int64.
+        All tensors are on the CPU; see `FusedExperts` for their shapes.
 
         Returns:
-            Name of the backend that ran them, and the output, [M, H] float64 on the CPU.
+            Name of the backend that ran them, and the output, [M, H] float64.
 
         Raises:
             UnsupportedError: no backend runs them there.
@@ -117,11 +107,6 @@ def serving_on(
     device: torch.device | str, backend: str | None, *, runs_layers: bool
 ) -> Serving | None:
     """Where layers are served; None for the CPU's own backend, which is the reference.
-
-    Args:
-        device: as the user names it.
-        backend: name of a backend, or None.
-        runs_layers: whether any layer is to be run.
 
     Raises:
         MoequantError: a device or a backend is named, and no layer is to be run.

@@ -35,7 +35,6 @@ class StoredCheckpoint:
 
     Attributes:
         checkpoint: config.json, empty if unreadable, and the tensors of the readable files.
-        files: the readable files, by name.
         index: the index; None if it is missing or unreadable.
         record: moequant.json; None if it is missing or unreadable.
         has_record: whether moequant.json exists.
@@ -44,7 +43,6 @@ class StoredCheckpoint:
     """
 
     checkpoint: Checkpoint
-    files: Mapping[str, FixedFile]
     index: Mapping[str, Any] | None
     record: Mapping[str, Any] | None
     has_record: bool
@@ -73,7 +71,6 @@ def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
         _check_total_size(index, tensors, findings)
     return StoredCheckpoint(
         checkpoint=Checkpoint.of_files(path, config or {}, tensors, files),
-        files=files,
         index=index,
         record=record,
         has_record=has_record,
@@ -96,9 +93,9 @@ def _weight_map(index: Mapping[str, Any], findings: Findings) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         findings.add("index", INDEX_FILE, "no weight_map of files by tensor")
         return {}
-    wrong = [name for name, file in weight_map.items() if not isinstance(file, str)]
-    for name in wrong:
-        findings.add("index", name, f"the index says {weight_map[name]!r}, which is no file")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            findings.add("index", name, f"the index says {file!r}, which is no file")
     return {name: file for name, file in weight_map.items() if isinstance(file, str)}
 
 

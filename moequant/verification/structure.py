@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion import copied_sidecars
-from moequant.errors import CheckpointError, MoequantError
+from moequant.errors import MoequantError
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.storage.folder import sidecar_files, weight_files
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
-from moequant.verification.folder import is_read_by_engines
+from moequant.verification.folder import check_nothing_added
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +24,22 @@ if TYPE_CHECKING:
     from moequant.verification.stored import StoredCheckpoint
 
 
-def check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Findings) -> None:
+def check_structure(
+    source: Checkpoint, stored: StoredCheckpoint, expected: Expectation, findings: Findings
+) -> None:
+    """Compare headers, index and config.json with what is expected."""
+    _check_tensors(stored, expected, findings)
+    if expected.plan is not None:
+        _check_plan(stored, expected.plan, findings)
+    if stored.has_config:
+        config = stored.checkpoint.config
+        for place, message in differences(config, expected.config, CONFIG_FILE):
+            findings.add("config", place, message)
+        if expected.plan is not None:
+            _check_formats(config, expected, findings)
+
+
+def _check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Findings) -> None:
     """Every tensor that must be there is there as it must be, and no other is."""
     tensors = stored.checkpoint.tensors
     for name, wanted in expected.tensors.items():
@@ -43,24 +57,11 @@ def check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Fin
             )
 
 
-def check_config(
-    source: Checkpoint,
-    stored: Checkpoint,
-    expected: Expectation,
-    findings: Findings,
-) -> None:
-    """config.json is the source's except for `quantization_config`, and gives all formats."""
-    for place, message in differences(stored.config, expected.config, CONFIG_FILE):
-        findings.add("config", place, message)
-    if expected.plan is not None:
-        _check_readable(stored, expected, findings)
-
-
-def _check_readable(stored: Checkpoint, expected: Expectation, findings: Findings) -> None:
+def _check_formats(config: Mapping[str, Any], expected: Expectation, findings: Findings) -> None:
     """config.json gives the actual format of each weight."""
     formats, roles = expected.formats(), expected.model.roles
     try:
-        format_of = expected.dialect.reader(stored.config.get("quantization_config", {}))
+        format_of = expected.dialect.reader(config.get("quantization_config", {}))
         for name, info in expected.original.weights.items():
             if not is_matrix(info) or roles[name].role not in LINEAR_ROLES:
                 continue
@@ -95,13 +96,13 @@ def check_shards(path: Path, record: Mapping[str, Any], findings: Findings) -> N
         findings.add("record", file, f"not recorded in {RECORD_FILE}")
 
 
-def check_plan(stored: StoredCheckpoint, plan: Plan, findings: Findings) -> None:
+def _check_plan(stored: StoredCheckpoint, plan: Plan, findings: Findings) -> None:
     """Shards, their headers and the index are the plan's.
 
     Files that cannot be read, and an index that contradicts them, were named when they were read.
     """
     headers = {shard.file: shard.header for shard in plan.shards}
-    for name, file in stored.files.items():
+    for name, file in stored.checkpoint.weight_files().items():
         if name not in headers:
             findings.add("files", name, "not a shard of what the recorded recipe makes")
         elif file.read(0, min(len(headers[name]), file.size_bytes)) != headers[name]:
@@ -131,21 +132,12 @@ def check_sidecars(
             findings.add("sidecars", str(file), "missing; the source has it")
         elif not same:
             findings.add("sidecars", str(file), "not the source's bytes")
+    # No file may be added that an engine would read: code, templates, other weights.
     if by_moequant:
-        _check_nothing_added(source, path, findings)
-
-
-def _check_nothing_added(source: Checkpoint, path: Path, findings: Findings) -> None:
-    """No file was added that an engine would read: code, templates, other weights."""
-    try:
-        found = [*sidecar_files(path), *weight_files(path)]
-    except CheckpointError as error:
-        findings.add("sidecars", str(path), str(error))
-        return
-    known = {*source.sidecars(), *(p.relative_to(path) for p in path.glob("*.safetensors"))}
-    for file in found:
-        if file not in known and is_read_by_engines(file):
-            findings.add("sidecars", str(file), "not from the source; engines may read it")
+        known = {*source.sidecars(), *(p.relative_to(path) for p in path.glob("*.safetensors"))}
+        check_nothing_added(
+            path, set(map(str, known)), "not from the source; engines may read it", findings
+        )
 
 
 def _show(dtype: str, shape: tuple[int, ...]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.errors import NonFiniteError
 from moequant.formats import QuantizedWeight, dequantize_into
 from moequant.models.stacked import Place
 from moequant.storage.buffers import Arena
@@ -86,7 +87,7 @@ def read_stored(
     if all(isinstance(info, TensorInfo) for info in infos):
         # The common case, a hundred times a second.
         return [*checkpoint.read_all([(info.name, None) for info in infos], arena)]
-    places = [_places(info) for info in infos]
+    places = [places_of(info) for info in infos]
     read = iter(read_places(checkpoint, [p for of_one in places for p in of_one.values()], arena))
     found: list[StoredWeight] = []
     for info, of_one in zip(infos, places, strict=True):
@@ -114,8 +115,26 @@ def read_weights(
     return [decoded(weight, arena) for weight in read_stored(checkpoint, infos, arena)]
 
 
-def _places(info: WeightInfo) -> Mapping[str, Place]:
+def places_of(info: WeightInfo) -> Mapping[str, Place]:
     """Where the tensors of a weight lie, by a name for each."""
     if isinstance(info, EncodedInfo):
         return info.places
     return {info.name: info.place if isinstance(info, PartInfo) else Place(tensor=info.name)}
+
+
+def check_bias(source: Checkpoint, info: TensorInfo) -> None:
+    """Refuse NaN and Inf in the biases of experts that are converted.
+
+    Raises:
+        NonFiniteError: names the tensor, the index and the value of the first one found.
+        CheckpointError: the source cannot be read.
+        UnsupportedError: as `Checkpoint.read`.
+    """
+    values = source.read(info.name)
+    bad = (~torch.isfinite(values)).nonzero()
+    if len(bad):
+        index = bad[0].tolist()
+        raise NonFiniteError(
+            f"{info.name}: {values[tuple(index)].item()} at index {index}; experts that are "
+            "converted have biases without it. Mend the source checkpoint or fetch it again"
+        )

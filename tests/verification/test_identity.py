@@ -29,7 +29,7 @@ def test_empty_tensors_do_not_differ(shape):
 
 def test_negative_zero_is_not_zero():
     difference = compare(torch.tensor([0.0, -0.0]), torch.tensor([0.0, 0.0]))
-    assert "element [1] is -0 (0x80000000), but 0 (0x00000000) is wanted" in str(difference)
+    assert "element [1] is -0 (0x80000000), but 0 (0x00000000) is wanted" in difference
 
 
 @pytest.mark.parametrize("chunk", [None, 8, 24])
@@ -38,21 +38,21 @@ def test_the_first_differing_element_is_named_and_all_are_counted(chunk):
     found = wanted.clone()
     found[1, 0, 2], found[1, 2, 3] = 0.5, 0.25
     difference = compare(found, wanted, chunk)
-    assert difference.element == (
-        "element [1, 0, 2] is 0.5 (0x3f000000), but 14 (0x41600000) is wanted"
+    assert difference == (
+        "element [1, 0, 2] is 0.5 (0x3f000000), but 14 (0x41600000) is wanted; 2 of 24 elements "
+        "differ"
     )
-    assert (difference.count, difference.total) == (2, 24)
 
 
 def test_codes_are_shown_as_bits():
     difference = compare(torch.tensor([7, 0x8F]).byte(), torch.tensor([7, 0x7F]).byte())
-    assert difference.element == "element [1] is 0x8f, but 0x7f is wanted"
+    assert difference.startswith("element [1] is 0x8f, but 0x7f is wanted;")
 
 
 def test_a_scalar_is_element_of_nothing():
-    assert compare(torch.tensor(1.0), torch.tensor(2.0)).element.startswith("element [] is 1 ")
+    assert compare(torch.tensor(1.0), torch.tensor(2.0)).startswith("element [] is 1 ")
 
 
 def test_dtypes_below_a_byte_are_compared_by_the_byte():
     difference = find_difference([(memoryview(b"\x12\x34"), memoryview(b"\x12\x35"))], "F4", (4,))
-    assert str(difference) == "byte 1 is 0x34, but 0x35 is wanted; 1 of 2 elements differ"
+    assert difference == "byte 1 is 0x34, but 0x35 is wanted; 1 of 2 elements differ"

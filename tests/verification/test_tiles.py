@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moequant.formats import CONVERTIBLE, quantize, row_tiles, sum_of_squares, tiles
-from moequant.verification.bounds import find_out_of_bound, join_out_of_bound
+from moequant.verification.bounds import find_out_of_bound
 
 
 def test_a_sum_of_squares_neither_overflows_nor_underflows():
@@ -29,6 +29,6 @@ def test_what_is_beyond_its_bound_is_the_same_in_tiles(format, monkeypatch):
     whole = find_out_of_bound(moved, q, q)
     found = None
     for rows, tile in row_tiles(q):
-        found = join_out_of_bound(found, find_out_of_bound(moved[rows], tile, tile), rows.start)
+        found = find_out_of_bound(moved[rows], tile, tile, first_row=rows.start, before=found)
     assert found == whole
     assert (found.index, found.count) == ((130, 7), 3)
