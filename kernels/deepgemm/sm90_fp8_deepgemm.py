@@ -25,9 +25,8 @@ from moequant.errors import UnsupportedError
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on, part_tokens, run_in_parts
 from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
-from moequant.kernels.fp8_block.copy_rows import copy_rows
-from moequant.kernels.fp8_block.fp8_quantize_permute import prepare
 from moequant.kernels.routing import Grouping, max_rows, sort_routing
+from moequant.kernels.sm90.quantize_permute import copy_rows, prepare
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:

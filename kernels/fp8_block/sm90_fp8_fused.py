@@ -20,12 +20,6 @@ from torch import Tensor
 from moequant.act_fn import SILU, ActFn
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
-from moequant.kernels.fp8_block.copy_rows import copy_rows
-from moequant.kernels.fp8_block.fp8_quantize_permute import (
-    BESIDE_SLOTS,
-    prepare,
-    sort_and_quantize,
-)
 from moequant.kernels.fp8_block.sm90_fp8_grouped_gemm import GemmConfig, GroupedGemm
 from moequant.kernels.fp8_block.tuning import Tiling, TuningProblem, tiling_for
 from moequant.kernels.launch import Relaunch, stream_of
@@ -38,6 +32,12 @@ from moequant.kernels.routing import (
     sort_routing,
 )
 from moequant.kernels.sm90.arguments import ROUTED_SLOTS
+from moequant.kernels.sm90.quantize_permute import (
+    BESIDE_SLOTS,
+    copy_rows,
+    prepare,
+    sort_and_quantize,
+)
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 _PLANS_KEPT = 64

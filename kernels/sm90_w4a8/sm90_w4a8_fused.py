@@ -31,17 +31,16 @@ from moequant.kernels.routing import (
     sort_routing,
 )
 from moequant.kernels.sm90.arguments import ROUTED_SLOTS
-from moequant.kernels.sm90_w4a8.sm90_w4a8_grouped_gemm import W4a8GemmConfig, W4a8GroupedGemm
-from moequant.kernels.sm90_w4a8.tiling import W4a8Tiling, tiling_for
-from moequant.kernels.sm90_w4a8.w4a8_quantize_permute import (
+from moequant.kernels.sm90.quantize_permute import (
     BESIDE_SLOTS,
-    FEW_SLOTS,
     copy_rows,
     prepare,
     quantize_rows,
     rows_a_program,
     sort_and_quantize,
 )
+from moequant.kernels.sm90_w4a8.sm90_w4a8_grouped_gemm import W4a8GemmConfig, W4a8GroupedGemm
+from moequant.kernels.sm90_w4a8.tiling import W4a8Tiling, tiling_for
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 _PLANS_KEPT = 64
@@ -168,7 +167,6 @@ def kernels_for(weights: W4a8Weights, tokens: int, topk: int) -> tuple[object, .
         topk,
         _routed(tiling, pairs),
         (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_SLOTS else chunk_of(pairs),
-        pairs <= FEW_SLOTS,
         pairs <= BESIDE_SLOTS,
         rows_a_program(pairs, weights.intermediate),
         rows_a_program(tokens, weights.hidden),

@@ -75,8 +75,8 @@ def _part(experts: FusedExperts, tokens: int, topk: int) -> int:
 
 def _stages(plan: Fp8BlockPlan, call: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """The launches of a plan that has been called, by name; `sort` is a part of `prepare`."""
-    from moequant.kernels.fp8_block.fp8_quantize_permute import FEW_SLOTS
     from moequant.kernels.routing import sort_routing
+    from moequant.kernels.sm90.quantize_permute import FEW_SLOTS
     from moequant.kernels.weighted_reduce import weighted_reduce
 
     hidden, topk_weights, ids, out = call
@@ -95,6 +95,6 @@ def _stages(plan: Fp8BlockPlan, call: tuple[torch.Tensor, ...]) -> dict[str, Cal
         "down": lambda: again(plan.down),
         "reduce": lambda: weighted_reduce(buffers.y, routing.row_of_slot, topk_weights, out),
     }
-    if ids.numel() > FEW_SLOTS:
+    if ids.numel() > FEW_SLOTS[128]:
         stages["sort"] = sort
     return stages

@@ -15,10 +15,10 @@ from moequant.benchmarks.cuda_timing import Time
 from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
 from moequant.errors import NumericsError
-from moequant.kernels.fp8_block import fp8_quantize_permute
 from moequant.kernels.fp8_block import sm90_fp8_fused as kernels
 from moequant.kernels.fp8_block.tuning import candidates
 from moequant.kernels.launch import INTERPRETED
+from moequant.kernels.sm90 import quantize_permute
 from moequant.runtime import FusedExperts
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
 
@@ -63,7 +63,7 @@ def call_each(contenders, *, rests):
 @pytest.mark.parametrize(("tokens", "sorts"), [(4, False), (5, True)])
 def test_stages_are_the_launches_of_a_call(monkeypatch, tokens, sorts):
     timed = {}
-    monkeypatch.setattr(fp8_quantize_permute, "FEW_SLOTS", 8)
+    monkeypatch.setitem(quantize_permute.FEW_SLOTS, 128, 8)
     monkeypatch.setattr(
         stages, "time_interleaved", lambda c, rests: timed.update(c) or call_each(c, rests=rests)
     )
