@@ -54,7 +54,7 @@ class ActFn:
         name: one of NAMES, else the name that config.json has for it.
         gated: whether it multiplies by up; else there is no gate, and it is of up.
         limit: clamps gate, or swiglustep's function of it, to at most this, and a gated up to
-            +-this; None does not. swiglustep wants one.
+            +-this; None does not. swiglustep needs one.
         alpha: factor within the sigmoid of swigluoai; 1 for the others.
         beta: of swigluoai, what is added to up; of situ, the bound of gate; 1 for the others.
         linear_beta: of situ, the bound of up, or None, which leaves up as it is.
@@ -82,7 +82,7 @@ class ActFn:
         if self.name in GATED_ONLY and not self.gated:
             raise UnsupportedError(f"activation function {self.name} is gated, always")
         if self.name == "swiglustep" and self.limit is None:
-            raise UnsupportedError("activation function swiglustep clamps, so it wants a limit")
+            raise UnsupportedError("activation function swiglustep clamps, so it needs a limit")
         if not isinstance(self.gated, bool):
             raise UnsupportedError(f"gated is {self.gated!r}, but it must be True or False")
         self._check_number("alpha", self.alpha, 1.0, of=("swigluoai",))

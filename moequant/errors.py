@@ -9,7 +9,7 @@ MoequantError            1   any other expected failure
 └── ArchitectureError    6   an invalid description of an architecture
 
 Exit code 2 is click's for wrong usage, 130 for an interrupt. A message names the thing, the value
-found, the value wanted and the next step.
+found, the value expected and the next step.
 """
 
 

@@ -49,9 +49,9 @@ def compile_regex(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"{pattern[:80]!r} is no regular expression ({error})") from None
     if _count_ways(pattern) > _MOST_WAYS:
         raise ValueError(
-            f"{pattern[:80]!r} could match a name in so many ways that it takes hours; wanted are "
+            f"{pattern[:80]!r} could match a name in so many ways that it takes hours; use "
             "at most 4 of *, + and {n,}, none around another repetition or |, few of ? and |, no "
-            "reference to a group and no (?x): write several simple ones"
+            "reference to a group and no (?x), or write several simple ones"
         )
     return compiled
 

@@ -471,8 +471,8 @@ def _check_holders(
     if tuple(holders) != wanted:
         raise UnsupportedError(
             f"{type(model).__name__}: a module `experts` in layers "
-            f"{_text(tuple(holders)) or 'none'}, but {_text(wanted)} are wanted; build the model "
-            "with transformers 5"
+            f"{_text(tuple(holders)) or 'none'}, but the checkpoint has them in {_text(wanted)}; "
+            "build the model with transformers 5"
         )
     for layer, holder in holders.items():
         experts = holder.experts

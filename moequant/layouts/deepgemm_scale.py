@@ -178,7 +178,7 @@ def _exponent_bytes(scale: Tensor, name: str) -> Tensor:
         index = inexact.nonzero()[0].tolist()
         raise UnsupportedError(
             f"{name}: {scale[tuple(index)].item()} at index {index} is not a power of two, which "
-            'UE8M0 wants; convert the checkpoint with scale = "power_of_two"'
+            'UE8M0 needs; convert the checkpoint with scale = "power_of_two"'
         )
     return codes.view(torch.uint8)
 
@@ -196,7 +196,7 @@ def _load_mn_major(storage: Tensor, rows: int, wanted: TensorSpec, name: str) ->
     found = TensorSpec(dtype=storage.dtype, shape=tuple(storage.shape[-2:]))
     if found != wanted:
         raise CheckpointError(
-            f"{name}: MN-major storage is {found.dtype} {list(found.shape)}, but {rows} rows want "
+            f"{name}: MN-major storage is {found.dtype} {list(found.shape)}, but {rows} rows need "
             f"{wanted.dtype} {list(wanted.shape)}; prepare the checkpoint again"
         )
     # Bits, not values: -0.0 is not padding.

@@ -275,7 +275,7 @@ class Architecture:
             if layer >= len(limits):
                 raise CheckpointError(
                     f"config.json: {key} has {len(limits)} entries, but layer {layer} holds "
-                    "experts; one entry a layer is wanted, null or 0 where there is no limit"
+                    "experts; give one entry per layer, null or 0 where there is no limit"
                 )
             if limits[layer] in (None, 0) and limits[layer] is not False:
                 continue

@@ -76,10 +76,10 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
         raise UnsupportedError("scale is given, but the scheme none has no scales; leave it out")
     for name, (tensor, dtypes, shape) in wanted.items():
         if tensor is None:
-            raise UnsupportedError(f"{name} is None, but {tokens.scheme} wants it to be {shape}")
+            raise UnsupportedError(f"{name} is None, but {tokens.scheme} needs {shape}")
         if list(tensor.shape) != shape or tensor.dtype not in dtypes:
             raise UnsupportedError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, but these experts want "
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, but these experts need "
                 f"{' or '.join(map(str, dtypes))} {shape}"
             )
         if tensor.device != workload.device:
@@ -107,8 +107,8 @@ def expert_range(
     """
     if ranks < 1 or global_experts % ranks or not 0 <= rank < ranks:
         raise UnsupportedError(
-            f"rank {rank} of {ranks} and {global_experts} experts: wanted is a rank from 0 to "
-            "ranks - 1, and ranks that divide the experts"
+            f"rank {rank} of {ranks} and {global_experts} experts: the rank must be from 0 to "
+            "ranks - 1, and ranks must divide the experts"
         )
     here = global_experts // ranks
     local = torch.arange(global_experts, dtype=torch.int32, device=device) - rank * here

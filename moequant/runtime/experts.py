@@ -109,7 +109,7 @@ class FusedExperts(nn.Module):
     def max_tokens(self, value: int) -> None:
         if type(value) is not int or value < 1:
             raise UnsupportedError(
-                f"max_tokens is {value!r}, but wanted is a whole number, at least 1"
+                f"max_tokens is {value!r}, but must be a whole number, at least 1"
             )
         self._max_tokens = value
 

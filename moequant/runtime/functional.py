@@ -52,7 +52,7 @@ def fused_experts(
     """
     if not isinstance(experts, PackedExperts):
         raise UnsupportedError(
-            f"experts is {type(experts).__name__}, but wanted is PackedExperts; pack_experts makes "
+            f"experts is {type(experts).__name__}, but must be PackedExperts; pack_experts makes "
             "them of ExpertWeights"
         )
     if expert_map is not None:
@@ -151,7 +151,7 @@ def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
     halves = 2 if act_fn.gated else 1
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] != -(-w2.shape[2] // 128) * 128 * halves:
         raise UnsupportedError(
-            f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}, but wanted are "
+            f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}, but must be "
             f"[E, {'2 * ' if act_fn.gated else ''}Ip, H] and [E, H, I], Ip the next multiple of "
             "128 from I on; pack_experts pads"
         )

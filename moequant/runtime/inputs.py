@@ -66,7 +66,7 @@ def check_inputs(
     tokens, columns = hidden_states.shape
     if columns != hidden:
         raise UnsupportedError(
-            f"hidden_states is {list(hidden_states.shape)}, but these experts want [M, {hidden}]"
+            f"hidden_states is {list(hidden_states.shape)}, but these experts need [M, {hidden}]"
         )
     if hidden_scale is not None:
         _check("hidden_scale", hidden_scale, (torch.float32,), 2, device)
@@ -74,17 +74,17 @@ def check_inputs(
         if list(hidden_scale.shape) != shape:
             raise UnsupportedError(
                 f"hidden_scale is {list(hidden_scale.shape)}, but for {workload.activations} and "
-                f"hidden_states {list(hidden_states.shape)} wanted is {shape}"
+                f"hidden_states {list(hidden_states.shape)} it must be {shape}"
             )
     shape_of_ids = topk_ids.shape
     if shape_of_ids != topk_weights.shape or shape_of_ids[0] != tokens:
         raise UnsupportedError(
             f"topk_weights is {list(topk_weights.shape)} and topk_ids {list(shape_of_ids)}, but "
-            f"both want [M, T] for the M = {tokens} rows of hidden_states"
+            f"both must be [M, T] for the M = {tokens} rows of hidden_states"
         )
     if weight_on_input and shape_of_ids[1] != 1:
         raise UnsupportedError(
-            "apply_router_weight_on_input wants one expert a token, but topk_ids is "
+            "apply_router_weight_on_input needs one expert per token, but topk_ids is "
             f"{list(shape_of_ids)}"
         )
 
@@ -100,7 +100,7 @@ def check_out(out: Tensor, hidden_states: Tensor, hidden_scale: Tensor | None) -
     _check("out", out, (dtype,), 2, hidden_states.device)
     if out.shape != hidden_states.shape or not out.is_contiguous():
         raise UnsupportedError(
-            f"out is {list(out.shape)} with strides {list(out.stride())}, but wanted is a "
+            f"out is {list(out.shape)} with strides {list(out.stride())}, but must be a "
             f"contiguous {list(hidden_states.shape)}"
         )
 
@@ -120,7 +120,7 @@ def check_workspace(workspace: Tensor, size_bytes: int, device: torch.device) ->
     ):
         raise UnsupportedError(
             f"workspace has {workspace.numel()} bytes, strides {list(workspace.stride())} and "
-            f"address {workspace.data_ptr():#x}, but wanted is a contiguous tensor of at least "
+            f"address {workspace.data_ptr():#x}, but must be a contiguous tensor of at least "
             f"{size_bytes} bytes at a multiple of {WORKSPACE_ALIGNMENT}; ask workspace_bytes"
         )
 
@@ -192,15 +192,15 @@ def _check(
     _check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         wanted = ", ".join(str(dtype) for dtype in dtypes)
-        raise UnsupportedError(f"{name} is {tensor.dtype}, but wanted is one of: {wanted}")
+        raise UnsupportedError(f"{name} is {tensor.dtype}, but must be one of: {wanted}")
     if tensor.dim() != dimensions:
-        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but wanted is {_SHAPES[name]}")
+        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {_SHAPES[name]}")
     if tensor.device != device:
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
 
 
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
-        raise UnsupportedError(f"{name} is {type(value).__name__}, but wanted is a tensor")
+        raise UnsupportedError(f"{name} is {type(value).__name__}, but must be a tensor")
     if value.layout is not torch.strided:
-        raise UnsupportedError(f"{name} is {value.layout}, but wanted is a dense tensor")
+        raise UnsupportedError(f"{name} is {value.layout}, but must be a dense tensor")

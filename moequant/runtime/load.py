@@ -68,7 +68,7 @@ def load_experts(
 
     Args:
         checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one; of
-            either only the weights wanted are read.
+            either only the weights needed are read.
         layer: index of the layer, or of several.
         device: where to put them.
         backend: name of a backend; by default the best that can run them there.
@@ -154,7 +154,7 @@ def _indices(name: str, given: Iterable[int]) -> list[int]:
         return [index(one) for one in given]
     except TypeError as error:
         raise UnsupportedError(
-            f"{name} is {given!r}, but wanted is an index, or several"
+            f"{name} is {given!r}, but must be a whole number, or several"
         ) from error
 
 
@@ -163,7 +163,7 @@ def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> li
     chosen = _indices("experts", everything if experts is None else experts)
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
         raise UnsupportedError(
-            f"experts {chosen}: wanted is at least one, all different, from 0 to "
+            f"experts is {chosen}, but must be one or several, all different, from 0 to "
             f"{converted.moe.experts - 1}"
         )
     return chosen
@@ -172,7 +172,7 @@ def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> li
 def _check(converted: ConvertedCheckpoint, layers: Sequence[int]) -> None:
     with_experts = converted.expert_layers()
     if len(set(layers)) != len(layers):
-        raise UnsupportedError(f"layers {list(layers)}: each is wanted once")
+        raise UnsupportedError(f"layers {list(layers)}: must be all different")
     for layer in layers:
         if layer not in with_experts:
             raise CheckpointError(

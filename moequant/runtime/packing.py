@@ -38,7 +38,7 @@ def pack_experts(
     """
     if not isinstance(weights, ExpertWeights):
         raise UnsupportedError(
-            f"weights is {type(weights).__name__}, but wanted is ExpertWeights; load_experts "
+            f"weights is {type(weights).__name__}, but must be ExpertWeights; load_experts "
             "makes them of a checkpoint"
         )
     workload = workload_of(weights, activations)

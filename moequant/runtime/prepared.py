@@ -64,7 +64,7 @@ class LayerFile:
         for name, info in read_header(path, entry.file).items():
             if not name.startswith(prefix):
                 raise CheckpointError(
-                    f"{path}: holds {name}, but layer {layer} is wanted here; {_REMEDY}"
+                    f"{path}: holds {name}, but must hold layer {layer}; {_REMEDY}"
                 )
             tensors[name.removeprefix(prefix)] = info
         if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:

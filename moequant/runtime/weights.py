@@ -62,8 +62,8 @@ class ExpertWeights:
         if self.act_fn.gated == (self.gate is None):
             found = "no gate" if self.gate is None else "a gate"
             raise UnsupportedError(
-                f"activation function {self.act_fn} and {found}: a function that is gated wants "
-                "gate, up and down, one that is not wants up and down"
+                f"activation function {self.act_fn} and {found}: a gated function needs "
+                "gate, up and down, any other up and down"
             )
         _check_same_format(self.projections())
         _check_shapes(self.projections())
@@ -174,7 +174,7 @@ def _check_types(weights: ExpertWeights) -> None:
         absent = value is None and name not in ("up", "down", "act_fn")
         if not absent and not isinstance(value, wanted):
             raise UnsupportedError(
-                f"{name} is {type(value).__name__}, but wanted is {wanted.__name__}"
+                f"{name} is {type(value).__name__}, but must be {wanted.__name__}"
             )
 
 
@@ -221,7 +221,7 @@ def _check_bias(name: str, bias: Tensor, weights: dict[str, QuantizedWeight]) ->
             f"so {name} must be {wanted}"
         )
     if bias.dtype not in BIAS_DTYPES:
-        raise CheckpointError(f"{name} is {bias.dtype}, but wanted is float32 or bfloat16")
+        raise CheckpointError(f"{name} is {bias.dtype}, but must be float32 or bfloat16")
 
 
 def _check_input_scales(scales: dict[str, Tensor], format: str, experts: int) -> None:
@@ -239,10 +239,10 @@ def _check_input_scales(scales: dict[str, Tensor], format: str, experts: int) ->
         )
     for name, scale in scales.items():
         if scale.dtype != torch.float32:
-            raise CheckpointError(f"{name} is {scale.dtype}, but wanted is float32")
+            raise CheckpointError(f"{name} is {scale.dtype}, but must be float32")
         if list(scale.shape) not in ([1], [experts]) or not scale.numel():
             raise CheckpointError(
-                f"{name} is {list(scale.shape)}, but wanted is [1], or [{experts}] for one of each "
+                f"{name} is {list(scale.shape)}, but must be [1], or [{experts}] with one for each "
                 "expert"
             )
 

@@ -241,7 +241,7 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
             raise CheckpointError(
                 f"{path}: holds both {SINGLE_FILE}, which transformers loads, and {INDEX_FILE} "
                 f"with {files[0]}{_and_more(files[1:])}, which engines load; move away the one "
-                "that is not wanted"
+                "that is not to be read"
             )
         _check_all_there(path, weight_map, files)
         return weight_map, files
@@ -310,9 +310,9 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             or max(len(name), len(file)) > MAX_NAME
         ):
             raise CheckpointError(
-                f"{path}: tensor {show(name)} in file {show(file)}, but the plain "
-                "name of a .safetensors file beside the index is wanted, and at most "
-                f"{MAX_NAME} characters of each; fetch the index again"
+                f"{path}: tensor {show(name)} in file {show(file)}, but the file must be "
+                "the plain name of a .safetensors file next to the index, and each name at most "
+                f"{MAX_NAME} characters long; fetch the index again"
             )
     return weight_map
 
@@ -323,8 +323,8 @@ def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, TensorInfo]:
         for name, info in read_header(path / file, file).items():
             if name in tensors:
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} in {tensors[name].file} and in {file}, but in one "
-                    "file is wanted; fetch the checkpoint again"
+                    f"{path}: tensor {name!r} in {tensors[name].file} and in {file}, but must be "
+                    "in one file; fetch the checkpoint again"
                 )
             tensors[name] = info
     return tensors

@@ -216,20 +216,20 @@ def _header_length(source: FixedFile) -> int:
 def _read_object(source: FixedFile, data_start: int) -> dict[str, Any]:
     text = source.read(LENGTH_BYTES, data_start)
     if not text.startswith(b"{"):
-        raise _refusal(source.path, f"header begins with {show(bytes(text[:8]))}, but {{ is wanted")
+        raise _refusal(source.path, f"header begins with {show(bytes(text[:8]))}, expected {{")
     return parse_object(text, source.path)
 
 
 def _check_metadata(path: Path, metadata: object) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _refusal(path, f"__metadata__ is {show(metadata)}, but strings by name are wanted")
+        raise _refusal(path, f"__metadata__ is {show(metadata)}, expected strings by name")
     try:
         "".join(chain.from_iterable(metadata.items())).encode()
     except UnicodeEncodeError as error:
         # JSON can spell it, but it is no text, and other readers refuse the file.
         half = show(error.object[error.start])
         raise _refusal(
-            path, f"__metadata__ holds {half}, half of a surrogate pair, but text is wanted"
+            path, f"__metadata__ holds {half}, half of a surrogate pair; expected text"
         ) from error
 
 
@@ -242,18 +242,16 @@ def _tensor_info(path: Path, file: str, name: str, entry: object, data_start: in
             path, f"the name has {len(name)} characters, but at most {MAX_NAME} are read", name
         )
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _refusal(path, f"{show(entry)}, but {sorted(_FIELDS)} are wanted", name)
+        raise _refusal(path, f"{show(entry)}, expected {sorted(_FIELDS)}", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _refusal(path, f"dtype {show(dtype)}, not one of {', '.join(DTYPE_BITS)}", name)
     if not _are_counts(shape) or len(shape) > _MAX_DIMS:
         raise _refusal(
-            path, f"shape {show(shape)}, but at most {_MAX_DIMS} integers >= 0 are wanted", name
+            path, f"shape {show(shape)}, expected at most {_MAX_DIMS} integers >= 0", name
         )
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _refusal(
-            path, f"data_offsets {show(offsets)}, but [start, stop >= start] is wanted", name
-        )
+        raise _refusal(path, f"data_offsets {show(offsets)}, expected [start, stop >= start]", name)
     start, stop = offsets
     extents = tuple(shape)
     bits = bit_count(dtype, extents)
@@ -296,7 +294,7 @@ def _check_coverage(
             raise _refusal(
                 path,
                 f"{fault}: begins at data offset {info.start - data_start}, "
-                f"but {position - data_start} is wanted",
+                f"expected {position - data_start}",
                 info.name,
             )
         position = info.stop

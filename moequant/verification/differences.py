@@ -23,7 +23,7 @@ def differences(found: Any, wanted: Any, place: str) -> Iterator[tuple[str, str]
         for key in {**wanted, **found}:
             where = f"{place}.{key}"
             if key not in found:
-                yield where, f"missing, but {show(wanted[key])} is wanted"
+                yield where, f"missing, expected {show(wanted[key])}"
             elif key not in wanted:
                 yield where, f"{show(found[key])}, but there should be no such key"
             else:
@@ -32,7 +32,7 @@ def differences(found: Any, wanted: Any, place: str) -> Iterator[tuple[str, str]
         if not _same_items(found, wanted):
             yield place, _explain(found, wanted)
     elif not _same_value(found, wanted):
-        yield place, f"{show(found)}, but {show(wanted)} is wanted"
+        yield place, f"{show(found)}, expected {show(wanted)}"
 
 
 def _same_value(found: Any, wanted: Any) -> bool:
@@ -55,7 +55,7 @@ def _explain(found: list[Any], wanted: list[Any]) -> str:
     parts = [f"lacks {_list(lacking)}"] if lacking else []
     if besides:
         parts.append(f"holds {_list(besides)} besides")
-    return " and ".join(parts) or "its items are in another order than wanted"
+    return " and ".join(parts) or "its items are in another order than expected"
 
 
 def _list(items: Iterable[str]) -> str:

@@ -43,7 +43,7 @@ def find_difference(
                 i = int(differing[0])
                 place = _place(position + i, dtype, shape)
                 values = _show(found_bytes[i], dtype), _show(wanted_bytes[i], dtype)
-                first = f"{place} is {values[0]}, but {values[1]} is wanted"
+                first = f"{place} is {values[0]}, expected {values[1]}"
         position += found.nbytes // size
     return f"{first}; {count} of {position} elements differ" if count else None
 

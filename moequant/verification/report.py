@@ -32,7 +32,7 @@ class Problem:
     Attributes:
         check: the check that found it.
         name: the tensor, file or field.
-        message: what was found and what is wanted.
+        message: what was found and what was expected.
     """
 
     check: Check

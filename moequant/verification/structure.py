@@ -46,10 +46,10 @@ def _check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Fi
         if name in tensors:
             found = tensors[name].dtype, tensors[name].shape
             if found != wanted:
-                findings.add("tensors", name, f"{_show(*found)}, but {_show(*wanted)} is wanted")
+                findings.add("tensors", name, f"{_show(*found)}, expected {_show(*wanted)}")
         # Of a lost one, the file it is in was named already.
         elif name not in stored.lost:
-            findings.add("tensors", name, f"missing, but {_show(*wanted)} is wanted")
+            findings.add("tensors", name, f"missing, expected {_show(*wanted)}")
     for name in tensors:
         if name not in expected.tensors and name not in expected.possible:
             findings.add(
@@ -91,7 +91,7 @@ def check_shards(path: Path, record: Mapping[str, Any], findings: Findings) -> N
         elif (path / file).is_file():
             found = {"bytes": (path / file).stat().st_size, "sha256": sha256_of(path / file)}
             for place, message in differences(found, wanted, file):
-                findings.add("record", place, f"{message}, by {RECORD_FILE}")
+                findings.add("record", place, f"{message}, according to {RECORD_FILE}")
     for file in sorted(present - shards.keys()):
         findings.add("record", file, f"not recorded in {RECORD_FILE}")
 

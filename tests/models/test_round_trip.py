@@ -484,7 +484,8 @@ def test_a_model_whose_language_model_lies_deeper_is_refused(save, tmp_path):
     ):
         load_model(out)
     with pytest.raises(
-        UnsupportedError, match=r"Qwen3OmniMoe.*`experts` in layers none, but 1, 2 are wanted"
+        UnsupportedError,
+        match=r"Qwen3OmniMoe.*`experts` in layers none, but the checkpoint has them in 1, 2",
     ):
         replace_experts(saved.model, out)
 

@@ -89,7 +89,7 @@ class WideColumns(Layout):
     version = 1
 
     def pack(self, weights):
-        raise UnsupportedError("wants H of 4096 at least")
+        raise UnsupportedError("needs H of 4096 at least")
 
 
 def test_a_backend_whose_layout_does_not_hold_the_sizes_is_passed_over(own, monkeypatch):
@@ -97,7 +97,7 @@ def test_a_backend_whose_layout_does_not_hold_the_sizes_is_passed_over(own, monk
     monkeypatch.setattr(REGISTRY["sm90_fp8_block"], "layout", WideColumns(), raising=False)
     assert prepare(path, target="sm90").manifest.layers[0].layout == "stacked"
     monkeypatch.setattr(REGISTRY["triton"], "layout", WideColumns(), raising=False)
-    said = "no backend on sm90 reads prepared experts in fp8_block; sm90_fp8_block: wants H of 4096"
+    said = "no backend on sm90 reads prepared experts in fp8_block; sm90_fp8_block: needs H of 4096"
     with pytest.raises(UnsupportedError, match=said):
         prepare(path, target="sm90", overwrite=True)
 
@@ -282,7 +282,7 @@ def test_layer_files_that_changed_places_are_noticed_whatever_their_times(own):
     for layer, (file, content) in enumerate(zip(files, reversed(contents), strict=True)):
         file.write_bytes(content)
         os.utime(file, ns=(0, result.manifest.layers[layer].mtime_ns))
-    with pytest.raises(CheckpointError, match=r"00000\S+: holds layers\.1\..*layer 0 is wanted"):
+    with pytest.raises(CheckpointError, match=r"00000\S+: holds layers\.1\..*must hold layer 0"):
         load_experts(result.folder, 0)
     prepare(path, target="sm90", overwrite=True)
     assert load_experts(result.folder, 0).weights.experts == 4
@@ -393,7 +393,7 @@ def test_a_rank_loads_its_experts_alone(converted):
     # One float32 addition instead of two in a row: each rounds once, by 2**-24 of what it sums.
     assert torch.allclose(whole, sum(halves), rtol=0, atol=2**-22 * whole.abs().max())
     for wrong in ([4], [], [1, 1], [-1]):
-        with pytest.raises(UnsupportedError, match=r"experts \[.*at least one"):
+        with pytest.raises(UnsupportedError, match=r"experts is \[.*one or several"):
             load_experts(path, 0, experts=wrong)
     with pytest.raises(CheckpointError, match="layer 9 holds no experts"):
         load_experts(path, 9)

@@ -100,7 +100,7 @@ def test_biases_are_part_of_the_state_and_keep_their_dtype(layers):
             "gate_bias is given, but there is no gate",
         ),
         ({"up_bias": torch.zeros(6, 256)}, CheckpointError, r"up_bias must be \[6, 128\]"),
-        ({"down_bias": torch.zeros(6, 256).half()}, CheckpointError, "wanted is float32 or bf"),
+        ({"down_bias": torch.zeros(6, 256).half()}, CheckpointError, "must be float32 or bf"),
         ({"down_bias": torch.zeros(6, 256, device="meta")}, UnsupportedError, "down_bias on meta"),
     ],
 )

@@ -92,10 +92,10 @@ def check(got, weights, call, **options):
     [
         ({"format": "nvfp4", "activations": "none"}, "runs fp8_block alone"),
         ({"activations": "none"}, "activations in fp8_group128 alone"),
-        ({"hidden": 264}, "wants H a multiple of 16"),
-        ({"intermediate": 100}, "wants I a multiple of 16"),
-        ({"experts": 0}, "wants at least one expert"),
-        ({"device": torch.device("cpu")}, "wants a CUDA device"),
+        ({"hidden": 264}, "needs H to be a multiple of 16"),
+        ({"intermediate": 100}, "needs I to be a multiple of 16"),
+        ({"experts": 0}, "needs at least one expert"),
+        ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
 )
 def test_what_it_cannot_run_it_refuses_with_the_reason(name, change, reason):
@@ -122,7 +122,7 @@ def test_the_call_without_a_module_says_why_it_cannot_run_here():
     call = (torch.zeros(3, 128), w13, w2.mT, None, None, torch.ones(3, 1), torch.zeros(3, 1))
     with pytest.raises(UnsupportedError, match=r"w13 is \[2, 256, 128\] and w2 \[2, 128, 256\]"):
         deep_gemm_moe_fp8(*call)
-    with pytest.raises(UnsupportedError, match="deep_gemm_moe_fp8 wants a CUDA device"):
+    with pytest.raises(UnsupportedError, match="deep_gemm_moe_fp8 needs a CUDA device"):
         deep_gemm_moe_fp8(*call[:2], w2[:, :128].mT[:, :, :128], *call[3:])
 
 

@@ -258,7 +258,7 @@ def test_router_weight_on_input_leaves_out_what_is_elsewhere(layers):
 
 def test_router_weight_on_input_is_refused_for_more_than_one_expert_a_token(layers):
     layer = layers.make(T=2)
-    with pytest.raises(UnsupportedError, match=r"wants one expert a token.*\[13, 2\]"):
+    with pytest.raises(UnsupportedError, match=r"needs one expert per token.*\[13, 2\]"):
         plain(layer)(*layer.call, apply_router_weight_on_input=True)
 
 
@@ -437,7 +437,7 @@ def test_max_tokens_is_checked_when_it_is_assigned_too(layers, wrong):
     layer = layers.make()
     module = plain(layer)
     before = module(*layer.call)
-    with pytest.raises(UnsupportedError, match=r"max_tokens is .*, but wanted is a whole number"):
+    with pytest.raises(UnsupportedError, match=r"max_tokens is .*, but must be a whole number"):
         module.max_tokens = wrong
     module.max_tokens = 5
     assert torch.equal(module(*layer.call), before)
@@ -445,7 +445,7 @@ def test_max_tokens_is_checked_when_it_is_assigned_too(layers, wrong):
 
 @pytest.mark.parametrize("weights", [{}, None, torch.zeros(2, 2)])
 def test_weights_that_are_none_are_refused(weights):
-    with pytest.raises(UnsupportedError, match=r"weights is .*, but wanted is ExpertWeights"):
+    with pytest.raises(UnsupportedError, match=r"weights is .*, but must be ExpertWeights"):
         FusedExperts(weights)
 
 
@@ -501,20 +501,20 @@ def test_what_is_no_dense_tensor_is_refused_by_name(layers, position, make):
     call = list(layer.call)
     call[position] = make(call[position])
     name = ["hidden_states", "topk_weights", "topk_ids"][position]
-    with pytest.raises(UnsupportedError, match=rf"^{name} is .*, but wanted is a"):
+    with pytest.raises(UnsupportedError, match=rf"^{name} is .*, but must be a"):
         plain(layer)(*call)
 
 
 def test_an_expert_map_or_scale_that_is_no_tensor_is_refused_by_name(layers):
     layer = layers.make()
-    with pytest.raises(UnsupportedError, match="expert_map is list, but wanted is a"):
+    with pytest.raises(UnsupportedError, match="expert_map is list, but must be a"):
         plain(layer, expert_map=[0, 1])
-    with pytest.raises(UnsupportedError, match="expert_map is list, but wanted is a"):
+    with pytest.raises(UnsupportedError, match="expert_map is list, but must be a"):
         plain(layer)(*layer.call, expert_map=[0, 1])
-    with pytest.raises(UnsupportedError, match="expert_map is list, but wanted is a"):
+    with pytest.raises(UnsupportedError, match="expert_map is list, but must be a"):
         plain(layer).expert_map = [0, 1]
     codes = layer.hidden.to(torch.float8_e4m3fn)
-    with pytest.raises(UnsupportedError, match="hidden_scale is float, but wanted is a"):
+    with pytest.raises(UnsupportedError, match="hidden_scale is float, but must be a"):
         FusedExperts(layer.weights)(codes, *layer.call[1:], hidden_scale=1.0)
 
 

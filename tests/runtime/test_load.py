@@ -156,12 +156,12 @@ def test_several_layers_come_by_index_in_the_order_given(converted):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layer": "0"}, "layer is '0', but wanted is an index, or several"),
-        ({"layer": None}, "layer is None, but wanted is an index"),
-        ({"layer": 0.5}, "layer is 0.5, but wanted is an index"),
-        ({"layer": 0, "experts": 2.0}, "experts is 2.0, but wanted is an index"),
-        ({"layer": 0, "experts": ["0"]}, r"experts is \['0'\], but wanted is an index"),
-        ({"layer": 0, "experts": []}, r"experts \[\]: wanted is at least one"),
+        ({"layer": "0"}, "layer is '0', but must be a whole number, or several"),
+        ({"layer": None}, "layer is None, but must be a whole number"),
+        ({"layer": 0.5}, "layer is 0.5, but must be a whole number"),
+        ({"layer": 0, "experts": 2.0}, "experts is 2.0, but must be a whole number"),
+        ({"layer": 0, "experts": ["0"]}, r"experts is \['0'\], but must be a whole number"),
+        ({"layer": 0, "experts": []}, r"experts is \[\], but must be one or"),
         ({"layer": 0, "device": None}, "device 'None' cannot be used"),
     ],
 )
@@ -179,7 +179,7 @@ def test_layers_are_checked_before_any_is_read(converted, monkeypatch):
     monkeypatch.setattr(LayerReader, "load", lambda *_: pytest.fail("a layer was read"))
     with pytest.raises(CheckpointError, match=r"layer 7 holds no experts; layers that do: 0, 1"):
         load_experts(path, [0, 1, 7])
-    with pytest.raises(UnsupportedError, match=r"layers \[0, 0\]: each is wanted once"):
+    with pytest.raises(UnsupportedError, match=r"layers \[0, 0\]: must be all different"):
         load_experts(path, [0, 0])
 
 

@@ -43,5 +43,5 @@ def test_a_part_without_tokens_is_refused(layers):
 
 @pytest.mark.parametrize("max_tokens", [1.5, "8", None, True])
 def test_parts_are_a_whole_number_of_tokens(layers, max_tokens):
-    with pytest.raises(UnsupportedError, match=r"max_tokens is .*, but wanted is a whole number"):
+    with pytest.raises(UnsupportedError, match=r"max_tokens is .*, but must be a whole number"):
         FusedExperts(layers.make().weights, max_tokens=max_tokens)

@@ -252,7 +252,7 @@ def test_activations_may_stay_as_they_are_beside_static_scales(layers):
             "fp8_tensor",
             {"down_input_scale": torch.ones(5)},
             CheckpointError,
-            r"down_input_scale is \[5\], but wanted is \[1\], or \[6\]",
+            r"down_input_scale is \[5\], but must be \[1\], or \[6\]",
         ),
         (
             "fp8_tensor",

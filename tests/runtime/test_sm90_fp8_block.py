@@ -59,10 +59,10 @@ def gpu(test):
     [
         ({"format": "nvfp4", "activations": "none"}, "runs fp8_block alone"),
         ({"activations": "none"}, "activations in fp8_group128 alone"),
-        ({"hidden": 264}, "wants H a multiple of 16"),
-        ({"intermediate": 100}, "wants I a multiple of 16"),
-        ({"experts": 0}, "wants at least one expert"),
-        ({"device": torch.device("cpu")}, "wants a CUDA device"),
+        ({"hidden": 264}, "needs H to be a multiple of 16"),
+        ({"intermediate": 100}, "needs I to be a multiple of 16"),
+        ({"experts": 0}, "needs at least one expert"),
+        ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
 )
 def test_what_it_cannot_run_it_refuses_with_the_reason(change, reason):

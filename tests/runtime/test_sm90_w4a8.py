@@ -77,8 +77,8 @@ def gpu(test):
     [
         ({"format": "nvfp4", "activations": "none"}, "runs w4a8 alone"),
         ({"activations": "none"}, "activations in fp8_token alone"),
-        ({"experts": 0}, "wants at least one expert"),
-        ({"device": torch.device("cpu")}, "wants a CUDA device"),
+        ({"experts": 0}, "needs at least one expert"),
+        ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
 )
 def test_what_it_cannot_run_it_refuses_with_the_reason(change, reason):

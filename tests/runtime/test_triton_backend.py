@@ -62,8 +62,8 @@ def gpu(test):
     [
         ({"format": "int2"}, "cannot decode int2"),
         ({"activations": "fp4_group16"}, "cannot quantize activations to fp4_group16"),
-        ({"experts": 0}, "wants at least one expert"),
-        ({"device": torch.device("cpu")}, "wants a CUDA device"),
+        ({"experts": 0}, "needs at least one expert"),
+        ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
 )
 def test_what_it_cannot_run_it_refuses_with_the_reason(change, reason):

@@ -46,12 +46,12 @@ def test_shapes_that_contradict_each_other_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"act_fn": "silu"}, "act_fn is str, but wanted is ActFn"),
-        ({"act_fn": None}, "act_fn is NoneType, but wanted is ActFn"),
-        ({"gate": torch.ones(2, 64, 32)}, "gate is Tensor, but wanted is QuantizedWeight"),
-        ({"down": None}, "down is NoneType, but wanted is QuantizedWeight"),
-        ({"up_bias": [0.0]}, "up_bias is list, but wanted is Tensor"),
-        ({"down_input_scale": 1.0}, "down_input_scale is float, but wanted is Tensor"),
+        ({"act_fn": "silu"}, "act_fn is str, but must be ActFn"),
+        ({"act_fn": None}, "act_fn is NoneType, but must be ActFn"),
+        ({"gate": torch.ones(2, 64, 32)}, "gate is Tensor, but must be QuantizedWeight"),
+        ({"down": None}, "down is NoneType, but must be QuantizedWeight"),
+        ({"up_bias": [0.0]}, "up_bias is list, but must be Tensor"),
+        ({"down_input_scale": 1.0}, "down_input_scale is float, but must be Tensor"),
     ],
 )
 def test_what_is_of_another_type_is_refused_by_name(changes, message):

@@ -212,7 +212,7 @@ def test_shards_beside_another_model_file_are_refused(folder: Path) -> None:
     message = refusal(folder)
     assert "both model.safetensors" in message
     assert f"model.safetensors.index.json with {A} and 1 more" in message
-    assert "move away the one that is not wanted" in message
+    assert "move away the one that is not to be read" in message
     for file in (A, B, "model.safetensors.index.json"):
         (folder / file).unlink()
     assert list(Checkpoint.open(folder).tensors) == ["head"]

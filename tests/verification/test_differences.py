@@ -18,8 +18,8 @@ def test_keys_are_named_with_their_path():
     found = {"a": {"b": 1, "d": 2}, "e": 3}
     wanted = {"a": {"b": 4, "c": 5}, "e": 3}
     assert dict(diff(found, wanted)) == {
-        "c.a.b": "1, but 4 is wanted",
-        "c.a.c": "missing, but 5 is wanted",
+        "c.a.b": "1, expected 4",
+        "c.a.c": "missing, expected 5",
         "c.a.d": "2, but there should be no such key",
     }
 
@@ -27,7 +27,7 @@ def test_keys_are_named_with_their_path():
 def test_a_list_says_what_it_lacks_and_holds():
     assert diff([128, 64], [128, 128]) == [("c", "lacks 128 and holds 64 besides")]
     assert diff(["x"], ["x", "y", "y"]) == [("c", 'lacks "y"')]
-    assert diff([1, 2], [2, 1]) == [("c", "its items are in another order than wanted")]
+    assert diff([1, 2], [2, 1]) == [("c", "its items are in another order than expected")]
 
 
 def test_long_lists_are_cut():
@@ -39,10 +39,10 @@ def test_numbers_are_compared_by_value_and_booleans_are_no_numbers():
     assert diff({"a": 1.0, "b": [2]}, {"a": 1, "b": [2.0]}) == []
     nan, other_nan = float("nan"), float("nan")
     assert diff({"a": nan, "b": [nan]}, {"a": other_nan, "b": [other_nan]}) == []
-    assert diff(nan, 1.0) == [("c", "nan, but 1.0 is wanted")]
-    assert diff(True, 1) == [("c", "True, but 1 is wanted")]
+    assert diff(nan, 1.0) == [("c", "nan, expected 1.0")]
+    assert diff(True, 1) == [("c", "True, expected 1")]
     assert diff([True], [1]) == [("c", "lacks 1 and holds true besides")]
 
 
 def test_another_type_is_a_difference():
-    assert diff({"a": 1}, [1]) == [("c", "{'a': 1}, but [1] is wanted")]
+    assert diff({"a": 1}, [1]) == [("c", "{'a': 1}, expected [1]")]

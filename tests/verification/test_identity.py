@@ -29,7 +29,7 @@ def test_empty_tensors_do_not_differ(shape):
 
 def test_negative_zero_is_not_zero():
     difference = compare(torch.tensor([0.0, -0.0]), torch.tensor([0.0, 0.0]))
-    assert "element [1] is -0 (0x80000000), but 0 (0x00000000) is wanted" in difference
+    assert "element [1] is -0 (0x80000000), expected 0 (0x00000000)" in difference
 
 
 @pytest.mark.parametrize("chunk", [None, 8, 24])
@@ -39,14 +39,13 @@ def test_the_first_differing_element_is_named_and_all_are_counted(chunk):
     found[1, 0, 2], found[1, 2, 3] = 0.5, 0.25
     difference = compare(found, wanted, chunk)
     assert difference == (
-        "element [1, 0, 2] is 0.5 (0x3f000000), but 14 (0x41600000) is wanted; 2 of 24 elements "
-        "differ"
+        "element [1, 0, 2] is 0.5 (0x3f000000), expected 14 (0x41600000); 2 of 24 elements differ"
     )
 
 
 def test_codes_are_shown_as_bits():
     difference = compare(torch.tensor([7, 0x8F]).byte(), torch.tensor([7, 0x7F]).byte())
-    assert difference.startswith("element [1] is 0x8f, but 0x7f is wanted;")
+    assert difference.startswith("element [1] is 0x8f, expected 0x7f;")
 
 
 def test_a_scalar_is_element_of_nothing():
@@ -55,4 +54,4 @@ def test_a_scalar_is_element_of_nothing():
 
 def test_dtypes_below_a_byte_are_compared_by_the_byte():
     difference = find_difference([(memoryview(b"\x12\x34"), memoryview(b"\x12\x35"))], "F4", (4,))
-    assert difference == "byte 1 is 0x34, but 0x35 is wanted; 1 of 2 elements differ"
+    assert difference == "byte 1 is 0x34, expected 0x35; 1 of 2 elements differ"

@@ -456,7 +456,7 @@ def test_a_tensor_of_another_dtype_or_shape_is_named(source, converted, change):
     rewrite_shard(folder, file, lambda t: t.update({ROUTER: change(t[ROUTER])}))
     found = problems(verify(folder, against=source), "tensors")
     assert list(found) == [ROUTER]
-    assert "BF16 [4, 256] is wanted" in found[ROUTER]
+    assert "expected BF16 [4, 256]" in found[ROUTER]
 
 
 def record_as_it_lies(folder):
@@ -507,7 +507,7 @@ def test_an_edited_config_is_named(source, converted, record):
     folder = converted(record=record)
     edit_json(folder, "config.json", lambda config: config.update(num_experts_per_tok=3))
     found = problems(verify(folder, against=source))
-    assert found == {"config.json.num_experts_per_tok": "3, but 2 is wanted"}
+    assert found == {"config.json.num_experts_per_tok": "3, expected 2"}
 
 
 def test_an_empty_config_is_named(source, converted):

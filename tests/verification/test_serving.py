@@ -148,7 +148,7 @@ def test_the_limit_is_that_of_the_activations(format):
         ({"backend": "sm90_fp8_block"}, r"'sm90_fp8_block' does not run fp8_block .* CUDA device"),
         ({"device": "tpux"}, "device 'tpux' cannot be used"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
-        ({"device": "meta"}, "no backend runs fp8_block .* wants a device that holds numbers"),
+        ({"device": "meta"}, "no backend runs fp8_block .* needs a device that holds numbers"),
     ],
 )
 def test_what_cannot_run_here_is_refused_before_weights_are_compared(

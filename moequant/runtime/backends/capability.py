@@ -29,7 +29,7 @@ def why_not_capable(
     major, minor = torch.cuda.get_device_capability(device)
     if suits((major, minor)):
         return None
-    return f"wants compute capability {wanted}, and {device} has {major}.{minor}"
+    return f"needs compute capability {wanted}, and {device} has {major}.{minor}"
 
 
 def why_not_sm90(device: torch.device) -> str | None:
@@ -43,5 +43,5 @@ def why_not_sm90_nvrtc(device: torch.device) -> str | None:
     if (reason := why_not_sm90(device)) is not None:
         return reason
     if find_spec("triton") is None:
-        return "wants the package triton"
+        return "needs the package triton"
     return why_no_compiler()

@@ -152,9 +152,9 @@ def _why_not_on(device: torch.device) -> str | None:
         try:
             importlib.import_module(package)
         except ModuleNotFoundError:
-            return f"wants the package {package}"
+            return f"needs the package {package}"
         except Exception as error:
             return f"cannot import {package}: {str(error).splitlines()[0]}"
     if not (shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
-        return "wants nvcc, with which deep_gemm compiles: set CUDA_HOME"
+        return "needs nvcc, with which deep_gemm compiles: set CUDA_HOME"
     return None

@@ -106,7 +106,7 @@ def why_not_fp8_block(workload: Workload) -> str | None:
         return "multiplies by activations in fp8_group128 alone"
     for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
         if size % _ROW_MULTIPLE:
-            return f"wants {name} a multiple of {_ROW_MULTIPLE}"
+            return f"needs {name} to be a multiple of {_ROW_MULTIPLE}"
     if workload.experts == 0:
-        return "wants at least one expert"
-    return None if workload.device.type == "cuda" else "wants a CUDA device"
+        return "needs at least one expert"
+    return None if workload.device.type == "cuda" else "needs a CUDA device"

@@ -72,9 +72,9 @@ class Sm90W4a8(Backend):
         if workload.activations != "fp8_token":
             return "multiplies by activations in fp8_token alone"
         if workload.experts == 0:
-            return "wants at least one expert"
+            return "needs at least one expert"
         if workload.device.type != "cuda":
-            return "wants a CUDA device"
+            return "needs a CUDA device"
         return why_not_sm90_nvrtc(workload.device)
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:

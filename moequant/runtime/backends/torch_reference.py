@@ -86,7 +86,7 @@ def why_not_reference(workload: Workload) -> str | None:
     if workload.activations not in SCHEMES:
         return f"cannot quantize activations to {workload.activations}"
     if workload.device.type == "meta":
-        return "wants a device that holds numbers"
+        return "needs a device that holds numbers"
     return None
 
 

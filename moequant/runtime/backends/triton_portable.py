@@ -112,9 +112,9 @@ def why_not_portable(workload: Workload) -> str | None:
     if workload.activations not in SCHEMES:
         return f"cannot quantize activations to {workload.activations}"
     if workload.experts == 0:
-        return "wants at least one expert"
+        return "needs at least one expert"
     if workload.device.type != "cuda":
-        return "wants a CUDA device"
+        return "needs a CUDA device"
     return _why_not_on(workload.device)
 
 
@@ -157,5 +157,5 @@ def _why_not_on(device: torch.device) -> str | None:
     if reason is not None:
         return reason
     if find_spec("triton") is None:
-        return "wants the package triton"
+        return "needs the package triton"
     return None
