@@ -60,6 +60,30 @@ def pack(qdata: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | None = None) 
     return packed
 
 
+def unpack(packed: Tensor, n_out: int, *, gated: bool) -> list[tuple[Tensor, Tensor]]:
+    """The inverse of `pack`: codes [E, n_out, K / 2] and scales [E, n_out, K / 128].
+
+    Args:
+        packed: [E, panels, K / 128, PANEL_BYTES] uint8.
+        n_out: rows of the weight, or of gate and of up each.
+        gated: whether the panels hold gate and up.
+
+    Returns:
+        Those of the weight, or those of gate and then those of up.
+    """
+    E, P, blocks, _ = packed.shape
+    sizes = (P, 2, 4, 4, 2, 2)  # panel, block, warp, a, half, b
+    codes = packed.new_empty(E, *sizes, blocks * PANEL_COLUMNS // 2)
+    scales = packed.new_empty(E, *sizes, blocks, dtype=torch.bfloat16)
+    for e in range(E):  # as in `pack`
+        codes[e] = _unpack_codes(packed[e, :, :, :CODE_BYTES])
+        # [P, K / 128, warp, a, b, block, half]
+        scale = packed[e, :, :, CODE_BYTES:].contiguous().view(torch.bfloat16)
+        scales[e] = scale.view(P, blocks, 4, 4, 2, 2, 2).permute(0, 5, 2, 3, 6, 4, 1)
+    parts = (_rows_of_weights(t, n_out, gated=gated) for t in (codes, scales))
+    return list(zip(*parts, strict=True))
+
+
 def _rows_of_panels(x: Tensor, up: Tensor | None) -> Tensor:
     """[E, N, ...] as [E, panels, block, warp, a, half, b, ...], with rows of 0 behind the last."""
     E, N, *rest = x.shape
@@ -71,6 +95,16 @@ def _rows_of_panels(x: Tensor, up: Tensor | None) -> Tensor:
     return torch.stack(halves, 1).view(E, 2, P, 4, 4, 2, 2, *rest).movedim(2, 1)
 
 
+def _rows_of_weights(x: Tensor, n_out: int, *, gated: bool) -> list[Tensor]:
+    """The inverse of `_rows_of_panels`, a tensor of each weight."""
+    E, P, *_, columns = x.shape
+    if gated:
+        halves = x.movedim(1, 2).reshape(E, 2, P * PANEL_ROWS // 2, columns)
+    else:
+        halves = x.movedim(2, 4).reshape(E, 1, P * PANEL_ROWS, columns)
+    return [half[:, :n_out].contiguous() for half in halves.unbind(1)]
+
+
 def _padded(x: Tensor, rows: int) -> Tensor:
     """[E, N, ...] with rows of 0 behind the last, `rows` in all."""
     if x.shape[1] == rows:
@@ -80,12 +114,24 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 def _pack_codes(qdata: Tensor, blocks: int) -> Tensor:
     """[P, block, warp, a, half, b, K / 2] of an expert as [P, K / 128, CODE_BYTES]."""
-    codes = torch.stack([qdata & 0xF, qdata >> 4], -1)
-    sign = codes >> 3
-    codes = ((codes & 7) ^ sign * 7) << 1 | sign
-    # K as [K / 128, 64s, 32s, 16s, quad, i]
-    parts = codes.view(*qdata.shape[:-1], blocks, 2, 2, 2, 4, 4)
+    sign = qdata >> 3 & 0x11  # of both codes of a byte
+    codes = ((qdata & 0x77) ^ sign * 7) << 1 | sign
+    # K / 2 as [K / 128, 64s, 32s, 16s, quad, i / 2]
+    parts = codes.view(*qdata.shape[:-1], blocks, 2, 2, 2, 4, 2)
     low, high = parts[:, :, :, :, 0], parts[:, :, :, :, 1]
-    # [P, block, warp, a, b, K / 128, 64s, 32s, 16s, quad, i]
-    packed = (low | high << 4).permute(0, 5, 1, 6, 2, 3, 4, 9, 7, 8, 10)
-    return packed.reshape(qdata.shape[0], blocks, CODE_BYTES)
+    packed = torch.stack([low & 0xF | high << 4, low >> 4 | high & 0xF0], -1)
+    # [P, block, warp, a, b, K / 128, 64s, 32s, 16s, quad], as i is the byte of a word
+    words = packed.flatten(-2).view(torch.int32)[..., 0].permute(0, 5, 1, 6, 2, 3, 4, 9, 7, 8)
+    return words.reshape(qdata.shape[0], blocks, -1).view(torch.uint8)
+
+
+def _unpack_codes(packed: Tensor) -> Tensor:
+    """The inverse of `_pack_codes`."""
+    P, blocks, _ = packed.shape
+    words = packed.contiguous().view(torch.int32).view(P, blocks, 2, 2, 4, 4, 2, 4, 2, 2)
+    words = words.permute(0, 2, 4, 5, 6, 1, 3, 8, 9, 7).contiguous()
+    even, odd = words.view(torch.uint8).view(*words.shape, 2, 2).unbind(-1)
+    codes = torch.stack([even & 0xF | odd << 4, even >> 4 | odd & 0xF0], 4)
+    sign = codes & 0x11
+    codes = (codes >> 1 & 0x77) ^ sign * 7 | sign << 3
+    return codes.view(P, 2, 4, 4, 2, 2, blocks * PANEL_COLUMNS // 2)

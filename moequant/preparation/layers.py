@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from moequant.formats import stack
 from moequant.runtime.layer_reader import act_fn_of
-from moequant.runtime.prepared import expert_weights
 from moequant.runtime.prepared_manifest import OriginalsDigest, PreparedLayer
+from moequant.runtime.weights import ExpertWeights
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.headers import dtype_name
 from moequant.storage.reader import FixedFile
@@ -43,7 +43,7 @@ def packed_experts(
         digest.update(weights.values())
         one = {p: stack([q]) for p, q in weights.items()}
         rows = {f"{p}_bias": bias[expert : expert + 1] for p, bias in biases.items()}
-        yield layout.pack(expert_weights(one, rows, act_fn))
+        yield layout.pack(ExpertWeights.of(one, act_fn, **rows))
 
 
 def write_layer(

@@ -24,8 +24,8 @@ from moequant.runtime.routing import NOWHERE, permute
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.runtime.backends.base import Workload
     from moequant.runtime.routing import Routing
+    from moequant.runtime.workload import Workload
 
 OVERFLOW = -2
 """Place of a token-expert pair whose expert has no place left."""

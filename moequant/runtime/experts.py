@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from moequant.errors import UnsupportedError
 from moequant.runtime import experts_op
 from moequant.runtime.backends import PackedExperts
-from moequant.runtime.backends.stacked import STACKED, unstack
 from moequant.runtime.call import MAX_TOKENS, parts_of, run_experts
 from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_input_scales
@@ -38,8 +37,8 @@ class FusedExperts(nn.Module):
     Weights: they are packed for the backend here, on their device, and are buffers under the names
     of its layout: `w13_qdata`, `w2_scale` and so on. So they are part of `state_dict`, which can be
     saved with safetensors, and move between devices as any module's do, but keep their dtypes:
-    `.half()` on a model around this module leaves codes and scales alone. A layout that only one
-    backend reads stays with that backend: moved elsewhere, the next call says so.
+    `.half()` on a model around this module leaves codes and scales alone. Moved to a device whose
+    backend reads another layout, or given another `backend`, they are packed anew by the next call.
 
     Streams and threads: a call runs on the current stream of the device. Calls on several streams
     or from several threads do not disturb each other, since each pair of a thread and a stream has
@@ -126,18 +125,12 @@ class FusedExperts(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """Gate, up and down as views of the buffers, where they are now.
+        """Gate, up and down where they are now: views of the buffers, or copies if permuted.
 
         Raises:
-            UnsupportedError: the backend's layout does not hold them so.
             CheckpointError: a buffer was replaced by one of another dtype or shape.
         """
-        if self._layout != STACKED:
-            raise UnsupportedError(
-                f"these experts are packed as {self._layout}, which does not hold gate, up and "
-                "down as they are; keep the ExpertWeights that they were packed from"
-            )
-        return self._unstacked(self._tensors())
+        return self._layout.unpack(self._tensors(), self._workload)
 
     def forward(
         self,
@@ -300,25 +293,25 @@ class FusedExperts(nn.Module):
     def _tensors(self) -> dict[str, Tensor]:
         return {name: self._buffer(name) for name in self._names}
 
-    def _unstacked(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
-        w = self._workload
-        shape = (w.experts, w.intermediate, w.hidden)
-        return unstack(tensors, format=w.format, shape=shape, act_fn=w.act_fn)
-
     def _make_ready(self, activations: str) -> _Ready:
         """Choose a backend for the experts where they are now, and pack them anew if need be."""
         tensors = self._tensors()
         device = tensors[self._names[0]].device
         own = self._select(self.activations, tensors, device)
-        if own.layout != self._layout:  # which is the stacked one, or own would not do
+        if own.layout != self._layout:
             tensors = self._relayout(own, tensors)
         backend = own
         if activations != self.activations:
             backend = self._select(activations, tensors, device)
-        if self._layout == STACKED:
-            scales = self._unstacked(tensors).input_scales()
-            if not capturing(device):
-                check_input_scales(scales)
+            if backend.layout != self._layout:
+                raise UnsupportedError(
+                    f"a call with activations={activations!r} runs on backend {backend.name!r}, "
+                    f"which reads weights as {backend.layout}, but these are packed as "
+                    f"{self._layout}; give activations={activations!r} to FusedExperts, which "
+                    "packs for all its calls"
+                )
+        if "w13_input_scale" in tensors and not capturing(device):
+            check_input_scales(self.weights.input_scales())
         workload = self._workload_for(activations, tensors, device)
         packed = make_kept(lambda: backend.load(tensors, workload), device)
         if capturing(device) and packed.kernels_for(1, 1) is not None:
@@ -337,7 +330,7 @@ class FusedExperts(nn.Module):
 
     def _select(self, activations: str, tensors: Mapping[str, Tensor], device: Any) -> Backend:
         workload = self._workload_for(activations, tensors, device)
-        return select(workload, self.backend, layout=self._layout)
+        return select(workload, self.backend)
 
     def _workload_for(
         self, activations: str, tensors: Mapping[str, Tensor], device: torch.device
@@ -346,9 +339,13 @@ class FusedExperts(nn.Module):
         return replace(self._workload, activations=scheme, device=device)
 
     def _relayout(self, backend: Backend, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Pack stacked weights for `backend`, and make the result the buffers."""
-        weights = self._unstacked(tensors)
-        packed = make_kept(lambda: backend.layout.pack(weights), weights.device)
+        """Pack the weights for `backend`, and make the result the buffers."""
+        device = next(iter(tensors.values())).device
+
+        def pack() -> dict[str, Tensor]:
+            return backend.layout.pack(self._layout.unpack(tensors, self._workload))
+
+        packed = make_kept(pack, device)
         for name in self._names:
             del self._buffers[name]
         self._buffers.update(packed)

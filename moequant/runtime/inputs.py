@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.runtime.backends.base import Workload
+    from moequant.runtime.workload import Workload
 
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED_DTYPES = (QUANTIZED_DTYPE,)

@@ -15,18 +15,19 @@ synchronize
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from moequant.errors import UnsupportedError
 from moequant.runtime.backends import Workload
-from moequant.runtime.backends.stacked import projections, room, unstack
+from moequant.runtime.backends.stacked import projections, room
 from moequant.runtime.layer_source import PortableLayer
 from moequant.runtime.packing import pack_experts, scheme_of
 from moequant.runtime.select import select
 from moequant.runtime.staging import Read, Staging
+from moequant.runtime.weights import ExpertWeights
 from moequant.storage.headers import DTYPES
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from moequant.formats import QuantizedWeight
     from moequant.runtime.backends import PackedExperts
     from moequant.runtime.prepared import LayerFile, PreparedCheckpoint
-    from moequant.runtime.weights import ExpertWeights
     from moequant.storage.checkpoint import TensorRange
     from moequant.weights.converted import ConvertedCheckpoint
     from moequant.weights.encoded import EncodedWeight
@@ -83,7 +83,7 @@ class LayerReader:
         """The experts `experts`, at least one, of a layer that holds experts, in this order.
 
         Those of a prepared folder are copied as they lie in the file, and packed anew only for a
-        backend with a layout of its own; others are packed on the device.
+        backend that reads another layout; others are packed on the device.
 
         Args:
             layer: index of the layer.
@@ -93,8 +93,7 @@ class LayerReader:
 
         Raises:
             CheckpointError: as `read`; or a prepared layer is stale.
-            UnsupportedError: as `read`; or no backend runs the experts on the device, or none that
-                reads the layout of a prepared folder.
+            UnsupportedError: as `read`; or no backend runs the experts on the device.
         """
         if self._prepared is None:
             weights = self.read(layer, experts)
@@ -111,13 +110,11 @@ class LayerReader:
             act_fn=act_fn_of(self.converted, layer),
             bias="w2_bias" in file.tensors,
         )
-        chosen = select(workload, backend, layout=layout)
+        chosen = select(workload, backend)
         with torch.inference_mode(mode=False):
             tensors = self._read_file(file, experts)
-            if chosen.layout != layout:  # and so the folder's is the stacked one
-                shape = (len(experts), moe.intermediate, moe.hidden)
-                weights = unstack(tensors, format=format, shape=shape, act_fn=workload.act_fn)
-                tensors = chosen.layout.pack(weights)
+            if chosen.layout != layout:
+                tensors = chosen.layout.pack(layout.unpack(tensors, workload))
             return chosen.load(tensors, workload)
 
     def _read_file(self, file: LayerFile, experts: Sequence[int]) -> dict[str, Tensor]:
@@ -156,15 +153,10 @@ class LayerReader:
         with torch.inference_mode(mode=False):
             weights = self._read_experts(source, experts, f"layer {layer}", act_fn)
             biases = {
-                projection: bias[list(experts)].to(self.device)
+                f"{projection}_bias": bias[list(experts)].to(self.device)
                 for projection, bias in (self.converted.read_biases(layer) or {}).items()
             }
-        return replace(
-            weights,
-            gate_bias=biases.get("gate"),
-            up_bias=biases.get("up"),
-            down_bias=biases.get("down"),
-        )
+        return ExpertWeights.of(weights, act_fn, **biases)
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they are on disk, on the device; errors as `Checkpoint.read`."""
@@ -184,8 +176,8 @@ class LayerReader:
 
     def _read_experts(
         self, source: PortableLayer, experts: Sequence[int], name: str, act_fn: ActFn
-    ) -> ExpertWeights:
-        """The weights of all `experts`, in their order; errors call the layer `name`."""
+    ) -> dict[str, QuantizedWeight]:
+        """The weights of all `experts` by projection; errors call the layer `name`."""
         # The first alone: it shows what is decoded, and to what.
         (first,) = self._arrivals([_Unit(what=0, ranges=source.ranges(experts[0]))])
         names = self.converted.moe.projections
@@ -217,7 +209,7 @@ class LayerReader:
                 what = f"{name}, {projection} of expert {experts[row]}"
                 _put(places[projection], row, q, what)
         there = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-        return unstack(there, format=format, shape=shape, act_fn=act_fn)
+        return projections(there, format=format, shape=shape, gated=act_fn.gated)
 
     def _arrivals(self, units: Iterable[_Unit]) -> Iterator[_Unit]:
         """Each unit once its tensors are there, or on their way."""

@@ -73,21 +73,18 @@ class LayerFile:
             )
         return cls(file=file, tensors=tensors)
 
-    def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Check names, dtypes and shapes against those of `wanted`, whose data is not read.
+    def check(self, one: Mapping[str, Tensor], *, experts: int) -> None:
+        """Check names, dtypes and shapes against those of one expert, whose data is not read.
 
         Raises:
             CheckpointError: they are not what the layout makes of the layer.
         """
-        for name in wanted.keys() | self.tensors.keys():
-            info, like = self.tensors.get(name), wanted.get(name)
-            found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
-            if (
-                info is None
-                or like is None
-                or ((DTYPES.get(info.dtype), list(info.shape)) != (like.dtype, list(like.shape)))
-            ):
-                should = "not there" if like is None else f"{like.dtype} {list(like.shape)}"
+        expected = {name: (t.dtype, [experts, *t.shape[1:]]) for name, t in one.items()}
+        for name in expected.keys() | self.tensors.keys():
+            info, like = self.tensors.get(name), expected.get(name)
+            if info is None or (DTYPES.get(info.dtype), list(info.shape)) != like:
+                found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
+                should = "not there" if like is None else f"{like[0]} {like[1]}"
                 raise CheckpointError(
                     f"{self.file.path}: {name} is {found}, but should be {should}; {_REMEDY}"
                 )
@@ -157,9 +154,9 @@ class PreparedCheckpoint:
         self._check_originals(layer, entry)
         file = LayerFile.open(self.folder, layer, entry)
         moe = self.converted.moe
-        biased = [p for p in ("w13_bias", "w2_bias") if p in file.tensors]
-        act_fn = moe.act_fn_of(layer)
-        file.check(expected(layout, moe, entry.format, act_fn=act_fn, biased=bool(biased)))
+        biased = "w2_bias" in file.tensors
+        one = expected(layout, moe, entry.format, act_fn=moe.act_fn_of(layer), biased=biased)
+        file.check(one, experts=moe.experts)
         return file, layout, entry.format
 
     def staleness(self) -> str | None:
@@ -225,31 +222,16 @@ class PreparedCheckpoint:
 def expected(
     layout: Layout, moe: MoeConfig, format: str, *, act_fn: ActFn, biased: bool
 ) -> dict[str, Tensor]:
-    """The tensors that `layout` makes of a layer, without data.
+    """The tensors that `layout` makes of one expert, without data.
 
     Raises:
         UnsupportedError: the layout does not hold weights of this format or these sizes.
     """
-    weights = {p: _meta(format, (moe.experts, *moe.shape(p))) for p in moe.projections}
+    weights = {p: _meta(format, (1, *moe.shape(p))) for p in moe.projections}
     biases = {
         f"{p}_bias": torch.empty(q.shape[:2], device="meta") for p, q in weights.items() if biased
     }
-    return layout.pack(expert_weights(weights, biases, act_fn))
-
-
-def expert_weights(
-    weights: Mapping[str, QuantizedWeight], biases: Mapping[str, Tensor], act_fn: ActFn
-) -> ExpertWeights:
-    """Experts from weights by projection, and biases as `ExpertWeights` names them."""
-    return ExpertWeights(
-        gate=weights.get("gate"),
-        up=weights["up"],
-        down=weights["down"],
-        gate_bias=biases.get("gate_bias"),
-        up_bias=biases.get("up_bias"),
-        down_bias=biases.get("down_bias"),
-        act_fn=act_fn,
-    )
+    return layout.pack(ExpertWeights.of(weights, act_fn, **biases))
 
 
 def _meta(format: str, shape: Sequence[int]) -> QuantizedWeight:

@@ -6,47 +6,35 @@ from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
 from moequant.runtime.backends import REGISTRY, backends
-from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
-    from moequant.runtime.backends import Backend, Layout, Workload
+    from moequant.runtime.backends import Backend, Workload
 
 
-def select(
-    workload: Workload,
-    backend: str | None = None,
-    *,
-    layout: Layout | None = None,
-) -> Backend:
+def select(workload: Workload, backend: str | None = None) -> Backend:
     """The backend called `backend`, or else the best that runs `workload` on its device by default.
 
     Args:
         workload: what is to be run.
         backend: name of a backend.
-        layout: how the weights are packed already. Those that are not, or stacked, can be packed
-            for any backend.
 
     Raises:
         UnsupportedError: there is none; lists every backend with its reason.
     """
-    if layout == STACKED:
-        layout = None
     if backend is None:
         for candidate in backends().values():
-            if _why_not_default(candidate, workload, layout) is None:
+            if _why_not_default(candidate, workload) is None:
                 return candidate
-    elif backend in backends() and why_not(backends()[backend], workload, layout) is None:
+    elif backend in backends() and why_not(backends()[backend], workload) is None:
         return backends()[backend]
-    raise UnsupportedError(_refusal(workload, backend, layout))
+    raise UnsupportedError(_refusal(workload, backend))
 
 
-def why_not(backend: Backend, workload: Workload, layout: Layout | None = None) -> str | None:
-    """Why `backend` does not run `workload`, or does not read weights in `layout`; None if it does.
+def why_not(backend: Backend, workload: Workload) -> str | None:
+    """Why `backend` does not run `workload`; None if it does.
 
     A backend of another package that fails to answer does not run it; the reason says how.
     """
-    if layout not in (None, backend.layout):
-        return f"reads weights as {backend.layout}, but these are packed as {layout}"
     try:
         return backend.supports(workload)
     except Exception as error:
@@ -55,15 +43,15 @@ def why_not(backend: Backend, workload: Workload, layout: Layout | None = None) 
         return f"cannot say whether it runs this: {error!r}"
 
 
-def _why_not_default(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
+def _why_not_default(backend: Backend, workload: Workload) -> str | None:
     """Why `backend` is not chosen for `workload` by default; None where it may be."""
-    reason = why_not(backend, workload, layout)
+    reason = why_not(backend, workload)
     if reason is None and workload.device.type not in backend.default_on:
         return f'runs on {workload.device.type} only when named, backend="{backend.name}"'
     return reason
 
 
-def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> str:
+def _refusal(workload: Workload, backend: str | None) -> str:
     if backend is None:
         subject = "no backend runs"
     elif backend in backends():
@@ -71,8 +59,7 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
     else:
         subject = f"there is no backend {backend!r} to run"
     reasons = [
-        f"{b.name}: {_why_not_default(b, workload, layout) or 'runs it'}"
-        for b in backends().values()
+        f"{b.name}: {_why_not_default(b, workload) or 'runs it'}" for b in backends().values()
     ]
     function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ class ExpertWeights:
             not of its type.
     """
 
-    gate: QuantizedWeight | None
+    gate: QuantizedWeight | None = None
     up: QuantizedWeight
     down: QuantizedWeight
     gate_bias: Tensor | None = None
@@ -73,6 +73,14 @@ class ExpertWeights:
             _check_bias(name, bias, self.projections())
         _check_input_scales(self.input_scales(), self.format, self.experts)
         _check_same_device(self.tensors())
+
+    @classmethod
+    def of(
+        cls, projections: Mapping[str, QuantizedWeight], act_fn: ActFn, **tensors: Tensor | None
+    ) -> ExpertWeights:
+        """Experts from weights by projection, and biases and input scales by field."""
+        fields: dict[str, Any] = {**projections, **tensors}
+        return cls(**fields, act_fn=act_fn)
 
     def projections(self) -> dict[str, QuantizedWeight]:
         """The two or three weights by name."""
@@ -122,15 +130,10 @@ class ExpertWeights:
                 shape=q.shape,
             )
 
-        return ExpertWeights(
-            gate=None if self.gate is None else rebuilt("gate", self.gate),
-            up=rebuilt("up", self.up),
-            down=rebuilt("down", self.down),
-            gate_bias=None if self.gate_bias is None else tensors["gate_bias"],
-            up_bias=None if self.up_bias is None else tensors["up_bias"],
-            down_bias=None if self.down_bias is None else tensors["down_bias"],
-            act_fn=self.act_fn,
-            **{name: tensors[name] for name in self.input_scales()},
+        return ExpertWeights.of(
+            {name: rebuilt(name, q) for name, q in self.projections().items()},
+            self.act_fn,
+            **{name: tensors[name] for name in (*self.biases(), *self.input_scales())},
         )
 
     @property

@@ -1,7 +1,7 @@
 """Check that the prepared folders of a checkpoint hold its weights.
 
-Every prepared layer is unpacked and compared with the portable weights, byte for byte. A worker
-holds one expert in memory.
+The portable weights are packed again and compared with every prepared layer, byte for byte. A
+worker holds one expert in memory.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _check_layer(
             return f"its SHA-256 is not the one in {MANIFEST_FILE}"
         for expert, wanted in enumerate(packed_experts(converted, layer, layouts[layer], digest)):
             if expert == 0:
-                file.check({n: t.expand(moe.experts, *t.shape[1:]) for n, t in wanted.items()})
+                file.check(wanted, experts=moe.experts)
             for name, tensor in wanted.items():
                 difference = compare_tensors(file.read(name, expert), tensor)
                 if difference is not None:

@@ -14,6 +14,10 @@ from moequant.runtime.backends import Backend, Layout, PackedExperts
 from moequant.runtime.backends.stacked import STACKED
 
 
+def bytes_of(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def flipped(tensor):
     return tensor.contiguous().view(torch.uint8).flip(0).view(tensor.dtype)
 
@@ -31,10 +35,14 @@ class Reversed(Layout):
         self.packs += 1
         return {f"{n}_r": flipped(t) for n, t in STACKED.pack(weights).items()}
 
+    def unpack(self, tensors, workload):
+        stacked = {n.removesuffix("_r"): flipped(t) for n, t in tensors.items()}
+        return STACKED.unpack(stacked, workload)
+
 
 class ReversedExperts(PackedExperts):
     def run(self, hidden_states, topk_weights, topk_ids, *, out, workspace, **options):
-        tensors = {n.removesuffix("_r"): flipped(t) for n, t in self.tensors.items()}
+        tensors = STACKED.pack(self.weights())
         reference = backends.REGISTRY["torch_reference"].load(tensors, self.workload)
         reference.run(
             hidden_states, topk_weights, topk_ids, out=out, workspace=workspace, **options
@@ -81,7 +89,7 @@ def test_weights_are_packed_once_and_are_the_buffers(layers, every_format, rever
     assert experts.state_dict().keys() == {f"{name}_r" for name in stacked}
 
 
-def test_weights_move_from_the_stacked_layout_into_another_and_not_back(
+def test_weights_move_from_the_stacked_layout_into_another_and_back(
     layers, every_format, reverses, outputs
 ):
     call, want, _ = outputs
@@ -90,12 +98,29 @@ def test_weights_move_from_the_stacked_layout_into_another_and_not_back(
     experts.backend = "reverses"
     assert torch.equal(experts(*call), want)
     assert all(name.endswith("_r") for name in experts.state_dict())
+    weights = layers.make(every_format).weights.tensors()
+    for name, tensor in experts.weights.tensors().items():
+        assert torch.equal(bytes_of(tensor), bytes_of(weights[name]))
     experts.backend = "torch_reference"
-    message = "reads weights as stacked version 2, but these are packed as reversed version 1"
+    assert torch.equal(experts(*call), want)
+    assert not any(name.endswith("_r") for name in experts.state_dict())
+
+
+def test_a_call_whose_activations_need_another_layout_is_refused_by_name(
+    layers, reverses, monkeypatch
+):
+    layer = layers.make("fp8_block")
+    monkeypatch.setattr(Reverses, "default_on", ("cpu",))
+    monkeypatch.setattr(
+        type(backends.REGISTRY["torch_reference"]),
+        "supports",
+        lambda self, workload: None if workload.activations == "none" else "does not run it",
+    )
+    experts = FusedExperts(layer.weights)
+    assert experts.chosen_backend() == "reverses"
+    message = "runs on backend 'torch_reference', which reads weights as stacked version 2, but"
     with pytest.raises(UnsupportedError, match=message):
-        experts(*call)
-    with pytest.raises(UnsupportedError, match="packed as reversed version 1, which does not hold"):
-        _ = experts.weights
+        experts(*layer.call, activations="none")
 
 
 def test_a_copy_is_a_module_of_its_own(layers, every_format, reverses, outputs):

@@ -16,8 +16,9 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, quantize, stack
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
+from moequant.preparation.targets import backends_for
 from moequant.runtime import load_experts
-from moequant.runtime.backends import TARGETS, torch_reference
+from moequant.runtime.backends import TARGETS
 from moequant.runtime.layer_reader import LayerReader
 from moequant.runtime.load import open_reader
 from moequant.runtime.prepared import PreparedCheckpoint
@@ -108,8 +109,9 @@ VIEWS = {"slice", "view", "split", "select", "as_strided", "alias", "detach", "_
 def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
     converted, monkeypatch, format, device
 ):
-    """The device "meta" stands for one that is filled through the pinned buffer."""
-    monkeypatch.setattr(torch_reference, "why_not_reference", lambda workload: None)
+    """For the backend that serves the target; "meta" stands for a device with a pinned buffer."""
+    backend = backends_for(format, "sm90")[0]
+    monkeypatch.setattr(type(backend), "supports", lambda self, workload: None)
     folder = prepared(converted(format))
     file = next(folder.glob("layer-00001*"))
     tensors = read_header(file, file.name).values()
@@ -132,7 +134,7 @@ def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
     opened = reader._prepared.open_layer(1)
     monkeypatch.setattr(PreparedCheckpoint, "open_layer", lambda self, layer: opened)
     with Operations() as operations:
-        packed = reader.load(1, range(4), backend="torch_reference")
+        packed = reader.load(1, range(4), backend=backend.name)
     size_bytes = sum(info.size_bytes for info in tensors)
     assert sum(t.nbytes for t in packed.tensors.values()) == size_bytes
     assert operations.names - VIEWS <= {"empty", "copy_"}

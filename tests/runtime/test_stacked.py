@@ -10,7 +10,8 @@ import torch
 from moequant.act_fn import RELU2, SILU, SWIGLUOAI
 from moequant.formats import CONVERTIBLE, RUNNABLE, get_format
 from moequant.runtime import ExpertWeights, FusedExperts
-from moequant.runtime.backends.stacked import STACKED, padded_rows, unstack
+from moequant.runtime.backends.stacked import STACKED, padded_rows
+from moequant.runtime.packing import workload_of
 
 FORMATS = list(RUNNABLE)
 
@@ -27,8 +28,7 @@ def weights_of(format="fp8_block", I=144, act_fn=SILU, bias_dtype=None, E=3):
 
 
 def unstacked(tensors, weights):
-    shape = (weights.experts, weights.intermediate, weights.hidden)
-    return unstack(tensors, format=weights.format, shape=shape, act_fn=weights.act_fn)
+    return STACKED.unpack(tensors, workload_of(weights, "format"))
 
 
 def as_bytes(tensor):

@@ -120,6 +120,17 @@ def test_what_is_not_the_portable_weight_is_named_even_if_the_digest_is_right(
     assert fault[1].startswith(f"{tensor} of expert 2: element [")
 
 
+@pytest.mark.parametrize("tensor", ["w13_panels", "w2_panels"])
+def test_a_panel_that_is_not_the_portable_weight_is_named(source, clean, tmp_path, tensor):
+    converted = Path(shutil.copytree(clean("w4a8"), tmp_path / "converted"))
+    edit_layer(
+        converted / PREPARED_FOLDER / "sm90", 1, tensor, lambda rows: rows[2, -1].bitwise_xor_(1)
+    )
+    (fault,) = problems(converted / PREPARED_FOLDER / "sm90", source).items()
+    assert fault[0] == "sm90/layer-00001.safetensors"
+    assert fault[1].startswith(f"{tensor} of expert 2: element [")
+
+
 def test_swapped_experts_are_named(source, folder):
     def swap(rows):
         rows[:2] = rows[:2].flip(0)

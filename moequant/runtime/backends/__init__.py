@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
@@ -16,6 +16,7 @@ from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
 from moequant.runtime.backends.triton_batched import TritonBatched
 from moequant.runtime.backends.triton_portable import TritonPortable
+from moequant.runtime.workload import Workload
 
 REGISTRY: dict[str, Backend] = {
     b.name: b

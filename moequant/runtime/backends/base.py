@@ -10,49 +10,22 @@ batch per expert.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moequant.act_fn import SILU, ActFn
-from moequant.runtime.backends.stacked import STACKED, unstack
+from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
-    import torch
     from torch import Tensor
 
     from moequant.runtime.backends.layout import Layout
     from moequant.runtime.weights import ExpertWeights
+    from moequant.runtime.workload import Workload
 
 
 TARGETS = ("sm90", "sm100")
 """Generations of GPUs that `moequant prepare` packs for: Hopper and Blackwell."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The description of a layer to run.
-
-    Attributes:
-        format: name of the format of the weights.
-        activations: a scheme of `moequant.runtime.activations`.
-        experts: E, on this device.
-        hidden: H.
-        intermediate: I.
-        device: where weights and activations are.
-        act_fn: the function between the GEMMs.
-        bias: whether any projection has one.
-    """
-
-    format: str
-    activations: str
-    experts: int
-    hidden: int
-    intermediate: int
-    device: torch.device
-    act_fn: ActFn = SILU
-    bias: bool = False
 
 
 class PackedExperts(ABC):
@@ -119,13 +92,8 @@ class PackedExperts(ABC):
         return None
 
     def weights(self) -> ExpertWeights:
-        """The weights as gate, up and down, for layouts that hold them so: views.
-
-        Errors as `unstack`.
-        """
-        w = self.workload
-        shape = (w.experts, w.intermediate, w.hidden)
-        return unstack(self.tensors, format=w.format, shape=shape, act_fn=w.act_fn)
+        """Gate, up and down, see `Layout.unpack`."""
+        return self.backend.layout.unpack(self.tensors, self.workload)
 
 
 class Backend(ABC):

@@ -8,7 +8,7 @@ import shutil
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.sm90_fp8_block import why_not_fp8_block
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmWeights
     from moequant.runtime.batched import BatchedTokens
+    from moequant.runtime.workload import Workload
 
 
 class DeepGemm(Backend):

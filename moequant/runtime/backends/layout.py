@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from moequant.runtime.weights import ExpertWeights
+    from moequant.runtime.workload import Workload
 
 
 class Layout(ABC):
@@ -31,6 +34,18 @@ class Layout(ABC):
 
         Raises:
             UnsupportedError: the layout does not hold weights of this format or these sizes.
+        """
+
+    @abstractmethod
+    def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
+        """The inverse of `pack`, bit for bit: the weights in `tensors`, as views where it can be.
+
+        Args:
+            tensors: as `pack` makes them.
+            workload: says the format, the sizes and the function between the GEMMs.
+
+        Raises:
+            CheckpointError: a tensor is not of the dtype or shape that the format and sizes say.
         """
 
     def __eq__(self, other: object) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.runtime.activations import Activations
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.torch_reference import run_expert, why_not_reference
 from moequant.runtime.capture import capturing
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime.batched import BatchedTokens
+    from moequant.runtime.workload import Workload
 
 
 class NaiveBatched(Backend):

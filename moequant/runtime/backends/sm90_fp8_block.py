@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts
 from moequant.runtime.backends.capability import why_not_sm90_nvrtc
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
     from torch import Tensor
+
+    from moequant.runtime.workload import Workload
 
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 

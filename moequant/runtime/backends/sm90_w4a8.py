@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from moequant.errors import UnsupportedError
+from moequant.formats import QuantizedWeight
 from moequant.kernels.sm90_w4a8 import layout
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts
 from moequant.runtime.backends.capability import why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
-from moequant.runtime.backends.stacked import stack_biases
+from moequant.runtime.backends.stacked import stack_biases, unstack_biases
+from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Hashable, Mapping
 
     from torch import Tensor
 
-    from moequant.runtime.weights import ExpertWeights
+    from moequant.runtime.workload import Workload
 
 
 class W4a8Panels(Layout):
@@ -49,6 +53,26 @@ class W4a8Panels(Layout):
         biases = stack_biases(weights, weights.intermediate)
         return {"w13_panels": w13, "w2_panels": layout.pack(down.qdata, down.scale), **biases}
 
+    def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
+        """See `Layout.unpack`; codes and scales are copies."""
+        E, I, H = workload.experts, workload.intermediate, workload.hidden
+        gated = workload.act_fn.gated
+        w13 = layout.unpack(tensors["w13_panels"], I, gated=gated)
+        (w2,) = layout.unpack(tensors["w2_panels"], H, gated=False)
+        names = ("gate", "up", "down") if gated else ("up", "down")
+        parts = {
+            name: QuantizedWeight(
+                format="w4a8",
+                qdata=qdata,
+                scale=scale,
+                global_scale=None,
+                shape=torch.Size((E, H, I) if name == "down" else (E, I, H)),
+            )
+            for name, (qdata, scale) in zip(names, [*w13, w2], strict=True)
+        }
+        biases = unstack_biases(tensors, I, gated=gated)
+        return ExpertWeights.of(parts, workload.act_fn, **biases)
+
 
 class Sm90W4a8(Backend):
     """INT4 x FP8 GEMMs: codes decoded to E4M3 in registers, scales applied to sums in float32.
@@ -76,6 +100,10 @@ class Sm90W4a8(Backend):
         if workload.device.type != "cuda":
             return "needs a CUDA device"
         return why_not_sm90_nvrtc(workload.device)
+
+    def serves(self, target: str) -> Collection[str]:
+        """See `Backend.serves`."""
+        return ("w4a8",) if target == "sm90" else ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

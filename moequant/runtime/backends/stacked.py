@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.act_fn import ActFn
+    from moequant.runtime.workload import Workload
 
 _MOST_BLOCK_ROWS = 1 << 16
 """A scale of more rows than this is one of the whole matrix, which needs no padding."""
@@ -60,6 +60,18 @@ class Stacked(Layout):
         for name, scale in weights.input_scales().items():
             tensors[_INPUT_SCALES[name]] = scale
         return tensors
+
+    def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
+        """See `Layout.unpack`; all are views."""
+        w = workload
+        shape = (w.experts, w.intermediate, w.hidden)
+        return ExpertWeights.of(
+            projections(tensors, format=w.format, shape=shape, gated=w.act_fn.gated),
+            w.act_fn,
+            **unstack_biases(tensors, w.intermediate, gated=w.act_fn.gated),
+            gate_up_input_scale=tensors.get("w13_input_scale"),
+            down_input_scale=tensors.get("w2_input_scale"),
+        )
 
 
 STACKED = Stacked()
@@ -106,7 +118,7 @@ def room(like: Mapping[str, QuantizedWeight], experts: int) -> dict[str, Tensor]
 def projections(
     tensors: Mapping[str, Tensor], *, format: str, shape: Sequence[int], gated: bool
 ) -> dict[str, QuantizedWeight]:
-    """The weights in `tensors` by projection, as views; arguments as for `unstack`."""
+    """The weights in `tensors` by projection, as views; `shape` is E, I, H."""
     E, I, H = shape
     halves = 2 if gated else 1
     parts = [
@@ -135,37 +147,6 @@ def projections(
     )
 
 
-def unstack(
-    tensors: Mapping[str, Tensor], *, format: str, shape: Sequence[int], act_fn: ActFn
-) -> ExpertWeights:
-    """The weights in `tensors`, as views.
-
-    Args:
-        tensors: as `Stacked.pack` makes them.
-        format: of the weights.
-        shape: E, I, H.
-        act_fn: the function between the GEMMs.
-
-    Raises:
-        CheckpointError: a tensor is not of the dtype or shape that the format and sizes say.
-    """
-    halves = 2 if act_fn.gated else 1
-    biases = [_half(tensors, "w13_bias", halves, index) for index in range(halves)]
-    gate_bias, up_bias = biases if act_fn.gated else (None, biases[0])
-    weights = projections(tensors, format=format, shape=shape, gated=act_fn.gated)
-    return ExpertWeights(
-        gate=weights.get("gate"),
-        up=weights["up"],
-        down=weights["down"],
-        gate_bias=None if gate_bias is None else gate_bias[:, : shape[1]],
-        up_bias=None if up_bias is None else up_bias[:, : shape[1]],
-        down_bias=tensors.get("w2_bias"),
-        act_fn=act_fn,
-        gate_up_input_scale=tensors.get("w13_input_scale"),
-        down_input_scale=tensors.get("w2_input_scale"),
-    )
-
-
 def _half(tensors: Mapping[str, Tensor], name: str, halves: int, index: int) -> Tensor | None:
     """Part `index` of the rows of a tensor, if there is such a tensor."""
     tensor = tensors.get(name)
@@ -186,7 +167,7 @@ def _stack(parts: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _as_stacked(parts: Sequence[Tensor], rows: int) -> Tensor | None:
-    """The contiguous [E, parts * rows, ...] whose views `unstack` made the parts; None if none."""
+    """The contiguous [E, parts * rows, ...] that the parts are views of; None if none."""
     first = parts[0]
     E, used, *rest = first.shape
     shape = (E, len(parts) * rows, *rest)
@@ -228,3 +209,16 @@ def stack_biases(weights: ExpertWeights, rows: int) -> dict[str, Tensor]:
     if down is not None:
         tensors["w2_bias"] = down.float().contiguous()
     return tensors
+
+
+def unstack_biases(
+    tensors: Mapping[str, Tensor], intermediate: int, *, gated: bool
+) -> dict[str, Tensor]:
+    """The inverse of `stack_biases`: views, by field of `ExpertWeights`."""
+    biases = {"down_bias": tensors["w2_bias"]} if "w2_bias" in tensors else {}
+    names = ("gate_bias", "up_bias") if gated else ("up_bias",)
+    for index, name in enumerate(names):
+        bias = _half(tensors, "w13_bias", len(names), index)
+        if bias is not None:
+            biases[name] = bias[:, :intermediate]
+    return biases

@@ -13,8 +13,8 @@ from moequant.runtime.routing import permute, reduce, route
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moequant.runtime.backends.base import Workload
     from moequant.runtime.routing import Permutation, Routing
+    from moequant.runtime.workload import Workload
 
 
 class StandardExperts(PackedExperts):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.runtime.backends.base import PackedExperts, Workload
+    from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.workload import Workload
 
 GROUP = "moequant.backends"
 

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts
 from moequant.runtime.backends.standard import StandardExperts
 from moequant.runtime.capture import capturing
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moequant.runtime.activations import Activations
     from moequant.runtime.routing import Permutation
     from moequant.runtime.weights import ExpertWeights
+    from moequant.runtime.workload import Workload
 
 ROW_MULTIPLE = 16
 """Each GEMM has a multiple of this many rows.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.triton_portable import portable_experts, why_not_portable
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime.batched import BatchedTokens
+    from moequant.runtime.workload import Workload
 
 
 class TritonBatched(Backend):

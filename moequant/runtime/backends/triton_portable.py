@@ -12,7 +12,7 @@ from moequant.formats import RUNNABLE, get_format
 from moequant.formats.base import WHOLE
 from moequant.kernels.portable.weights import END_EXPERT, END_ROW, Experts, Kind, projection
 from moequant.runtime.activations import SCHEMES
-from moequant.runtime.backends.base import Backend, PackedExperts, Workload
+from moequant.runtime.backends.base import Backend, PackedExperts
 from moequant.runtime.backends.capability import why_not_capable
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moequant.formats import Format, QuantizedWeight
     from moequant.kernels.portable.weights import Projection
     from moequant.runtime.weights import ExpertWeights
+    from moequant.runtime.workload import Workload
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moequant.formats.elements import decode_int4, unpack_nibbles
-from moequant.kernels.sm90_w4a8.layout import CODE_BYTES, PANEL_BYTES, pack, panels
+from moequant.kernels.sm90_w4a8.layout import CODE_BYTES, PANEL_BYTES, pack, panels, unpack
 
 E, K = 2, 256
 
@@ -83,6 +83,18 @@ def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(N):
     for matrix, (qdata, scale) in enumerate((gate, up)):
         assert torch.equal(codes[:, matrix], codes_of(qdata))
         assert torch.equal(scales[:, matrix], scale.float())
+
+
+@pytest.mark.parametrize("N", [64, 128, 192, 640])
+def test_unpacking_gives_the_bits_of_every_code_and_scale(N):
+    gate, up = weight(N, 0), weight(N, 1)
+    (single,) = unpack(pack(*gate), N, gated=False)
+    of_gate, of_up = unpack(pack(*gate, up), N, gated=True)
+    for got, want in ((single, gate), (of_gate, gate), (of_up, up)):
+        for tensor, other in zip(got, want, strict=True):
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
+            assert tensor.is_contiguous()
 
 
 def test_all_sixteen_codes_decode_to_themselves():
