@@ -65,8 +65,7 @@ def command(
     SOURCE is a directory or the id of a repository on the Hugging Face hub. Give either --format or
     --recipe. Run the same command again to continue an interrupted conversion.
     """
-    if (format is None) == (recipe is None):
-        raise click.UsageError("give either --format or --recipe")
+    options.check_one_given({"--format": format, "--recipe": recipe})
     from moequant.conversion import DEFAULT_WORKERS, convert
 
     out = Output(as_json=as_json, quiet=quiet)

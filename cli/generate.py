@@ -102,8 +102,7 @@ def command(
     No chat template is applied to the prompt. Needs transformers and accelerate:
     pip install 'moequant[transformers]'.
     """
-    if (prompt is None) == (prompt_ids is None):
-        raise click.UsageError("give either --prompt or --prompt-ids")
+    options.check_one_given({"--prompt": prompt, "--prompt-ids": prompt_ids})
     from moequant.integrations.generation import Prompts, generate
     from moequant.integrations.transformers import import_transformers, load_model
 

@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
@@ -65,6 +65,14 @@ def complete_recipe(
 
     names = [name for name in shipped_recipes() if name.startswith(incomplete)]
     return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+def check_one_given(values: Mapping[str, object]) -> None:
+    """Check that exactly one of these options has a value, which is not None."""
+    given = [flag for flag, value in values.items() if value is not None]
+    if len(given) != 1:
+        both = ", not both" if given else ""
+        raise click.UsageError(f"give {' or '.join(values)}{both}")
 
 
 def _check_size(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -181,7 +189,8 @@ max_shard_size_option = click.option(
     "--max-shard-size",
     metavar="SIZE",
     callback=_check_size,
-    help="Maximum size of a shard.  [default: the recipe's, or 5GB]",
+    help="Maximum size of a shard: a number and a unit (B, KB, MB, GB or TB), such as 500MB.  "
+    "[default: the recipe's, or 5GB]",
 )
 target_option = _name_option(
     "--target",

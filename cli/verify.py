@@ -67,8 +67,7 @@ def command(
     With --integrity, check without the source that its files are unchanged since they were written.
     The exit code is 5 if a check fails; the reasons are printed.
     """
-    if (source is None) == (not integrity):
-        raise click.UsageError("give either --against SOURCE or --integrity")
+    options.check_one_given({"--against SOURCE": source, "--integrity": integrity or None})
     out = Output(as_json=as_json, quiet=quiet)
     # Options that were not given are left to the library's defaults.
     asked = {

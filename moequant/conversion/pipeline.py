@@ -414,7 +414,8 @@ def _changed_file(before: Any, now: Mapping[str, Any]) -> str:
 
 def _choose_recipe(format: str | None, recipe: Recipe | str | Path | None) -> Recipe:
     if (format is None) == (recipe is None):
-        raise RecipeError("give either a format or a recipe")
+        both = "" if format is None else ", not both"
+        raise RecipeError(f"give a format or a recipe{both}")
     if format is not None:
         return Recipe.for_format(format)
     if isinstance(recipe, Recipe):

@@ -40,7 +40,7 @@ _UNITS = {None: 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "5GB" or "500MB"; decimal units, as on the hub.
+    """Bytes of a size such as "5GB", "5G" or "500MB"; decimal units, as on the hub.
 
     Raises:
         ValueError: not a size, without a unit, or zero.
@@ -50,8 +50,8 @@ def parse_size(text: str) -> int:
     size_bytes = int(float(match[1]) * _UNITS[match[2] and match[2].upper()]) if match else 0
     if size_bytes < 1:
         raise ValueError(
-            f"{show(text)} is not a size such as 5GB or 500MB: a number above zero and a unit, one "
-            "of B, KB, MB, GB, TB or K, M, G, T"
+            f"{show(text)} is not a size; give a number above zero and a unit (B, KB, MB, GB or "
+            "TB), such as 500MB or 5GB"
         )
     return size_bytes
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from moequant.errors import UnsupportedError
 from moequant.formats.base import (
     Format,
@@ -48,8 +50,6 @@ from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import Tensor
 
 REGISTRY: dict[str, Format] = {
     f.name: f
@@ -93,11 +93,15 @@ def get_format(name: str) -> Format:
 
 def quantize(w: Tensor, format: str, *, name: str = "weight", **options: str) -> QuantizedWeight:
     """Quantize [..., N, K] to the format called `format`; see `Format.quantize`."""
+    if not isinstance(w, Tensor):
+        raise UnsupportedError(f"{name} is {type(w).__name__}, but must be a tensor [..., N, K]")
     return get_format(format).quantize(w, options, name=name)
 
 
 def dequantize(q: QuantizedWeight) -> Tensor:
     """Decode to [..., N, K] float32: code * scale, times the global scale if there is one."""
+    if not isinstance(q, QuantizedWeight):
+        raise UnsupportedError(f"q is {type(q).__name__}, but must be a QuantizedWeight")
     return get_format(q.format).dequantize(q)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from click.shell_completion import ShellComplete
 
@@ -54,6 +56,23 @@ def test_wrong_usage_exits_2_before_anything_is_read(run, tmp_path, arguments):
     assert result.exit_code == 2
     assert result.document["error"]["exit_code"] == 2
     assert result.stderr.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "one", "other"),
+    [
+        ("convert", ["--format", "nvfp4"], ["--recipe", "nvfp4-experts"]),
+        ("verify", ["--against", "source"], ["--integrity"]),
+        ("generate", ["--prompt", "a"], ["--prompt-ids", "1"]),
+    ],
+)
+def test_both_of_two_options_and_neither_are_told_apart(run, command, one, other):
+    places = ["source", "out"] if command == "convert" else ["out"]
+    neither, both = run(command, *places), run(command, *places, *one, *other)
+    said = rf"give {one[0]}.* or {other[0]}"
+    assert re.search(rf"{said}$", neither.stderr.strip())
+    assert re.search(rf"{said}, not both$", both.stderr.strip())
+    assert neither.exit_code == both.exit_code == 2
 
 
 PLACES = {

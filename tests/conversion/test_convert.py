@@ -446,9 +446,15 @@ def test_a_layer_of_one_expert_converts(make_checkpoint, tmp_path):
     assert (decoded - source).norm() < 0.12 * source.norm()
 
 
-@pytest.mark.parametrize("arguments", [{}, {"format": "mxfp4", "recipe": "mxfp4-experts"}])
-def test_exactly_one_of_format_and_recipe_is_wanted(source, tmp_path, arguments):
-    with pytest.raises(RecipeError, match="either"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give a format or a recipe"),
+        ({"format": "mxfp4", "recipe": "mxfp4-experts"}, "give a format or a recipe, not both"),
+    ],
+)
+def test_exactly_one_of_format_and_recipe_must_be_given(source, tmp_path, arguments, message):
+    with pytest.raises(RecipeError, match=f"^{message}$"):
         convert(source, tmp_path / "out", **arguments)
 
 

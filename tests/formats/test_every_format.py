@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import moequant
 from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
 from moequant.formats import (
     CONVERTIBLE,
@@ -250,6 +251,15 @@ def test_parts_that_are_not_the_format_s_are_refused_by_weight_and_part(fmt: For
     for part, said, parts in broken_parts(q):
         with pytest.raises(CheckpointError, match=rf"^w13\.{part} {said}; .* again$"):
             check_parts(parts, fmt.name, q.shape, "w13")
+
+
+def test_what_is_no_weight_is_refused_by_its_type():
+    with pytest.raises(
+        UnsupportedError, match=r"weight is str, but must be a tensor \[\.\.\., N, K"
+    ):
+        moequant.quantize("x", "nvfp4")
+    with pytest.raises(UnsupportedError, match="q is Tensor, but must be a QuantizedWeight"):
+        moequant.dequantize(torch.ones(4, 4))
 
 
 def test_parts_are_checked_against_a_shape_and_format_that_exist() -> None:
