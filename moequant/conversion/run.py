@@ -141,7 +141,7 @@ class _Run(threading.local):
         Meanwhile shards before it are `finishing`.
         """
         partial_file = self._journal.partial(shard.file)
-        writer = ShardWriter(partial_file, shard.header, shard.pieces, past_cache=True)
+        writer = ShardWriter(partial_file, shard.header, shard.pieces)
         left = Batches(shard.items, workers)
         errors: dict[int, list[RequantizationError]] = {}
         try:

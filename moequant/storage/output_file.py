@@ -16,18 +16,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from moequant.storage.digest import GrowingDigest
-from moequant.storage.direct import direct_part, open_direct
+from moequant.storage.direct import direct_part, open_direct, write_direct
 from moequant.storage.disk import explained, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
-
-    from moequant.storage.direct import DirectFile
 
 # Errors of file systems that cannot reserve space (ZFS returns EINVAL).
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -36,6 +34,8 @@ SHARED_BYTES = 1 << 16
 """Smaller pieces are copied: the digest may reach them much later, and would hold their memory."""
 _GATHERED_BYTES = 4 << 20
 """Maximum size of the gathered pieces."""
+_DIRECT_WRITES = 2
+"""Direct writes at once: one is prepared while the disk does the other."""
 
 
 class OutputFile:
@@ -48,13 +48,14 @@ class OutputFile:
     Args:
         path: the file's path.
         size_bytes: its final size; every byte is written exactly once.
-        past_cache: whether `write_shared` writes directly, if the file system supports it.
     """
 
-    def __init__(self, path: Path, size_bytes: int, *, past_cache: bool) -> None:
+    def __init__(self, path: Path, size_bytes: int) -> None:
         self.path = path
         self.size_bytes = size_bytes
-        self._direct: DirectFile | None = None
+        self._direct_fd: int | None = None
+        self._disk = ThreadPoolExecutor(_DIRECT_WRITES, "moequant-disk")
+        self._under_way: set[Future[None]] = set()
         self._failure: BaseException | None = None
         self._gathered: list[tuple[int, bytes]] = []
         self._gathered_bytes = 0
@@ -65,16 +66,15 @@ class OutputFile:
         try:
             with explained(path, f"given its {size_bytes} bytes"):
                 _reserve(self._fd, size_bytes)
-            if past_cache:
-                with explained(path, "opened"):
-                    self._direct = open_direct(path, self._fd)
+            with explained(path, "opened"):
+                self._direct_fd = open_direct(path, self._fd)
         except BaseException:
             self.abort()
             raise
 
-    def write(self, position: int, view: memoryview) -> None:
+    def write_copied(self, position: int, view: memoryview) -> None:
         """Write `view` at `position`; it may be changed afterwards."""
-        if self._direct is None or view.nbytes >= SHARED_BYTES:
+        if self._direct_fd is None or view.nbytes >= SHARED_BYTES:
             self._write_cached(position, view)
             self._digest.wrote(position, position + view.nbytes)
         else:
@@ -83,15 +83,17 @@ class OutputFile:
             self._gather(position, copy)
 
     def write_shared(self, position: int, view: memoryview, release: Callable[[], None]) -> None:
-        """As `write`, without a copy of `view`.
+        """As `write_copied`, without a copy of `view`.
 
         It must stay as it is until `release` was called twice, for the disk and for the digest.
         """
         self._raise_failure()
         start, stop = direct_part(position, view)
-        if self._direct is not None and start < stop:
+        if self._direct_fd is not None and start < stop:
             inner = position + start, view[start:stop]
-            self._direct.begin(*inner, partial(self._wrote_direct, *inner, release))
+            future = self._disk.submit(self._write_direct, self._direct_fd, *inner, release)
+            self._under_way.add(future)
+            future.add_done_callback(self._under_way.discard)
             self._gather(position, view[:start].tobytes())
             self._gather(position + stop, view[stop:].tobytes())
         else:
@@ -109,28 +111,25 @@ class OutputFile:
             return self._digest.catch_up(at_most_bytes)
 
     def wait_for_disk(self) -> bool:
-        """Wait until one of the direct writes in progress is done.
-
-        Returns:
-            Whether there was any.
-        """
-        was_any = self._direct is not None and self._direct.wait()
+        """Wait until one of the direct writes in progress is done; whether there was any."""
+        under_way = set(self._under_way)
+        wait(under_way, return_when=FIRST_COMPLETED)
         self._raise_failure()
-        return was_any
+        return bool(under_way)
 
     @property
     def is_behind(self) -> bool:
-        """Whether `digest` could go on, or a write past the cache is under way.
+        """Whether `digest` could go on, or a direct write is in progress.
 
-        What waits for neither lies beyond a hole, until that is filled.
+        What waits for neither lies beyond a gap, until that is filled.
         """
-        return self._digest.is_behind or (self._direct is not None and self._direct.is_busy)
+        return self._digest.is_behind or bool(self._under_way)
 
-    def finish(self) -> str:
+    def finish(self) -> tuple[int, str]:
         """Digest the rest of the file, fsync it and close it.
 
         Returns:
-            Its SHA-256 in hex.
+            Its size in bytes and its SHA-256 in hex.
         """
         self.digest(self.size_bytes)
         while self.wait_for_disk():
@@ -139,7 +138,7 @@ class OutputFile:
         with explained(self.path, "finished"):
             os.fsync(self._descriptor())
             self._close()
-        return self._digest.of_first(self.size_bytes)
+        return self.size_bytes, self._digest.of_first(self.size_bytes)
 
     def abort(self) -> None:
         """Close the file if it is open, and remove it if it exists."""
@@ -150,11 +149,11 @@ class OutputFile:
                 self.path.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if self._direct is not None:
-            self._direct.close()
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd = self._direct = None
+        self._disk.shutdown()
+        for fd in (self._direct_fd, self._fd):
+            if fd is not None:
+                os.close(fd)
+        self._fd = self._direct_fd = None
 
     def _descriptor(self) -> int:
         if self._fd is None:
@@ -170,21 +169,15 @@ class OutputFile:
         if self._failure is not None:
             raise self._failure
 
-    def _wrote_direct(
-        self,
-        position: int,
-        view: memoryview,
-        release: Callable[[], None],
-        count: int,
-        error: BaseException | None,
+    def _write_direct(
+        self, fd: int, position: int, view: memoryview, release: Callable[[], None]
     ) -> None:
-        """Write through the cache what a write past it has left; as `DirectFile.begin` has it."""
+        """Write past the cache, and through it what is left; errors are for waiting threads."""
         try:
             with explained(self.path, "written"):
-                if error is not None and not _wants_more_than_pages(error):
-                    raise error
+                count = write_direct(fd, position, view)
             self._write_cached(position + count, view[count:])
-        except BaseException as failure:  # for a thread that waits for the disk
+        except BaseException as failure:
             self._failure = failure
         finally:
             release()
@@ -205,11 +198,6 @@ class OutputFile:
             self._write_cached(position, memoryview(joined))
         for position, data in gathered:
             self._digest.forget(position, data)
-
-
-def _wants_more_than_pages(error: BaseException) -> bool:
-    """Whether a disk refused a write past the cache for its position, address or size."""
-    return isinstance(error, OSError) and error.errno == errno.EINVAL
 
 
 def _reserve(fd: int, size_bytes: int) -> None:

@@ -6,7 +6,8 @@ for another, and slices of a tensor may come from several workers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from operator import itemgetter
+from typing import TYPE_CHECKING, NoReturn
 
 from moequant.storage.buffers import joined_bytes
 from moequant.storage.headers import (
@@ -19,7 +20,7 @@ from moequant.storage.headers import (
 from moequant.storage.output_file import SHARED_BYTES, OutputFile, nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -66,37 +67,6 @@ def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
     return 2 + max(DTYPE_BITS.values()) - DTYPE_BITS[dtype]
 
 
-class _Piece(NamedTuple):
-    """A whole contiguous tensor, and its position in the file."""
-
-    position: int
-    size_bytes: int
-    address: int
-    tensor: Tensor
-
-    def order(self) -> tuple[int, int]:
-        """Sort key; an empty piece comes before another at the same position."""
-        return self.position, self.size_bytes
-
-    def ends_at(self, other: _Piece) -> bool:
-        """Whether `other` is adjacent, in memory and in the file."""
-        return (
-            self.position + self.size_bytes == other.position
-            and self.address + self.size_bytes == other.address
-        )
-
-
-def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
-    """Group sorted pieces that are adjacent in memory and in the file."""
-    runs: list[list[_Piece]] = []
-    for piece in pieces:
-        if runs and runs[-1][-1].ends_at(piece):
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return runs
-
-
 def _reference_count(count: int, last: Callable[[], None]) -> Callable[[], None]:
     """A function that calls `last` when it is called for the (count + 1)-th time."""
     # A list instead of a number, because pop is atomic.
@@ -104,35 +74,21 @@ def _reference_count(count: int, last: Callable[[], None]) -> Callable[[], None]
     return lambda: left.pop()()
 
 
-class ShardWriter:
-    """A safetensors file that is being written.
-
-    Several threads may write at once, but not during `finish` and `abort`. Space is reserved at the
-    start. An existing file at `path` is overwritten. Every OSError becomes a MoequantError with
-    advice.
+class ShardWriter(OutputFile):
+    """A safetensors file that is being written; see `OutputFile`.
 
     Args:
         path: a temporary name, which the caller renames when the file is finished.
         header: as `lay_out` returns it.
         slots: as `lay_out` returns them.
-        past_cache: as `OutputFile`.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        header: bytes,
-        slots: Mapping[str, TensorSlot],
-        *,
-        past_cache: bool = False,
-    ) -> None:
-        self.path = path
-        self.size_bytes = len(header) + sum(slot.size_bytes for slot in slots.values())
+    def __init__(self, path: Path, header: bytes, slots: Mapping[str, TensorSlot]) -> None:
+        super().__init__(path, len(header) + sum(slot.size_bytes for slot in slots.values()))
         self._slots = slots
         self._data_start = len(header)
         # Ranges instead of a sum, so that a slice written twice cannot hide a missing one.
         self._written: list[tuple[int, int]] = []
-        self._file = OutputFile(path, self.size_bytes, past_cache=past_cache)
         try:
             self._write_runs([(0, memoryview(header))], None)
         except BaseException:
@@ -157,19 +113,26 @@ class ShardWriter:
             release: called when digest and disk no longer need the tensors' memory, which must not
                 change until then. If None, the memory is not needed after the call.
         """
-        pieces = sorted((self._piece(*item) for item in tensors.items()), key=_Piece.order)
-        runs = [(run[0].position, joined_bytes([p.tensor for p in run])) for run in _runs(pieces)]
-        self._write_runs(runs, release)
+        pieces = [(self.position(n), t.nbytes, self._checked(n, t)) for n, t in tensors.items()]
+        runs: list[tuple[int, list[Tensor]]] = []
+        end = None
+        # An empty tensor comes before another at the same position.
+        for position, size_bytes, tensor in sorted(pieces, key=itemgetter(0, 1)):
+            address = tensor.data_ptr()
+            if (position, address) != end:
+                runs.append((position, []))
+            runs[-1][1].append(tensor)
+            end = position + size_bytes, address + size_bytes
+        self._write_runs([(start, joined_bytes(run)) for start, run in runs], release)
 
-    def _piece(self, name: str, tensor: Tensor) -> _Piece:
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous in CPU memory, if it is what its slot is for."""
         slot = self._slots[name]
-        found, wanted = (dtype_name(tensor.dtype), tuple(tensor.shape)), (slot.dtype, slot.shape)
+        found, expected = (dtype_name(tensor.dtype), tuple(tensor.shape)), (slot.dtype, slot.shape)
         # Not `assert`, which `python -O` removes: this protects the user's weights.
-        if found != wanted:
-            raise AssertionError(f"{name}: {found}, but the plan says {wanted}")
-        if not tensor.is_cpu or not tensor.is_contiguous():
-            tensor = tensor.detach().cpu().contiguous()
-        return _Piece(self._data_start + slot.offset, tensor.nbytes, tensor.data_ptr(), tensor)
+        if found != expected:
+            raise AssertionError(f"{name}: {found}, but the plan says {expected}")
+        return tensor.cpu().contiguous()
 
     def write_bytes(
         self,
@@ -197,42 +160,21 @@ class ShardWriter:
         once = _reference_count(2 * len(large), release or nothing)
         for position, view in runs:
             if position in large:
-                self._file.write_shared(position, view, once)
+                self.write_shared(position, view, once)
             else:
-                self._file.write(position, view)
+                self.write_copied(position, view)
             if view.nbytes:
                 self._written.append((position, position + view.nbytes))
         once()
 
-    def wait_for_disk(self) -> bool:
-        """Wait until a write past the page cache is done; whether there was any to wait for."""
-        return self._file.wait_for_disk()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether digest or disk have work left; see `OutputFile.is_behind`."""
-        return self._file.is_behind
-
-    def digest(self, at_most_bytes: int) -> bool:
-        """Digest at most `at_most_bytes` new bytes; does nothing if another thread is digesting.
-
-        Returns:
-            Whether the limit was reached.
-        """
-        return self._file.digest(at_most_bytes)
-
     def finish(self) -> tuple[int, str]:
-        """Digest the rest of the file, fsync it and close it.
-
-        Returns:
-            Its size in bytes and its SHA-256 in hex.
-        """
+        """As `OutputFile.finish`; refuses a file in which a byte was not written exactly once."""
         position = 0
         for start, stop in sorted([*self._written, (self.size_bytes, self.size_bytes)]):
             if start != position:
                 self._refuse(min(start, position))
             position = stop
-        return self.size_bytes, self._file.finish()
+        return super().finish()
 
     def _refuse(self, position: int) -> NoReturn:
         """Raise for the tensor of a byte that was not written exactly once."""
@@ -243,7 +185,3 @@ class ShardWriter:
                     f"{name}: byte {offset} of {slot.size_bytes} was not written exactly once"
                 )
         raise AssertionError(f"{self.path}: byte {position} does not belong to a tensor")
-
-    def abort(self) -> None:
-        """Close the file if it is open, and remove it if it exists."""
-        self._file.abort()

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from moequant.errors import MoequantError
 from moequant.storage import direct, output_file
 from moequant.storage.buffers import PAGE_BYTES, Arena, tensor_bytes
-from moequant.storage.direct import LEAST_BYTES, DirectFile, direct_part, open_direct
+from moequant.storage.direct import LEAST_BYTES, direct_part, open_direct, write_direct
 from moequant.storage.output_file import SHARED_BYTES, OutputFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 LARGE = 3 * LEAST_BYTES
@@ -31,8 +31,8 @@ EXT4, NFS = 0xEF53, 0x6969
 
 @pytest.fixture(autouse=True)
 def with_or_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(path: Path, fd: int) -> DirectFile:
-        return open_direct(path, fd) or DirectFile(os.open(path, os.O_WRONLY))
+    def opened(path: Path, fd: int) -> int:
+        return open_direct(path, fd) or os.open(path, os.O_WRONLY)
 
     monkeypatch.setattr(output_file, "open_direct", opened)
 
@@ -43,18 +43,18 @@ class Written:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.past: list[tuple[int, int]] = []
         self.cached: list[tuple[int, int]] = []
-        begin, write_all = DirectFile.begin, output_file.write_all
+        write_direct, write_all = output_file.write_direct, output_file.write_all
 
-        def began(file: DirectFile, position: int, view: memoryview, done: Any) -> None:
+        def wrote_direct(fd: int, position: int, view: memoryview) -> int:
             self.past.append((position, view.nbytes))
-            begin(file, position, view, done)
+            return write_direct(fd, position, view)
 
         def wrote(fd: int, position: int, view: memoryview) -> None:
             if view:
                 self.cached.append((position, view.nbytes))
             write_all(fd, position, view)
 
-        monkeypatch.setattr(DirectFile, "begin", began)
+        monkeypatch.setattr(output_file, "write_direct", wrote_direct)
         monkeypatch.setattr(output_file, "write_all", wrote)
 
 
@@ -101,10 +101,10 @@ def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
 ) -> None:
     position, size_bytes = 128, LARGE
     view = shared(position, size_bytes)
-    file = OutputFile(tmp_path / "file", position + size_bytes, past_cache=True)
+    file = OutputFile(tmp_path / "file", position + size_bytes)
     file.write_shared(position, view, nothing)
-    file.write(0, memoryview(bytes(position)))
-    digest = file.finish()
+    file.write_copied(0, memoryview(bytes(position)))
+    _, digest = file.finish()
     first, last = PAGE_BYTES, size_bytes // PAGE_BYTES * PAGE_BYTES
     assert written.past == [(first, last - first)]
     # What lies side by side goes together.
@@ -116,7 +116,7 @@ def test_a_large_piece_goes_past_the_cache_and_its_ends_follow(
 
 def test_memory_is_shared_until_digest_and_disk_have_it(tmp_path: Path) -> None:
     released: list[int] = []
-    file = OutputFile(tmp_path / "file", 2 * LARGE, past_cache=True)
+    file = OutputFile(tmp_path / "file", 2 * LARGE)
     file.write_shared(LARGE, shared(LARGE, LARGE), lambda: released.append(2))
     file.write_shared(0, shared(0, LARGE), lambda: released.append(1))
     while file.wait_for_disk():
@@ -140,7 +140,7 @@ def test_any_pieces_in_any_order_make_the_file(
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     total = sum(sizes)
     content = bytearray(total)
-    file = OutputFile(path, total, past_cache=True)
+    file = OutputFile(path, total)
     for i in data.draw(st.permutations(range(len(sizes)))):
         start, size = starts[i], sizes[i]
         view = shared(start + data.draw(st.sampled_from([0, 0, 64])), size)
@@ -148,10 +148,10 @@ def test_any_pieces_in_any_order_make_the_file(
         if size >= SHARED_BYTES and data.draw(st.booleans()):
             file.write_shared(start, view, nothing)
         else:
-            file.write(start, view)
+            file.write_copied(start, view)
             view[:] = bytes(size)  # which the file must not see
         file.digest(LARGE)
-    digest = file.finish()
+    _, digest = file.finish()
     assert path.read_bytes() == content
     assert digest == hashlib.sha256(content).hexdigest()
 
@@ -160,11 +160,11 @@ def test_small_pieces_do_not_gather_for_ever(
     tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_file, "_GATHERED_BYTES", 100)
-    file = OutputFile(tmp_path / "file", 300, past_cache=True)
+    file = OutputFile(tmp_path / "file", 300)
     for at in range(0, 240, 60):
-        file.write(at, memoryview(bytes(60)))
+        file.write_copied(at, memoryview(bytes(60)))
     assert written.cached == [(0, 120), (120, 120)]
-    file.write(240, memoryview(bytes(60)))
+    file.write_copied(240, memoryview(bytes(60)))
     assert len(written.cached) == 2
     file.finish()
     assert written.cached[2:] == [(240, 60)]
@@ -175,28 +175,34 @@ def test_small_pieces_behind_a_hole_are_not_kept_for_the_digest(
 ) -> None:
     monkeypatch.setattr(output_file, "_GATHERED_BYTES", 100)
     content = os.urandom(100_060)
-    file = OutputFile(tmp_path / "file", len(content), past_cache=True)
+    file = OutputFile(tmp_path / "file", len(content))
     most = 0
     for at in range(60, len(content), 40):
-        file.write(at, memoryview(content[at : at + 40]))
+        file.write_copied(at, memoryview(content[at : at + 40]))
         file.digest(LARGE)
         most = max(most, sum(len(kept.memory) for kept in file._digest._kept.values()))
     assert most < 100 + 40
-    file.write(0, memoryview(content[:60]))
-    assert file.finish() == hashlib.sha256(content).hexdigest()
+    file.write_copied(0, memoryview(content[:60]))
+    assert file.finish()[1] == hashlib.sha256(content).hexdigest()
     assert (tmp_path / "file").read_bytes() == content
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, reply: int | BaseException) -> None:
     """Let the system write so much of each piece past the cache, or refuse with an error."""
 
-    def written(file: DirectFile, position: int, view: memoryview, done: Any) -> None:
-        if isinstance(reply, BaseException):
-            done(0, reply)
-        else:
-            done(os.pwrite(file.fd, view[:reply], position), None)
+    pwrite = os.pwrite
 
-    monkeypatch.setattr(DirectFile, "_write", written)
+    def answered(fd: int, view: memoryview, position: int) -> int:
+        if isinstance(reply, BaseException):
+            raise reply
+        return pwrite(fd, view[:reply], position)
+
+    def write(fd: int, position: int, view: memoryview) -> int:
+        with monkeypatch.context() as context:
+            context.setattr(os, "pwrite", answered)
+            return write_direct(fd, position, view)
+
+    monkeypatch.setattr(output_file, "write_direct", write)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +215,9 @@ def test_what_a_disk_leaves_is_written_through_the_cache(
 ) -> None:
     answer(monkeypatch, reply)
     view = shared(0, LARGE)
-    file = OutputFile(tmp_path / "file", LARGE, past_cache=True)
+    file = OutputFile(tmp_path / "file", LARGE)
     file.write_shared(0, view, nothing)
-    assert file.finish() == hashlib.sha256(view).hexdigest()
+    assert file.finish()[1] == hashlib.sha256(view).hexdigest()
     assert (tmp_path / "file").read_bytes() == view
 
 
@@ -222,11 +228,10 @@ def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     answer(monkeypatch, OSError(errno.EIO, os.strerror(errno.EIO)))
     released: list[int] = []
-    file = OutputFile(tmp_path / "file", 2 * LARGE, past_cache=True)
+    file = OutputFile(tmp_path / "file", 2 * LARGE)
     file.write_shared(0, shared(0, LARGE), lambda: released.append(1))
     file.digest(LARGE)
-    assert file._direct is not None
-    while file._direct.wait():
+    while file._under_way:
         pass
     next_step: dict[str, Callable[[], object]] = {
         "by the next piece": lambda: file.write_shared(LARGE, shared(LARGE, LARGE), nothing),
@@ -245,7 +250,7 @@ def test_any_other_failure_past_the_cache_is_told_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, MemoryError("no memory for it"))
-    file = OutputFile(tmp_path / "file", LARGE, past_cache=True)
+    file = OutputFile(tmp_path / "file", LARGE)
     file.write_shared(0, shared(0, LARGE), nothing)
     with pytest.raises(MemoryError, match="no memory for it"):
         file.finish()
@@ -277,68 +282,58 @@ def test_a_file_system_without_such_writes_has_no_second_descriptor(
     os.close(fd)
 
 
-@pytest.fixture
-def direct_file(tmp_path: Path) -> Iterator[DirectFile]:
-    file = DirectFile(os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT))
-    yield file
-    file.close()
-
-
-def test_many_threads_begin_writes_and_wait(direct_file: DirectFile) -> None:
-    reported: list[tuple[int, BaseException | None]] = []
-    size_bytes, count = 8192, 400
-
-    def piece(number: int) -> memoryview:
-        return memoryview(bytearray([number % 251 + 1]) * size_bytes)
+def test_many_threads_begin_writes_and_wait(tmp_path: Path, written: Written) -> None:
+    count = 40
+    file = OutputFile(tmp_path / "file", count * LEAST_BYTES)
 
     def work(number: int) -> None:
-        direct_file.begin(number * size_bytes, piece(number), lambda *r: reported.append(r))
+        at = number * LEAST_BYTES
+        view = shared(at, LEAST_BYTES)
+        view[:] = bytes([number + 1]) * LEAST_BYTES
+        file.write_shared(at, view, nothing)
         if number % 3 == 0:
-            direct_file.wait()
+            file.wait_for_disk()
 
-    assert not direct_file.wait()
+    assert not file.wait_for_disk()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(count)))
-    while direct_file.wait():
+    while file.wait_for_disk():
         pass
-    assert not direct_file.is_busy
-    assert reported == [(size_bytes, None)] * count
-    content = os.pread(direct_file.fd, 1 << 30, 0)
-    assert content == b"".join(piece(i) for i in range(count))
+    content = b"".join(bytes([i + 1]) * LEAST_BYTES for i in range(count))
+    assert len(written.past) == count
+    assert file.finish() == (len(content), hashlib.sha256(content).hexdigest())
+    assert (tmp_path / "file").read_bytes() == content
 
 
-def test_a_write_is_busy_until_it_is_reported(direct_file: DirectFile) -> None:
+def test_a_file_is_behind_until_its_memory_is_released(tmp_path: Path) -> None:
     go_on = threading.Event()
-    reported: list[int] = []
+    released: list[int] = []
 
-    def done(count: int, error: BaseException | None) -> None:
-        go_on.wait()
-        reported.append(count)
+    def release() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            go_on.wait()
+        released.append(1)
 
-    direct_file.begin(0, memoryview(b"abc"), done)
-    assert direct_file.is_busy
-    assert reported == []
+    file = OutputFile(tmp_path / "file", LARGE)
+    file.write_shared(0, shared(0, LARGE), release)
+    file.digest(LARGE)
+    assert file.is_behind
+    assert released == [1]
     go_on.set()
-    assert direct_file.wait()
-    assert reported == [3]
+    assert file.wait_for_disk()
+    assert released == [1, 1]
+    while file.wait_for_disk():
+        pass
+    assert not file.is_behind
+    file.abort()
 
 
-def test_closing_waits_for_every_write(tmp_path: Path) -> None:
-    file = DirectFile(os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT))
-    reported: list[int] = []
-    for number in range(50):
-        file.begin(number, memoryview(b"x"), lambda count, _: reported.append(count))
-    file.close()
-    assert reported == [1] * 50
-    assert (tmp_path / "file").read_bytes() == b"x" * 50
-
-
-def test_what_the_system_refuses_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    file = DirectFile(os.open(tmp_path / "file", os.O_RDONLY))
-    reported: list[BaseException | None] = []
-    file.begin(0, memoryview(b"abc"), lambda _, error: reported.append(error))
-    file.close()
-    (error,) = reported
-    assert isinstance(error, OSError)
-    assert error.errno == errno.EBADF
+def test_giving_up_waits_for_every_write(tmp_path: Path) -> None:
+    released: list[int] = []
+    file = OutputFile(tmp_path / "file", 9 * LARGE)
+    for number in range(9):
+        at = number * LARGE
+        file.write_shared(at, shared(at, LARGE), lambda: released.append(1))
+    file.abort()
+    assert len(released) == 9
+    assert list(tmp_path.iterdir()) == []
