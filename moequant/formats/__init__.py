@@ -1,37 +1,26 @@
 """Reference numerics of every format: pure functions of tensors, without files or devices.
 
-Adding a format is one file here, one line in REGISTRY, and what its numbers alone do not say;
-tests/test_registries.py fails for each of these that is left out:
-
-* `dialects/encodings.py`: an Encoding, how its parts lie on disk; and a row in the table of a
-  dialect that carries it, `_SCHEMES` of compressed-tensors or `encodings` of another;
-* `kernels/`: GPU kernels that read it, and `serves` of their backend, for `moequant prepare`;
-* `quantizers/kernels.py`: a kernel, which a test compares with the file here; without one the
-  conversion runs torch operations and warns;
-* `quantizers/encoded.py`: what its codes and scales are, so that kernels read it;
-* `verification/bounds.py`: how far rounding and clipping by other tools may go;
-* `verification/decode.py`: its block and elements once more, written from the standards;
-* `runtime/activations.py`: a scheme, if its GEMM is fed as no other format's is.
-
-All else reads REGISTRY, the command line too. The budgets in tests/formats/test_every_format.py say
-how good the format must be.
+A format states every fact about itself in its own file; all else reads REGISTRY. CONTRIBUTING.md
+lists the few other places that a new one needs.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats.base import (
     Format,
     QuantizedWeight,
     StoredWeight,
     TensorSpec,
-    check_tensors,
     dtype_text,
     stack,
+    tile_rows,
 )
 from moequant.formats.fp8_block import Fp8Block
 from moequant.formats.fp8_channel import Fp8Channel
@@ -43,13 +32,13 @@ from moequant.formats.mxfp8 import Mxfp8
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.plain import Bf16, Fp16, Fp32, plain_weight
 from moequant.formats.squares import TILE_ROWS, sum_of_squares
-from moequant.formats.tiles import dequantize_into as _dequantize_into
-from moequant.formats.tiles import row_tiles as _row_tiles
-from moequant.formats.tiles import tile_bytes, tile_rows
 from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+_TILE_COPIES = 8
+"""Float32 copies of a tile that decoding and comparing it need."""
 
 REGISTRY: dict[str, Format] = {
     f.name: f
@@ -108,28 +97,41 @@ def dequantize(q: QuantizedWeight) -> Tensor:
 def dequantize_into(q: QuantizedWeight, out: Tensor) -> None:
     """Decode a weight [N, K] into `out` [N, K], rounded to its floating-point dtype.
 
-    Needs a few MB of temporary memory, whatever the size of the weight.
+    Needs `tile_bytes` of temporary memory, a few MB.
     """
-    _dequantize_into(q, get_format(q.format), out)
+    for rows, tile in row_tiles(q):
+        out[rows] = dequantize(tile)
 
 
 def row_tiles(
     q: QuantizedWeight, multiple: int | None = None
 ) -> Iterator[tuple[slice, QuantizedWeight]]:
-    """Split a weight [N, K] into row tiles that fit a cache: pairs of row range and tile.
+    """Split a weight [N, K] into row tiles that fit a cache: pairs of row range and view.
 
     Args:
         q: the weight.
         multiple: every tile but the last has a multiple of this many rows, which must be a multiple
             of the block's rows; by default the block's rows.
     """
-    format = get_format(q.format)
-    return _row_tiles(q, format, multiple or format.block[0])
+    N, K = q.shape
+    block_n = get_format(q.format).block[0]
+    step = tile_rows(K, multiple or block_n)
+    for start in range(0, N, step):
+        rows = slice(start, min(start + step, N))
+        yield (
+            rows,
+            replace(
+                q,
+                qdata=q.qdata[rows],
+                scale=q.scale[start // block_n : -(-rows.stop // block_n)],
+                shape=torch.Size((rows.stop - start, K)),
+            ),
+        )
 
 
-def scale_block(q: QuantizedWeight) -> tuple[int, int]:
-    """Rows and columns of a weight [N, K] that share a scale."""
-    return get_format(q.format).block_of(q)
+def tile_bytes(K: int, multiple: int) -> int:
+    """Upper bound of the memory for decoding and comparing one of the `row_tiles`."""
+    return _TILE_COPIES * tile_rows(K, multiple) * K * torch.float32.itemsize
 
 
 def signal_and_noise(before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
@@ -137,8 +139,6 @@ def signal_and_noise(before: StoredWeight, after: StoredWeight) -> tuple[float, 
 
     Weights and differences are computed in float32. The second sum is 0 if and only if all numbers
     are equal. If `before` has NaN or Inf, the first sum is not finite.
-
-    Needs a few MB of temporary memory, whatever the size of the weight.
     """
     signal = noise = 0.0
     for x, y in zip(float_tiles(before), float_tiles(after), strict=True):
@@ -172,7 +172,14 @@ def check_parts(
         CheckpointError: a part is missing, unexpected, or of the wrong dtype or shape.
         UnsupportedError: an unknown format, or one that does not support `shape`.
     """
-    check_tensors(tensors, get_format(format).specs(shape, name), name)
+    specs = get_format(format).specs(shape, name)
+    found = {k: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for k, t in tensors.items()}
+    for part in {**specs, **found}:
+        if found.get(part) != specs.get(part):
+            raise CheckpointError(
+                f"{name}.{part} is {found.get(part, 'missing')}, but it should be "
+                f"{specs.get(part, 'missing')}; prepare or convert the checkpoint again"
+            )
 
 
 __all__ = [
@@ -185,7 +192,6 @@ __all__ = [
     "StoredWeight",
     "TensorSpec",
     "check_parts",
-    "check_tensors",
     "dequantize",
     "dequantize_into",
     "dtype_text",
@@ -196,7 +202,6 @@ __all__ = [
     "quantize",
     "requantize_losslessly",
     "row_tiles",
-    "scale_block",
     "signal_and_noise",
     "stack",
     "sum_of_squares",

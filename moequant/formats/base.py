@@ -13,7 +13,7 @@ Decisions, each with the failure it prevents:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moequant.errors import CheckpointError, NonFiniteError, RecipeError, UnsupportedError
+from moequant.errors import NonFiniteError, RecipeError, UnsupportedError
 from moequant.formats.blocks import expand_blocks, grouped
-from moequant.formats.elements import unpack_nibbles
+from moequant.formats.elements import pack_nibbles, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +48,11 @@ Use = Literal["convert", "dequantize", "read", "run"]
 _TILE_ELEMENTS = 1 << 18
 _TILE_COPIES = 24
 """Upper bound of a format's temporaries, in float32 copies of a tile."""
+
+
+def tile_rows(K: int, multiple: int) -> int:
+    """Rows of a tile of a weight with K columns: whole blocks of `multiple` rows."""
+    return max(1, _TILE_ELEMENTS // (max(K, 1) * multiple)) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class QuantizedWeight:
     format: str
     qdata: Tensor
     scale: Tensor
-    global_scale: Tensor | None
+    global_scale: Tensor | None = None
     shape: torch.Size
 
     def tensors(self) -> dict[str, Tensor]:
@@ -96,13 +101,8 @@ class QuantizedWeight:
         self, fn: Callable[[Tensor], Tensor], shape: torch.Size | None = None
     ) -> QuantizedWeight:
         """Apply `fn` to every tensor; `shape` is the new logical shape if `fn` changes it."""
-        return QuantizedWeight(
-            format=self.format,
-            qdata=fn(self.qdata),
-            scale=fn(self.scale),
-            global_scale=None if self.global_scale is None else fn(self.global_scale),
-            shape=self.shape if shape is None else shape,
-        )
+        parts = {name: fn(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **parts, shape=self.shape if shape is None else shape)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """The same weight on `device`."""
@@ -129,19 +129,13 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if any(w.format != first.format or w.shape != first.shape for w in weights):
         raise UnsupportedError("cannot stack weights of different formats or shapes")
     parts = {k: torch.stack([w.tensors()[k] for w in weights]) for k in first.tensors()}
-    return QuantizedWeight(
-        format=first.format,
-        qdata=parts["qdata"],
-        scale=parts["scale"],
-        global_scale=parts.get("global_scale"),
-        shape=torch.Size((len(weights), *first.shape)),
-    )
+    return replace(first, **parts, shape=torch.Size((len(weights), *first.shape)))
 
 
 class Format:
     """Numerics of a quantized weight.
 
-    Subclasses set the class attributes and implement `_quantize` for float32.
+    Subclasses set the class attributes and implement `_quantize`.
     """
 
     name: ClassVar[str]
@@ -279,14 +273,9 @@ class Format:
 
     def workspace_bytes(self, shape: Sequence[int]) -> int:
         """Upper bound of the temporary memory of `quantize` for one weight [N, K]."""
-        tile_bytes = self._tile_rows(shape[-1]) * shape[-1] * torch.float32.itemsize
+        tile_bytes = tile_rows(shape[-1], self.block[0]) * shape[-1] * torch.float32.itemsize
         magnitudes = math.prod(shape) * torch.float32.itemsize  # in check_values
         return max(magnitudes, _TILE_COPIES * tile_bytes)
-
-    def _tile_rows(self, K: int) -> int:
-        """Rows of a tile: whole blocks, about _TILE_ELEMENTS elements."""
-        block_n = self.block[0]
-        return max(1, _TILE_ELEMENTS // (max(K, 1) * block_n)) * block_n
 
     def _quantize_in_tiles(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
@@ -296,19 +285,14 @@ class Format:
         Batches are not tiled: they come from callers on a GPU, where launches cost more than
         memory.
         """
-        rows = self._tile_rows(w.shape[-1])
-        if w.ndim > 2 or w.shape[-2] <= rows:
-            return self._quantize(w.float().contiguous(), options, global_scale)
-        tiles = [
-            self._quantize(w[row : row + rows].float().contiguous(), options, global_scale)
-            for row in range(0, len(w), rows)
-        ]
+        rows = tile_rows(w.shape[-1], self.block[0])
+        parts = []
+        for tile in [w] if w.ndim > 2 else w.split(rows):
+            codes, scale = self._quantize(tile.float().contiguous(), options, global_scale)
+            parts.append((codes if self.codes_per_byte == 1 else pack_nibbles(codes), scale))
+        qdata, scale = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return QuantizedWeight(
-            format=self.name,
-            qdata=torch.cat([tile.qdata for tile in tiles]),
-            scale=torch.cat([tile.scale for tile in tiles]),
-            global_scale=global_scale,
-            shape=w.shape,
+            format=self.name, qdata=qdata, scale=scale, global_scale=global_scale, shape=w.shape
         )
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
@@ -322,8 +306,14 @@ class Format:
 
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
-    ) -> QuantizedWeight:
-        """Quantize checked, contiguous [..., N, K] float32 with resolved options."""
+    ) -> tuple[Tensor, Tensor]:
+        """Codes [..., N, K], one in each element, and scales of contiguous finite float32 `w`.
+
+        Args:
+            w: [..., N, K] of a supported shape.
+            options: every option with its value.
+            global_scale: [...] float32, if the format has one.
+        """
         raise UnsupportedError(f"{self.name} is read-only; convert to another format")
 
     def dequantize(self, q: QuantizedWeight) -> Tensor:
@@ -379,26 +369,6 @@ def _specs(format: Format, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
     if format.has_global_scale:
         specs["global_scale"] = TensorSpec(dtype=torch.float32, shape=tuple(lead))
     return MappingProxyType(specs)
-
-
-def check_tensors(
-    tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], name: str
-) -> None:
-    """Check that `tensors` are exactly those in `specs`.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected, or has another dtype or shape.
-    """
-    found = {
-        part: TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape))
-        for part, tensor in tensors.items()
-    }
-    for part in {**specs, **found}:
-        if found.get(part) != specs.get(part):
-            raise CheckpointError(
-                f"{name}.{part} is {found.get(part, 'missing')}, but it should be "
-                f"{specs.get(part, 'missing')}; prepare or convert the checkpoint again"
-            )
 
 
 def dtype_text(dtype: torch.dtype) -> str:

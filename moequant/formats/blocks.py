@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def grouped(w: Tensor, group: int) -> Tensor:
@@ -48,8 +53,9 @@ def block_amax(w: Tensor, block: tuple[int, int]) -> Tensor:
     return tiles.amax((-3, -1))
 
 
-def expand_blocks(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+def expand_blocks(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
     """Repeat each block's scale over its elements and crop: [..., N, K]."""
     N, K = shape[-2:]
-    rows = scale.repeat_interleave(block[0], -2)[..., :N, :]
-    return rows.repeat_interleave(block[1], -1)[..., :K]
+    # As `repeat_interleave`, which takes three times as long.
+    rows = scale.unsqueeze(-1).expand(*scale.shape, block[1]).flatten(-2)[..., :K]
+    return rows.unsqueeze(-2).expand(*rows.shape[:-1], block[0], K).flatten(-3, -2)[..., :N, :]

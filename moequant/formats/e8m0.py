@@ -1,4 +1,4 @@
-"""E8M0 scales, powers of two, for groups of columns: how their exponent follows from amax.
+"""Formats with E8M0 scales, powers of two, for 32 columns: how their exponent follows from amax.
 
 | rule | exponent of the scale |
 |---|---|
@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.formats.elements import E8M0_BIAS
+from moequant.formats.base import Format
+from moequant.formats.blocks import grouped
+from moequant.formats.elements import E8M0_BIAS, decode_e8m0, encode_e8m0
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 ROUND_UP_BITS = {
@@ -30,13 +34,32 @@ ROUND_UP_BITS = {
 """What a rule adds to the bits of amax, by element: the exponent moves up."""
 EXPONENTS = {"e2m1": 2, "e4m3": 8}
 """Of the largest power of two that an element holds."""
+_GROUP = 32
 
 
-def scale_exponent(amax: Tensor, element: str, rule: str) -> Tensor:
-    """Exponent of each group's scale, int32, from float32 amax; 0 for a zero group.
+class E8m0Format(Format):
+    """`w = qdata * scale`; option `scale_rule` computes the scale's exponent from amax."""
 
-    Denormal amax need no care: their exponent field reads as -127 or -126, and both end clamped.
-    """
-    bits = amax.view(torch.int32) + ROUND_UP_BITS[element][rule]
-    exponent = (bits >> 23) - 127 - EXPONENTS[element]
-    return torch.where(amax == 0, 0, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))
+    block = (1, _GROUP)
+    scale_dtype = torch.float8_e8m0fnu
+    activations = "none"
+    least_scale = 2.0**-126
+
+    def _quantize(
+        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        limit = self.element.float32_max
+        groups = grouped(w.clamp(-limit, limit), _GROUP)
+        scale = encode_e8m0(self._exponent(groups, options["scale_rule"]))
+        return self.element.encode(groups / decode_e8m0(scale)[..., None]).reshape(w.shape), scale
+
+    def _exponent(self, groups: Tensor, rule: str) -> Tensor:
+        """Exponent of the scale of each group [..., N, K / 32, 32], int32; 0 for a zero group.
+
+        Denormal amax need no care: their exponent field reads as -127 or -126, and both end
+        clamped.
+        """
+        amax, element = groups.abs().amax(-1), self.element.name
+        bits = amax.view(torch.int32) + ROUND_UP_BITS[element][rule]
+        exponent = (bits >> 23) - 127 - EXPONENTS[element]
+        return torch.where(amax == 0, 0, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))

@@ -160,6 +160,8 @@ class Element:
         dtype: of the tensor that holds codes.
         lowest: the lowest number.
         largest: the largest finite number.
+        float32_max: the largest float32 with as many significant bits; weights beyond would round
+            to Inf.
         encode: float32 [...] rounded to codes, one in each element of the result.
         decode: the inverse, to float32 [...].
         half_step: half the distance of the numbers around each magnitude, float32 [...].
@@ -173,6 +175,7 @@ class Element:
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
     half_step: Callable[[Tensor], Tensor]
+    float32_max: float = torch.finfo(torch.float32).max
 
 
 E2M1 = Element(
@@ -184,6 +187,7 @@ E2M1 = Element(
     encode=encode_e2m1,
     decode=decode_e2m1,
     half_step=half_step_e2m1,
+    float32_max=E2M1_FLOAT32_MAX,
 )
 E4M3 = Element(
     name="e4m3",
@@ -194,6 +198,7 @@ E4M3 = Element(
     encode=encode_e4m3,
     decode=decode_e4m3,
     half_step=half_step_e4m3,
+    float32_max=E4M3_FLOAT32_MAX,
 )
 INT4 = Element(
     name="int4",

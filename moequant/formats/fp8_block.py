@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.formats.base import Format, QuantizedWeight
+from moequant.formats.base import Format
 from moequant.formats.blocks import block_amax, expand_blocks
 from moequant.formats.elements import (
     E4M3,
@@ -51,14 +51,13 @@ class Fp8Block(Format):
 
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
-    ) -> QuantizedWeight:
+    ) -> tuple[Tensor, Tensor]:
         w = w.clamp(-E4M3_FLOAT32_MAX, E4M3_FLOAT32_MAX)
-        amax = block_amax(w, self.block)
+        N, K = w.shape[-2:]
+        block = min(self.block[0], max(N, 1)), min(self.block[1], max(K, 1))
+        amax = block_amax(w, block)
         scale = divide(amax, E4M3_MAX)
-        if options["scale"] == "power_of_two":
+        if options.get("scale") == "power_of_two":
             scale = power_of_two(ceil_exponent_of(scale))
         scale = torch.where(amax == 0, 1.0, scale.clamp(min=FLOAT32_TINY))
-        qdata = encode_e4m3(w / expand_blocks(scale, self.block, w.shape))
-        return QuantizedWeight(
-            format=self.name, qdata=qdata, scale=scale, global_scale=None, shape=w.shape
-        )
+        return encode_e4m3(w / expand_blocks(scale, block, w.shape)), scale

@@ -14,11 +14,11 @@ a step of a group with exponent e - 14 is such a multiple.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.formats.base import QuantizedWeight
 from moequant.formats.elements import E8M0_BIAS, power_of_two
 from moequant.formats.w4a8 import GROUP as W4A8_GROUP
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from moequant.formats.base import QuantizedWeight
 
 _MXFP4_GROUP, _NVFP4_GROUP = 32, 16
 # Powers of two in E4M3, the smallest a subnormal.
@@ -76,16 +78,14 @@ def _with_global_scale(q: QuantizedWeight, global_scale: Tensor) -> QuantizedWei
     assert q.global_scale is not None
     if torch.equal(q.global_scale, global_scale):
         return q
-    numbers = _every_e4m3().double()
+    numbers = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
     wanted = numbers * q.global_scale.double()
     moved = (wanted / global_scale.double()).float().to(torch.float8_e4m3fn)
     lost = moved.double() * global_scale.double() != wanted
     if _looked_up(lost, q.scale).any():
         return None
     scale = _looked_up(moved.view(torch.uint8), q.scale).view(torch.float8_e4m3fn)
-    return QuantizedWeight(
-        format=q.format, qdata=q.qdata, scale=scale, global_scale=global_scale, shape=q.shape
-    )
+    return replace(q, scale=scale, global_scale=global_scale)
 
 
 def _int4_as_w4a8(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
@@ -94,11 +94,7 @@ def _int4_as_w4a8(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight] |
         scale = q.scale.bfloat16()
         if q.scale.shape[1] * W4A8_GROUP != q.shape[1] or not torch.equal(scale.float(), q.scale):
             return None
-        results.append(
-            QuantizedWeight(
-                format="w4a8", qdata=q.qdata, scale=scale, global_scale=None, shape=q.shape
-            )
-        )
+        results.append(replace(q, format="w4a8", scale=scale))
     return results
 
 
@@ -137,18 +133,12 @@ def _as_nvfp4(q: QuantizedWeight, used: Tensor, shared: int) -> QuantizedWeight:
     exponent = (torch.arange(256, dtype=torch.int32) - E8M0_BIAS - shared).clamp(*_E4M3_EXPONENTS)
     table = power_of_two(exponent).to(torch.float8_e4m3fn).view(torch.uint8)
     scale = torch.where(used, _looked_up(table, q.scale), _E4M3_ONE)
-    return QuantizedWeight(
+    return replace(
+        q,
         format="nvfp4",
-        qdata=q.qdata,
         scale=scale.repeat_interleave(_MXFP4_GROUP // _NVFP4_GROUP, -1).view(torch.float8_e4m3fn),
         global_scale=torch.tensor(2.0**shared, dtype=torch.float32),
-        shape=q.shape,
     )
-
-
-def _every_e4m3() -> Tensor:
-    """All E4M3 codes, in order."""
-    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def _looked_up(table: Tensor, scale: Tensor) -> Tensor:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from moequant.formats.base import Format, QuantizedWeight
-from moequant.formats.blocks import group_amax, group_sum, grouped
-from moequant.formats.e8m0 import scale_exponent
+from moequant.formats.blocks import group_sum
+from moequant.formats.e8m0 import E8m0Format
 from moequant.formats.elements import (
     E2M1,
-    E2M1_FLOAT32_MAX,
     E8M0_BIAS,
     decode_e2m1,
     decode_e8m0,
     encode_e2m1,
     encode_e8m0,
-    pack_nibbles,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
-_GROUP = 32
-
-
-class Mxfp4(Format):
+class Mxfp4(E8m0Format):
     """`w = qdata * scale`; option `scale_rule` computes the scale's exponent from amax.
 
     | rule | exponent | largest code before rounding | relative error, N(0, 0.02) |
@@ -51,34 +41,15 @@ class Mxfp4(Format):
 
     name = "mxfp4"
     summary = "FP4 E2M1, one power-of-two E8M0 scale per 32 columns, weight only"
-    block = (1, _GROUP)
     element = E2M1
-    scale_dtype = torch.float8_e8m0fnu
-    activations = "none"
     ordinary_error = 0.1126
-    least_scale = 2.0**-126
     # OCP's rule, 2**(floor(log2(amax)) - 2); others clip less.
     reach = (-8.0, 8.0)
     options = {"scale_rule": ("even", "floor", "ceil", "mse")}  # noqa: RUF012
 
-    def _quantize(
-        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
-    ) -> QuantizedWeight:
-        w = w.clamp(-E2M1_FLOAT32_MAX, E2M1_FLOAT32_MAX)
-        groups = grouped(w, _GROUP)
-        rule = options["scale_rule"]
-        exponent = scale_exponent(group_amax(w, _GROUP), "e2m1", "even" if rule == "mse" else rule)
-        if rule == "mse":
-            exponent = _least_squares(groups, exponent)
-        scale = encode_e8m0(exponent)
-        codes = encode_e2m1(groups / decode_e8m0(scale)[..., None])
-        return QuantizedWeight(
-            format=self.name,
-            qdata=pack_nibbles(codes.reshape(w.shape)),
-            scale=scale,
-            global_scale=None,
-            shape=w.shape,
-        )
+    def _exponent(self, groups: Tensor, rule: str) -> Tensor:
+        exponent = super()._exponent(groups, "even" if rule == "mse" else rule)
+        return _least_squares(groups, exponent) if rule == "mse" else exponent
 
 
 def _least_squares(groups: Tensor, exponent: Tensor) -> Tensor:

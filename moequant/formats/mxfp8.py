@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-
-from moequant.formats.base import Format, QuantizedWeight
-from moequant.formats.blocks import group_amax, grouped
-from moequant.formats.e8m0 import scale_exponent
-from moequant.formats.elements import (
-    E4M3,
-    E4M3_FLOAT32_MAX,
-    decode_e8m0,
-    encode_e4m3,
-    encode_e8m0,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_GROUP = 32
+from moequant.formats.e8m0 import E8m0Format
+from moequant.formats.elements import E4M3
 
 
-class Mxfp8(Format):
+class Mxfp8(E8m0Format):
     """`w = qdata * scale`; option `scale_rule` computes the scale's exponent from amax.
 
     | rule | exponent | largest code before rounding | relative error, N(0, 0.02) |
@@ -49,27 +31,8 @@ class Mxfp8(Format):
 
     name = "mxfp8"
     summary = "FP8 E4M3, one power-of-two E8M0 scale per 32 columns, weight only"
-    block = (1, _GROUP)
     element = E4M3
-    scale_dtype = torch.float8_e8m0fnu
-    activations = "none"
     ordinary_error = 0.0268
-    least_scale = 2.0**-126
     # OCP's rule, 2**(floor(log2(amax)) - 8); others clip less.
     reach = (-512.0, 512.0)
     options = {"scale_rule": ("ceil", "floor")}  # noqa: RUF012
-
-    def _quantize(
-        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
-    ) -> QuantizedWeight:
-        w = w.clamp(-E4M3_FLOAT32_MAX, E4M3_FLOAT32_MAX)
-        exponent = scale_exponent(group_amax(w, _GROUP), "e4m3", options["scale_rule"])
-        scale = encode_e8m0(exponent)
-        codes = encode_e4m3(grouped(w, _GROUP) / decode_e8m0(scale)[..., None])
-        return QuantizedWeight(
-            format=self.name,
-            qdata=codes.reshape(w.shape),
-            scale=scale,
-            global_scale=None,
-            shape=w.shape,
-        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.formats.base import Format, QuantizedWeight
+from moequant.formats.base import Format
 from moequant.formats.blocks import group_amax, group_sum, grouped, matrix_amax
 from moequant.formats.elements import (
     E2M1,
@@ -21,7 +21,6 @@ from moequant.formats.elements import (
     divide,
     encode_e2m1,
     encode_e4m3,
-    pack_nibbles,
     power_of_two,
 )
 
@@ -78,7 +77,7 @@ class Nvfp4(Format):
 
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
-    ) -> QuantizedWeight:
+    ) -> tuple[Tensor, Tensor]:
         assert global_scale is not None
         w = w.clamp(-E2M1_FLOAT32_MAX, E2M1_FLOAT32_MAX)
         per_group = global_scale[..., None, None]
@@ -89,13 +88,7 @@ class Nvfp4(Format):
         if options["search"] == "mse":
             scale = _least_squares(grouped(w, _GROUP) / per_group[..., None], scale)
         codes = encode_e2m1(grouped(w, _GROUP) / (scale * per_group)[..., None])
-        return QuantizedWeight(
-            format=self.name,
-            qdata=pack_nibbles(codes.reshape(w.shape)),
-            scale=scale.to(self.scale_dtype),
-            global_scale=global_scale,
-            shape=w.shape,
-        )
+        return codes.reshape(w.shape), scale.to(self.scale_dtype)
 
 
 def _least_squares(x: Tensor, scale: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ class _Plain(Format):
 
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
-    ) -> QuantizedWeight:
+    ) -> tuple[Tensor, Tensor]:
         qdata = self.element.encode(w)
         if not qdata.isfinite().all():
             raise UnsupportedError(
                 f"a weight of {w.abs().max().item():g} exceeds the largest {self.qdata_dtype}, "
                 f"{self.element.largest:g}; use bf16 or fp32"
             )
-        return plain_weight(qdata)
+        return qdata, _unit_scale(w)
 
 
 class Bf16(_Plain):
@@ -70,7 +70,10 @@ def plain_weight(w: Tensor) -> QuantizedWeight:
     return QuantizedWeight(
         format=_NAMES[w.dtype],
         qdata=w,
-        scale=torch.ones(*w.shape[:-2], 1, 1, dtype=torch.float32, device=w.device),
-        global_scale=None,
+        scale=_unit_scale(w),
         shape=w.shape,
     )
+
+
+def _unit_scale(w: Tensor) -> Tensor:
+    return torch.ones(*w.shape[:-2], 1, 1, dtype=torch.float32, device=w.device)

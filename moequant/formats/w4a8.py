@@ -32,7 +32,6 @@ from moequant.formats.elements import (
     divide,
     encode_e4m3,
     encode_int4,
-    pack_nibbles,
     unpack_nibbles,
 )
 
@@ -97,17 +96,13 @@ class W4A8(Format):
 
     def _quantize(
         self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
-    ) -> QuantizedWeight:
+    ) -> tuple[Tensor, Tensor]:
         groups = grouped(w, GROUP)
         step = _step(groups)
         if options["search"] == "mse":
             step = step * _best_factor(groups, step)
         scale = _scale_of(step)
-        code = encode_int4(groups / scale.float().unsqueeze(-1))
-        qdata = pack_nibbles(code.reshape(w.shape))
-        return QuantizedWeight(
-            format=self.name, qdata=qdata, scale=scale, global_scale=None, shape=w.shape
-        )
+        return encode_int4(groups / scale.float().unsqueeze(-1)).reshape(w.shape), scale
 
 
 def effective_weight(q: QuantizedWeight, *, k_shards: int = 1) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from moequant.formats import QuantizedWeight, get_format, scale_block
+from moequant.formats import QuantizedWeight, get_format
+from moequant.formats.blocks import expand_blocks
 from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
 
 if TYPE_CHECKING:
@@ -67,7 +68,11 @@ def run_of(q: QuantizedWeight) -> int:
 
     A power of two up to 128; 0 for an empty weight.
     """
-    return math.gcd(q.shape[1], scale_block(q)[1], _LONGEST_RUN) if q.shape.numel() else 0
+    return (
+        math.gcd(q.shape[1], get_format(q.format).block_of(q)[1], _LONGEST_RUN)
+        if q.shape.numel()
+        else 0
+    )
 
 
 def operand_of(weight: Tensor | QuantizedWeight) -> Operand:
@@ -88,15 +93,7 @@ def operand_of(weight: Tensor | QuantizedWeight) -> Operand:
 def _scale_of_runs(q: QuantizedWeight, run: int) -> Tensor:
     """The scale of each run of numbers, contiguous: [N, K / run]."""
     N, K = q.shape
-    block_n, block_k = scale_block(q)
+    block_n, block_k = get_format(q.format).block_of(q)
     if (block_n, block_k) == (1, run):
         return q.scale.contiguous()
-    of_runs = _repeated(q.scale, block_k // run, 1)[:, : K // run]
-    return _repeated(of_runs, block_n, 0)[:N].contiguous()
-
-
-def _repeated(scale: Tensor, times: int, axis: int) -> Tensor:
-    """As `repeat_interleave`, which takes three times as long."""
-    shape = [-1, -1]
-    shape.insert(axis + 1, times)
-    return scale.unsqueeze(axis + 1).expand(shape).flatten(axis, axis + 1)
+    return expand_blocks(q.scale, (block_n, block_k // run), (N, K // run)).contiguous()

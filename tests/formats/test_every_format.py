@@ -21,6 +21,7 @@ from moequant.formats import (
     dtype_text,
     get_format,
     stack,
+    tile_rows,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def assert_same_bytes(q: QuantizedWeight, other: QuantizedWeight) -> None:
 
 def requantize(fmt: Format, q: QuantizedWeight, options: dict[str, str]) -> QuantizedWeight:
     """Quantize what `q` decodes to, under the global scale it has."""
-    return fmt._quantize(fmt.dequantize(q), fmt.resolve_options(options), q.global_scale)
+    return fmt._quantize_in_tiles(fmt.dequantize(q), fmt.resolve_options(options), q.global_scale)
 
 
 SHAPES = [(8, 512), (3, 8, 512), (2, 3, 4, 256), (1, 128), (0, 512), (2, 0, 512), (0, 4, 512)]
@@ -132,8 +133,8 @@ def test_a_weight_quantized_in_tiles_equals_the_same_quantized_whole(
     w = normal(600, 4096) * torch.exp2(torch.arange(600) % 7 - 3)[:, None].bfloat16()
     w[130:140] = 0
     # Several tiles, the last incomplete; a batch goes whole.
-    assert 600 // fmt._tile_rows(4096) > 2
-    assert 600 % fmt._tile_rows(4096) > 0
+    assert 600 // tile_rows(4096, fmt.block[0]) > 2
+    assert 600 % tile_rows(4096, fmt.block[0]) > 0
     assert_same_bytes(fmt.quantize(w, options), fmt.quantize(w[None], options)[0])
 
 
@@ -448,7 +449,8 @@ def test_a_fused_set_shares_its_global_scale_and_nothing_else(
     larger = torch.maximum(alone[0].global_scale, alone[1].global_scale)
     assert torch.equal(fused[0].global_scale, larger)
     for w, q in zip((gate, up), fused, strict=True):
-        assert_same_bytes(fmt._quantize(w.float(), fmt.resolve_options(options), larger), q)
+        again = fmt._quantize_in_tiles(w.float(), fmt.resolve_options(options), larger)
+        assert_same_bytes(again, q)
 
 
 @every_format
