@@ -38,7 +38,6 @@ NOT_CARRIED = {
     ): "vLLM and SGLang want it by different names, and read the dialect fp8",
     ("modelopt", "mxfp4"): "no engine reads it in this dialect",
     ("modelopt", "w4a8"): "Model-Optimizer has it with smoothed weights alone",
-    **{("plain", format): "it is for what is not quantized" for format in CONVERTIBLE},
 }
 
 every_format = pytest.mark.parametrize("format", CONVERTIBLE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.dialects import REGISTRY as DIALECTS
-from moequant.dialects import get_dialect
+from moequant.dialects import UNQUANTIZED, get_dialect
 from moequant.errors import RecipeError, UnsupportedError
 from moequant.weights.encoded import EncodedInfo
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture
     from moequant.weights.source_model import SourceModel
-
-
-PLAIN_DIALECT = "plain"
 
 
 def output_dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) -> Dialect:
@@ -37,11 +34,11 @@ def output_dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) ->
         return choose_dialect(name, together, source.model.architecture)
     encoded = {n for n, info in source.weights.items() if isinstance(info, EncodedInfo)}
     if encoded == assigned.dequantized.keys():
-        if name not in (None, PLAIN_DIALECT):
+        if name is not None:
             raise RecipeError(
                 f"dialect {name!r}, but every weight is dequantized; remove the dialect"
             )
-        return get_dialect(PLAIN_DIALECT)
+        return UNQUANTIZED
     assert source.dialect is not None, "of a source with quantized weights"
     if name is None and source.dialect.name not in DIALECTS:
         raise RecipeError(

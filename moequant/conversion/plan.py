@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.conversion.apply_recipe import apply_recipe, keeping_units
 from moequant.conversion.items import plan_items, unmatched
 from moequant.conversion.memory import MemoryBound
-from moequant.conversion.output_dialect import PLAIN_DIALECT, output_dialect
+from moequant.conversion.output_dialect import output_dialect
 from moequant.conversion.plan_digest import describe_files, plan_digest
 from moequant.conversion.plan_warnings import (
     engine_verdicts,
@@ -27,6 +27,7 @@ from moequant.conversion.shards import PlannedShard, plan_shards
 from moequant.conversion.stacked_output import stack_of
 from moequant.conversion.unchanged import unchanged_weights
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
+from moequant.dialects import UNQUANTIZED
 from moequant.dialects.engines import Verdict, warnings_of
 from moequant.errors import RecipeError
 from moequant.weights.encoded import EncodedInfo
@@ -184,7 +185,7 @@ def make_plan(
     formats = converted | {info.module: info.format for info in unchanged.values()}
     modules = (_module(name, info) for name, info in weights.items())
     kept = [module for module in modules if module is not None and module not in formats]
-    plain = dialect.name == PLAIN_DIALECT
+    plain = dialect is UNQUANTIZED
     items = tuple(plan_items(tensors, source, units, assigned, unchanged, stacked=plain))
     refusals = tuple(refusals_of(units, dialect, model.architecture.fused))
     shards: tuple[PlannedShard, ...] = ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from reprlib import repr as show
 
-from moequant.dialects.base import Dialect
+from moequant.dialects.base import UNQUANTIZED, Dialect
 from moequant.dialects.compressed_tensors import CompressedTensors
 from moequant.dialects.config_fields import as_mapping
 from moequant.dialects.deepseek_v4 import DeepseekV4
@@ -15,17 +15,14 @@ from moequant.dialects.fp8 import Fp8
 from moequant.dialects.gpt_oss import GptOss
 from moequant.dialects.modelopt import ModelOpt
 from moequant.dialects.moequant import Moequant
-from moequant.dialects.plain import PlainDialect
 from moequant.errors import CheckpointError, UnsupportedError
 
 REGISTRY: dict[str, Dialect] = {
-    d.name: d
-    for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant(), PlainDialect())
+    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant())
 }
 """By name. The default dialect of a format is the first that supports it."""
 
-
-SOURCES: dict[str, Dialect] = {d.name: d for d in (*REGISTRY.values(), DeepseekV4()) if d.encodings}
+SOURCES: dict[str, Dialect] = {**REGISTRY, DeepseekV4.name: DeepseekV4()}
 """By name, the dialects of quantized sources, some read-only. If two claim a config, the names of
 the tensors decide."""
 
@@ -71,8 +68,16 @@ def find_dialect(quantization_config: object) -> Dialect:
             return dialect
     raise UnsupportedError(
         f"quantization_config.quant_method is {show(config.get('quant_method'))}; moequant reads "
-        f"{', '.join(name for name in REGISTRY if name in SOURCES)}"
+        f"{', '.join(REGISTRY)}"
     )
 
 
-__all__ = ["REGISTRY", "SOURCES", "Dialect", "default_dialect", "find_dialect", "get_dialect"]
+__all__ = [
+    "REGISTRY",
+    "SOURCES",
+    "UNQUANTIZED",
+    "Dialect",
+    "default_dialect",
+    "find_dialect",
+    "get_dialect",
+]

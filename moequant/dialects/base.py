@@ -6,11 +6,12 @@ in dialects.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.encodings import Plain
+from moequant.dialects.names import kept_blocks
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _PLAIN = Plain()
 
 
-class Dialect(ABC):
+class Dialect:
     """The encodings and the config of one tool or engine.
 
     A *module* is a tensor name without its `.weight`, for example
@@ -35,6 +36,8 @@ class Dialect(ABC):
     summary: ClassVar[str]
     encodings: ClassVar[Mapping[str, Encoding]]
     """How the parts of each quantized format it knows lie on disk; some are read-only."""
+    methods: ClassVar[tuple[str, ...]] = ()
+    """`quant_method` of config.json in this dialect."""
     config_keys: ClassVar[tuple[str, ...]] = ()
     """Keys at the top of config.json that speak of its quantization too."""
     stacks: ClassVar[bool] = False
@@ -128,7 +131,6 @@ class Dialect(ABC):
             )
         return self.encoding(format)
 
-    @abstractmethod
     def quantization_config(
         self, formats: Mapping[str, str], kept: Iterable[str]
     ) -> dict[str, Any]:
@@ -142,6 +144,15 @@ class Dialect(ABC):
         Raises:
             UnsupportedError: the dialect does not support this mixture of formats.
         """
+        for module, format in formats.items():
+            self._encoding(module, format)
+        return self._config(formats, *kept_blocks(kept))
+
+    def _config(
+        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
+    ) -> dict[str, Any]:
+        """As `quantization_config`, for what `kept_blocks` says of the kept modules."""
+        return {}
 
     def complete(
         self,
@@ -161,16 +172,22 @@ class Dialect(ABC):
         """
         return quantization_config
 
-    @abstractmethod
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """Whether this `quantization_config` is of this dialect."""
+        return quantization_config.get("quant_method") in self.methods
 
-    @abstractmethod
-    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+    def reader(
+        self, quantization_config: Mapping[str, Any], *, weights_only: bool = False
+    ) -> Callable[[str], str | None]:
         """Parse the config once, to look up any number of modules.
 
         config.json describes linear layers and may not mention embeddings, norms and routers. So
         look up only modules that are known to be linear or have codes on disk.
+
+        Args:
+            quantization_config: of config.json, completed.
+            weights_only: for sources, of which only weights are read: ignores how activations are
+                quantized, and also knows read-only formats.
 
         Returns:
             A function from a module's name to its format by config.json, or None if the module is
@@ -179,29 +196,22 @@ class Dialect(ABC):
         Raises:
             CheckpointError: a field has the wrong type.
         """
+        return self._reader(as_mapping(quantization_config, QUANTIZATION_CONFIG), weights_only)
 
-    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As `reader`, for reading weights only.
-
-        It ignores how activations are quantized, and also knows read-only formats.
-        """
-        return self.reader(quantization_config)
+    def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
+        """As `reader`."""
+        return lambda module: None
 
 
-class SourceDialect(Dialect):
-    """A read-only dialect."""
+class Unquantized(Dialect):
+    """What an output is in whose weights are all BF16: no `quantization_config`.
 
-    @cached_property
-    def carried(self) -> tuple[str, ...]:
-        """Empty: nothing is written in this dialect."""
-        return ()
+    Not in the registry, because it is no tool's dialect and a source in it has none.
+    """
 
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
-    ) -> dict[str, Any]:
-        """As Dialect.
+    name = "plain"
+    summary = "no quantization: every engine that loads the model in BF16"
+    encodings = {}  # noqa: RUF012
 
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"the dialect {self.name} is read-only; choose another")
+
+UNQUANTIZED = Unquantized()

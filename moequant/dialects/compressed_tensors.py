@@ -30,10 +30,13 @@ from dataclasses import dataclass
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.encodings import (
-    E8m0Groups,
+    E8M0_BYTES,
     Encoding,
     Fp8Blocks,
     Fp8Channels,
@@ -41,147 +44,99 @@ from moequant.dialects.encodings import (
     Int4Packed,
     Nvfp4Packed,
 )
-from moequant.dialects.names import ModulePatterns, NamePatterns, kept_blocks
+from moequant.dialects.names import ModulePatterns, NamePatterns
 from moequant.errors import UnsupportedError
+from moequant.formats.base import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    _ReadGroup = Callable[[Mapping[str, Any], Mapping[str, Any], str], str | UnsupportedError]
-
-_WHERE = "quantization_config"
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Scheme:
-    """One format as compressed-tensors describes it."""
+    """One format as compressed-tensors describes it; what it states follows from the format."""
 
     encoding: Encoding
     format: str
     """The library's name of the encoding."""
-    weights: Mapping[str, Any]
-    input_activations: Mapping[str, Any] | None = None
     strategies: tuple[str, ...] = ()
     """Strategies of weights beside the one in `weights` with which sources are read too."""
+    any_group: bool = False
+    """Whether groups of any size are read."""
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The quantization arguments of weights."""
+        format = self.encoding.format
+        rows, columns = format.block
+        if rows > 1:
+            blocks: dict[str, Any] = {"strategy": "block", "block_structure": [rows, columns]}
+        elif columns == WHOLE:
+            blocks = {"strategy": "channel"}
+        else:
+            blocks = {"strategy": "tensor_group" if format.has_global_scale else "group"}
+            if not self.any_group:
+                blocks["group_size"] = columns
+        scale = _SCALE_DTYPES.get(format.scale_dtype)
+        return {
+            "num_bits": format.element.bits,
+            "type": "int" if format.element.name.startswith("int") else "float",
+            **blocks,
+            "symmetric": True,
+            "dynamic": False,
+            **({} if scale is None else {"scale_dtype": scale}),
+        }
+
+    @property
+    def input_activations(self) -> dict[str, Any] | None:
+        """The quantization arguments of activations; None if they are not quantized."""
+        groups = _ACTIVATIONS[self.encoding.format.activations]
+        if groups is None:
+            return None
+        return {"num_bits": 8, "type": "float", **groups, "symmetric": True, "dynamic": True}
 
     def difference(self, weights: Mapping[str, Any]) -> str | None:
         """The first argument of a source's weights that is unlike this scheme's; None if none."""
-        wanted = dict(self.weights)
+        wanted = self.weights
         if _argument(weights, "strategy") in self.strategies:
             del wanted["strategy"]
         return _difference(weights, wanted)
 
 
+_SCALE_DTYPES = {
+    torch.float8_e4m3fn: "torch.float8_e4m3fn",
+    torch.float8_e8m0fnu: "torch.uint8",
+}
+"""By dtype of the scale; schemes with other scales do not state it."""
+_ACTIVATIONS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "fp8_token": {"strategy": "token"},
+    "fp8_group128": {"strategy": "group", "group_size": 128},
+}
+
 _SCHEMES = {
-    "fp8_block": _Scheme(
-        encoding=Fp8Blocks(scale="weight_scale"),
-        format="float-quantized",
-        weights={
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "block",
-            "block_structure": [128, 128],
-            "symmetric": True,
-            "dynamic": False,
-        },
-        input_activations={
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 128,
-            "symmetric": True,
-            "dynamic": True,
-        },
-    ),
-    "nvfp4": _Scheme(
-        encoding=Nvfp4Packed(),
-        format="nvfp4-pack-quantized",
-        weights={
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "symmetric": True,
-            "dynamic": False,
-            "scale_dtype": "torch.float8_e4m3fn",
-        },
-    ),
-    "mxfp4": _Scheme(
-        encoding=E8m0Groups("mxfp4", codes="weight_packed"),
-        format="mxfp4-pack-quantized",
-        weights={
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "symmetric": True,
-            "dynamic": False,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
-    "w4a8": _Scheme(
-        encoding=Int4Packed(),
-        format="pack-quantized",
-        weights={
-            "num_bits": 4,
-            "type": "int",
-            "strategy": "group",
-            "group_size": 128,
-            "symmetric": True,
-            "dynamic": False,
-        },
-        input_activations={
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "token",
-            "symmetric": True,
-            "dynamic": True,
-        },
-    ),
-    "fp8_channel": _Scheme(
-        encoding=Fp8Channels("weight_scale", read_only=False),
-        format="float-quantized",
-        weights={
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "channel",
-            "symmetric": True,
-            "dynamic": False,
-        },
-        input_activations={
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "token",
-            "symmetric": True,
-            "dynamic": True,
-        },
-        strategies=("tensor",),
-    ),
-    "mxfp8": _Scheme(
-        encoding=E8m0Groups("mxfp8", codes="weight"),
-        format="mxfp8-quantized",
-        weights={
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "symmetric": True,
-            "dynamic": False,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
-    "int4": _Scheme(
-        encoding=Int4Groups(),
-        format="pack-quantized",
-        weights={
-            "num_bits": 4,
-            "type": "int",
-            "strategy": "group",
-            "symmetric": True,
-            "dynamic": False,
-        },
-        strategies=("channel",),
-    ),
+    scheme.encoding.format.name: scheme
+    for scheme in (
+        _Scheme(encoding=Fp8Blocks(scale="weight_scale"), format="float-quantized"),
+        _Scheme(encoding=Nvfp4Packed(), format="nvfp4-pack-quantized"),
+        _Scheme(
+            encoding=Encoding("mxfp4", "weight_packed", "weight_scale", scales=E8M0_BYTES),
+            format="mxfp4-pack-quantized",
+        ),
+        _Scheme(encoding=Int4Packed(), format="pack-quantized"),
+        _Scheme(
+            encoding=Fp8Channels("weight_scale", read_only=False),
+            format="float-quantized",
+            strategies=("tensor",),
+        ),
+        _Scheme(
+            encoding=Encoding("mxfp8", "weight", "weight_scale", scales=E8M0_BYTES),
+            format="mxfp8-quantized",
+        ),
+        _Scheme(
+            encoding=Int4Groups(), format="pack-quantized", strategies=("channel",), any_group=True
+        ),
+    )
 }
 
 # In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
@@ -201,15 +156,12 @@ class CompressedTensors(Dialect):
 
     name = "compressed-tensors"
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
+    methods = ("compressed-tensors", "compressed_tensors")
     encodings = {name: scheme.encoding for name, scheme in _SCHEMES.items()}  # noqa: RUF012
 
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
+    def _config(
+        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
     ) -> dict[str, Any]:
-        """As Dialect."""
-        for module, format in formats.items():
-            self._encoding(module, format)
-        blocks, others = kept_blocks(kept)
         patterns = ModulePatterns.among((*formats, *blocks, *others))
         targets = _targets(formats, patterns)
         return {
@@ -224,31 +176,23 @@ class CompressedTensors(Dialect):
             "kv_cache_scheme": None,
         }
 
-    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
-        """As Dialect."""
-        method = quantization_config.get("quant_method")
-        return method in ("compressed-tensors", "compressed_tensors")
-
-    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+    def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As Dialect.
 
         As vLLM matches: `ignore` first, then the first target with the module's name or a regex
         for it, then a group that targets `Linear`.
         """
-        return self._reader(quantization_config, _format_of_group)
-
-    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; compares only the weights of schemes."""
-        return self._reader(quantization_config, _source_format_of_group)
-
-    def _reader(
-        self, quantization_config: Mapping[str, Any], read_group: _ReadGroup
-    ) -> Callable[[str], str | None]:
-        config = as_mapping(quantization_config, _WHERE)
         problem = _unreadable_config(config)
         ignored = NamePatterns(names_field(config, "ignore", _WHERE), f"{_WHERE}.ignore")
-        groups = _read_groups(config, read_group)
-        targets = [target for target, _ in groups]
+        groups = mapping_field(config, "config_groups", _WHERE)
+        targets: list[str] = []
+        schemes: list[str | UnsupportedError] = []
+        for name in groups:
+            where = f"{_WHERE}.config_groups.{key_text(name)}"
+            group = as_mapping(groups[name], where)
+            own = names_field(group, "targets", where)
+            schemes += [_format_of_group(group, config, where, weights_only)] * len(own)
+            targets += own
         targeted = NamePatterns(targets, f"{_WHERE}.config_groups")
         linear = targets.index("Linear") if "Linear" in targets else None
 
@@ -259,7 +203,7 @@ class CompressedTensors(Dialect):
             found = linear if found is None else found
             if found is None:
                 return None
-            scheme = problem or groups[found][1]
+            scheme = problem or schemes[found]
             if isinstance(scheme, UnsupportedError):
                 raise UnsupportedError(f"{module}: {scheme}")
             return scheme
@@ -286,12 +230,11 @@ def _overall_format(formats: Iterable[str]) -> str:
 
 
 def _group(scheme: _Scheme, targets: list[str]) -> dict[str, Any]:
-    activations = scheme.input_activations
     return {
         "targets": targets,
         "format": scheme.format,
-        "weights": dict(scheme.weights),
-        "input_activations": None if activations is None else dict(activations),
+        "weights": scheme.weights,
+        "input_activations": scheme.input_activations,
         "output_activations": None,
     }
 
@@ -307,26 +250,8 @@ def _unreadable_config(config: Mapping[str, Any]) -> UnsupportedError | None:
     return None
 
 
-def _read_groups(
-    config: Mapping[str, Any], read_group: _ReadGroup
-) -> list[tuple[str, str | UnsupportedError]]:
-    """Every target of every config group, with its format, or the error if it is unsupported.
-
-    Raises:
-        CheckpointError: a field has the wrong type.
-    """
-    groups = mapping_field(config, "config_groups", _WHERE)
-    found: list[tuple[str, str | UnsupportedError]] = []
-    for name in groups:
-        where = f"{_WHERE}.config_groups.{key_text(name)}"
-        group = as_mapping(groups[name], where)
-        format = read_group(group, config, where)
-        found += [(target, format) for target in names_field(group, "targets", where)]
-    return found
-
-
 def _format_of_group(
-    group: Mapping[str, Any], config: Mapping[str, Any], where: str
+    group: Mapping[str, Any], config: Mapping[str, Any], where: str, weights_only: bool
 ) -> str | UnsupportedError:
     """The format that a config group describes, or the error if it is unsupported.
 
@@ -338,14 +263,25 @@ def _format_of_group(
         return UnsupportedError(
             f"{where}.format is {show(stated)}, but moequant reads only {', '.join(_STATED)}"
         )
-    differences = {}
-    for format, scheme in _SCHEMES.items():
-        if scheme.format == stated and not scheme.encoding.read_only:
-            differences[format] = _group_difference(group, scheme, where)
-            if differences[format] is None:
-                return format
-    format, difference = next(iter(differences.items()))
-    return UnsupportedError(f"{where}.{difference}, unlike {format} in moequant")
+    schemes = {name: scheme for name, scheme in _SCHEMES.items() if scheme.format == stated}
+    differences = {
+        name: _group_difference(group, scheme, where)
+        for name, scheme in schemes.items()
+        if not scheme.encoding.read_only
+    }
+    for name, difference in differences.items():
+        if difference is None:
+            return name
+    weights = mapping_field(group, "weights", where)
+    if weights_only and weights:
+        by_weights = {name: scheme.difference(weights) for name, scheme in schemes.items()}
+        matching = [name for name, difference in by_weights.items() if difference is None]
+        if matching:
+            # Those that are read-only take more widths of groups, and dtypes of scales.
+            return max(matching, key=lambda name: schemes[name].encoding.read_only)
+        differences = {name: f"weights{difference}" for name, difference in by_weights.items()}
+    name, difference = next(iter(differences.items()))
+    return UnsupportedError(f"{where}.{difference}, unlike {name} in moequant")
 
 
 def _group_difference(group: Mapping[str, Any], scheme: _Scheme, where: str) -> str | None:
@@ -360,30 +296,6 @@ def _group_difference(group: Mapping[str, Any], scheme: _Scheme, where: str) -> 
         if difference is not None:
             return f"{part}{difference}"
     return None
-
-
-def _source_format_of_group(
-    group: Mapping[str, Any], config: Mapping[str, Any], where: str
-) -> str | UnsupportedError:
-    """As `_format_of_group`, but ignores activations.
-
-    Raises:
-        CheckpointError: a field has the wrong type.
-    """
-    ours = _format_of_group(group, config, where)
-    stated = group.get("format") or config.get("format")
-    weights = mapping_field(group, "weights", where)
-    if not isinstance(ours, UnsupportedError) or not weights or not isinstance(stated, str):
-        return ours
-    found = [name for name, scheme in _SCHEMES.items() if scheme.format == stated]
-    # Those that are read-only take more widths of groups, and dtypes of scales.
-    for format in sorted(found, key=lambda name: not _SCHEMES[name].encoding.read_only):
-        if _SCHEMES[format].difference(weights) is None:
-            return format
-    if not found:
-        return ours
-    difference = _SCHEMES[found[0]].difference(weights)
-    return UnsupportedError(f"{where}.weights{difference}, unlike {found[0]} in moequant")
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moequant.errors import CheckpointError
 
+QUANTIZATION_CONFIG = "quantization_config"
 _MAX_KEY_LENGTH = 250
 
 

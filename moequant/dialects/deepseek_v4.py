@@ -13,9 +13,9 @@ from __future__ import annotations
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
-from moequant.dialects.base import SourceDialect
-from moequant.dialects.config_fields import as_mapping, names_field
-from moequant.dialects.encodings import Fp8Blocks, Mxfp4Bytes
+from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
+from moequant.dialects.encodings import BLOCK_SCALES, Encoding, mxfp4_bytes
 from moequant.dialects.names import KeptModules, is_expert
 from moequant.errors import UnsupportedError
 
@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 
 EXPERT_DTYPE = "expert_dtype"
 """The field for the experts' format, at the top of config.json or in `quantization_config`."""
-_WHERE = "quantization_config"
 _FORMATS = {"fp4": "mxfp4", "fp8": "fp8_block"}
 
 
-class DeepseekV4(SourceDialect):
+class DeepseekV4(Dialect):
     """`quant_method: fp8` with an `expert_dtype`; the module's docstring has the names."""
 
     name = "deepseek-v4"
     summary = "DeepSeek-V4's FP8 and MXFP4; read-only"
-    encodings = {"fp8_block": Fp8Blocks(scale="scale"), "mxfp4": Mxfp4Bytes(scale="scale")}  # noqa: RUF012
+    methods = ("fp8",)
+    encodings = {  # noqa: RUF012
+        "fp8_block": Encoding("fp8_block", "weight", "scale", scales=BLOCK_SCALES, read_only=True),
+        "mxfp4": mxfp4_bytes("scale"),
+    }
     config_keys = (EXPERT_DTYPE,)
 
     def complete(
@@ -50,16 +53,13 @@ class DeepseekV4(SourceDialect):
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """As Dialect."""
-        method = quantization_config.get("quant_method")
-        return method == "fp8" and quantization_config.get(EXPERT_DTYPE) is not None
-
-    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect."""
-        config = as_mapping(quantization_config, _WHERE)
-        kept = KeptModules(
-            names_field(config, "modules_to_not_convert", _WHERE),
-            f"{_WHERE}.modules_to_not_convert",
+        return (
+            super().claims(quantization_config)
+            and quantization_config.get(EXPERT_DTYPE) is not None
         )
+
+    def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
+        kept = KeptModules(config, "modules_to_not_convert")
         experts = config.get(EXPERT_DTYPE)
         problem = None
         if not isinstance(experts, str) or experts not in _FORMATS:

@@ -23,15 +23,14 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, names_field
-from moequant.dialects.encodings import Fp8Blocks, Fp8Channels, Mxfp4Bytes
-from moequant.dialects.names import KeptModules, is_expert, kept_blocks
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
+from moequant.dialects.encodings import Fp8Blocks, Fp8Channels, mxfp4_bytes
+from moequant.dialects.names import KeptModules, is_expert
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
-_WHERE = "quantization_config"
 _FORMAT = "fp8_block"
 _EXPERTS = "mxfp4"
 _ONE_SCALE = "fp8_channel"
@@ -47,7 +46,6 @@ _WEIGHTS: dict[str, tuple[object, ...]] = {
     "routed_experts_quant_method": (None,),
 }
 _SAY_MXFP4 = {"expert_dtype": "fp4", "routed_experts_quant_method": "mxfp4"}
-_WEIGHTS_OF_ONE_SCALE = _WEIGHTS | {"weight_block_size": (None,)}
 _READABLE = _WEIGHTS | {"activation_scheme": ("dynamic",)}
 
 
@@ -56,20 +54,17 @@ class Fp8(Dialect):
 
     name = "fp8"
     summary = "vLLM, SGLang and transformers; how DeepSeek-V3 and Qwen3 FP8 were released"
+    methods = ("fp8",)
     encodings = {  # noqa: RUF012
         _FORMAT: Fp8Blocks(scale="weight_scale_inv"),
-        _EXPERTS: Mxfp4Bytes(scale="weight_scale_inv"),
+        _EXPERTS: mxfp4_bytes("weight_scale_inv"),
         # vLLM's name and transformers' name; both are multipliers.
         _ONE_SCALE: Fp8Channels("weight_scale", "weight_scale_inv"),
     }
 
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
+    def _config(
+        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
     ) -> dict[str, Any]:
-        """As Dialect."""
-        for module, format in formats.items():
-            self._encoding(module, format)
-        blocks, others = kept_blocks(kept)
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -78,51 +73,26 @@ class Fp8(Dialect):
             "modules_to_not_convert": sorted(blocks + others),
         }
 
-    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
-        """As Dialect."""
-        return quantization_config.get("quant_method") == "fp8"
-
-    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+    def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As Dialect.
 
         A module is kept if `modules_to_not_convert` or `ignored_layers` has its full name, the
         name of a parent module, the end of its name after a dot, or a regular expression for one of
         the first two. That is what transformers does; vLLM compares only full names.
+
+        With `weights_only`, a weight has one scale where there is no `weight_block_size`, and
+        routed experts may be in MXFP4, if one of two fields says so.
         """
-        return self._reader(quantization_config, _READABLE)
-
-    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; without `weight_block_size` a weight has one scale.
-
-        Routed experts may be in MXFP4, if one of two fields says so.
-        """
-        config = as_mapping(quantization_config, _WHERE)
-        said = [field for field, value in _SAY_MXFP4.items() if config.get(field) == value]
-        if config.get("weight_block_size") is None and not said:
-            return self._reader(config, _WEIGHTS_OF_ONE_SCALE, _ONE_SCALE)
-        if not said:
-            return self._reader(config, _WEIGHTS)
-        others = {field: value for field, value in config.items() if field not in said}
-        kept_or_fp8 = self._reader(others, _WEIGHTS)
-
-        def format_of(module: str) -> str | None:
-            format = kept_or_fp8(module)
-            return _EXPERTS if format is not None and is_expert(module) else format
-
-        return format_of
-
-    def _reader(
-        self,
-        quantization_config: Mapping[str, Any],
-        readable: Mapping[str, tuple[object, ...]],
-        format: str = _FORMAT,
-    ) -> Callable[[str], str | None]:
-        config = as_mapping(quantization_config, _WHERE)
-        kept = KeptModules(
-            names_field(config, "modules_to_not_convert", _WHERE)
-            + names_field(config, "ignored_layers", _WHERE),
-            f"{_WHERE}.modules_to_not_convert",
-        )
+        kept = KeptModules(config, "modules_to_not_convert", "ignored_layers")
+        readable, format, of_experts = _READABLE, _FORMAT, _FORMAT
+        if weights_only:
+            said = {f for f, value in _SAY_MXFP4.items() if config.get(f) == value}
+            readable = {f: values for f, values in _WEIGHTS.items() if f not in said}
+            if said:
+                of_experts = _EXPERTS
+            elif config.get("weight_block_size") is None:
+                readable = _WEIGHTS | {"weight_block_size": (None,)}
+                format = of_experts = _ONE_SCALE
         problem = _unreadable_field(config, readable)
 
         def format_of(module: str) -> str | None:
@@ -130,7 +100,7 @@ class Fp8(Dialect):
                 return None
             if problem is not None:
                 raise UnsupportedError(f"{module}: {problem}")
-            return format
+            return of_experts if is_expert(module) else format
 
         return format_of
 

@@ -16,15 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, names_field
 from moequant.dialects.encodings import Mxfp4Blocks
-from moequant.dialects.names import KeptModules, is_expert, kept_blocks
+from moequant.dialects.names import KeptModules, is_expert
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-_WHERE = "quantization_config"
 _FORMAT = "mxfp4"
 _KEPT_BY_RELEASES = (
     "model.layers.*.self_attn",
@@ -40,6 +38,7 @@ class GptOss(Dialect):
     name = "gpt-oss"
     summary = "vLLM, SGLang and transformers, only for gpt-oss; how its MXFP4 was released"
     encodings = {_FORMAT: Mxfp4Blocks()}  # noqa: RUF012
+    methods = ("mxfp4",)
     stacks = True
 
     def check(
@@ -53,27 +52,14 @@ class GptOss(Dialect):
                 'in its source dtype (format = "keep" in a recipe), or choose the dialect moequant'
             )
 
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
+    def _config(
+        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
     ) -> dict[str, Any]:
-        """As Dialect."""
-        for module, format in formats.items():
-            self._encoding(module, format)
-        blocks, _ = kept_blocks(kept)
         return {
             "quant_method": "mxfp4",
             "modules_to_not_convert": [*_KEPT_BY_RELEASES, *blocks],
         }
 
-    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
-        """As Dialect."""
-        return quantization_config.get("quant_method") == "mxfp4"
-
-    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; a kept block of experts is listed by its name."""
-        config = as_mapping(quantization_config, _WHERE)
-        kept = KeptModules(
-            names_field(config, "modules_to_not_convert", _WHERE),
-            f"{_WHERE}.modules_to_not_convert",
-        )
+    def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
+        kept = KeptModules(config, "modules_to_not_convert")
         return lambda module: _FORMAT if is_expert(module) and module not in kept else None

@@ -35,47 +35,37 @@ Sources: NVIDIA/Model-Optimizer 0.47, `torch/export/{quant_utils,convert_hf_conf
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fnmatch import translate
 from itertools import combinations
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.encodings import Fp8BlocksFlexible, Fp8Channels, Nvfp4Multiplied
-from moequant.dialects.names import expert_block, kept_blocks
+from moequant.dialects.names import expert_block
 from moequant.errors import UnsupportedError
+from moequant.formats import get_format
+from moequant.formats.base import WHOLE
 from moequant.storage.files import HF_QUANT_CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-_WHERE = "quantization_config"
 _FORMAT = "nvfp4"
 _WRITTEN = "W4A16_NVFP4"
 _MIXED = "MIXED_PRECISION"
-_METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Algorithm:
-    """The format of the weights of a `quant_algo`, and its group size, if fixed."""
-
-    format: str
-    group_size: int | None = None
-
-
-_BLOCKS = _Algorithm(format="fp8_block", group_size=128)
 _ALGORITHMS = {
-    "NVFP4": _Algorithm(format=_FORMAT, group_size=16),
-    _WRITTEN: _Algorithm(format=_FORMAT, group_size=16),
-    "FP8": _Algorithm(format="fp8_channel"),
-    "FP8_PER_CHANNEL_PER_TOKEN": _Algorithm(format="fp8_channel"),
-    "FP8_PB_WO": _BLOCKS,
-    "FP8_PB_REAL": _BLOCKS,
-    "FP8_BLOCK_SCALES": _BLOCKS,
+    "NVFP4": _FORMAT,
+    _WRITTEN: _FORMAT,
+    "FP8": "fp8_channel",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
+    "FP8_PB_WO": "fp8_block",
+    "FP8_PB_REAL": "fp8_block",
+    "FP8_BLOCK_SCALES": "fp8_block",
 }
+"""The format of the weights by `quant_algo`."""
 _UNREAD = {
     "MXFP8": "FP8 with one power-of-two scale per 32 columns",
     "MXFP4": "MXFP4, which no engine loads in this dialect",
@@ -103,23 +93,17 @@ class ModelOpt(Dialect):
 
     name = "modelopt"
     summary = "vLLM and SGLang; what NVIDIA Model-Optimizer writes"
+    methods = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
     encodings = {  # noqa: RUF012
         _FORMAT: Nvfp4Multiplied(),
         "fp8_channel": Fp8Channels("weight_scale"),
         "fp8_block": Fp8BlocksFlexible(),
     }
 
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
+    def _config(
+        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
     ) -> dict[str, Any]:
-        """As Dialect.
-
-        Raises:
-            UnsupportedError: as Dialect, or an engine would treat a converted module as kept.
-        """
-        for module, format in formats.items():
-            self._encoding(module, format)
-        blocks, others = kept_blocks(kept)
+        """As Dialect; also refuses what an engine would treat as kept though it is converted."""
         _check_kept_names(formats, [*blocks, *others])
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         return {
@@ -146,27 +130,13 @@ class ModelOpt(Dialect):
             return found
         return {"quant_method": "modelopt", **quantization, **(found or {})}
 
-    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
-        """As Dialect."""
-        return quantization_config.get("quant_method") in _METHODS
-
-    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
+    def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As Dialect.
 
         A module is kept if consecutive components of its name are listed, or if a pattern with `*`
         matches the name or one component. NVFP4 is supported if every config group says that
-        activations are not quantized.
+        activations are not quantized; with `weights_only` they do not matter, and FP8 is read too.
         """
-        return self._reader(quantization_config, weights_only=False)
-
-    def source_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect; ignores how activations are quantized, and also knows FP8."""
-        return self._reader(quantization_config, weights_only=True)
-
-    def _reader(
-        self, quantization_config: Mapping[str, Any], *, weights_only: bool
-    ) -> Callable[[str], str | None]:
-        config = as_mapping(quantization_config, _WHERE)
         names = names_field(config, "ignore", _WHERE)
         kept = _Kept(names + names_field(config, "exclude_modules", _WHERE))
         algorithm_of = _algorithms(config)
@@ -179,11 +149,9 @@ class ModelOpt(Dialect):
             if found is None:
                 return None
             name, group_size, where = found
-            algorithm = _find_algorithm(module, name, group_size, where)
-            if weights_only or name == _WRITTEN:
-                return algorithm.format
-            if name == "NVFP4" and not quantizes_activations:
-                return algorithm.format
+            format = _format_of_algorithm(module, name, group_size, where)
+            if weights_only or name == _WRITTEN or (name == "NVFP4" and not quantizes_activations):
+                return format
             raise UnsupportedError(
                 f"{module}: {where}.quant_algo is {name}, which moequant reads only as a source; "
                 "convert it: moequant convert SOURCE OUTPUT --format NAME"
@@ -273,27 +241,28 @@ def _enclosing(module: str) -> Iterator[str]:
             name = name.rpartition(".")[0]
 
 
-def _find_algorithm(module: str, name: str, group_size: object, where: str) -> _Algorithm:
-    """The supported algorithm called `name`.
+def _format_of_algorithm(module: str, name: str, group_size: object, where: str) -> str:
+    """The format of the weights of the algorithm called `name`.
 
     Raises:
         UnsupportedError: it is not supported, or has another group size.
     """
-    algorithm = _ALGORITHMS.get(name)
-    if algorithm is None:
+    if name not in _ALGORITHMS:
         meaning = f" ({_UNREAD[name]})" if name in _UNREAD else ""
         raise UnsupportedError(
             f"{module}: {where}.quant_algo is {key_text(name)}{meaning}, but moequant reads only "
             f"{', '.join(_ALGORITHMS)} and {_MIXED} of these; use a release in one of them, or the "
             "unquantized one"
         )
+    format = _ALGORITHMS[name]
+    columns = get_format(format).block[1]
     # Model-Optimizer writes 0 or None for no groups.
-    if group_size and algorithm.group_size and group_size != algorithm.group_size:
+    if group_size and columns != WHOLE and group_size != columns:
         raise UnsupportedError(
             f"{module}: {where}.group_size is {show(group_size)}, but moequant reads {name} only "
-            f"with {algorithm.group_size}; use a release with that, or the unquantized one"
+            f"with {columns}; use a release with that, or the unquantized one"
         )
-    return algorithm
+    return format
 
 
 def _quantizes_activations(config: Mapping[str, Any]) -> bool:

@@ -17,23 +17,16 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
-from moequant.dialects.encodings import (
-    AsInMemory,
-    E8m0Groups,
-    Encoding,
-    Fp8Blocks,
-    Int4Packed,
-    Nvfp4Packed,
-)
-from moequant.dialects.names import ModulePatterns, NamePatterns, kept_blocks
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
+from moequant.dialects.config_fields import mapping_field, names_field
+from moequant.dialects.encodings import E8M0_BYTES, Encoding, Fp8Blocks, Int4Packed, Nvfp4Packed
+from moequant.dialects.names import ModulePatterns, NamePatterns
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
-_WHERE = "quantization_config"
 _SCHEMA_VERSION = 1
 
 
@@ -42,22 +35,20 @@ class Moequant(Dialect):
 
     name = "moequant"
     summary = "only moequant's own runtime, for checkpoints that no engine loads"
+    methods = ("moequant",)
     encodings: ClassVar[Mapping[str, Encoding]] = {
-        **{name: AsInMemory(format) for name, format in CONVERTIBLE.items()},
+        # As in memory, unless another writer's names serve as well.
+        **{name: Encoding(name, "weight_codes", "weight_scale") for name in CONVERTIBLE},
         "fp8_block": Fp8Blocks(codes="weight_fp8", scale="weight_scale", ragged=True),
         "nvfp4": Nvfp4Packed(),
-        "mxfp4": E8m0Groups("mxfp4", codes="weight_packed"),
-        "mxfp8": E8m0Groups("mxfp8", codes="weight_fp8"),
+        "mxfp4": Encoding("mxfp4", "weight_packed", "weight_scale", scales=E8M0_BYTES),
+        "mxfp8": Encoding("mxfp8", "weight_fp8", "weight_scale", scales=E8M0_BYTES),
         "w4a8": Int4Packed(),
     }
 
-    def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
+    def _config(
+        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
     ) -> dict[str, Any]:
-        """As Dialect."""
-        for module, format in formats.items():
-            self._encoding(module, format)
-        blocks, others = kept_blocks(kept)
         patterns = ModulePatterns.among((*formats, *blocks, *others))
         return {
             "quant_method": "moequant",
@@ -66,13 +57,7 @@ class Moequant(Dialect):
             "ignore": [*others, *map(patterns.of_block, blocks)],
         }
 
-    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
-        """As Dialect."""
-        return quantization_config.get("quant_method") == "moequant"
-
-    def reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect."""
-        config = as_mapping(quantization_config, _WHERE)
+    def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         version = config.get("schema_version")
         ignored = NamePatterns(names_field(config, "ignore", _WHERE), f"{_WHERE}.ignore")
         targets = mapping_field(config, "targets", _WHERE)

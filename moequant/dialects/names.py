@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG, names_field
 from moequant.dialects.regexes import compile_regex
 from moequant.errors import CheckpointError
 
@@ -190,12 +191,15 @@ class NamePatterns:
 class KeptModules:
     """The names in `modules_to_not_convert`, matched as transformers does."""
 
-    def __init__(self, names: Sequence[str], where: str) -> None:
-        """Compile `names`, found at `where`.
+    def __init__(self, config: Mapping[str, Any], *fields: str) -> None:
+        """Compile the names in `fields` of a `quantization_config`.
 
         Raises:
-            CheckpointError: one is not a regular expression, or could match for hours.
+            CheckpointError: one is not a regular expression, or could match for hours; or a field
+                is no list of names.
         """
+        where = f"{QUANTIZATION_CONFIG}.{fields[0]}"
+        names = [n for field in fields for n in names_field(config, field, QUANTIZATION_CONFIG)]
         # Most names have no special character except the dot; a set lookup keeps this linear.
         self._names = {name for name in names if not re.search(r"[^\w.\-]", name)}
         self._regexes = [

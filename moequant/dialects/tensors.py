@@ -75,7 +75,9 @@ def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         UnsupportedError: a value would be rounded.
     """
     cast = tensor.to(dtype)
-    if has_values(tensor) and not torch.equal(cast.float(), tensor.float()):
+    if dtype == torch.float32 or tensor.dtype == dtype or not has_values(tensor):
+        return cast
+    if not torch.equal(cast.float(), tensor.float()):
         raise UnsupportedError(
             f"{name}: {dtype_text(tensor.dtype)} values that {dtype_text(dtype)}, the format's "
             "scale dtype, cannot represent; convert from the unquantized checkpoint"

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class QuantizedWeight:
         self, fn: Callable[[Tensor], Tensor], shape: torch.Size | None = None
     ) -> QuantizedWeight:
         """Apply `fn` to every tensor; `shape` is the new logical shape if `fn` changes it."""
-        parts = {name: fn(tensor) for name, tensor in self.tensors().items()}
+        parts: dict[str, Any] = {name: fn(tensor) for name, tensor in self.tensors().items()}
         return replace(self, **parts, shape=self.shape if shape is None else shape)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
@@ -128,7 +128,9 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     first = weights[0]
     if any(w.format != first.format or w.shape != first.shape for w in weights):
         raise UnsupportedError("cannot stack weights of different formats or shapes")
-    parts = {k: torch.stack([w.tensors()[k] for w in weights]) for k in first.tensors()}
+    parts: dict[str, Any] = {
+        k: torch.stack([w.tensors()[k] for w in weights]) for k in first.tensors()
+    }
     return replace(first, **parts, shape=torch.Size((len(weights), *first.shape)))
 
 
@@ -287,7 +289,7 @@ class Format:
         """
         rows = tile_rows(w.shape[-1], self.block[0])
         parts = []
-        for tile in [w] if w.ndim > 2 else w.split(rows):
+        for tile in [w] if w.ndim > 2 else torch.split(w, rows):
             codes, scale = self._quantize(tile.float().contiguous(), options, global_scale)
             parts.append((codes if self.codes_per_byte == 1 else pack_nibbles(codes), scale))
         qdata, scale = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))

@@ -20,7 +20,7 @@ from moequant.conversion import (
     unit_outputs,
     units_of_formats,
 )
-from moequant.dialects import find_dialect, get_dialect
+from moequant.dialects import UNQUANTIZED, find_dialect
 from moequant.errors import MoequantError, RecipeError
 from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, biases_of
@@ -176,7 +176,7 @@ def expect_by_config(
     model, quantization_config = original.model, stored.config.get("quantization_config")
     try:
         plain = quantization_config is None and original.dialect is not None
-        dialect = get_dialect("plain") if plain else find_dialect(quantization_config)
+        dialect = UNQUANTIZED if plain else find_dialect(quantization_config)
         formats = _formats(original, stored, dialect.reader(quantization_config or {}))
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))

@@ -34,7 +34,7 @@ def encoded_weights(
     own: Sequence[Architecture],
 ) -> dict[str, EncodedInfo]:
     """Every quantized weight by name."""
-    format_of = dialect.source_reader(quantization_config)
+    format_of = dialect.reader(quantization_config, weights_only=True)
     if dialect.stacks:
         architecture = find_architecture(config, own, names=tensors)
         found = _in_stacks(

@@ -127,7 +127,7 @@ def seen_as_source(
         dialect=dialect,
         architecture=architecture,
         moe=architecture.read_config(config),
-        format_of=dialect.source_reader(quantization_config),
+        format_of=dialect.reader(quantization_config, weights_only=True),
     )
 
 

@@ -340,4 +340,4 @@ def test_what_quantizes_activations_is_read_as_a_source_alone(algorithm):
         UnsupportedError, match=f"{algorithm}, which moequant reads only as a source"
     ):
         MODELOPT.reader(config)(EXPERT)
-    assert MODELOPT.source_reader(config)(EXPERT)
+    assert MODELOPT.reader(config, weights_only=True)(EXPERT)

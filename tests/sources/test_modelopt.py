@@ -119,14 +119,16 @@ NAMED = {
 
 @pytest.mark.parametrize("case", NAMED)
 def test_a_module_of_a_mixed_checkpoint_is_found(case):
-    read = get_dialect("modelopt").source_reader(MIXED | {"quantized_layers": NAMED[case]})
+    read = get_dialect("modelopt").reader(
+        MIXED | {"quantized_layers": NAMED[case]}, weights_only=True
+    )
     assert read(EXPERT) == "nvfp4"
     assert read("model.layers.0.mlp.gate") is None
 
 
 def test_vision_models_have_two_names_for_their_language_model():
     layers = {f"model.language_model.{EXPERT[6:]}": {"quant_algo": "FP8_PB_WO", "group_size": 128}}
-    read = get_dialect("modelopt").source_reader(MIXED | {"quantized_layers": layers})
+    read = get_dialect("modelopt").reader(MIXED | {"quantized_layers": layers}, weights_only=True)
     assert read(f"language_model.{EXPERT}") == "fp8_block"
     assert read(f"model.language_model.{EXPERT[6:]}") == "fp8_block"
     assert read(EXPERT) is None
@@ -140,7 +142,7 @@ def test_what_is_not_read_is_refused_with_what_it_is_and_the_next_step(algorithm
     ]
     for entry in entries:
         with pytest.raises(UnsupportedError) as error:
-            get_dialect("modelopt").source_reader(entry)(EXPERT)
+            get_dialect("modelopt").reader(entry, weights_only=True)(EXPERT)
         message = str(error.value)
         assert message.startswith(f"{EXPERT}: quantization_config")
         assert f"quant_algo is {algorithm}" in message
@@ -155,7 +157,7 @@ def test_groups_of_another_width_are_refused(algorithm, group_size):
     with pytest.raises(
         UnsupportedError, match=f"group_size is {group_size}, .*{algorithm} only with"
     ):
-        get_dialect("modelopt").source_reader(entry)(EXPERT)
+        get_dialect("modelopt").reader(entry, weights_only=True)(EXPERT)
 
 
 def test_a_mixed_checkpoint_that_nobody_describes_is_refused(make_form, tmp_path):
@@ -168,7 +170,7 @@ def test_a_mixed_checkpoint_that_nobody_describes_is_refused(make_form, tmp_path
 @pytest.mark.parametrize("layers", [[], {EXPERT: "NVFP4"}])
 def test_layers_of_another_type_are_refused(layers):
     with pytest.raises(CheckpointError, match=r"quantized_layers.* not an object"):
-        get_dialect("modelopt").source_reader(MIXED | {"quantized_layers": layers})
+        get_dialect("modelopt").reader(MIXED | {"quantized_layers": layers}, weights_only=True)
 
 
 def test_the_scale_of_a_single_block_may_be_a_scalar_and_no_other(by_hand):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from moequant.formats import CONVERTIBLE, quantize, row_tiles, sum_of_squares, tiles
+from moequant.formats import CONVERTIBLE, base, quantize, row_tiles, sum_of_squares
 from moequant.verification.bounds import find_out_of_bound
 
 
@@ -19,7 +19,7 @@ def test_a_sum_of_squares_neither_overflows_nor_underflows():
 
 @pytest.mark.parametrize("format", CONVERTIBLE)
 def test_what_is_beyond_its_bound_is_the_same_in_tiles(format, monkeypatch):
-    monkeypatch.setattr(tiles, "_TILE_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(base, "_TILE_ELEMENTS", 1 << 15)
     w = torch.randn(600, 256, generator=torch.Generator().manual_seed(3)) * 0.02
     q = quantize(w, format)
     assert len(list(row_tiles(q))) == 5
