@@ -6,22 +6,18 @@ import shlex
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult, InterruptedWork
-from moequant.cli.output import Output, count, size
-from moequant.cli.requantization_errors import show_requantization_errors
+from moequant.cli.output import Output, count, show_requantization_errors, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from moequant.conversion import ConversionResult, Plan
-    from moequant.conversion.units import Unit, Weight
-    from moequant.quantizers import Choice
 
 
 @click.command("convert", short_help="Convert a checkpoint's experts into a format.")
@@ -81,14 +77,13 @@ def command(
                 workers=workers,
                 dry_run=dry_run,
                 progress=progress,
-                on_plan=partial(_warn_ahead, out),
+                on_plan=lambda plan: out.warn(*plan.warnings),  # before the work starts
                 **settings,
             )
     except KeyboardInterrupt:
         raise InterruptedWork from None
     document = _describe(result, workers, time.monotonic() - started)
-    for warning in _slowness(result):
-        out.warn(warning)
+    out.warn(*_slowness(result))
     if result.error is not None:
         # A refused plan has no output sizes to show.
         if not result.plan.refusals and not as_json:
@@ -98,19 +93,13 @@ def command(
     out.result(document, _show_plan if dry_run else _show_result)
 
 
-def _warn_ahead(out: Output, plan: Plan) -> None:
-    """Print the plan's warnings before the work starts."""
-    for warning in plan.warnings:
-        out.warn(warning)
-
-
 def _next_command(source: str, output: str, revision: str | None) -> str:
     command = ["moequant", "verify", output, "--against", source]
     return shlex.join(command if revision is None else [*command, "--revision", revision])
 
 
 def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[str, Any]:
-    plan = result.plan
+    plan, choice = result.plan, result.quantizer
     return {
         "state": result.state,
         "output": str(result.output),
@@ -128,22 +117,16 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "peak_bytes": plan.peak_bytes(workers),
         "seconds": round(seconds, 3),
         "requantization_errors": [error.to_json() for error in result.requantization_errors],
-        "quantizer": _quantizer(result.quantizer),
+        # None if this machine quantized nothing.
+        "quantizer": choice
+        and {
+            "name": choice.quantizer.name,
+            "summary": choice.quantizer.summary,
+            "reason": choice.reason,
+        },
         "quantizers": [asdict(share) for share in result.shares],
         "warnings": [*plan.warnings, *_slowness(result)],
         "refusals": list(result.refusals),
-    }
-
-
-def _quantizer(choice: Choice | None) -> dict[str, Any] | None:
-    """The quantizer of this machine; None if this machine quantized nothing."""
-    if choice is None:
-        return None
-    quantizer = choice.quantizer
-    return {
-        "name": quantizer.name,
-        "summary": quantizer.summary,
-        "reason": choice.reason,
     }
 
 
@@ -167,11 +150,6 @@ def _by(name: str, places: Iterable[str]) -> str:
     return f"{name} on {where}" if where else name
 
 
-def _written_bytes(plan: Plan, unit: Unit, weight: Weight) -> int:
-    specs = plan.dialect.specs(weight.module, unit.format, weight.info.shape)
-    return sum(spec.size_bytes for spec in specs.values())
-
-
 def _groups(plan: Plan) -> list[dict[str, Any]]:
     """Counts and bytes by role and format; a format of None is kept as it was.
 
@@ -179,8 +157,14 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
     """
     from moequant.weights.encoded import EncodedInfo
 
-    groups: dict[tuple[str, str | None], list[int]] = defaultdict(lambda: [0, 0, 0])
-
+    sizes: dict[tuple[str, str | None], list[tuple[int, int]]] = defaultdict(list)
+    for unit in (*plan.units, *plan.dequantized):
+        for weight in unit.weights:
+            written = 0
+            if not plan.refusals:
+                specs = plan.dialect.specs(weight.module, unit.format, weight.info.shape)
+                written = sum(spec.size_bytes for spec in specs.values())
+            sizes[weight.role, unit.format].append((weight.info.size_bytes, written))
     # Of what stays quantized, by the name of each of its tensors.
     roles = {
         part.name: plan.model.roles[info.name].role
@@ -188,28 +172,18 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         if isinstance(info, EncodedInfo)
         for part in info.parts
     }
-
-    def add(role: str, format: str | None, *amounts: int) -> None:
-        group = groups[role, format]
-        group[:] = [old + new for old, new in zip(group, amounts, strict=True)]
-
-    for unit in (*plan.units, *plan.dequantized):
-        for weight in unit.weights:
-            written = 0 if plan.refusals else _written_bytes(plan, unit, weight)
-            add(weight.role, unit.format, 1, weight.info.size_bytes, written)
     for copy in plan.copies:
-        size_bytes = copy.info.size_bytes
         role = roles.get(copy.name) or plan.model.architecture.classify(copy.name).role
-        add(role, None, 1, size_bytes, size_bytes)
+        sizes[role, None].append((copy.info.size_bytes, copy.info.size_bytes))
     return [
         {
             "role": role,
             "format": format,
-            "tensors": n,
-            "source_bytes": before,
-            "output_bytes": after,
+            "tensors": len(pairs),
+            "source_bytes": sum(before for before, _ in pairs),
+            "output_bytes": sum(after for _, after in pairs),
         }
-        for (role, format), (n, before, after) in groups.items()
+        for (role, format), pairs in sizes.items()
     ]
 
 
@@ -220,7 +194,7 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             (
                 group["role"],
                 group["format"] or "kept",
-                str(group["tensors"]),
+                group["tensors"],
                 size(group["source_bytes"]),
                 size(group["output_bytes"]),
             )
@@ -228,35 +202,33 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
         ],
     )
     out.line()
+    quantizer = plan["quantizer"]
     out.fields(
         {
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
             "shards": plan["shards"],
             "dialect": plan["dialect"],
-            "quantizer": _planned_quantizer(plan["quantizer"]),
+            "quantizer": f"{quantizer['name']}, {quantizer['summary']}"
+            if quantizer
+            else "chosen by each worker of the cluster",
             "peak memory": f"{size(plan['peak_bytes'])} with {count(plan['workers'], 'worker')}, "
             "besides torch and moequant",
         }
     )
     if plan["engines"]:
+        loads = {**_LOADS, False: "no, see the warning"}
+        known = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
         out.line()
         out.table(
             ["engine", "loads it", "known from"],
             [
-                (f"{e['engine']} {e['version']}", _LOADS[e["loads"]], _KNOWN[e["known"]])
+                (f"{e['engine']} {e['version']}", loads[e["loads"]], known[e["known"]])
                 for e in plan["engines"]
             ],
         )
 
 
-_LOADS = {True: "yes", False: "no, see the warning", None: "not known"}
-_KNOWN = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
-
-
-def _planned_quantizer(quantizer: Mapping[str, Any] | None) -> str:
-    if quantizer is None:
-        return "chosen by each worker of the cluster"
-    return f"{quantizer['name']}, {quantizer['summary']}"
+_LOADS = {True: "yes", False: "no", None: "not known"}
 
 
 def _show_result(out: Output, result: Mapping[str, Any]) -> None:
@@ -271,22 +243,14 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
             out.line(f"{line}; {result['resumed_shards']} of them by an earlier run")
         else:
             rate = int(result["source_bytes"] / max(result["seconds"], 1e-3))
-            means = _means(result)
             # Empty if every tensor was copied.
-            out.line(f"{line}, {size(rate)}/s{means and f' ({means})'}")
+            by = ", ".join(_by(f"{s['name']} quantizer", s["hosts"]) for s in result["quantizers"])
+            out.line(f"{line}, {size(rate)}/s{by and f' ({by})'}")
     if result["requantization_errors"]:
         out.line()
         show_requantization_errors(out, result["requantization_errors"])
         out.line()
     if result["engines"]:
-        words = {True: "yes", False: "no", None: "not known"}
-        engines = [f"{e['engine']} {e['version']} {words[e['loads']]}" for e in result["engines"]]
+        engines = [f"{e['engine']} {e['version']} {_LOADS[e['loads']]}" for e in result["engines"]]
         out.line(f"Engines that load it: {', '.join(engines)}.")
     out.line(f"To check it: {result['next']}")
-
-
-def _means(result: Mapping[str, Any]) -> str:
-    """The quantizers used, and on which machines of a cluster."""
-    return ", ".join(
-        _by(f"{share['name']} quantizer", share["hosts"]) for share in result["quantizers"]
-    )

@@ -7,7 +7,6 @@ import shlex
 import sys
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -70,16 +69,6 @@ class CommandGroup(click.Group):
         return {flag for parameter in command.params for flag in parameter.opts}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """How an error is reported."""
-
-    kind: str
-    message: str
-    exit_code: int
-    expected: bool = True
-
-
 def _report(error: BaseException, arguments: list[str], options: set[str]) -> int:
     """Print the error and return the exit code."""
     if isinstance(error, BrokenPipeError):
@@ -88,65 +77,55 @@ def _report(error: BaseException, arguments: list[str], options: set[str]) -> in
     if isinstance(error, FailedResult):
         result = error.result
         error = error.error
-    failure = _describe(error, arguments, options)
-    if not failure.expected or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+    expected, message, exit_code = _describe(error, arguments, options)
+    if not expected or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, InterruptedWork):
         click.echo(err=True)  # closes the line on which the terminal put ^C
     if isinstance(error, click.UsageError):
         error.show()
     else:
-        click.echo(printable(f"Error: {failure.message}"), err=True)
+        click.echo(printable(f"Error: {message}"), err=True)
     # Searched in the arguments because parsing them may have failed.
     if "--json" in arguments:
-        fields = {
-            "type": failure.kind,
-            "message": failure.message,
-            "exit_code": failure.exit_code,
-        }
+        kind = "Interrupted" if exit_code == INTERRUPTED else type(error).__name__
+        fields = {"type": kind, "message": message, "exit_code": exit_code}
         with suppress(OSError):  # writing to stdout may have failed
             print_document({**result, "error": fields})
-    return failure.exit_code
+    return exit_code
 
 
-def _describe(error: BaseException, arguments: list[str], options: set[str]) -> _Failure:
-    kind = type(error).__name__
+def _describe(
+    error: BaseException, arguments: list[str], options: set[str]
+) -> tuple[bool, str, int]:
+    """Whether the error is expected rather than a bug, its message, and the exit code."""
     match error:
         case InterruptedWork():
             again = shlex.join(["moequant", *arguments])
             message = f"interrupted; finished work is kept. To continue: {again}"
-            return _Failure(kind="Interrupted", message=message, exit_code=INTERRUPTED)
+            return True, message, INTERRUPTED
         case KeyboardInterrupt() | click.Abort():
-            return _Failure(kind="Interrupted", message="interrupted", exit_code=INTERRUPTED)
+            return True, "interrupted", INTERRUPTED
         case MoequantError():
-            return _Failure(kind=kind, message=str(error), exit_code=error.exit_code)
+            return True, str(error), error.exit_code
         case click.ClickException():
-            return _Failure(kind=kind, message=error.format_message(), exit_code=error.exit_code)
+            return True, error.format_message(), error.exit_code
         case OSError():
-            return _Failure(kind=kind, message=_explain(error), exit_code=1)
+            reason = error.strerror or str(error)
+            return True, reason if error.filename is None else f"{error.filename}: {reason}", 1
         case MemoryError() | RuntimeError() if _is_out_of_memory(error):
             what = f"out of memory: {error}" if str(error) else "out of memory"
-            message = f"{what}; {_advice_on_memory(options)}"
-            return _Failure(kind=kind, message=message, exit_code=1)
-    message = f"{kind}: {error}; this is a bug in moequant, please report it with the traceback"
-    return _Failure(kind=kind, message=message, exit_code=1, expected=False)
+            less = [f"use a smaller {flag}" for flag in _TAKE_MEMORY if flag in options]
+            advice = [*less, "or free memory"] if less else ["free memory and run again"]
+            return True, f"{what}; {', '.join(advice)}", 1
+    message = f"{type(error).__name__}: {error}; this is a bug in moequant, please report it with"
+    return False, f"{message} the traceback", 1
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Python raises MemoryError; threads and torch's allocators only say it in the message."""
     words = ("can't start new thread", "can't allocate memory", "bad_alloc", "CUDA out of memory")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
-
-
-def _advice_on_memory(options: set[str]) -> str:
-    """How to run a command with these options in less memory."""
-    less = [f"use a smaller {flag}" for flag in _TAKE_MEMORY if flag in options]
-    return ", ".join([*less, "or free memory"] if less else ["free memory and run again"])
-
-
-def _explain(error: OSError) -> str:
-    reason = error.strerror or str(error)
-    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def _close_stdout() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,10 +14,7 @@ from moequant.cli.output import Output
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import torch
-
     from moequant.formats import Format
-    from moequant.runtime.backends import Backend
 
 _SHAPE = (2048, 4096)
 """[N, K] of a weight for counting bits: large compared with every block, and whole blocks."""
@@ -33,12 +32,18 @@ def command(architectures: bool, markdown: bool, as_json: bool) -> None:
     """List formats and dialects, and what converts and runs them on this machine."""
     if markdown and (as_json or not architectures):
         raise click.UsageError("--markdown needs --architectures and excludes --json")
-    if architectures:
-        _list_architectures(Output(as_json=as_json), as_markdown=markdown)
-        return
+    from moequant.cli import architectures as table
     from moequant.dialects import REGISTRY as DIALECTS
     from moequant.formats import CONVERTIBLE as FORMATS
 
+    out = Output(as_json=as_json)
+    if architectures:
+        document = {"formats": list(FORMATS), "architectures": table.describe_architectures()}
+        if markdown:
+            out.line(table.markdown(document))
+        else:
+            out.result(document, table.show_architectures)
+        return
     document = {
         "formats": [_describe(format) for format in FORMATS.values()],
         "dialects": [
@@ -48,54 +53,29 @@ def command(architectures: bool, markdown: bool, as_json: bool) -> None:
         "quantizers": list(_quantizers()),
         "backends": list(_backends()),
     }
-    Output(as_json=as_json).result(document, _show)
-
-
-def _list_architectures(out: Output, *, as_markdown: bool) -> None:
-    from moequant.cli import architectures
-    from moequant.formats import CONVERTIBLE
-
-    document = {
-        "formats": list(CONVERTIBLE),
-        "architectures": architectures.describe_architectures(),
-    }
-    if as_markdown:
-        out.line(architectures.markdown(document))
-    else:
-        out.result(document, architectures.show_architectures)
+    out.result(document, _show)
 
 
 def _describe(format: Format) -> dict[str, Any]:
     from moequant.dialects import default_dialect
     from moequant.formats.base import WHOLE
+    from moequant.preparation.targets import backends_for
+    from moequant.runtime.backends import TARGETS
 
+    bits = 8 * sum(spec.size_bytes for spec in format.specs(_SHAPE).values())
     return {
         "name": format.name,
         "summary": format.summary,
         "block": [None if extent == WHOLE else extent for extent in format.block],
-        "bits_per_weight": _bits_per_weight(format),
+        "bits_per_weight": round(bits / math.prod(_SHAPE), 3),
         "activations": format.activations,
         "default_dialect": default_dialect(format.name),
-        "targets": list(_targets(format.name)),
+        "targets": [target for target in TARGETS if backends_for(format.name, target)],
         "options": {
             name: {"default": values[0], "values": list(values)}
             for name, values in format.options.items()
         },
     }
-
-
-def _bits_per_weight(format: Format) -> float:
-    N, K = _SHAPE
-    bits = 8 * sum(spec.size_bytes for spec in format.specs(_SHAPE).values())
-    return round(bits / (N * K), 3)
-
-
-def _targets(format: str) -> Iterator[str]:
-    """Targets whose kernels take the format."""
-    from moequant.preparation.targets import backends_for
-    from moequant.runtime.backends import TARGETS
-
-    return (target for target in TARGETS if backends_for(format, target))
 
 
 def _quantizers() -> Iterator[dict[str, Any]]:
@@ -115,70 +95,57 @@ def _quantizers() -> Iterator[dict[str, Any]]:
 
 
 def _backends() -> Iterator[dict[str, Any]]:
-    """Whether each backend runs each format on each of this machine's devices, or why not."""
-    from moequant.formats import CONVERTIBLE as FORMATS
-    from moequant.runtime.backends import backends
-
-    for device in _devices():
-        for backend in backends().values():
-            for format in FORMATS.values():
-                reason = _refusal(backend, format, device)
-                yield {
-                    "device": str(device),
-                    "backend": backend.name,
-                    "format": format.name,
-                    "runs": reason is None,
-                    "by_default": reason is None and device.type in backend.default_on,
-                    "reason": reason,
-                }
-
-
-def _devices() -> Iterator[torch.device]:
+    """Whether each backend runs layers of Qwen3-30B-A3B's sizes on each device here, or why not."""
     import torch
 
-    yield torch.device("cpu")
-    if torch.cuda.is_available():
-        yield torch.device("cuda")
-
-
-def _refusal(backend: Backend, format: Format, device: torch.device) -> str | None:
-    """Why the backend cannot run a layer of Qwen3-30B-A3B's sizes; None if it can."""
-    from moequant.runtime.backends import Workload
+    from moequant.formats import CONVERTIBLE
+    from moequant.runtime.backends import Workload, backends
     from moequant.runtime.select import why_not
 
-    workload = Workload(
-        format=format.name,
-        activations=format.activations,
-        experts=128,
-        hidden=2048,
-        intermediate=768,
-        device=device,
-    )
-    return why_not(backend, workload)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device, backend, format in product(devices, backends().values(), CONVERTIBLE.values()):
+        workload = Workload(
+            format=format.name,
+            activations=format.activations,
+            experts=128,
+            hidden=2048,
+            intermediate=768,
+            device=torch.device(device),
+        )
+        reason = why_not(backend, workload)
+        yield {
+            "device": device,
+            "backend": backend.name,
+            "format": format.name,
+            "runs": reason is None,
+            "by_default": reason is None and device in backend.default_on,
+            "reason": reason,
+        }
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
+    formats = document["formats"]
     out.table(
         ["format", ">block", ">bits", "dialect", "targets", "what it is"],
         [
             (
-                format["name"],
-                "x".join(str(n or axis) for n, axis in zip(format["block"], "NK", strict=True)),
-                f"{format['bits_per_weight']:g}",
-                format["default_dialect"],
-                " ".join(format["targets"]),
-                format["summary"],
+                f["name"],
+                "x".join(str(n or axis) for n, axis in zip(f["block"], "NK", strict=True)),
+                f"{f['bits_per_weight']:g}",
+                f["default_dialect"],
+                " ".join(f["targets"]),
+                f["summary"],
             )
-            for format in document["formats"]
+            for f in formats
         ],
     )
     out.line()
     out.table(
         ["format", "option", "default", "or"],
         [
-            (format["name"], name, option["default"], ", ".join(option["values"][1:]))
-            for format in document["formats"]
-            for name, option in format["options"].items()
+            (f["name"], name, option["default"], ", ".join(option["values"][1:]))
+            for f in formats
+            for name, option in f["options"].items()
         ],
     )
     out.line()
@@ -189,15 +156,12 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     out.line()
     out.table(
         ["quantizer", "converts", "how"],
-        [(row["quantizer"], _verdict(row), row["summary"]) for row in document["quantizers"]],
+        [(q["quantizer"], _verdict(q), q["summary"]) for q in document["quantizers"]],
     )
     out.line()
     out.table(
         ["device", "backend", "format", "runs"],
-        [
-            (row["device"], row["backend"], row["format"], _verdict(row))
-            for row in document["backends"]
-        ],
+        [(b["device"], b["backend"], b["format"], _verdict(b)) for b in document["backends"]],
     )
 
 

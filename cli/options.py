@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+_CONVERTIBLE, _WRITABLE = "moequant.formats:CONVERTIBLE", "moequant.formats:WRITABLE"
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
 
 
-def _formats() -> Iterable[str]:
-    from moequant.formats import CONVERTIBLE
+def _name_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Command], _Command]:
+    """An option whose value is a name in `registry`, such as "moequant.dialects:REGISTRY".
 
-    return CONVERTIBLE
-
-
-def _targets_of_conversion() -> Iterable[str]:
-    from moequant.formats import WRITABLE
-
-    return WRITABLE
-
-
-def _dialects() -> Iterable[str]:
-    from moequant.dialects import REGISTRY
-
-    return REGISTRY
-
-
-def _targets() -> Iterable[str]:
-    from moequant.runtime.backends import TARGETS
-
-    return TARGETS
-
-
-def _name_option(
-    flag: str, load: Callable[[], Iterable[str]], **attributes: Any
-) -> Callable[[_Command], _Command]:
-    """An option whose value is a name in a registry.
-
-    The names are loaded only to check or complete a value, because registries import torch.
+    The registry is imported only to check or complete a value, because that imports torch.
     """
 
     def check(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-        if value is not None and value not in (known := list(load())):
+        if value is not None and value not in (known := resolve_name(registry)):
             raise click.BadParameter(f"{value!r} is not one of {', '.join(known)}", ctx, param)
         return value
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-        return [name for name in load() if name.startswith(incomplete)]
+        return [name for name in resolve_name(registry) if name.startswith(incomplete)]
 
     return click.option(flag, metavar="NAME", callback=check, shell_complete=complete, **attributes)
 
@@ -134,22 +110,22 @@ DIRECTORY = _Directory(file_okay=False)
 
 format_option = _name_option(
     "--format",
-    _targets_of_conversion,
+    _WRITABLE,
     help="Convert only the routed experts into this format; see `moequant formats`. bf16 "
     "dequantizes every quantized weight.",
 )
 benched_format_option = _name_option(
     "--format",
-    _formats,
+    _CONVERTIBLE,
     default="fp8_block",
     show_default=True,
     help="Format of the weights; see `moequant formats`.",
 )
 converted_format_option = _name_option(
-    "--format", _targets_of_conversion, help="Format to convert into.  [default: all]"
+    "--format", _WRITABLE, help="Format to convert into.  [default: all]"
 )
 source_format_option = _name_option(
-    "--source-format", _formats, help="Format of the checkpoint to convert.  [default: BF16]"
+    "--source-format", _CONVERTIBLE, help="Format of the checkpoint to convert.  [default: BF16]"
 )
 architecture_option = click.option(
     "--architecture",
@@ -173,7 +149,7 @@ recipe_option = click.option(
 )
 dialect_option = _name_option(
     "--dialect",
-    _dialects,
+    "moequant.dialects:REGISTRY",
     help="Dialect of the output.  [default: the recipe's or the format's]",
 )
 revision_option = click.option(
@@ -194,7 +170,7 @@ max_shard_size_option = click.option(
 )
 target_option = _name_option(
     "--target",
-    _targets,
+    "moequant.runtime.backends:TARGETS",
     required=True,
     help="GPU architecture of the kernels: sm90 (Hopper) or sm100 (Blackwell).",
 )

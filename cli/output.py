@@ -1,7 +1,4 @@
-"""What a command prints: results on stdout, progress and warnings on stderr.
-
-The only module that imports rich, and only when there is something to print.
-"""
+"""What a command prints: results on stdout, progress and warnings on stderr."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,14 +15,9 @@ from moequant.progress import SilentProgress
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
-
     from moequant.progress import Progress
 
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
-_MAX_FOLDED_ROWS = 500
-"""Longer tables are not folded to the terminal: rich needs a second for a few thousand rows."""
 
 
 class Output:
@@ -44,9 +36,10 @@ class Output:
         elif not self.quiet:
             show(self, document)
 
-    def warn(self, message: str) -> None:
-        """Print a warning."""
-        click.echo(printable(f"Warning: {message}"), err=True)
+    def warn(self, *messages: str) -> None:
+        """Print warnings."""
+        for message in messages:
+            click.echo(printable(f"Warning: {message}"), err=True)
 
     def line(self, text: str = "") -> None:
         """Print a line of a result."""
@@ -58,18 +51,15 @@ class Output:
         for name, value in fields.items():
             self.line(f"{name:<{width}}  {value}")
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table; a column whose name begins with `>` is right-aligned.
-
-        On a terminal, cells are folded to its width. Elsewhere, and in long tables, each row is one
-        line, so that names can be searched for.
-        """
-        lines = list(rows)
-        if sys.stdout.isatty() and len(lines) <= _MAX_FOLDED_ROWS:
-            _print_folded(columns, lines)
-        else:
-            for line in _align(columns, lines):
-                self.line(line)
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Print a table, one line per row; a column whose name begins with `>` is right-aligned."""
+        lines = [[column.removeprefix(">") for column in columns]]
+        lines += [[str(cell) for cell in row] for row in rows]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in lines:
+            cells = zip(columns, line, widths, strict=True)
+            aligned = (t.rjust(w) if c.startswith(">") else t.ljust(w) for c, t, w in cells)
+            self.line("   ".join(aligned).rstrip())
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -80,107 +70,47 @@ class Output:
         if sys.stderr is None or not sys.stderr.isatty() or _bars_disabled():
             yield SilentProgress()
             return
-        bars = _make_bars()
+        bar = _BarProgress()
         try:
-            yield _BarProgress(bars)
+            yield bar
         finally:
-            bars.stop()
+            bar.finish()
 
 
 class _BarProgress:
     """A bar for the current task; none before it starts, when a download may show its own."""
 
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
-        self._task: TaskID | None = None
+    def __init__(self) -> None:
+        self._bar: Any = None
 
     def start(self, description: str, total: int, *, unit: str = "bytes") -> None:
-        """Show a new bar."""
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(description, total=total, current="", unit=unit)
-        self._bars.start()
+        """Replace the bar of the task before."""
+        from tqdm import tqdm
+
+        self.finish()
+        in_bytes = unit == "bytes"
+        self._bar = tqdm(
+            desc=description,
+            total=total,
+            unit="B" if in_bytes else f" {unit}",
+            unit_scale=in_bytes,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            leave=False,
+        )
 
     def advance(self, done: int, current: str) -> None:
-        """Advance the bar."""
-        if self._task is not None:
-            self._bars.update(self._task, advance=done, current=current)
+        """Show the amount done, and the item that was finished."""
+        if self._bar is not None:
+            with self._bar.get_lock():  # tqdm's own addition is not atomic
+                self._bar.set_postfix_str(printable(current), refresh=False)
+                self._bar.update(done)
 
     def finish(self) -> None:
-        """Clear the name of the current item."""
-        if self._task is not None:
-            self._bars.update(self._task, current="")
-
-
-def _print_folded(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, pad_edge=False, show_edge=False)
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    Console(markup=False, highlight=False, emoji=False).print(table)
-
-
-def _align(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    titles = [column.removeprefix(">") for column in columns]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in (titles, *rows):
-        cells = zip(row, widths, columns, strict=True)
-        aligned = (
-            text.rjust(width) if column.startswith(">") else text.ljust(width)
-            for text, width, column in cells
-        )
-        yield "   ".join(aligned).rstrip()
-
-
-def _make_bars() -> Bars:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.table import Column
-    from rich.text import Text
-
-    class Done(DownloadColumn):
-        def render(self, task: Task) -> Text:
-            if task.fields["unit"] == "bytes":
-                return super().render(task)
-            return Text(f"{task.completed:.0f}/{task.total:.0f} {task.fields['unit']}")
-
-    class Speed(TransferSpeedColumn):
-        def render(self, task: Task) -> Text:
-            return super().render(task) if task.fields["unit"] == "bytes" else Text()
-
-    class Current(TextColumn):
-        """The only column that shrinks: it is cut to the width that the others leave."""
-
-        def render(self, task: Task) -> Text:
-            return Text(task.fields["current"], no_wrap=True, overflow="ellipsis")
-
-    def whole() -> Column:
-        return Column(no_wrap=True)
-
-    return Progress(
-        TextColumn("{task.description}", markup=False, table_column=whole()),
-        BarColumn(bar_width=20, table_column=whole()),
-        Done(table_column=whole()),
-        Speed(table_column=whole()),
-        TimeRemainingColumn(table_column=whole()),
-        Current("", table_column=Column()),
-        console=Console(stderr=True),
-        transient=True,
-    )
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 def _bars_disabled() -> bool:
@@ -226,3 +156,23 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+def show_requantization_errors(out: Output, errors: Iterable[Mapping[str, Any]]) -> None:
+    """Print a row for each kind of weight that was quantized before: exact, or its error."""
+    out.table(
+        ["role", "from", "to", ">weights", ">exact", ">error"],
+        [
+            (e["role"], e["source"], e["format"], e["weights"], e["exact"], _error(e))
+            for e in errors
+        ],
+    )
+
+
+def _error(error: Mapping[str, Any]) -> str:
+    if error["exact"] == error["weights"]:
+        return "exact"
+    relative = error["relative_error"]
+    if relative is None:
+        return "-"
+    return f"{relative:.3%}" if relative >= 1e-5 else f"{relative:.1e}"

@@ -35,15 +35,10 @@ def command(name: str | None, as_json: bool) -> None:
         summaries = {recipe: load_recipe(recipe).summary for recipe in shipped_recipes()}
         out.result({"recipes": summaries}, _show_all)
     else:
-        recipe = load_recipe(name)
-        text = _text(name, shipped=name in shipped_recipes())
-        out.result({"name": name, "recipe": recipe.model_dump(mode="json"), "text": text}, _show)
-
-
-def _text(name: str, *, shipped: bool) -> str:
-    if shipped:
-        return resources.files("moequant.recipes").joinpath(f"{name}.toml").read_text("utf-8")
-    return Path(name).read_text("utf-8")
+        recipe = load_recipe(name).model_dump(mode="json")
+        shipped = resources.files("moequant.recipes").joinpath(f"{name}.toml")
+        file = shipped if name in shipped_recipes() else Path(name)
+        out.result({"name": name, "recipe": recipe, "text": file.read_text("utf-8")}, _show)
 
 
 def _show_all(out: Output, document: Mapping[str, Any]) -> None:

@@ -8,8 +8,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, count, size
-from moequant.cli.requantization_errors import show_requantization_errors
+from moequant.cli.output import Output, count, show_requantization_errors, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,15 +1,7 @@
 """Every error that moequant raises on purpose, with its exit code on the command line.
 
-MoequantError            1   any other expected failure
-├── CheckpointError      3   a checkpoint is malformed, incomplete or inconsistent
-│   └── NonFiniteError   3   a weight holds NaN or Inf
-├── UnsupportedError     4   valid input that moequant does not support: a shape, an architecture
-├── NumericsError        5   an error beyond its limit, or bytes that differ from the expected ones
-├── RecipeError          6   an invalid recipe or format option
-└── ArchitectureError    6   an invalid description of an architecture
-
-Exit code 2 is click's for wrong usage, 130 for an interrupt. A message names the thing, the value
-found, the value expected and the next step.
+A message names the thing, the value found, the value expected and the next step. Exit code 2 is
+click's for wrong usage, 130 is an interrupt.
 """
 
 

@@ -255,7 +255,7 @@ def test_quantizing_imports_torch_alone_and_leaves_cuda_alone():
         "print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"
     )
     assert not initialized
-    late = {"transformers", "triton", "pydantic", "huggingface_hub", "safetensors", "rich", "click"}
+    late = {"transformers", "triton", "pydantic", "huggingface_hub", "safetensors", "tqdm", "click"}
     assert late & {name.split(".")[0] for name in loaded} == set()
 
 
@@ -266,7 +266,7 @@ def test_every_public_name_loads_without_cuda_and_optional_packages():
         "print(json.dumps([t, sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"
     )
     assert not initialized
-    late = {"transformers", "triton", "huggingface_hub", "compressed_tensors", "rich", "click"}
+    late = {"transformers", "triton", "huggingface_hub", "compressed_tensors", "tqdm", "click"}
     assert late & {name.split(".")[0] for name in loaded} == set()
     # 0.3 s of CPU time measured, nearly all of it pydantic. A clock would count other processes.
     assert seconds < 3
@@ -279,7 +279,7 @@ def test_command_line_starts_without_torch():
         "with redirect_stdout(io.StringIO()): cli.main(['--help'], standalone_mode=False)\n"
         "print(json.dumps(sorted(sys.modules)))"
     )
-    assert {"torch", "rich", "pydantic", "huggingface_hub"} & set(loaded) == set()
+    assert {"torch", "tqdm", "pydantic", "huggingface_hub"} & set(loaded) == set()
 
 
 @pytest.fixture(scope="module")
