@@ -31,8 +31,7 @@ from moequant.dialects import UNQUANTIZED
 from moequant.dialects.engines import Verdict, warnings_of
 from moequant.errors import RecipeError
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.source_config import source_config
-from moequant.weights.source_model import read_source
+from moequant.weights.source_model import read_source, source_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -32,8 +32,7 @@ from moequant.verification.stored import read_stored
 from moequant.verification.structure import check_shards, check_sidecars, check_structure
 from moequant.verification.weights import check_weights
 from moequant.weights.converted import ConvertedCheckpoint, recorded_architectures
-from moequant.weights.source_config import source_config
-from moequant.weights.source_model import read_source
+from moequant.weights.source_model import read_source, source_config
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -17,7 +17,7 @@ from moequant.models import (
 )
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import read_document
-from moequant.storage.files import RECORD_FILE
+from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.storage.reader import FixedFile
 from moequant.weights.encoded import EncodedWeight
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.formats import QuantizedWeight
     from moequant.models import Architecture, MoeConfig, TensorRole
-
-
-_DEFINITION = "architecture_definition"
-"""Of moequant.json: what a user's file said of the architecture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +67,12 @@ class ConvertedCheckpoint:
         checkpoint = Checkpoint.open(path)
         own = described_architectures(path, architecture)
         found = find_architecture(checkpoint.config, own, names=checkpoint.tensors)
-        quantization_config = _quantization_config(checkpoint)
+        quantization_config = checkpoint.config.get("quantization_config")
+        if not isinstance(quantization_config, dict):
+            raise CheckpointError(
+                f"{path / CONFIG_FILE}: no quantization_config; this is not a converted "
+                "checkpoint. Convert it first: moequant convert SOURCE OUTPUT --format NAME"
+            )
         dialect = find_dialect(quantization_config)
         return cls(
             checkpoint=checkpoint,
@@ -80,11 +81,6 @@ class ConvertedCheckpoint:
             moe=found.read_config(checkpoint.config),
             format_of=dialect.reader(quantization_config),
         )
-
-    @property
-    def quantization_config(self) -> Mapping[str, Any]:
-        """The entry of config.json."""
-        return _quantization_config(self.checkpoint)
 
     def expert_layers(self) -> tuple[int, ...]:
         """Layers that hold experts; multi-token-prediction layers only if they are there."""
@@ -114,8 +110,7 @@ class ConvertedCheckpoint:
             UnsupportedError: config.json gives it a scheme that we have no format for, or no rule
                 of the architecture explains what it looks like.
         """
-        stacked = self._part_of_stack(name)
-        if stacked is not None:
+        if stacked := self._part_of_stack(name):
             return stacked
         module = name.rpartition(".")[0]
         format = self.format_of(module)
@@ -241,12 +236,12 @@ def described_architectures(path: Path, file: str | Path | None = None) -> tuple
 
 
 def recorded_architectures(record: Mapping[str, Any], origin: str) -> tuple[Architecture, ...]:
-    """What a record describes; nothing where the table of moequant was used.
+    """What a record describes; nothing where the built-in table was used.
 
     Raises:
         ArchitectureError: it is no description of an architecture.
     """
-    definition = record.get(_DEFINITION)
+    definition = record.get("architecture_definition")
     return () if definition is None else (recorded_architecture(definition, origin),)
 
 
@@ -276,13 +271,3 @@ def stored_places(
         )
         for suffix, name in names.items()
     }
-
-
-def _quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    config = checkpoint.config.get("quantization_config")
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{checkpoint.path / 'config.json'}: no quantization_config; this is not a converted "
-            "checkpoint. Convert it first: moequant convert SOURCE OUTPUT --format NAME"
-        )
-    return config

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.dialects import SOURCES as DIALECTS
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture
 from moequant.storage.headers import DTYPES, TensorInfo, dtype_name
 from moequant.weights.converted import stored_places
 from moequant.weights.encoded import EncodedInfo
-from moequant.weights.source_config import telling_suffixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from moequant.dialects import Dialect
     from moequant.models import Architecture, MoeConfig
 
     Tensors = Mapping[str, TensorInfo]
+    FormatOf = Callable[[str], str | None]
 
 _NEXT = "the weights and config.json do not belong together; fetch the checkpoint again"
 
@@ -33,26 +32,30 @@ def encoded_weights(
     dialect: Dialect,
     own: Sequence[Architecture],
 ) -> dict[str, EncodedInfo]:
-    """Every quantized weight by name."""
+    """Every quantized weight by name.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another dtype or shape than it must have, or not
+            quantized by config.json.
+        UnsupportedError: an unknown architecture, where the dialect stacks experts, or a
+            quantization that we cannot read.
+    """
     format_of = dialect.reader(quantization_config, weights_only=True)
     if dialect.stacks:
         architecture = find_architecture(config, own, names=tensors)
-        found = _in_stacks(
-            tensors, architecture, architecture.read_config(config), dialect, format_of
-        )
+        moe = architecture.read_config(config)
+        found = _in_stacks(tensors, architecture, moe, dialect, format_of)
     else:
         found = _on_their_own(tensors, dialect, format_of)
-    encoded: dict[str, EncodedInfo] = {}
-    for info in found:
-        if info.name in encoded:
-            raise CheckpointError(f"{info.name}: stored twice; {_NEXT}")
-        encoded[info.name] = info
-    return encoded
+    return {info.name: info for info in found}
 
 
-def _on_their_own(
-    tensors: Tensors, dialect: Dialect, format_of: Callable[[str], str | None]
-) -> Iterator[EncodedInfo]:
+def telling_suffixes(dialect: Dialect) -> set[str]:
+    """Suffixes of tensor names that only quantized weights have."""
+    return {suffix for e in dialect.encodings.values() for suffix in e.suffixes} - {"weight"}
+
+
+def _on_their_own(tensors: Tensors, dialect: Dialect, format_of: FormatOf) -> Iterator[EncodedInfo]:
     """Quantized weights whose codes and scales are tensors of their own."""
     telling = telling_suffixes(dialect)
     seen: set[str] = set()
@@ -67,53 +70,33 @@ def _on_their_own(
                 f"{name}: belongs to a quantized weight, but quantization_config says that its "
                 f"module is not quantized; {_NEXT}"
             )
-        names = [f"{module}.{suffix}" for suffix in dialect.encoding(format).suffixes]
-        parts = {n: tensors[n] for n in names if n in tensors}
+        suffixes = dialect.encoding(format).suffixes
+        parts = {s: tensors[n] for s in suffixes if (n := f"{module}.{s}") in tensors}
+        kinds = tuple((suffix, part.dtype, part.shape) for suffix, part in parts.items())
+        try:
+            shape = _shape_of(dialect, format, kinds, "weight")
+        except (CheckpointError, UnsupportedError):
+            shape = _shape_of(dialect, format, kinds, module)  # whose error names the module
         yield EncodedInfo(
             module=module,
-            shape=_shape_of(dialect, format, module, parts),
+            shape=shape,
             format=format,
             dialect=dialect,
-            places={n: Place(tensor=n) for n in parts},
+            places={part.name: Place(tensor=part.name) for part in parts.values()},
             parts=tuple(parts.values()),
             size_bytes=sum(part.size_bytes for part in parts.values()),
         )
 
 
-def _shape_of(
-    dialect: Dialect, format: str, module: str, parts: Mapping[str, TensorInfo]
-) -> tuple[int, int]:
-    """N and K of a weight, once its headers fit each other.
-
-    Raises:
-        CheckpointError: a part is missing, or has another dtype or shape than it must.
-    """
-    kinds = tuple(
-        (name.removeprefix(f"{module}."), info.dtype, info.shape) for name, info in parts.items()
-    )
-    return _shape_of_kind(dialect.name, format, kinds) or _decode_headers(
-        dialect, format, module, kinds
-    )
-
-
+# A model has few kinds of weights, and torch makes tensors without data slowly.
 @lru_cache(maxsize=1 << 10)
-def _shape_of_kind(
-    dialect: str, format: str, kinds: tuple[tuple[str, str, tuple[int, ...]], ...]
-) -> tuple[int, int] | None:
-    """As `_shape_of`, once for weights alike; None where something is wrong with them."""
-    try:
-        return _decode_headers(DIALECTS[dialect], format, "weight", kinds)
-    except (CheckpointError, UnsupportedError):
-        return None
-
-
-def _decode_headers(
+def _shape_of(
     dialect: Dialect,
     format: str,
+    kinds: tuple[tuple[str, str, tuple[int, ...]], ...],
     module: str,
-    kinds: Iterable[tuple[str, str, tuple[int, ...]]],
 ) -> tuple[int, int]:
-    """What the dialect makes of tensors without data."""
+    """N and K of a weight whose parts have these suffixes, dtypes and shapes, if they fit."""
     tensors = {}
     for suffix, dtype, shape in kinds:
         if dtype not in DTYPES:
@@ -128,7 +111,7 @@ def _in_stacks(
     architecture: Architecture,
     moe: MoeConfig,
     dialect: Dialect,
-    format_of: Callable[[str], str | None],
+    format_of: FormatOf,
 ) -> Iterator[EncodedInfo]:
     """Quantized experts, which the dialect stacks in tensors that the architecture names."""
     for layer in (*moe.sparse_layers, *moe.optional_layers):
@@ -143,43 +126,29 @@ def _in_stacks(
                 if not any(place.tensor in tensors for place in places.values()):
                     break
                 shape = moe.shape(projection)
+                specs = dialect.specs(module, format, shape)
                 yield EncodedInfo(
                     module=module,
                     shape=shape,
                     format=format,
                     dialect=dialect,
                     places=places,
-                    parts=_stacks(tensors, dialect, module, format, shape, places),
-                    size_bytes=sum(
-                        spec.size_bytes for spec in dialect.specs(module, format, shape).values()
+                    parts=tuple(
+                        _stack(tensors, place, dtype_name(specs[n].dtype), specs[n].shape)
+                        for n, place in places.items()
                     ),
+                    size_bytes=sum(spec.size_bytes for spec in specs.values()),
                 )
 
 
-def _stacks(
-    tensors: Tensors,
-    dialect: Dialect,
-    module: str,
-    format: str,
-    shape: tuple[int, int],
-    places: Mapping[str, Place],
-) -> tuple[TensorInfo, ...]:
-    """The tensors that hold an expert's parts, each of the dtype and shape it must have.
-
-    Raises:
-        CheckpointError: one is missing or is another.
-    """
-    specs = dialect.specs(module, format, shape)
-    found = []
-    for name, place in places.items():
-        if place.tensor not in tensors:
-            raise CheckpointError(f"{place.tensor}: missing; {_NEXT}")
-        info = tensors[place.tensor]
-        wanted = (*place.extents, *specs[name].shape[1:])
-        if (info.dtype, info.shape) != (dtype_name(specs[name].dtype), wanted):
-            raise CheckpointError(
-                f"{place.tensor}: {info.dtype} {list(info.shape)}, but by config.json it is "
-                f"{dtype_name(specs[name].dtype)} {list(wanted)}; {_NEXT}"
-            )
-        found.append(info)
-    return tuple(found)
+def _stack(tensors: Tensors, place: Place, dtype: str, of_one: tuple[int, ...]) -> TensorInfo:
+    """The tensor that holds a part of an expert, with the dtype and shape that it must have."""
+    if place.tensor not in tensors:
+        raise CheckpointError(f"{place.tensor}: missing; {_NEXT}")
+    info, shape = tensors[place.tensor], (*place.extents, *of_one[1:])
+    if (info.dtype, info.shape) != (dtype, shape):
+        raise CheckpointError(
+            f"{place.tensor}: {info.dtype} {list(info.shape)}, but by config.json it is "
+            f"{dtype} {list(shape)}; {_NEXT}"
+        )
+    return info

@@ -16,18 +16,15 @@ from moequant.dialects import find_dialect
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import UnsupportedError
 from moequant.models import find_architecture, read_model
+from moequant.storage.documents import read_document
 from moequant.storage.headers import DTYPE_BITS, TensorInfo
+from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
-from moequant.weights.source_config import (
-    find_source_dialect,
-    quantization_config_of,
-    source_config,
-)
-from moequant.weights.source_encoded import encoded_weights
+from moequant.weights.source_encoded import encoded_weights, telling_suffixes
 from moequant.weights.source_weights import unstacked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model
@@ -67,6 +64,50 @@ class SourceModel:
     dropped: tuple[TensorInfo, ...] = ()
 
 
+def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """config.json of a source, with all of its `quantization_config`.
+
+    Some dialects write a part of it elsewhere: at the top of config.json, or in another file.
+
+    Raises:
+        CheckpointError: a file that says it is malformed.
+    """
+
+    def read(file: str) -> Mapping[str, Any] | None:
+        path = checkpoint.path / file
+        return read_document(FixedFile.at(path)) if path.is_file() else None
+
+    config = checkpoint.config
+    before = found = quantization_config_of(config)
+    for dialect in DIALECTS.values():
+        found = dialect.complete(found, config, read)
+    return config if found is before else {**config, "quantization_config": found}
+
+
+def quantization_config_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`quantization_config` of config.json; vision models may have it in `text_config`."""
+    text_config = config.get("text_config")
+    sections = (config, text_config if isinstance(text_config, dict) else {})
+    found = (section.get("quantization_config") for section in sections)
+    return next((entry for entry in found if isinstance(entry, dict) and entry), None)
+
+
+def find_source_dialect(
+    quantization_config: Mapping[str, Any] | None, names: Iterable[str]
+) -> Dialect | None:
+    """The dialect that claims a source, or None.
+
+    Of several, the first of which a suffix is found among the `names` of tensors.
+    """
+    if quantization_config is None:
+        return None
+    claiming = [d for d in DIALECTS.values() if d.claims(quantization_config)]
+    if len(claiming) > 1:
+        leaves = {name.rpartition(".")[2] for name in names}
+        claiming = [d for d in claiming if leaves & telling_suffixes(d)] + claiming
+    return claiming[0] if claiming else None
+
+
 def read_source(
     tensors: Tensors, config: Mapping[str, Any], own: Sequence[Architecture] = ()
 ) -> SourceModel:
@@ -85,17 +126,16 @@ def read_source(
     """
     quantization_config = quantization_config_of(config)
     dialect = find_source_dialect(quantization_config, tensors)
-    if quantization_config is None or dialect is None:
-        _check_plain(tensors, quantization_config)
-        model = read_model(config, tensors, own)
-        return SourceModel(model=model, weights=unstacked(tensors, model))
-    encoded = encoded_weights(tensors, config, quantization_config, dialect, own)
+    encoded: dict[str, EncodedInfo] = {}
+    dropped: set[str] = set()
+    if quantization_config is not None and dialect is not None:
+        encoded = encoded_weights(tensors, config, quantization_config, dialect, own)
+        modules = {info.module for info in encoded.values()}
+        dropped = {name for name in tensors if _is_of_activations(name, modules)}
     parts = {part.name for info in encoded.values() for part in info.parts}
-    modules = {info.module for info in encoded.values()}
-    dropped = {name for name in tensors if _is_of_activations(name, modules)}
     rest = {n: info for n, info in tensors.items() if n not in parts and n not in dropped}
     _check_plain(rest, quantization_config)
-    seen: dict[str, TensorInfo | EncodedInfo] = _in_place(tensors, rest, encoded)
+    seen = _in_place(tensors, rest, encoded)
     model = read_model(config, seen, own)
     return SourceModel(
         model=model,
@@ -134,21 +174,20 @@ def seen_as_source(
 def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None) -> None:
     """Refuse quantized tensors that nothing says how to read: copied, they would lose meaning."""
     for name, info in tensors.items():
-        if info.dtype in _QUANTIZED_DTYPES or name.endswith(_QUANTIZED_NAMES):
-            raise UnsupportedError(
-                f"{name}: stored as {info.dtype}, so this checkpoint is quantized, and "
-                f"{_unread(quantization_config)}. Take the unquantized release of this model, or "
-                f"one in a dialect that moequant reads: {', '.join(DIALECTS)}"
-            )
-
-
-def _unread(quantization_config: Mapping[str, Any] | None) -> str:
-    if quantization_config is None:
-        return "no quantization_config in config.json says how"
-    method = quantization_config.get("quant_method")
-    if find_source_dialect(quantization_config, ()) is None:
-        return f"moequant does not read quantization_config.quant_method = {show(method)}"
-    return f"no weight that config.json describes ({show(method)}) has it for a part"
+        if info.dtype not in _QUANTIZED_DTYPES and not name.endswith(_QUANTIZED_NAMES):
+            continue
+        method = show((quantization_config or {}).get("quant_method"))
+        if quantization_config is None:
+            reason = "no quantization_config in config.json says how"
+        elif find_source_dialect(quantization_config, ()) is None:
+            reason = f"moequant does not read quantization_config.quant_method = {method}"
+        else:
+            reason = f"no weight that config.json describes ({method}) has it for a part"
+        raise UnsupportedError(
+            f"{name}: stored as {info.dtype}, so this checkpoint is quantized, and {reason}. Take "
+            "the unquantized release of this model, or one in a dialect that moequant reads: "
+            f"{', '.join(DIALECTS)}"
+        )
 
 
 def _is_of_activations(name: str, modules: set[str]) -> bool:

@@ -159,7 +159,7 @@ def decoded_by_libraries(path, layer, format, loaded_model):
         _, gate_up, down = experts_of(loaded_model(), layer)
         return gate_up.detach(), down.detach()
     converted = ConvertedCheckpoint.open(path)
-    config = QuantizationConfig.model_validate(converted.quantization_config)
+    config = QuantizationConfig.model_validate(converted.checkpoint.config["quantization_config"])
     scheme = config.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
 
