@@ -1,7 +1,8 @@
 """A Qwen3-MoE checkpoint with random weights, small enough for a demonstration.
 
-Files, names and config match the released models. The weights are normally distributed, with a few
-outlier channels as real weights have, because outliers are what makes low precision hard.
+Files, tensor names and config keys are those of released models; keys that are not given have the
+defaults of transformers. The weights are normally distributed, with a few outlier channels as real
+weights have, because outliers are what makes low precision hard.
 """
 
 from __future__ import annotations
@@ -38,17 +39,13 @@ SHARD_BYTES = 8_000_000
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "bos_token_id": 0,
     "decoder_sparse_step": 1,
     "eos_token_id": 1,
     "head_dim": HEAD_DIM,
     "hidden_act": "silu",
     "hidden_size": HIDDEN,
-    "initializer_range": STD,
     "intermediate_size": 3 * HIDDEN,
-    "max_position_embeddings": 4096,
     "mlp_only_layers": [],
     "model_type": "qwen3_moe",
     "moe_intermediate_size": INTERMEDIATE,
@@ -58,15 +55,9 @@ CONFIG: dict[str, Any] = {
     "num_experts_per_tok": TOP_K,
     "num_hidden_layers": LAYERS,
     "num_key_value_heads": KV_HEADS,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
     "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
     "vocab_size": VOCABULARY,
 }
 GENERATION_CONFIG = {
@@ -90,7 +81,11 @@ def write_demo_checkpoint(folder: Path, seed: int = 0) -> None:
     weight_map: dict[str, str] = {}
     for i, tensors in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / file, tensors)
+        specs = [(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()]
+        writer = ShardWriter(folder / file, *lay_out(specs))
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
         weight_map.update(dict.fromkeys(tensors, file))
     total = sum(t.nbytes for tensors in shards for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -100,14 +95,6 @@ def write_demo_checkpoint(folder: Path, seed: int = 0) -> None:
         (CONFIG_FILE, CONFIG),
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-
-
-def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    header, slots = lay_out([(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()])
-    writer = ShardWriter(path, header, slots)
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    writer.finish()
 
 
 def _shards(seed: int) -> Iterator[dict[str, Tensor]]:

@@ -170,16 +170,8 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
         out.table(
             ["tensor", "role", "orientation", "format", "dtype", "shape", ">size", "file"],
             [
-                (
-                    t["name"],
-                    t["role"],
-                    t["orientation"] or "",
-                    t["format"] or "",
-                    t["dtype"],
-                    str(t["shape"]),
-                    size(t["bytes"]),
-                    t["file"],
-                )
+                [str(t[key] or "") for key in ("name", "role", "orientation", "format", "dtype")]
+                + [str(t["shape"]), size(t["bytes"]), t["file"]]
                 for t in checkpoint["tensor_list"]
             ],
         )

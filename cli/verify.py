@@ -68,56 +68,40 @@ def command(
     """
     options.check_one_given({"--against SOURCE": source, "--integrity": integrity or None})
     out = Output(as_json=as_json, quiet=quiet)
-    # Options that were not given are left to the library's defaults.
-    asked = {
-        k: v
-        for k, v in {
-            "revision": revision,
-            "architecture": architecture,
-            "layers": layers,
-            "device": device,
-            "backend": backend,
-            "workers": workers,
-        }.items()
-        if v is not None
+    of_source = {
+        "revision": revision,
+        "architecture": architecture,
+        "layers": layers,
+        "device": device,
+        "backend": backend,
     }
-    if source is None:
-        needing = ("revision", "architecture", "layers", "device", "backend")
-        unfit = [f"--{option}" for option in needing if option in asked]
-        if unfit:
-            raise click.UsageError(f"{unfit[0]} needs --against")
-        _check_integrity(out, converted, asked)
-    else:
-        _verify(out, converted, source, asked)
-
-
-def _verify(out: Output, converted: str, source: str, asked: dict[str, Any]) -> None:
+    # Options that were not given are left to the library's defaults.
+    asked: dict[str, Any] = {k: v for k, v in of_source.items() if v is not None}
+    if source is None and asked:
+        raise click.UsageError(f"--{next(iter(asked))} needs --against")
+    if workers is not None:
+        asked["workers"] = workers
     from moequant.errors import NumericsError
-    from moequant.verification import verify
+    from moequant.verification import IntegrityReport, check_integrity, verify
 
+    report: Report | IntegrityReport
     with out.progress() as progress:
-        report = verify(converted, against=source, progress=progress, **asked)
-    if report.quantizer is not None and report.quantizer.reason is not None:
+        if source is None:
+            report = check_integrity(converted, progress=progress, **asked)
+        else:
+            report = verify(converted, against=source, progress=progress, **asked)
+    used = None if isinstance(report, IntegrityReport) else report.quantizer
+    if used is not None and used.reason is not None:
         out.warn(
-            f"verifying with the {report.quantizer.name} quantizer, which gives the same bytes as "
-            f"the native quantizer, but several times slower: {report.quantizer.reason}"
+            f"verifying with the {used.name} quantizer, which gives the same bytes as the native "
+            f"quantizer, but several times slower: {used.reason}"
         )
     if not report.ok:
-        message = _explain(out, report, f"against {report.source}")
-        raise FailedResult(NumericsError(message), report.to_json())
-    out.result(report.to_json(), _show)
-
-
-def _check_integrity(out: Output, converted: str, asked: dict[str, Any]) -> None:
-    from moequant.errors import NumericsError
-    from moequant.verification import check_integrity
-
-    with out.progress() as progress:
-        report = check_integrity(converted, progress=progress, **asked)
-    if not report.ok:
-        message = _explain(out, report, "against its moequant.json")
-        raise FailedResult(NumericsError(message), report.to_json())
-    out.result(report.to_json(), _show_integrity)
+        against = "its moequant.json" if source is None else source
+        raise FailedResult(
+            NumericsError(_explain(out, report, f"against {against}")), report.to_json()
+        )
+    out.result(report.to_json(), _show_integrity if source is None else _show)
 
 
 def _show_integrity(out: Output, report: Mapping[str, Any]) -> None:

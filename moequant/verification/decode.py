@@ -8,7 +8,6 @@ Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0); OCP 8-bit Floating Point v1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,19 +23,6 @@ if TYPE_CHECKING:
 _ROWS = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Definition:
-    """How the bytes of a format are decoded.
-
-    Attributes:
-        element: value of every code, float64.
-        block: rows and columns that share a scale.
-    """
-
-    element: Tensor
-    block: tuple[int, int]
-
-
 def decode(q: QuantizedWeight) -> Tensor:
     """Decode a weight [N, K] to float64, exactly: code * scale * global scale.
 
@@ -48,16 +34,15 @@ def decode(q: QuantizedWeight) -> Tensor:
             f"{q.format}: not supported by the independent decoder; define it in "
             "moequant/verification/decode.py"
         )
-    definition = _DEFINITIONS[q.format]
+    element, (block_n, block_k) = _DEFINITIONS[q.format]
     N, K = q.shape
-    block_n, block_k = definition.block
     row, column = torch.arange(N) // block_n, torch.arange(K) // block_k
     w = torch.empty(N, K, dtype=torch.float64)
     # A few rows at a time, because indices and expanded scales also take 64 bits per element.
     for start in range(0, N, _ROWS):
         rows = slice(start, start + _ROWS)
-        codes = _codes(q.qdata[rows], len(definition.element)).long()
-        w[rows] = definition.element[codes] * _values(q.scale[row[rows]])[:, column]
+        codes = _codes(q.qdata[rows], len(element)).long()
+        w[rows] = element[codes] * _values(q.scale[row[rows]])[:, column]
     return w if q.global_scale is None else w.mul_(q.global_scale.double())
 
 
@@ -100,10 +85,11 @@ _E4M3 = torch.tensor([_e4m3(code) for code in range(256)], dtype=torch.float64)
 _E8M0 = torch.tensor([_e8m0(code) for code in range(256)], dtype=torch.float64)
 _INT4 = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float64)
 _DEFINITIONS = {
-    "fp8_block": _Definition(element=_E4M3, block=(128, 128)),
-    "nvfp4": _Definition(element=_E2M1, block=(1, 16)),
-    "mxfp4": _Definition(element=_E2M1, block=(1, 32)),
-    "w4a8": _Definition(element=_INT4, block=(1, 128)),
-    "fp8_channel": _Definition(element=_E4M3, block=(1, 1 << 30)),
-    "mxfp8": _Definition(element=_E4M3, block=(1, 32)),
+    "fp8_block": (_E4M3, (128, 128)),
+    "nvfp4": (_E2M1, (1, 16)),
+    "mxfp4": (_E2M1, (1, 32)),
+    "w4a8": (_INT4, (1, 128)),
+    "fp8_channel": (_E4M3, (1, 1 << 30)),
+    "mxfp8": (_E4M3, (1, 32)),
 }
+"""Value of every code, float64, and rows and columns that share a scale."""

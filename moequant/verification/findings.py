@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -61,29 +60,21 @@ class WeightChecks:
     """Errors of weights: sums by format, and the worst ones."""
 
     def __init__(self) -> None:
-        self._worst: list[tuple[float, str, WeightCheck]] = []
+        self.worst: list[WeightCheck] = []
+        """The worst weights, worst first."""
+        self.requantization_errors: list[RequantizationError] = []
+        """The requantization errors by kind."""
         self._by_format: dict[str, _Sum] = {}
-        self._errors: list[RequantizationError] = []
 
-    def add(self, error: WeightCheck) -> None:
+    def add(self, check: WeightCheck) -> None:
         """Add the error of one weight."""
-        entry = (_rank(error), error.name, error)
-        heapq.heappush(self._worst, entry)
-        if len(self._worst) > KEPT_WEIGHTS:
-            heapq.heappop(self._worst)
-        self._by_format.setdefault(error.format, _Sum(error)).add(error)
+        worst = sorted([*self.worst, check], key=lambda c: (_rank(c), c.name), reverse=True)
+        self.worst = worst[:KEPT_WEIGHTS]
+        self._by_format.setdefault(check.format, _Sum(check)).add(check)
 
     def add_requantization_errors(self, errors: Iterable[RequantizationError]) -> None:
         """Add requantization errors."""
-        self._errors = merged_errors([*self._errors, *errors])
-
-    def requantization_errors(self) -> tuple[RequantizationError, ...]:
-        """The requantization errors by kind."""
-        return tuple(self._errors)
-
-    def worst(self) -> tuple[WeightCheck, ...]:
-        """The worst weights, worst first."""
-        return tuple(error for _, _, error in sorted(self._worst, reverse=True))
+        self.requantization_errors = merged_errors([*self.requantization_errors, *errors])
 
     def summaries(self) -> tuple[FormatSummary, ...]:
         """One summary per format."""

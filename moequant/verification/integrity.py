@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moequant.conversion import DEFAULT_WORKERS, is_unfinished
 from moequant.errors import CheckpointError, MoequantError
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from moequant.verification.report import Problem
 
 _CHUNK_BYTES = 4 << 20
+_KEYS = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
+"""Of moequant.json, for the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +48,11 @@ class IntegrityReport:
 
     Attributes:
         converted: the checkpoint that was checked.
-        problems: what is wrong, the first ones of each check.
-        problem_count: how many there are, those left out included.
-        files: how many were read.
-        bytes: of them, all together.
-        record: what moequant.json says of the conversion beside digests; None for what is no text.
+        problems: the first problems of each check.
+        problem_count: number of problems, including those left out.
+        files: number of files that were read.
+        bytes: their total size.
+        record: what moequant.json says of the conversion apart from digests; None if it is no text.
     """
 
     converted: str
@@ -67,11 +69,10 @@ class IntegrityReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys, fit for a JSON document."""
-        return {**asdict(self), "ok": self.ok, "problems": [asdict(p) for p in self.problems]}
+        return {**asdict(self), "ok": self.ok}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Recorded:
+class _Recorded(NamedTuple):
     """The record's entry of a file; a size of None is not recorded."""
 
     file: str
@@ -100,7 +101,12 @@ def check_integrity(
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but at least one has to do the work")
     path = existing_directory(converted)
-    record = _read_record(path)
+    if not (path / RECORD_FILE).exists():
+        raise CheckpointError(
+            f"{path / RECORD_FILE}: not there, and without it nobody knows the digests; for a "
+            "checkpoint of another tool: moequant verify CONVERTED --against SOURCE"
+        )
+    record = read_document(FixedFile.at(path / RECORD_FILE))
     findings = Findings()
     if is_unfinished(path):
         findings.add(
@@ -120,29 +126,16 @@ def check_integrity(
             if fault is not None:
                 findings.add("record", *fault)
     task.finish()
-    keys = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
+    # The record may have been edited: what is no text might be NaN, which JSON cannot hold.
+    said = {key: record.get(key) for key in _KEYS}
     return IntegrityReport(
         converted=str(converted),
         problems=tuple(findings.problems),
         problem_count=findings.count,
         files=len(files),
         bytes=sum(file.size_bytes for _, file in files),
-        record={key: _text(record.get(key)) for key in keys},
+        record={k: cut(v) if isinstance(v, str) else None for k, v in said.items()},
     )
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    if not (path / RECORD_FILE).exists():
-        raise CheckpointError(
-            f"{path / RECORD_FILE}: not there, and without it nobody knows the digests; for a "
-            "checkpoint of another tool: moequant verify CONVERTED --against SOURCE"
-        )
-    return read_document(FixedFile.at(path / RECORD_FILE))
-
-
-def _text(value: object) -> str | None:
-    """A text of the record, which may have been edited: NaN could not be printed as JSON."""
-    return cut(value) if isinstance(value, str) else None
 
 
 def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Recorded]:
@@ -158,13 +151,16 @@ def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Record
             findings.add("record", f"{RECORD_FILE}.{key}", "not a table of digests by file")
             continue
         for file, entry in table.items():
-            # For sidecar files only the digest is recorded.
-            if isinstance(entry, str):
-                entry = {"bytes": None, "sha256": entry}
-            if not is_inner_name(file) or not isinstance(entry, dict) or not _is_entry(entry):
-                findings.add("record", f"{RECORD_FILE}.{key}", f"{file!r}: {entry!r} is no entry")
-                continue
-            yield _Recorded(file=file, **entry)
+            match entry if is_inner_name(file) else None:
+                case str():  # of sidecar files only the digest is recorded
+                    yield _Recorded(file, None, entry)
+                case {"bytes": size, "sha256": str(digest)} if (
+                    type(size) is int and len(entry) == 2
+                ):
+                    yield _Recorded(file, size, digest)
+                case _:
+                    message = f"{file!r}: {entry!r} is no entry"
+                    findings.add("record", f"{RECORD_FILE}.{key}", message)
     files = record.get("files")
     for file in (CONFIG_FILE, INDEX_FILE):
         if isinstance(files, dict) and file not in files:
@@ -183,14 +179,7 @@ def _recorded_prepared(path: Path, findings: Findings) -> Iterator[_Recorded]:
             continue
         for layer in manifest.layers.values():
             file = str(PurePosixPath(PREPARED_FOLDER, folder.name, layer.file))
-            yield _Recorded(file=file, bytes=layer.bytes, sha256=layer.sha256)
-
-
-def _is_entry(entry: Mapping[str, Any]) -> bool:
-    if entry.keys() != {"bytes", "sha256"}:
-        return False
-    size, digest = entry["bytes"], entry["sha256"]
-    return (size is None or type(size) is int) and isinstance(digest, str)
+            yield _Recorded(file, layer.bytes, layer.sha256)
 
 
 def _open_files(
@@ -216,7 +205,7 @@ def _open_files(
 def _check_digest(
     opened: tuple[_Recorded, FixedFile], progress: Progress
 ) -> tuple[str, str] | None:
-    """The file's name, and the problem of its contents or None."""
+    """The file's name and what is wrong with its contents; None if nothing is."""
     entry, file = opened
     digest = hashlib.sha256()
     try:

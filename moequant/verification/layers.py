@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import MoequantError
-from moequant.formats import stack
 from moequant.models import ROUTED_EXPERTS
-from moequant.runtime import ExpertWeights, FusedExperts
-from moequant.runtime.layer_reader import act_fn_of
+from moequant.runtime import FusedExperts
+from moequant.runtime.layer_reader import LayerReader
 from moequant.verification.decode import decode
 from moequant.verification.reference import activation, evaluate_layer
 from moequant.verification.report import LayerCheck
@@ -106,17 +105,11 @@ def check_layers(
     progress: Progress,
     findings: Findings,
 ) -> tuple[LayerCheck, ...]:
-    """Run some experts of every layer in `formats`.
+    """Run some experts of every layer in `formats`, which gives the format by layer.
 
-    Args:
-        source: the source.
-        originals: the source's weights by name.
-        converted: the converted checkpoint.
-        formats: format by layer.
-        serving: where the layers run too; None for the CPU reference alone.
-        pool: its threads, with one intra-op thread each, run layers, one at a time.
-        progress: receives the progress.
-        findings: collects the problems.
+    One layer runs at a time, with one intra-op thread: in a thread of `pool`. Arguments are as in
+    `check_weights`; `originals` are the source's weights by name, and `serving` says where layers
+    run too, if not on the CPU reference alone.
 
     Raises:
         CheckpointError: the source cannot be read.
@@ -127,11 +120,13 @@ def check_layers(
     expert_bytes = len(moe.projections) * moe.hidden * moe.intermediate * len(batch.experts)
     progress.start("layers", expert_bytes * len(formats))
 
+    reader = LayerReader(converted, torch.device("cpu"))
+
     def run(layer: int) -> LayerCheck | None:
         check = None
         try:
             experts = FusedExperts(
-                _read(converted, layer, batch.experts),
+                reader.read(layer, batch.experts),
                 backend=REFERENCE,
                 expert_map=batch.expert_map,
             )
@@ -198,22 +193,6 @@ def _make_batch(moe: MoeConfig) -> _Batch:
         topk_ids=experts[slot],
         topk_weights=weight / weight.sum(1, keepdim=True),
         expert_map=expert_map,
-    )
-
-
-def _read(converted: ConvertedCheckpoint, layer: int, experts: Sequence[int]) -> ExpertWeights:
-    weights = {
-        projection: stack([converted.read_expert(layer, expert, projection) for expert in experts])
-        for projection in converted.moe.projections
-    }
-    biases = converted.read_biases(layer) or {}
-    chosen = {f"{projection}_bias": bias[list(experts)] for projection, bias in biases.items()}
-    return ExpertWeights(
-        gate=weights.get("gate"),
-        up=weights["up"],
-        down=weights["down"],
-        act_fn=act_fn_of(converted, layer),
-        **chosen,
     )
 
 

@@ -202,8 +202,8 @@ def _compare(
             "converted": sum(len(unit.weights) for unit in units),
         },
         formats=weights.summaries(),
-        worst_weights=weights.worst(),
-        requantization_errors=weights.requantization_errors(),
+        worst_weights=tuple(weights.worst),
+        requantization_errors=tuple(weights.requantization_errors),
         prepared=check_prepared(
             converted, formats, pool=pool, progress=progress, findings=findings
         ),

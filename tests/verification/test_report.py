@@ -34,7 +34,7 @@ def test_only_the_worst_weights_are_kept_worst_first():
     errors = WeightChecks()
     for i in range(3 * KEPT_WEIGHTS):
         errors.add(error(f"w{i}", noise=((7 * i) % 60) / 100))
-    noises = [e.noise for e in errors.worst()]
+    noises = [e.noise for e in errors.worst]
     assert noises == sorted(noises, reverse=True)
     assert len(noises) == KEPT_WEIGHTS
     assert noises[0] == 0.59
@@ -44,7 +44,7 @@ def test_a_weight_that_is_not_a_number_is_the_worst():
     errors = WeightChecks()
     for name, noise in (("a", 0.1), ("b", math.nan), ("c", 0.9)):
         errors.add(error(name, noise))
-    assert errors.worst()[0].name == "b"
+    assert errors.worst[0].name == "b"
     (summary,) = errors.summaries()
     assert summary.worst.name == "b"
     json.dumps(summary.to_json(), allow_nan=False)
