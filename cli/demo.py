@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from moequant.cli import options
 from moequant.cli.output import Output, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from moequant.progress import Progress
 
@@ -41,34 +40,23 @@ def command(output: str, as_json: bool, quiet: bool) -> None:
     """
     from moequant.cli.demo_checkpoint import write_demo_checkpoint
     from moequant.formats import CONVERTIBLE
+    from moequant.quantizers.worker_pool import worker_pool
 
     out = Output(as_json=as_json, quiet=quiet)
     folder = Path(output)
     _claim(folder)
     source = folder / "source"
     write_demo_checkpoint(source)
-    with out.progress() as progress, _one_thread():
-        rows = [_run(source, folder / format, format, progress) for format in CONVERTIBLE]
+    # Of one intra-op thread: the matrices are too small for a second one to help, and on a busy
+    # machine threads wait for each other: a 3 s demo took 70 s.
+    with out.progress() as progress, worker_pool(1) as pool:
+        rows = [
+            pool.submit(_run, source, folder / format, format, progress).result()
+            for format in CONVERTIBLE
+        ]
     document = {"source": str(source), "formats": rows}
     (folder / RESULT_FILE).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
     out.result(document, _show)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread.
-
-    The matrices are too small for a second thread to help, and on a busy machine threads wait for
-    each other: a 3 s demo took 70 s.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _claim(folder: Path) -> None:

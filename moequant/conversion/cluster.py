@@ -32,7 +32,7 @@ from moequant.conversion.plan import plan_checkpoint
 from moequant.conversion.recipe import Recipe
 from moequant.conversion.run import write_shards
 from moequant.errors import CheckpointError, MoequantError
-from moequant.models import recorded_architecture
+from moequant.models import recorded_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
 from moequant.storage.checkpoint import Checkpoint
@@ -197,8 +197,7 @@ def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
             f"{host}: {job.source}: other file sizes or times than on the machine that started the "
             "conversion; all machines must share one copy of the source"
         )
-    definition = json.loads(job.architecture)
-    own = () if definition is None else (recorded_architecture(definition, "--architecture"),)
+    own = recorded_architectures(json.loads(job.architecture), "--architecture")
     plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe), own)
     if plan.digest != job.plan_sha256:
         raise MoequantError(

@@ -27,12 +27,18 @@ def refusals_of(
             kind = (unit.format, weight.role, weight.info.shape, weight.info.dtype, rows_follow)
             kinds.setdefault(kind, []).append((unit.format, weight, rows_follow))
     # Weights of one kind are refused for one reason, in messages that differ by name.
-    for first, *others in kinds.values():
-        if (reason := _refusal(*first, dialect)) is not None:
-            more = (
-                f". The same applies to {len(others)} more weights of this shape" if others else ""
-            )
-            yield reason + more
+    reasons: dict[str, tuple[str, list[Weight]]] = {}
+    for of_kind in kinds.values():
+        if (refusal := _refusal(*of_kind[0], dialect)) is not None:
+            name, _, reason = refusal.partition(": ")
+            reasons.setdefault(reason, (name, []))[1].extend(weight for _, weight, _ in of_kind)
+    for reason, (name, weights) in reasons.items():
+        more = ""
+        if len(weights) > 1:
+            same = len({weight.info.shape for weight in weights}) == 1
+            more = f". The same applies to {len(weights) - 1} more weights"
+            more += " of this shape" if same else ""
+        yield f"{name}: {reason}{more}"
 
 
 def _leaf(weight: Weight) -> str:

@@ -19,7 +19,7 @@ from moequant.models.table import (
     architectures,
     find_architecture,
     read_architectures,
-    recorded_architecture,
+    recorded_architectures,
 )
 
 __all__ = [
@@ -39,5 +39,5 @@ __all__ = [
     "orientation",
     "read_architectures",
     "read_model",
-    "recorded_architecture",
+    "recorded_architectures",
 ]

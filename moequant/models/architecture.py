@@ -247,11 +247,8 @@ class Architecture:
         if name is None:
             name = self._act_fn.get("default")
         if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH:
-            raise CheckpointError(
-                f"config.json: {self._keys['activation'][0]} is {show(name)}, but architecture "
-                f"{self.name!r} needs the name of a function there; "
-                f"{self.how_to_fix('`config.activation`')}"
-            )
+            where = self._keys["activation"][0]
+            raise self._invalid(where, name, "the name of a function", "config.activation")
         return ActFn(
             name=self._act_fns.get(name, name),
             alpha=self._number(config, "alpha", default=1.0),
@@ -293,11 +290,15 @@ class Architecture:
     def _positive_number(self, value: Any, where: str, key: str) -> float:
         # No infinity, which JSON cannot spell but Python reads, and no NaN.
         if type(value) not in (int, float) or not 0 < value < _MAX_SIZE:
-            raise CheckpointError(
-                f"config.json: {where} is {show(value)}, but architecture {self.name!r} needs "
-                f"a positive number there; {self.how_to_fix(f'`{key}`')}"
-            )
+            raise self._invalid(where, value, "a positive number", key)
         return float(value)
+
+    def _invalid(self, where: str, value: object, needed: str, key: str) -> CheckpointError:
+        """The error for a value of config.json; `key` of the description names its place."""
+        return CheckpointError(
+            f"config.json: {where} is {show(value)}, but architecture {self.name!r} needs {needed} "
+            f"there; {self.how_to_fix(f'`{key}`')}"
+        )
 
     def _sparse_layers(self, config: Mapping[str, Any], layers: range) -> tuple[int, ...]:
         rule = self._sparse
@@ -359,12 +360,9 @@ class Architecture:
             return default
         minimum = 1 if default is None else 0
         if type(value) is not int or not minimum <= value <= _MAX_SIZE:
-            keys = " or ".join(self._keys[quantity])
-            raise CheckpointError(
-                f"config.json: {keys} is {show(value)}, but architecture {self.name!r} needs an "
-                f"integer from {minimum} to {_MAX_SIZE} there; "
-                f"{self.how_to_fix(f'`config.{quantity}`')}"
-            )
+            needed = f"an integer from {minimum} to {_MAX_SIZE}"
+            where = " or ".join(self._keys[quantity])
+            raise self._invalid(where, value, needed, f"config.{quantity}")
         return value
 
 

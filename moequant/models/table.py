@@ -216,14 +216,13 @@ def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
     return _architectures_of(document, str(path))
 
 
-def recorded_architecture(definition: object, origin: str) -> Architecture:
-    """The architecture recorded in a moequant.json, which error messages call `origin`.
+def recorded_architectures(definition: object | None, origin: str) -> tuple[Architecture, ...]:
+    """The architecture recorded in a moequant.json, called `origin` in errors; none for None.
 
     Raises:
         ArchitectureError: the record is against the schema; names the key.
     """
-    (architecture,) = _architectures_of({"architecture": [definition]}, origin)
-    return architecture
+    return () if definition is None else _architectures_of({"architecture": [definition]}, origin)
 
 
 def find_architecture(
@@ -278,10 +277,14 @@ def _candidates(model_type: object) -> Iterable[Architecture]:
 
 @cache
 def _entry(text: str) -> Architecture:
-    head = _head()
     (entry,) = tomllib.loads(f"[[architecture]]\n{text}")["architecture"]
+    return _architecture(entry, None)
+
+
+def _architecture(entry: Mapping[str, Any], origin: str | None) -> Architecture:
+    head = _head()
     return Architecture(
-        entry, head["common"], fused=head["fused"], act_fns=head["act_fns"], origin=None
+        entry, head["common"], fused=head["fused"], act_fns=head["act_fns"], origin=origin
     )
 
 
@@ -311,17 +314,7 @@ def _architectures_of(document: Mapping[str, Any], origin: str) -> tuple[Archite
     claimed = Counter(model_type for entry in entries for model_type in entry["model_types"])
     if twice := [model_type for model_type, times in claimed.items() if times > 1]:
         raise ArchitectureError(f"{origin}: model_type {min(twice)!r} is described twice")
-    head = _head()
-    return tuple(
-        Architecture(
-            _whole(entry, file),
-            head["common"],
-            fused=head["fused"],
-            act_fns=head["act_fns"],
-            origin=origin,
-        )
-        for entry in entries
-    )
+    return tuple(_architecture(_whole(entry, file), origin) for entry in entries)
 
 
 def _whole(entry: dict[str, Any], file: _File) -> dict[str, Any]:

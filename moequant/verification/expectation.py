@@ -119,8 +119,24 @@ def expect_by_record(
     findings: Findings,
 ) -> Expectation | None:
     """The expectation from moequant.json; contradictions to the source become problems."""
-    plan = _plan_again(source, record, own, findings)
-    if plan is None:
+    if (version := record.get("schema_version")) != 1:
+        message = f"schema_version is {version!r}, but only 1 is supported"
+        findings.add("record", RECORD_FILE, message)
+        return None
+    try:
+        recipe = recorded_recipe(record)
+    except RecipeError as error:
+        field, _, reason = str(error).partition(": ")
+        findings.add("record", f"{RECORD_FILE}.{field}", reason)
+        return None
+    try:
+        plan = plan_checkpoint(source, recipe, own)
+    except MoequantError as error:
+        findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {error}")
+        return None
+    for refusal in plan.refusals:
+        findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {refusal}")
+    if plan.refusals:
         return None
     wanted = recorded_claims(record, source, plan, workers=DEFAULT_WORKERS)
     # A record without a description says that the built-in table was used.
@@ -138,32 +154,6 @@ def expect_by_record(
         possible=frozenset(),
         config=converted_config(source.config, plan.quantization_config),
     )
-
-
-def _plan_again(
-    source: Checkpoint,
-    record: Mapping[str, Any],
-    own: Sequence[Architecture],
-    findings: Findings,
-) -> Plan | None:
-    if record.get("schema_version") != 1:
-        found = record.get("schema_version")
-        findings.add("record", RECORD_FILE, f"schema_version is {found!r}, but only 1 is supported")
-        return None
-    try:
-        recipe = recorded_recipe(record)
-    except RecipeError as error:
-        field, _, reason = str(error).partition(": ")
-        findings.add("record", f"{RECORD_FILE}.{field}", reason)
-        return None
-    try:
-        plan = plan_checkpoint(source, recipe, own)
-    except MoequantError as error:
-        findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {error}")
-        return None
-    for refusal in plan.refusals:
-        findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {refusal}")
-    return None if plan.refusals else plan
 
 
 def expect_by_config(

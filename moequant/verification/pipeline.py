@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion import DEFAULT_WORKERS, UsedQuantizer, quantizer_jobs
 from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
-from moequant.models import read_architectures
+from moequant.models import read_architectures, recorded_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
 from moequant.quantizers.worker_pool import worker_pool
@@ -31,7 +31,7 @@ from moequant.verification.serving import serving_on
 from moequant.verification.stored import read_stored
 from moequant.verification.structure import check_shards, check_sidecars, check_structure
 from moequant.verification.weights import check_weights
-from moequant.weights.converted import ConvertedCheckpoint, recorded_architectures
+from moequant.weights.converted import ConvertedCheckpoint
 from moequant.weights.source_model import read_source, source_config
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from moequant.models import Architecture
     from moequant.progress import Progress
     from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
@@ -97,7 +96,12 @@ def verify(
     source = Checkpoint.open(locate(against, revision))
     findings = Findings()
     stored = read_stored(path, findings)
-    own = given or _recorded(stored, findings)
+    try:
+        definition = (stored.record or {}).get("architecture_definition")
+        own = given or recorded_architectures(definition, RECORD_FILE)
+    except ArchitectureError as error:
+        findings.add("record", RECORD_FILE, str(error).removeprefix(f"{RECORD_FILE}: "))
+        own = ()
     original = read_source(source.tensors, source_config(source), own)
     model = original.model
     functions = {model.moe.act_fn_of(layer).name for layer in model.layers}
@@ -142,15 +146,6 @@ def verify(
                 findings,
             )
     return replace(report, problems=tuple(findings.problems), problem_count=findings.count)
-
-
-def _recorded(stored: StoredCheckpoint, findings: Findings) -> tuple[Architecture, ...]:
-    """The architecture in the record, if it is valid."""
-    try:
-        return recorded_architectures(stored.record or {}, RECORD_FILE)
-    except ArchitectureError as error:
-        findings.add("record", RECORD_FILE, str(error).removeprefix(f"{RECORD_FILE}: "))
-        return ()
 
 
 def _compare(

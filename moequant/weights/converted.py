@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moequant.dialects import find_dialect
 from moequant.dialects.names import ACTIVATION_SCALES
@@ -13,7 +13,7 @@ from moequant.models import (
     Place,
     find_architecture,
     read_architectures,
-    recorded_architecture,
+    recorded_architectures,
 )
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import read_document
@@ -22,7 +22,7 @@ from moequant.storage.reader import FixedFile
 from moequant.weights.encoded import EncodedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -232,17 +232,8 @@ def described_architectures(path: Path, file: str | Path | None = None) -> tuple
     record = path / RECORD_FILE
     if not record.is_file():
         return ()
-    return recorded_architectures(read_document(FixedFile.at(record)), str(record))
-
-
-def recorded_architectures(record: Mapping[str, Any], origin: str) -> tuple[Architecture, ...]:
-    """What a record describes; nothing where the built-in table was used.
-
-    Raises:
-        ArchitectureError: it is no description of an architecture.
-    """
-    definition = record.get("architecture_definition")
-    return () if definition is None else (recorded_architecture(definition, origin),)
+    definition = read_document(FixedFile.at(record)).get("architecture_definition")
+    return recorded_architectures(definition, str(record))
 
 
 def stored_places(

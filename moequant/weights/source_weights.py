@@ -12,8 +12,7 @@ from moequant.formats import QuantizedWeight, dequantize_into
 from moequant.models.stacked import Place
 from moequant.storage.buffers import Arena
 from moequant.storage.headers import TensorInfo, bit_count
-from moequant.weights.encoded import EncodedInfo
-from moequant.weights.places import read_places
+from moequant.weights.encoded import EncodedInfo, read_places
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -267,6 +268,15 @@ def test_a_shape_the_format_or_dialect_cannot_hold_is_refused_before_anything_is
     assert planned.source_bytes > 0
     assert all(str(odd) in refusal for refusal in planned.refusals)
     assert any("more weights of this shape" in refusal for refusal in planned.refusals)
+
+
+def test_a_dialect_that_cannot_hold_the_format_is_refused_in_one_line():
+    recipe = Recipe.for_format("nvfp4").with_output(dialect="fp8", max_shard_size=None)
+    (refusal,) = plan(recipe).refusals
+    first, _, reason = refusal.partition(": ")
+    assert first.endswith("experts.0.down_proj")
+    assert "the dialect fp8 does not support nvfp4" in reason
+    assert re.search(r"The same applies to \d+ more weights$", reason)
 
 
 def test_a_quantized_source_is_refused_by_dtype():

@@ -22,7 +22,7 @@ from moequant.models import (
     orientation,
     read_architectures,
     read_model,
-    recorded_architecture,
+    recorded_architectures,
 )
 from moequant.models.table import _ActFn, _Entry, _File, _Sparse, _Stacked
 
@@ -172,7 +172,7 @@ def test_gate_and_up_are_fused_without_being_told_and_sets_of_the_file_too(own):
 def test_what_is_recorded_describes_the_same(own):
     (architecture,) = own()
     recorded = json.loads(json.dumps(architecture.definition))
-    again = recorded_architecture(recorded, "moequant.json")
+    (again,) = recorded_architectures(recorded, "moequant.json")
     assert again.definition == architecture.definition
     assert again.fused == architecture.fused
     assert again.origin == "moequant.json"
@@ -406,7 +406,7 @@ def test_the_entry_that_is_changed_below_is_right():
 )
 def test_an_invalid_entry_is_refused_by_its_key(path, value, message):
     with pytest.raises(ArchitectureError, match=f"^RECORD: .*{message}"):
-        recorded_architecture(changed(path, value), "RECORD")
+        recorded_architectures(changed(path, value), "RECORD")
 
 
 def test_biases_are_as_long_as_the_rows_of_their_tensor(own):
@@ -479,7 +479,7 @@ def test_whatever_a_record_holds_ends_in_our_errors(changes, names):
         if isinstance(inner, dict):
             inner[last] = value
     with contextlib.suppress(MoequantError):
-        architecture = recorded_architecture(entry, "RECORD")
+        (architecture,) = recorded_architectures(entry, "RECORD")
         config = {"model_type": "my_moe", "hidden_size": 8, "num_hidden_layers": 2} | {
             "hidden_act": "silu", "e": 2, "k": 1, "i": 4
         }  # fmt: skip
@@ -490,7 +490,7 @@ def test_whatever_a_record_holds_ends_in_our_errors(changes, names):
 @pytest.mark.parametrize("definition", [7, [], "x", {}])
 def test_a_record_that_is_no_description_is_refused(definition):
     with pytest.raises(ArchitectureError, match=r"^RECORD: architecture 1"):
-        recorded_architecture(definition, "RECORD")
+        recorded_architectures(definition, "RECORD")
 
 
 @pytest.mark.parametrize(
