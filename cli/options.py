@@ -84,7 +84,7 @@ def check_written_file(
     if not value.parent.is_dir():
         raise click.BadParameter(f"{value.parent} is not a folder; create it first", ctx, param)
     from moequant.errors import MoequantError
-    from moequant.storage.writable import check_writable
+    from moequant.storage.disk import check_writable
 
     try:
         check_writable(value)

@@ -20,7 +20,7 @@ from moequant.benchmarks.stages import BACKEND
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.storage.writable import check_writable
+from moequant.storage.disk import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -3,10 +3,11 @@
 The first names are for users. The others are for verification, which plans and converts again.
 """
 
-from moequant.conversion.apply_recipe import check_whole_layers
+from moequant.conversion.apply_recipe import check_whole_layers, units_of_formats
 from moequant.conversion.error_limit import beyond_limit
+from moequant.conversion.finished_shard import UsedQuantizer
+from moequant.conversion.items import dequantizing_units
 from moequant.conversion.journal import is_unfinished
-from moequant.conversion.known_formats import units_of_formats
 from moequant.conversion.pipeline import (
     DEFAULT_WORKERS,
     ConversionResult,
@@ -32,9 +33,7 @@ from moequant.conversion.requantization_error import (
 )
 from moequant.conversion.shards import unit_outputs
 from moequant.conversion.stack import Stack
-from moequant.conversion.stacked_output import dequantizing_units
 from moequant.conversion.units import Unit, Weight, quantizer_jobs
-from moequant.conversion.used_quantizer import UsedQuantizer
 
 __all__ = [
     "DEFAULT_WORKERS",

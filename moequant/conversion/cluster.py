@@ -27,7 +27,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from moequant.conversion.journal import FinishedShard, Journal
+from moequant.conversion.journal import Journal
 from moequant.conversion.plan import plan_checkpoint
 from moequant.conversion.recipe import Recipe
 from moequant.conversion.run import write_shards
@@ -40,6 +40,7 @@ from moequant.storage.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from moequant.conversion.finished_shard import FinishedShard
     from moequant.conversion.plan import Plan
     from moequant.conversion.shards import PlannedShard
     from moequant.progress import Progress
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 6
 """Maximum number of attempts if workers or machines are lost."""
-
-
 _CANCEL_S = 30
 _APPEAR_S = 60
 _AGAIN = "Finished shards are kept: run the same command again to continue"
@@ -56,7 +55,7 @@ _AGAIN = "Finished shards are kept: run the same command again to continue"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterJob:
-    """The description of a conversion for workers.
+    """What a worker needs to make the plan again, and what it compares; hashable for `_open`.
 
     Attributes:
         source: absolute path of the source's directory.
@@ -64,7 +63,7 @@ class ClusterJob:
         recipe: the recipe as JSON.
         architecture: the user's description as JSON; null if the built-in table is used.
         plan_sha256: the expected digest of the plan.
-        source_state: name, size and modification time (ns) of every weight file.
+        source_state: `Checkpoint.file_state` as JSON.
         torch: version of torch.
         workers: threads per task.
     """
@@ -74,7 +73,7 @@ class ClusterJob:
     recipe: str
     architecture: str
     plan_sha256: str
-    source_state: tuple[tuple[str, int, int], ...]
+    source_state: str
     torch: str
     workers: int
 
@@ -90,17 +89,10 @@ def write_shards_on_ray(
     progress: Progress,
     address: str | None,
 ) -> Iterator[FinishedShard]:
-    """Write each of `shards` as a task with `workers` threads, and record it here.
+    """As `run.write_shards`, but each shard is a task with `workers` threads and CPUs.
 
-    Args:
-        source: see `run.write_shards`, as for the other arguments.
-        plan: likewise.
-        shards: likewise.
-        journal: likewise.
-        choice: not used: each worker chooses its own, and all quantizers give the same bytes.
-        workers: threads and CPUs per task.
-        progress: receives each finished shard.
-        address: address of the cluster; None for RAY_ADDRESS, or a local one.
+    `choice` is not used: each machine chooses its own, and all quantizers give the same bytes. The
+    cluster is the one at `address`; if that is None, at RAY_ADDRESS, or a new one on this machine.
 
     Raises:
         MoequantError: there is no cluster, or a shard was lost too often.
@@ -113,7 +105,7 @@ def write_shards_on_ray(
         recipe=plan.recipe.model_dump_json(),
         architecture=json.dumps(plan.model.architecture.definition),
         plan_sha256=plan.digest,
-        source_state=_state(source),
+        source_state=json.dumps(source.file_state()),
         torch=torch.__version__,
         workers=workers,
     )
@@ -192,7 +184,7 @@ def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
             "install the same version on every machine"
         )
     source = Checkpoint.open(Path(job.source))
-    if _state(source) != job.source_state:
+    if json.dumps(source.file_state()) != job.source_state:
         raise CheckpointError(
             f"{host}: {job.source}: other file sizes or times than on the machine that started the "
             "conversion; all machines must share one copy of the source"
@@ -205,10 +197,6 @@ def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
             "same version of moequant on every machine"
         )
     return source, plan, choose_quantizer(plan.jobs())
-
-
-def _state(source: Checkpoint) -> tuple[tuple[str, int, int], ...]:
-    return tuple((file, size, time) for file, (size, time) in source.file_state().items())
 
 
 def _result(task: Any, shard: PlannedShard, journal: Journal) -> tuple[FinishedShard, str]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
+from moequant.conversion.finished_shard import shares
 from moequant.conversion.output_directory import read_record, recorded_sidecars
-from moequant.conversion.record import OTHER_QUANTIZATION, converted_config
+from moequant.conversion.record import OTHER_QUANTIZATION, claims_of, converted_config
 from moequant.conversion.requantization_error import merged_errors
-from moequant.conversion.used_quantizer import shares
 from moequant.errors import CheckpointError
 from moequant.storage.disk import explained, fsync_directory, write_file
 from moequant.storage.files import (
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from moequant.conversion.journal import FinishedShard, Journal
+    from moequant.conversion.finished_shard import FinishedShard
+    from moequant.conversion.journal import Journal
     from moequant.conversion.plan import Plan
     from moequant.storage.checkpoint import Checkpoint
 
@@ -56,7 +57,7 @@ def commit(
         plan: the plan.
         journal: journal of the output.
         finished: every shard of the plan.
-        provenance: `source_digests` of the source, and its origin on the hub.
+        provenance: as `claims_of` has it.
 
     Raises:
         CheckpointError: a sidecar file cannot be read, or has changed.
@@ -181,21 +182,16 @@ def _record(
     provenance: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
-    definition = plan.model.architecture.definition
-    shards = list(shards)
     errors = merged_errors(error for shard in shards for error in shard.requantization_errors)
     return {
         "schema_version": 1,
         "moequant": __version__,
         "torch": torch.__version__,
-        "source": {**provenance, "files": plan.source_files},
-        "architecture": plan.model.architecture.name,
-        **({} if definition is None else {"architecture_definition": definition}),
-        "dialect": plan.dialect.name,
+        **claims_of(plan, provenance),
         "recipe": plan.recipe.model_dump(mode="json"),
         "plan_sha256": plan.digest,
         "shards": {s.file: {"bytes": s.bytes, "sha256": s.sha256} for s in shards},
-        "quantizers": [share.record() for share in shares({s.file: s.quantizer for s in shards})],
+        "quantizers": [share.record() for share in shares(shards)],
         "files": {
             file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for file, data in written.items()

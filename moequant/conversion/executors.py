@@ -6,40 +6,21 @@ The plan, the journal, the commit and the bytes are the same for all.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moequant.conversion.run import write_shards
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from moequant.conversion.journal import FinishedShard, Journal
-    from moequant.conversion.plan import Plan
-    from moequant.conversion.shards import PlannedShard
-    from moequant.progress import Progress
-    from moequant.quantizers import Choice
-    from moequant.storage.checkpoint import Checkpoint
+    from moequant.conversion.finished_shard import FinishedShard
+
+    WriteShards = Callable[..., Iterator[FinishedShard]]
+    """As `run.write_shards`: writes shards, and yields each once it is recorded."""
 
 LOCAL = "local"
 RAY = "ray"
-
-
-class WriteShards(Protocol):
-    """Writes shards and records each; see `run.write_shards`."""
-
-    def __call__(
-        self,
-        source: Checkpoint,
-        plan: Plan,
-        shards: Sequence[PlannedShard],
-        journal: Journal,
-        *,
-        choice: Choice,
-        workers: int,
-        progress: Progress,
-    ) -> Iterator[FinishedShard]:
-        """Yield each shard once it is recorded."""
 
 
 def choose_executor(text: str) -> WriteShards:

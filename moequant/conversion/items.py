@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moequant.conversion.stacked_output import dequantizing_units
-from moequant.conversion.units import Copy
-from moequant.models import biases_of
+from moequant.conversion.stack import plain_stack
+from moequant.conversion.units import Copy, Unit, Weight
+from moequant.models import PROJECTIONS, biases_of
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from moequant.conversion.apply_recipe import Assignment
-    from moequant.conversion.units import Item, Unit
+    from moequant.conversion.stack import Stack
+    from moequant.conversion.units import Item
+    from moequant.models import Model
     from moequant.storage.headers import TensorInfo
     from moequant.weights.source_model import SourceModel
     from moequant.weights.source_weights import WeightInfo
@@ -68,7 +70,7 @@ def plan_items(
     for name, info in source.weights.items():
         found = item_of.get(name)
         if found is None:
-            for stored in _stored_in(info, tensors):
+            for stored in stored_in(info, tensors):
                 if stored.name not in copied:
                     copied.add(stored.name)
                     yield Copy(info=stored, is_bias=stored.name in biases)
@@ -76,8 +78,36 @@ def plan_items(
             yield found
 
 
-def _stored_in(info: WeightInfo, tensors: Mapping[str, TensorInfo]) -> Sequence[TensorInfo]:
+def stored_in(info: WeightInfo, tensors: Mapping[str, TensorInfo]) -> Sequence[TensorInfo]:
     """The tensors on disk that hold a weight."""
     if isinstance(info, EncodedInfo):
         return info.parts
     return [tensors[info.place.tensor] if isinstance(info, PartInfo) else info]
+
+
+def dequantizing_units(
+    infos: Iterable[EncodedInfo], model: Model, format: str, *, stacked: bool
+) -> Iterator[Unit]:
+    """Units that write quantized weights in a plain format: those from a stack in its stack.
+
+    With `stacked`, so are experts that the source has one by one and the plain release stacks, for
+    classes of transformers that know no others: where the architecture says how the stack lies.
+    """
+    together: dict[tuple[str, int | None], list[tuple[EncodedInfo, Stack | None]]] = {}
+    for info in infos:
+        stack = plain_stack(info, model, stacked=stacked)
+        key = (info.name, None) if stack is None else (stack.tensor, stack.expert)
+        together.setdefault(key, []).append((info, stack))
+    for of_one in together.values():
+        # Gate's rows come before up's, whatever their names are.
+        of_one.sort(key=lambda one: _order(model.roles[one[0].name].projection))
+        yield Unit(
+            weights=tuple(Weight(info=i, role=model.roles[i.name].role) for i, _ in of_one),
+            format=format,
+            options={},
+            stack=of_one[0][1],
+        )
+
+
+def _order(projection: str | None) -> int:
+    return -1 if projection is None else PROJECTIONS.index(projection)

@@ -19,13 +19,11 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion.requantization_error import RequantizationError
-from moequant.conversion.used_quantizer import UsedQuantizer
+from moequant.conversion.finished_shard import FinishedShard, journal_line, parse_line
 from moequant.errors import MoequantError
-from moequant.storage.disk import explained, fsync_directory, replace_file, sha256_of
+from moequant.storage.disk import explained, fsync_directory, replace_file, sha256_of, write_file
 from moequant.storage.files import WORK_FOLDER
 from moequant.storage.lock import exclusive
 
@@ -39,25 +37,6 @@ if TYPE_CHECKING:
 
 _DIGESTS_AT_ONCE = 4
 """Finished shards whose digests are checked in parallel; four saturate most disks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedShard:
-    """A complete shard on disk.
-
-    Attributes:
-        file: its name.
-        bytes: its size.
-        sha256: its digest.
-        requantization_errors: the errors of its weights that were quantized in the source, by kind.
-        quantizer: the quantizer that was used; None if everything was copied.
-    """
-
-    file: str
-    bytes: int
-    sha256: str
-    requantization_errors: tuple[RequantizationError, ...] = ()
-    quantizer: UsedQuantizer | None = None
 
 
 class Journal:
@@ -157,7 +136,8 @@ class Journal:
         """Rename a finished shard and add it to the journal; the caller has fsynced its data."""
         self.partial(shard.file).replace(self.shards / shard.file)
         fsync_directory(self.shards)
-        _append(self._lines, _line(shard))
+        with explained(self._lines, "written"):
+            write_file(self._lines, [memoryview(journal_line(shard))], os.O_APPEND)
 
     def resume(self, files: Collection[str], progress: Progress) -> dict[str, FinishedShard]:
         """The finished shards of a plan; each is read once to check its digest.
@@ -168,7 +148,7 @@ class Journal:
             files: names of the plan's shards.
             progress: receives the bytes read.
         """
-        entries = {e.file: e for line in self._read_lines() if (e := _parse(line)) is not None}
+        entries = {e.file: e for line in self._read_lines() if (e := parse_line(line))}
         entries = {file: entry for file, entry in entries.items() if file in files}
         places = self._places(entries, progress)
         self.shards.mkdir(exist_ok=True)
@@ -178,7 +158,7 @@ class Journal:
                     path.unlink()
         finished = {file: entry for file, entry in entries.items() if places[file] is not None}
         # Rewrite the journal if a line is incomplete or wrong, so that appended lines are valid.
-        lines = [_line(entry) for entry in finished.values()]
+        lines = [journal_line(entry) for entry in finished.values()]
         if self._read_lines() != lines:
             replace_file(self._lines, b"".join(lines))
         return finished
@@ -215,45 +195,3 @@ class Journal:
 def is_unfinished(output: Path) -> bool:
     """Whether a conversion into a directory was started but not committed."""
     return Journal(output).exists
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a line to a file and fsync it."""
-    with explained(path, "written"):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            # A full disk may accept only a part.
-            while line:
-                line = line[os.write(fd, line) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _line(shard: FinishedShard) -> bytes:
-    entry: dict[str, Any] = {"file": shard.file, "bytes": shard.bytes, "sha256": shard.sha256}
-    if shard.requantization_errors:
-        entry["requantization_errors"] = [error.to_json() for error in shard.requantization_errors]
-    if shard.quantizer is not None:
-        entry["quantizer"] = asdict(shard.quantizer)
-    return json.dumps(entry).encode() + b"\n"
-
-
-def _parse(line: bytes) -> FinishedShard | None:
-    """The entry of a line; None if it is incomplete, so that its shard is written again."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    types = {"file": str, "bytes": int, "sha256": str}
-    if not isinstance(entry, dict):
-        return None
-    errors, quantizer = entry.pop("requantization_errors", []), entry.pop("quantizer", None)
-    if {k: type(v) for k, v in entry.items()} != types or not isinstance(errors, list):
-        return None
-    read = [RequantizationError.from_json(error) for error in errors]
-    known = tuple(error for error in read if error is not None)
-    used = None if quantizer is None else UsedQuantizer.from_json(quantizer)
-    if len(known) < len(read) or (used is None) != (quantizer is None):
-        return None
-    return FinishedShard(**entry, requantization_errors=known, quantizer=used)

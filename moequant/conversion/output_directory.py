@@ -53,8 +53,8 @@ def is_work_left(
             return True
         raise MoequantError(
             f"{output}: holds an unfinished conversion{_formats_of(begun)}, with other settings or "
-            "of another source, interrupted or still running; repeat its command to finish it, or "
-            "replace it with --overwrite"
+            "of another source, interrupted or still running; repeat its command to finish it or, "
+            "if that ended with an error about a weight, replace it with --overwrite"
         )
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True

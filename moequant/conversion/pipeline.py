@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.conversion.commit import commit
 from moequant.conversion.executors import LOCAL, choose_executor
+from moequant.conversion.finished_shard import Share, shares
+from moequant.conversion.items import stored_in
 from moequant.conversion.journal import Journal
 from moequant.conversion.output_directory import (
     check_apart,
@@ -30,7 +32,6 @@ from moequant.conversion.source_identity import (
     source_digests,
     source_state,
 )
-from moequant.conversion.used_quantizer import Share, shares
 from moequant.errors import (
     MoequantError,
     NonFiniteError,
@@ -45,20 +46,18 @@ from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import is_adapter
+from moequant.storage.headers import TensorInfo
 from moequant.storage.locate import locate
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import described_architectures
-from moequant.weights.encoded import EncodedInfo
-from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from moequant.conversion.executors import WriteShards
-    from moequant.conversion.journal import FinishedShard
+    from moequant.conversion.finished_shard import FinishedShard
     from moequant.progress import Progress
     from moequant.quantizers import Choice
-    from moequant.storage.headers import TensorInfo
 
 DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
@@ -149,16 +148,18 @@ def convert(
     )
     if architecture is not None:
         read_architectures(architecture)  # now, for a download may take long
-    path = locate(source, revision)
+    path, target = locate(source, revision), _output_path(output)
     with _without_collector():
         checkpoint = Checkpoint.open(path)
+        if not dry_run:  # which reports it with the plan
+            check_apart(checkpoint, target)
         own = described_architectures(path, architecture)
-        plan = _mention_left_out(plan_checkpoint(checkpoint, chosen, own), checkpoint)
+        plan = plan_checkpoint(checkpoint, chosen, own)
+    plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
     # Now, so that a file that cannot come along is found before anything is written.
     sidecars = copied_sidecars(checkpoint)
     for file in sidecars:
         FixedFile.at(path / file).read(0, 0)
-    target = _output_path(output)
     work = _Work(
         checkpoint=checkpoint,
         plan=plan,
@@ -187,7 +188,6 @@ def convert(
     refusal = _refusal_of_plan(plan)
     if refusal is not None:
         raise refusal
-    check_apart(checkpoint, target)
     with explained(target, "written"):
         return _convert(work, workers, progress or SilentProgress())
 
@@ -207,21 +207,16 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _mention_left_out(plan: Plan, checkpoint: Checkpoint) -> Plan:
+def _warnings_of_files(checkpoint: Checkpoint) -> Iterator[str]:
     left_out = checkpoint.left_out()
     adapters = ", ".join(str(file) for file in left_out if is_adapter(file))
-    others = ", ".join(str(file) for file in left_out if not is_adapter(file))
-    warnings = []
-    if others:
-        warnings.append(
-            f"not read and not copied, because they hold the weights in other formats: {others}"
-        )
+    if others := ", ".join(str(file) for file in left_out if not is_adapter(file)):
+        yield f"not read and not copied, because they hold the weights in other formats: {others}"
     if adapters:
-        warnings.append(
+        yield (
             f"not applied and not copied, because they are an adapter: {adapters}. If the model "
             "needs it, merge it into the weights first (merge_and_unload of peft)"
         )
-    return replace(plan, warnings=(*plan.warnings, *warnings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +320,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         resumed_shards=resumed,
         quantizer=chosen if work.executor == LOCAL else None,
         requantization_errors=errors,
-        shares=tuple(shares({s.file: s.quantizer for s in ordered})),
+        shares=tuple(shares(ordered)),
     )
 
 
@@ -334,31 +329,23 @@ def _saying_where(work: _Work) -> Iterator[None]:
     """Add to the error of a weight which file has it, and what to do."""
     try:
         yield
-    except NumericsError as error:
-        name = str(error).partition(": ")[0]
-        raise NumericsError(
-            f"{error}, and start over with --overwrite{_where(work, name)}"
-        ) from error
-    except NonFiniteError as error:
+    except (NumericsError, NonFiniteError) as error:
         # A cluster's worker returns only the message, which begins with the weight's name.
         name = str(error).partition(": ")[0]
-        again = f"{error}, then start over with --overwrite"
-        raise NonFiniteError(f"{again}{_where(work, name)}") from error
+        then = "and" if isinstance(error, NumericsError) else "then"
+        raise type(error)(
+            f"{error}, {then} start over with --overwrite{_where(work, name)}"
+        ) from error
 
 
 def _where(work: _Work, name: str) -> str:
     """A sentence about the source tensors of a weight; empty if they are unknown."""
     path, weight = work.checkpoint.path, work.plan.source.weights.get(name)
-    parts: tuple[TensorInfo, ...]
-    match weight:
-        case None:
-            return ""
-        case PartInfo():
-            parts = (work.checkpoint.info(weight.place.tensor),)
-        case EncodedInfo():
-            parts = weight.parts
-        case _:
-            return f". It is in {path / weight.file}"
+    if weight is None:
+        return ""
+    if isinstance(weight, TensorInfo):
+        return f". It is in {path / weight.file}"
+    parts = stored_in(weight, work.checkpoint.tensors)
     return f". It is in {' and '.join(f'{part.name} of {path / part.file}' for part in parts)}"
 
 

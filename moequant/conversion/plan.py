@@ -7,15 +7,17 @@ the work begins. The same inputs give the same plan everywhere, so that workers,
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from moequant._version import __version__
 from moequant.conversion.apply_recipe import apply_recipe, keeping_units
 from moequant.conversion.items import plan_items, unmatched
 from moequant.conversion.memory import MemoryBound
 from moequant.conversion.output_dialect import output_dialect
-from moequant.conversion.plan_digest import describe_files, plan_digest
 from moequant.conversion.plan_warnings import (
     engine_verdicts,
     warnings_of_experts_apart,
@@ -24,7 +26,7 @@ from moequant.conversion.plan_warnings import (
 from moequant.conversion.recipe import parse_size
 from moequant.conversion.refusals import refusals_of
 from moequant.conversion.shards import PlannedShard, plan_shards
-from moequant.conversion.stacked_output import stack_of
+from moequant.conversion.stack import stack_of
 from moequant.conversion.unchanged import unchanged_weights
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
 from moequant.dialects import UNQUANTIZED
@@ -34,7 +36,7 @@ from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_model import read_source, source_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moequant.conversion.recipe import Recipe
     from moequant.conversion.units import Item
@@ -192,7 +194,7 @@ def make_plan(
     if not refusals:
         shards = plan_shards(items, dialect, parse_size(recipe.output.max_shard_size))
         quantization_config = dialect.quantization_config(formats, kept)
-    source_files = describe_files(tensors, file_bytes)
+    source_files = _describe_files(tensors, file_bytes)
     back = [i for name, i in left.items() if name not in unchanged and name not in kept_quantized]
     warnings += warnings_of_source(source, back, config)
     if plain:
@@ -211,7 +213,7 @@ def make_plan(
         engines=engines,
         warnings=tuple(warnings),
         refusals=refusals,
-        digest=plan_digest(units, dialect, shards, quantization_config, source, source_files),
+        digest=_digest_of(units, dialect, shards, quantization_config, source, source_files),
     )
 
 
@@ -234,3 +236,47 @@ def _module(name: str, info: WeightInfo) -> str | None:
         return name.removesuffix(".weight")
     block, dot, _ = name.rpartition(".experts.")
     return f"{block}.experts" if dot and len(info.shape) > 2 else None
+
+
+def _describe_files(
+    tensors: Mapping[str, TensorInfo], file_bytes: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Size and header digest of every weight file, by name, sorted."""
+    rows: dict[str, list[tuple[Any, ...]]] = {file: [] for file in sorted(file_bytes)}
+    for info in sorted(tensors.values(), key=lambda info: info.start):
+        rows[info.file].append((info.name, info.dtype, info.shape, info.start, info.stop))
+    return {
+        file: {"bytes": file_bytes[file], "header_sha256": _sha256_of_json(entries)}
+        for file, entries in rows.items()
+    }
+
+
+def _digest_of(
+    units: Iterable[Unit],
+    dialect: Dialect,
+    shards: Iterable[PlannedShard],
+    quantization_config: Mapping[str, Any],
+    source: SourceModel,
+    source_files: Mapping[str, Any],
+) -> str:
+    """SHA-256 over everything that determines the output's bytes."""
+    own = source.model.architecture.definition
+    decided: dict[str, Any] = {
+        **({} if own is None else {"architecture": own}),
+        "moequant": __version__,
+        "units": [[[w.info.name for w in u.weights], u.format, dict(u.options)] for u in units],
+        "dialect": dialect.name,
+        "quantization_config": quantization_config,
+        "source_files": source_files,
+        "shards": {s.file: hashlib.sha256(s.header).hexdigest() for s in shards},
+    }
+    if source.dialect is not None:
+        # How the source is decoded, and which units may be requantized without loss.
+        decided["source_quantization"] = source.quantization_config
+        decided["lossless"] = [unit.lossless for unit in units]
+    return _sha256_of_json(decided)
+
+
+def _sha256_of_json(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

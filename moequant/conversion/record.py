@@ -46,6 +46,22 @@ def converted_config(
     return result
 
 
+def claims_of(plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What moequant.json says of source, architecture and dialect.
+
+    Args:
+        plan: the plan.
+        provenance: `source_digests` of the source, and its origin on the hub.
+    """
+    definition = plan.model.architecture.definition
+    return {
+        "source": {**provenance, "files": plan.source_files},
+        "architecture": plan.model.architecture.name,
+        **({} if definition is None else {"architecture_definition": definition}),
+        "dialect": plan.dialect.name,
+    }
+
+
 def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
     """The recipe in a moequant.json.
 
@@ -78,12 +94,8 @@ def recorded_claims(
     digests = source_digests(source, copied_sidecars(source))
     if "content_sha256" in origin:
         digests |= content_digests(source, workers, SilentProgress())
-    definition = plan.model.architecture.definition
     return {
-        "architecture": plan.model.architecture.name,
-        **({} if definition is None else {"architecture_definition": definition}),
-        "dialect": plan.dialect.name,
-        "source": {**origin, **digests, "files": plan.source_files},
+        **claims_of(plan, {**origin, **digests}),
         # The digest includes the version of moequant, but another version may plan the same bytes.
         **({"plan_sha256": plan.digest} if record.get("moequant") == __version__ else {}),
     }

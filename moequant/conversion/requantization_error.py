@@ -55,25 +55,9 @@ class RequantizationError:
         return replace(self, exact=0, noise=noise)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `from_json`, and the relative error."""
+        """Its fields and the relative error, None if that is infinite."""
         error = self.relative_error
         return {**asdict(self), "relative_error": error if math.isfinite(error) else None}
-
-    @classmethod
-    def from_json(cls, entry: object) -> RequantizationError | None:
-        """Inverse of `to_json`; None for invalid input."""
-        texts, counts, sums = (
-            ("role", "source", "format"),
-            ("weights", "exact"),
-            ("signal", "noise"),
-        )
-        if not isinstance(entry, dict):
-            return None
-        kinds = {**dict.fromkeys(texts, str), **dict.fromkeys(counts, int)}
-        kinds |= dict.fromkeys(sums, float)
-        if any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
-            return None
-        return cls(**{key: entry[key] for key in kinds})
 
 
 def error_of_tiles(tiles: Sequence[RequantizationError]) -> RequantizationError:

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.conversion.batches import Batches
-from moequant.conversion.journal import FinishedShard
+from moequant.conversion.finished_shard import FinishedShard, UsedQuantizer
 from moequant.conversion.memory import COPY_CHUNK_BYTES
 from moequant.conversion.quantize_unit import convert_unit
 from moequant.conversion.requantization_error import error_of_tiles, merged_errors
 from moequant.conversion.units import Copy, Unit
-from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.writer import ShardWriter

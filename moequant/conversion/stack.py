@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+
+from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from moequant.models import Model
+    from moequant.weights.encoded import EncodedInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +70,36 @@ class Stack:
         else:
             joined = torch.cat([*parts])
         return joined.T.contiguous() if self.transposed else joined
+
+
+def stack_of(name: str, model: Model) -> Stack | None:
+    """The position of a weight in a dialect that stacks experts; None if it is not an expert's."""
+    role, stacked = model.roles[name], model.architecture.stacked
+    if role.role != ROUTED_EXPERTS:
+        return None
+    assert stacked is not None, "the table allows such a dialect only with `stacked`"
+    assert role.layer is not None, name
+    assert role.expert is not None, name
+    assert role.projection is not None, name
+    return Stack(
+        tensor=stacked.tensor(role.layer, role.projection),
+        expert=role.expert,
+        experts=model.moe.experts,
+        interleaved=stacked.interleaved,
+    )
+
+
+def plain_stack(info: EncodedInfo, model: Model, *, stacked: bool) -> Stack | None:
+    """The position of a weight in a stack of the BF16 release; None if it is separate."""
+    role, table = model.roles[info.name], model.architecture.stacked
+    in_stack = next(iter(info.places.values())).expert is not None
+    if table is None or role.role != ROUTED_EXPERTS or not (stacked or in_stack):
+        return None
+    assert role.projection is not None, info.name
+    turned = table.transposed(table.stack_of(role.projection))
+    if turned is None:
+        assert not in_stack, "the table says it of those that a dialect stacks"
+        return None
+    stack = stack_of(info.name, model)
+    assert stack is not None, info.name
+    return replace(stack, transposed=turned, flat=table.flat)

@@ -64,9 +64,12 @@ def write_all(fd: int, position: int, view: memoryview) -> None:
         done += os.pwrite(fd, view[done:], position + done)
 
 
-def write_file(path: Path, chunks: Iterable[memoryview]) -> None:
-    """Write a file and fsync it; raises OSError, which may leave an incomplete file."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+def write_file(path: Path, chunks: Iterable[memoryview], how: int = os.O_TRUNC) -> None:
+    """Write a file anew, or append to it with O_APPEND, and fsync it.
+
+    Raises OSError, which may leave an incomplete file.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o666)
     try:
         for chunk in chunks:
             while chunk:
@@ -91,6 +94,25 @@ def replace_file(path: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
             raise
     fsync_directory(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written to `path`, by creating a temporary file next to it.
+
+    An existing file does not change, and the temporary file is removed.
+
+    Raises:
+        MoequantError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    with explained(path, "written"):
+        if path.exists() and not path.is_file():
+            raise MoequantError(f"{path}: exists and is not a file; choose another name")
+        try:
+            os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            return  # another process is writing it, or was killed while it did
+        beside.unlink()
 
 
 def fsync_directory(path: Path) -> None:

@@ -57,7 +57,8 @@ def check_is_checkpoint(root: Path) -> None:
     if begun:
         raise CheckpointError(
             f"{root}: an unfinished conversion, interrupted or still running; if it was "
-            "interrupted, run the same moequant convert command again to finish it"
+            "interrupted, run the same moequant convert command again to finish it; if it ended "
+            "with an error about a weight, do what the error said, because it would end there again"
         )
 
 

@@ -23,9 +23,9 @@ from click.testing import CliRunner
 from moequant.cli import cli
 from moequant.conversion import convert
 from moequant.conversion.executors import choose_executor
+from moequant.conversion.finished_shard import UsedQuantizer
 from moequant.conversion.run import write_shards
 from moequant.conversion.units import Unit
-from moequant.conversion.used_quantizer import UsedQuantizer
 from moequant.errors import MoequantError
 from moequant.storage.checkpoint import Checkpoint
 
@@ -287,7 +287,7 @@ def write_as_a_worker(cluster, source, output, plan, file):
         recipe=plan.recipe.model_dump_json(),
         architecture="null",
         plan_sha256=plan.digest,
-        source_state=cluster._state(Checkpoint.open(source)),
+        source_state=json.dumps(Checkpoint.open(source).file_state()),
         torch=torch.__version__,
         workers=2,
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moequant.conversion.journal import FinishedShard, Journal
-from moequant.conversion.used_quantizer import UsedQuantizer
+from moequant.conversion.finished_shard import FinishedShard, UsedQuantizer
+from moequant.conversion.journal import Journal
 from moequant.progress import SilentProgress
 
 FILES = ["a.safetensors", "b.safetensors"]

@@ -64,6 +64,7 @@ def test_every_command_says_that_it_is_unfinished_and_what_to_do(
     assert result.exit_code == 3, result.output
     assert result.stderr.startswith(f"Error: {interrupted}: an unfinished conversion, ")
     assert "run the same moequant convert command again to finish it" in result.stderr
+    assert "if it ended with an error about a weight, do what the error said" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from moequant.errors import MoequantError
-from moequant.storage.writable import check_writable
+from moequant.storage.disk import check_writable
 
 if TYPE_CHECKING:
     from pathlib import Path
