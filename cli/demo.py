@@ -38,7 +38,7 @@ def command(output: str, as_json: bool, quiet: bool) -> None:
 
     Each result is verified, prepared for the kernels of one target, and run.
     """
-    from moequant.cli.demo_checkpoint import write_demo_checkpoint
+    from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
     from moequant.formats import CONVERTIBLE
     from moequant.quantizers.worker_pool import worker_pool
 
@@ -113,7 +113,7 @@ def _run_layer(converted: Path, prepared: Path, layer: int) -> None:
     """
     import torch
 
-    from moequant.cli.demo_checkpoint import EXPERTS, HIDDEN, TOP_K
+    from moequant.benchmarks.random_checkpoint import EXPERTS, HIDDEN, TOP_K
     from moequant.errors import NumericsError
     from moequant.runtime import load_experts
 

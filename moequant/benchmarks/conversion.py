@@ -1,9 +1,9 @@
-"""How fast conversion is, beside the least that reading and writing takes, and beside others.
+"""Time conversions on a CPU, beside a floor and beside other tools.
 
 The floor is a plain read of the source's weight files through one buffer, and a plain write of as
-many bytes as the output's have, brought to disk: one thread, nothing computed. It is measured in
-turn with the conversions, on the same files and the same disk. Whatever else a machine does only
-adds, so each figure is the smallest of its rounds; the rounds are in the document too.
+many bytes as the output has, fsynced: one thread, nothing computed. It is measured in turn with the
+conversions, on the same files and the same disk. Other work on the machine only adds time, so every
+figure is the smallest of its rounds; the document has the rounds, too.
 """
 
 from __future__ import annotations
@@ -26,35 +26,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
-from moequant.benchmarks.moe_checkpoint import write_moe_checkpoint
 from moequant.benchmarks.one_conversion import TOOLS
+from moequant.benchmarks.random_checkpoint import write_bench_checkpoint
 from moequant.conversion import convert
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import get_format
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _BUFFER_BYTES = 1 << 20
 _OURS = "moequant"
 _FLOORS_A_ROUND = 3
-"""It takes a fraction of what a conversion does, and is what all else is compared with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Floor:
-    """What reading and writing, and digesting, take at least.
-
-    Attributes:
-        cpu_seconds: of reading and writing.
-        seconds: of the same on the clock, the wait for the disk included.
-        sha256_cpu_seconds: of digesting as many bytes as are written, apart.
-    """
-
-    cpu_seconds: float
-    seconds: float
-    sha256_cpu_seconds: float
+"""The floor takes a fraction of a conversion's time, and everything is compared with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +47,10 @@ class _Source:
     """The checkpoint that is converted.
 
     Attributes:
-        path: where it is.
-        format: its experts are in; None for BF16.
-        weights: how many numbers they are.
-        expert_bytes: what they take.
+        path: its directory.
+        format: the format of its experts; None for BF16.
+        weights: number of the experts' weights.
+        expert_bytes: size of the experts.
     """
 
     path: Path
@@ -87,24 +72,23 @@ def bench_conversion(
     """Measure the conversion of one generated checkpoint into each of `formats`.
 
     Args:
-        formats: names of formats; "bf16" too where the source is quantized.
-        size_bytes: about how large the checkpoint is in BF16.
-        workers: threads of the faster of the two runs a round; the other has one.
-        rounds: how often moequant is measured; others are once.
+        formats: names of formats; "bf16", too, if the source is quantized.
+        size_bytes: approximate size of the checkpoint in BF16.
+        workers: threads of one of the two conversions of a round; the other has one thread.
+        rounds: number of times moequant is measured; other tools run once.
         against: other tools of `TOOLS`.
-        source_format: name of the format that what is converted is in; None for BF16.
-        folder: whose disk is written to; the system's folder for temporary files without one.
+        source_format: format of the source's experts; None for BF16.
+        folder: where to write; by default the folder for temporary files.
 
     Returns:
         A JSON document.
 
     Raises:
-        UnsupportedError: a tool that is not known, not installed or does not convert what is
-            quantized; BF16 to BF16.
-        MoequantError: the disk is too small for it, or a conversion failed.
+        UnsupportedError: an unknown tool, one that is not installed or does not convert quantized
+            sources; or BF16 to BF16.
+        MoequantError: not enough space, or a conversion failed.
     """
-    for tool in against:
-        _check_installed(tool)
+    _check_tools(against)
     _check_source(source_format, formats, against)
     _check_room(size_bytes, folder or Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
@@ -124,8 +108,30 @@ def bench_conversion(
     }
 
 
+def _check_tools(names: Sequence[str]) -> None:
+    others = [name for name in TOOLS if name != _OURS]
+    for name in names:
+        if name not in others:
+            raise UnsupportedError(f"{name} is not known; there is: {', '.join(others)}")
+        if find_spec(name) is None:
+            raise UnsupportedError(f"{name} is not installed beside moequant: pip install {name}")
+
+
+def _check_source(
+    source_format: str | None, formats: Sequence[str], against: Sequence[str]
+) -> None:
+    if source_format is None and any(get_format(name).is_plain for name in formats):
+        raise UnsupportedError(
+            "bf16 dequantizes, but the checkpoint is BF16; name its format with --source-format"
+        )
+    if source_format is not None and against:
+        raise UnsupportedError(
+            f"{', '.join(against)} is timed on BF16 alone; leave out --source-format"
+        )
+
+
 def _check_room(size_bytes: int, place: Path) -> None:
-    """Refuse a disk that does not hold the checkpoint and an output, which is no larger."""
+    """Check that the disk has space for the checkpoint and an output, which is no larger."""
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < 2 * size_bytes:
         raise MoequantError(
@@ -136,8 +142,8 @@ def _check_room(size_bytes: int, place: Path) -> None:
 
 
 def _write_source(plain: Path, size_bytes: int, format: str | None) -> _Source:
-    """Write a checkpoint of about `size_bytes` in BF16, and one in `format` in its place if any."""
-    expert_bytes = write_moe_checkpoint(plain, size_bytes)
+    """Write a checkpoint of about `size_bytes` in BF16; replace it by one in `format`, if given."""
+    expert_bytes = write_bench_checkpoint(plain, size_bytes)
     weights = expert_bytes // torch.bfloat16.itemsize
     if format is None:
         return _Source(path=plain, format=None, weights=weights, expert_bytes=expert_bytes)
@@ -160,7 +166,7 @@ def _bench_format(
 ) -> dict[str, Any]:
     input_bytes = _weight_bytes(source.path)
     counts = list(dict.fromkeys((1, workers)))
-    floors: list[Floor] = []
+    floors: list[dict[str, float]] = []
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {(_OURS, n): [] for n in counts}
     output_bytes = 0
     for _ in range(rounds):
@@ -178,46 +184,37 @@ def _bench_format(
         "format": format,
         "input_bytes": input_bytes,
         "output_bytes": output_bytes,
-        "floor": vars(floor) | {"rounds": [vars(one) for one in floors]},
+        "floor": {**floor, "rounds": floors},
         "conversions": [
-            _summary(tool, count, found, floor, input_bytes=input_bytes, weights=source.weights)
+            {
+                "tool": tool,
+                "workers": count,
+                # Other tools compute no digests.
+                "cpu_seconds_beyond_floor": min(run["cpu_seconds"] for run in found)
+                - floor["cpu_seconds"]
+                - (floor["sha256_cpu_seconds"] if tool == _OURS else 0.0),
+                **_summary(found, floor, input_bytes, source.weights),
+            }
             for (tool, count), found in runs.items()
         ],
     }
 
 
-def _least(floors: Sequence[Floor]) -> Floor:
-    return Floor(
-        cpu_seconds=min(f.cpu_seconds for f in floors),
-        seconds=min(f.seconds for f in floors),
-        sha256_cpu_seconds=min(f.sha256_cpu_seconds for f in floors),
-    )
+def _least(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The smallest of each figure."""
+    return {key: min(run[key] for run in rounds) for key in rounds[0]}
 
 
 def _summary(
-    tool: str,
-    workers: int,
-    rounds: list[dict[str, Any]],
-    floor: Floor,
-    *,
-    input_bytes: int,
-    weights: int,
+    rounds: list[dict[str, Any]], floor: Mapping[str, float], input_bytes: int, weights: int
 ) -> dict[str, Any]:
-    best = {
-        key: min(run[key] for run in rounds) for key, value in rounds[0].items() if key != "how"
-    }
-    # Others make no digests.
-    digest = floor.sha256_cpu_seconds if tool == _OURS else 0.0
+    best = _least(rounds)  # of one tool, so that `how` is the same in all
     return {
-        "tool": tool,
-        "how": rounds[0]["how"],
-        "workers": workers,
         **best,
-        "cpu_seconds_beyond_floor": best["cpu_seconds"] - floor.cpu_seconds - digest,
         "weights_per_cpu_second": weights / best["cpu_seconds"],
         "gb_per_cpu_second": input_bytes / 1e9 / best["cpu_seconds"],
         "gb_per_second": input_bytes / 1e9 / best["seconds"],
-        "seconds_over_floor": best["seconds"] / floor.seconds,
+        "seconds_over_floor": best["seconds"] / floor["seconds"],
         "rounds": rounds,
     }
 
@@ -225,14 +222,14 @@ def _summary(
 def _convert(
     tool: str, place: Path, source: _Source, *, format: str, workers: int
 ) -> tuple[dict[str, Any], int]:
-    """One conversion in a fresh process: what it took, and the bytes of the weights it wrote."""
+    """Convert in a new process; returns what `one_conversion` says, and bytes of the output."""
     output = place / "output"
-    _read(source.path)  # into the page cache, which others may have taken since
+    _read(source.path)  # into the page cache, from which it may have been evicted
     command = [sys.executable, "-m", "moequant.benchmarks.one_conversion"]
     arguments = [tool, str(source.path), str(output), format, str(workers)]
     if source.format is not None:
         arguments.append(source.format)
-    # Everything a user's conversion runs with, but for threads that no worker asked for.
+    # The user's environment, but torch starts no threads in addition to the workers.
     environment = {**os.environ, "OMP_NUM_THREADS": str(workers)}
     done = subprocess.run(  # noqa: S603 - ourselves
         [*command, *arguments], capture_output=True, text=True, env=environment, check=False
@@ -247,7 +244,8 @@ def _convert(
     return found, written
 
 
-def _measure_floor(source: Path, target: Path, write_bytes: int) -> Floor:
+def _measure_floor(source: Path, target: Path, write_bytes: int) -> dict[str, float]:
+    """CPU and clock time of reading and writing, and CPU time of SHA-256 of what is written."""
     buffer = _read(source)
     cpu, clock = time.process_time(), time.perf_counter()
     _read(source)
@@ -261,11 +259,12 @@ def _measure_floor(source: Path, target: Path, write_bytes: int) -> Floor:
     digest = hashlib.sha256()
     for chunk in _chunks(buffer, write_bytes):
         digest.update(chunk)
-    return Floor(
-        cpu_seconds=cpu_seconds,
-        seconds=seconds,
-        sha256_cpu_seconds=time.process_time() - started,
-    )
+    sha256_cpu_seconds = time.process_time() - started
+    return {
+        "cpu_seconds": cpu_seconds,
+        "seconds": seconds,
+        "sha256_cpu_seconds": sha256_cpu_seconds,
+    }
 
 
 def _read(source: Path) -> memoryview:
@@ -287,41 +286,18 @@ def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _check_source(
-    source_format: str | None, formats: Sequence[str], against: Sequence[str]
-) -> None:
-    if source_format is None and any(get_format(name).is_plain for name in formats):
-        raise UnsupportedError(
-            "bf16 dequantizes, but the checkpoint is BF16; name its format with --source-format"
-        )
-    if source_format is not None and against:
-        raise UnsupportedError(
-            f"{', '.join(against)} is timed on BF16 alone; leave out --source-format"
-        )
-
-
-def _check_installed(tool: str) -> None:
-    others = [name for name in TOOLS if name != _OURS]
-    if tool not in others:
-        raise UnsupportedError(f"{tool} is not known; there is: {', '.join(others)}")
-    if find_spec(tool) is None:
-        raise UnsupportedError(f"{tool} is not installed beside moequant: pip install {tool}")
-
-
 def _machine(against: Sequence[str]) -> dict[str, Any]:
-    packages = ("torch", "llvmlite", *against)
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "python": platform.python_version(),
         "moequant": __version__,
-        **{name: _version(name) for name in packages},
+        "torch": str(torch.__version__),
+        **{name: _version(name) for name in ("llvmlite", *against)},
     }
 
 
 def _version(package: str) -> str:
-    if package == "torch":
-        return str(torch.__version__)
     try:
         return version(package)
     except PackageNotFoundError:

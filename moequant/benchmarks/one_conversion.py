@@ -1,8 +1,15 @@
-"""One conversion in a process of its own, so that its memory and its imports are its own.
+"""One conversion in a process of its own, so that its memory and imports are measured alone.
 
     python -m moequant.benchmarks.one_conversion TOOL SOURCE OUTPUT FORMAT WORKERS [SOURCE_FORMAT]
 
-Prints a JSON document: what `OneConversion` holds. Only `moequant bench convert` runs it.
+Only `moequant bench convert` runs it. It prints a JSON object:
+
+    how                  what quantized
+    import_cpu_seconds   to load the libraries
+    prepare_cpu_seconds  to compile and check kernels
+    cpu_seconds          of the conversion itself, all threads together
+    seconds              of the conversion on the clock
+    peak_rss_bytes       largest resident memory of the process
 """
 
 from __future__ import annotations
@@ -12,7 +19,6 @@ import re
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,41 +26,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Prepared = tuple[str, float, Callable[[], object]]
+    """What quantizes, CPU seconds of the process after all imports, and the conversion."""
+
 LLMCOMPRESSOR_SCHEMES = {
     "fp8_block": "FP8_BLOCK",
     "nvfp4": "NVFP4A16",
     "mxfp4": "MXFP4A16",
     "w4a8": "W4A16",
 }
-"""What llm-compressor calls the nearest it has; W4A16 has w4a8's codes with other scales."""
+"""llm-compressor's nearest scheme; W4A16 has w4a8's codes with other scales."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OneConversion:
-    """What one conversion took.
-
-    Attributes:
-        how: what quantized.
-        import_cpu_seconds: to load the libraries.
-        prepare_cpu_seconds: to compile and to compare kernels; 0 where there is nothing of it.
-        cpu_seconds: of the conversion itself, all threads together.
-        seconds: on the clock, from the call to the return.
-        peak_rss_bytes: largest resident memory of the process.
-    """
-
-    how: str
-    import_cpu_seconds: float
-    prepare_cpu_seconds: float
-    cpu_seconds: float
-    seconds: float
-    peak_rss_bytes: int
-
-
-def run_moequant(
+def prepare_moequant(
     source: str, output: str, format: str, workers: int, source_format: str | None = None
-) -> OneConversion:
-    """Convert with moequant, from a source whose experts are in `source_format` or in BF16."""
-    started = time.process_time()
+) -> Prepared:
+    """Import moequant and compile its kernels, for experts in `source_format` or in BF16."""
     import torch
 
     from moequant.conversion import convert
@@ -63,58 +50,54 @@ def run_moequant(
 
     imported = time.process_time()
     wanted = get_format(format)
-    options = wanted.resolve_options()
-    choice = choose_quantizer([(wanted, options, source_format or torch.bfloat16)])
-    prepared = time.process_time()
-    cpu_seconds, seconds = _timed(lambda: convert(source, output, format=format, workers=workers))
-    return OneConversion(
-        how=f"{choice.quantizer.name} quantizer",
-        import_cpu_seconds=imported - started,
-        prepare_cpu_seconds=prepared - imported,
-        cpu_seconds=cpu_seconds,
-        seconds=seconds,
-        peak_rss_bytes=_peak_rss_bytes(),
+    choice = choose_quantizer([(wanted, wanted.resolve_options(), source_format or torch.bfloat16)])
+    return (
+        f"{choice.quantizer.name} quantizer",
+        imported,
+        lambda: convert(source, output, format=format, workers=workers),
     )
 
 
-def run_llmcompressor(source: str, output: str, format: str, workers: int) -> OneConversion:
-    """Convert with llm-compressor's `model_free_ptq`, on as many threads as there are workers."""
-    started = time.process_time()
+def prepare_llmcompressor(source: str, output: str, format: str, workers: int) -> Prepared:
+    """Import llm-compressor, whose `model_free_ptq` converts with as many threads as workers."""
     import torch
     from llmcompressor import model_free_ptq
 
     imported = time.process_time()
     torch.set_num_threads(workers)
     scheme = LLMCOMPRESSOR_SCHEMES[format]
-    cpu_seconds, seconds = _timed(
+    return (
+        f"{version('llmcompressor')}, scheme {scheme}",
+        imported,
         lambda: model_free_ptq(
             source,
             output,
             scheme=scheme,
             ignore=["re:.*mlp.gate$", "re:.*embed_tokens$", "lm_head"],
             max_workers=workers,
-        )
-    )
-    return OneConversion(
-        how=f"{version('llmcompressor')}, scheme {scheme}",
-        import_cpu_seconds=imported - started,
-        prepare_cpu_seconds=0.0,
-        cpu_seconds=cpu_seconds,
-        seconds=seconds,
-        peak_rss_bytes=_peak_rss_bytes(),
+        ),
     )
 
 
-TOOLS: dict[str, Callable[..., OneConversion]] = {
-    "moequant": run_moequant,
-    "llmcompressor": run_llmcompressor,
+TOOLS: dict[str, Callable[..., Prepared]] = {
+    "moequant": prepare_moequant,
+    "llmcompressor": prepare_llmcompressor,
 }
 
 
-def _timed(work: Callable[[], Any]) -> tuple[float, float]:
-    cpu, clock = time.process_time(), time.perf_counter()
-    work()
-    return time.process_time() - cpu, time.perf_counter() - clock
+def _measure(tool: str, *arguments: Any) -> dict[str, Any]:
+    started = time.process_time()
+    how, imported, convert = TOOLS[tool](*arguments)
+    prepared, clock = time.process_time(), time.perf_counter()
+    convert()
+    return {
+        "how": how,
+        "import_cpu_seconds": imported - started,
+        "prepare_cpu_seconds": prepared - imported,
+        "cpu_seconds": time.process_time() - prepared,
+        "seconds": time.perf_counter() - clock,
+        "peak_rss_bytes": _peak_rss_bytes(),
+    }
 
 
 def _peak_rss_bytes() -> int:
@@ -128,5 +111,5 @@ def _peak_rss_bytes() -> int:
 
 if __name__ == "__main__":
     tool, source, output, format, workers, *source_format = sys.argv[1:]
-    result = TOOLS[tool](source, output, format, int(workers), *source_format)
-    sys.stdout.write("\n" + json.dumps(asdict(result)))
+    result = _measure(tool, source, output, format, int(workers), *source_format)
+    sys.stdout.write("\n" + json.dumps(result))

@@ -7,7 +7,7 @@ import pytest
 
 from moequant.benchmarks import conversion
 from moequant.benchmarks.conversion import bench_conversion
-from moequant.benchmarks.moe_checkpoint import EXPERT_BYTES, write_moe_checkpoint
+from moequant.benchmarks.random_checkpoint import EXPERT_BYTES, write_bench_checkpoint
 from moequant.conversion import convert
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.storage.checkpoint import Checkpoint
@@ -91,9 +91,9 @@ def test_ratios_are_those_of_the_figures(document):
 @pytest.mark.parametrize("experts", [1, 3, 130])
 def test_the_checkpoint_has_the_size_asked_for_and_converts(tmp_path, monkeypatch, experts):
     if experts > 3:
-        monkeypatch.setattr("moequant.benchmarks.moe_checkpoint.HIDDEN", 128)
-        monkeypatch.setattr("moequant.benchmarks.moe_checkpoint.INTERMEDIATE", 128)
-    size_bytes = write_moe_checkpoint(tmp_path / "source", experts * EXPERT_BYTES)
+        monkeypatch.setattr("moequant.benchmarks.random_checkpoint.BENCH_HIDDEN", 128)
+        monkeypatch.setattr("moequant.benchmarks.random_checkpoint.BENCH_INTERMEDIATE", 128)
+    size_bytes = write_bench_checkpoint(tmp_path / "source", experts * EXPERT_BYTES)
     assert size_bytes == experts * EXPERT_BYTES
     source = Checkpoint.open(tmp_path / "source")
     layers = source.config["num_hidden_layers"]

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from moequant import convert
+from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
 from moequant.cli import cli
-from moequant.cli.demo_checkpoint import write_demo_checkpoint
 from moequant.storage.headers import read_header
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"

@@ -7,7 +7,13 @@ import torch
 from safetensors import safe_open
 
 from moequant import load_experts
-from moequant.cli.demo_checkpoint import CONFIG, EXPERTS, HIDDEN, LAYERS, write_demo_checkpoint
+from moequant.benchmarks.random_checkpoint import (
+    CONFIG,
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    write_demo_checkpoint,
+)
 from moequant.formats import CONVERTIBLE
 
 

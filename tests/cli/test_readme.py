@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moequant.cli.demo_checkpoint import write_demo_checkpoint
+from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
 from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe
 from moequant.dialects.engines import Written, judge
