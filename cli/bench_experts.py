@@ -90,24 +90,20 @@ def command(
 
     out = Output(as_json=as_json)
     names = [name for name in against.split(",") if name]
-    asked = {"tokens": tokens, "format": format, "backend": backend, "against": names}
-    # After every layer: an interruption costs no more than one.
-    for document in _measure(out, shape, device, {**asked, "stages": stages, "host": host}):
-        if output is not None:
-            replace_file(output, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
-    out.result(document, _show)
-
-
-def _measure(
-    out: Output, shape: str, device: str, asked: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
     from moequant.benchmarks.experts import Measure, bench_experts
     from moequant.benchmarks.shapes import parse_shapes
 
     shapes = parse_shapes(shape)
+    measure = Measure(
+        tokens=tokens, format=format, backend=backend, against=names, stages=stages, host=host
+    )
     with out.progress() as progress:
-        for result in bench_experts(shapes, Measure(**asked), device=device, progress=progress):
-            yield result.document()
+        for document in bench_experts(shapes, measure, device=device, progress=progress):
+            # After every layer, so that an interruption costs no more than one.
+            if output is not None:
+                data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+                replace_file(output, data)
+    out.result(document, _show)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

@@ -1,14 +1,13 @@
-"""What `moequant bench experts` can time: every backend, and what other packages offer.
+"""What `moequant bench experts` can time.
 
-NAME of a backend    FusedExperts with it
-grouped_mm           torch's grouped BF16 GEMM over the dequantized experts: what a user has
-without quantizing
-vllm                 vLLM's Triton experts, if vLLM is installed; fp8_block alone
+NAME of a backend   FusedExperts with it
+grouped_mm          torch's grouped GEMM over the experts in BF16: what a user has without
+quantizing
+vllm                vLLM's Triton experts, if vLLM is installed; fp8_block only
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -35,16 +34,12 @@ if TYPE_CHECKING:
 
 
 def contender_names() -> list[str]:
-    """Every name `make_contender` knows."""
+    """Every name that `make_contender` accepts."""
     return [*backends(), *_OTHERS]
 
 
 def check_known(names: Iterable[str]) -> None:
-    """Ask, before anything is timed, whether all of these can be made.
-
-    Raises:
-        UnsupportedError: nothing has one of the names.
-    """
+    """Check names before anything is timed; raises UnsupportedError for an unknown one."""
     for name in names:
         if name not in contender_names():
             known = ", ".join(contender_names())
@@ -52,11 +47,11 @@ def check_known(names: Iterable[str]) -> None:
 
 
 def make_contender(name: str, weights: ExpertWeights) -> Experts:
-    """`experts(hidden, topk_weights, ids)` by `name`.
+    """The contender `name`, called as experts(hidden, topk_weights, ids).
 
     Raises:
-        UnsupportedError: nothing is called that, or it does not run these experts here, or not
-            within a CUDA graph; says why.
+        UnsupportedError: an unknown name, or it does not run these experts here, or a CUDA graph
+            cannot capture it.
     """
     check_known([name])
     if name in _OTHERS:
@@ -65,10 +60,10 @@ def make_contender(name: str, weights: ExpertWeights) -> Experts:
 
 
 def capturable(experts: FusedExperts) -> FusedExperts:
-    """`experts`, whose calls a CUDA graph can capture.
+    """`experts`, if a CUDA graph can capture their calls.
 
     Raises:
-        UnsupportedError: their backend waits for the device.
+        UnsupportedError: their backend synchronizes with the device.
     """
     packed = experts.packed()
     if not packed.capturable:
@@ -79,68 +74,48 @@ def capturable(experts: FusedExperts) -> FusedExperts:
     return experts
 
 
-@dataclass(frozen=True, kw_only=True)
-class _GroupedMm:
-    """Torch's grouped GEMM in BF16, every operation one of torch's.
+def _grouped_mm(weights: ExpertWeights) -> Experts:
+    gate, up, down, act_fn = weights.gate, weights.up, weights.down, weights.act_fn
+    if gate is None or act_fn not in (SILU, SWIGLUOAI):
+        raise UnsupportedError(f"grouped_mm is timed with gated {SILU} or {SWIGLUOAI} alone")
+    biases = [bias for bias in (weights.gate_bias, weights.up_bias) if bias is not None]
+    if len(biases) == 1:
+        raise UnsupportedError("grouped_mm is timed with biases of gate and up, or of neither")
+    E = weights.experts
+    w13 = torch.stack([torch.cat([_bf16(gate[e]), _bf16(up[e])]) for e in range(E)]).mT
+    w2 = torch.stack([_bf16(down[e]) for e in range(E)]).mT
+    bias13 = torch.cat(biases, 1).bfloat16() if biases else None
+    bias2 = None if weights.down_bias is None else weights.down_bias.bfloat16()
 
-    Attributes:
-        w13: [E, H, 2 * I], gate beside up.
-        w2: [E, I, H].
-        bias13: [E, 2 * I], or None.
-        bias2: [E, H], or None.
-        act_fn: SILU or SWIGLUOAI.
-    """
-
-    w13: Tensor
-    w2: Tensor
-    bias13: Tensor | None
-    bias2: Tensor | None
-    act_fn: ActFn
-
-    def __call__(self, hidden: Tensor, topk_weights: Tensor, ids: Tensor) -> Tensor:
+    def run(hidden: Tensor, topk_weights: Tensor, ids: Tensor) -> Tensor:
         M, T = ids.shape
-        slot = ids.flatten().argsort(stable=True)
-        expert = ids.flatten()[slot]
-        counts = torch.zeros(self.w13.shape[0], dtype=torch.int32, device=ids.device)
+        pair = ids.flatten().argsort(stable=True)
+        expert = ids.flatten()[pair]
+        counts = torch.zeros(E, dtype=torch.int32, device=ids.device)
         counts.scatter_add_(0, expert.long(), torch.ones_like(expert))
         offsets = counts.cumsum(0, dtype=torch.int32)
-        rows = torch._grouped_mm(hidden[slot // T], self.w13, offs=offsets)
-        if self.bias13 is not None:
-            rows += self.bias13[expert]
-        rows = torch._grouped_mm(self._act(*rows.chunk(2, -1)), self.w2, offs=offsets)
-        if self.bias2 is not None:
-            rows += self.bias2[expert]
-        weighted = rows * topk_weights.flatten()[slot, None].to(rows.dtype)
-        by_slot = torch.empty_like(weighted)
-        by_slot[slot] = weighted
-        return by_slot.reshape(M, T, -1).sum(1)
+        rows = torch._grouped_mm(hidden[pair // T], w13, offs=offsets)
+        if bias13 is not None:
+            rows += bias13[expert]
+        rows = torch._grouped_mm(_activate(act_fn, *rows.chunk(2, -1)), w2, offs=offsets)
+        if bias2 is not None:
+            rows += bias2[expert]
+        weighted = rows * topk_weights.flatten()[pair, None].to(rows.dtype)
+        by_pair = torch.empty_like(weighted)
+        by_pair[pair] = weighted
+        return by_pair.reshape(M, T, -1).sum(1)
 
-    def _act(self, gate: Tensor, up: Tensor) -> Tensor:
-        """As transformers writes it for these models, not as our reference does for exactness."""
-        if self.act_fn == SILU:
-            return functional.silu(gate) * up
-        limit = SWIGLUOAI.limit
-        assert limit is not None
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * SWIGLUOAI.alpha))
+    return run
 
 
-def _grouped_mm(weights: ExpertWeights) -> Experts:
-    gate, up, down = weights.gate, weights.up, weights.down
-    if gate is None or weights.act_fn not in (SILU, SWIGLUOAI):
-        raise UnsupportedError(f"grouped_mm is timed with gated {SILU} or {SWIGLUOAI} alone")
-    biases = [weights.gate_bias, weights.up_bias]
-    known = [bias for bias in biases if bias is not None]
-    if len(known) == 1:
-        raise UnsupportedError("grouped_mm is timed with biases of gate and up, or of neither")
-    each = range(weights.experts)
-    return _GroupedMm(
-        w13=torch.stack([torch.cat([_bf16(gate[e]), _bf16(up[e])]) for e in each]).mT,
-        w2=torch.stack([_bf16(down[e]) for e in each]).mT,
-        bias13=torch.cat(known, 1).bfloat16() if known else None,
-        bias2=None if weights.down_bias is None else weights.down_bias.bfloat16(),
-        act_fn=weights.act_fn,
-    )
+def _activate(act_fn: ActFn, gate: Tensor, up: Tensor) -> Tensor:
+    """The activation function as transformers writes it, not as our exact reference does."""
+    if act_fn == SILU:
+        return functional.silu(gate) * up
+    limit = act_fn.limit
+    assert limit is not None
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * act_fn.alpha))
 
 
 def _bf16(weight: QuantizedWeight) -> Tensor:

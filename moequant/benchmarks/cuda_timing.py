@@ -1,4 +1,4 @@
-"""Times of CUDA-graph replays, and the ceilings of the GPU at hand."""
+"""Times of CUDA-graph replays, and peak rates of the GPU."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Name = TypeVar("Name", bound=Hashable)
 
 REPLAYS = 20
 TURNS = 4
-"""In which these are made."""
+"""Turns over which the replays are spread."""
 WARM_S = 0.02
-"""Replays in front of the first turn: the first 4 ms after a GPU had nothing to do are up to 10 %
-slower, and tens of milliseconds at full load bring it to its power limit."""
+"""Time of replays before the first turn: the first 4 ms after a GPU was idle are up to 10 % slower,
+and tens of milliseconds at full load bring it to its power limit."""
 REST_S = 0.3
-"""In front of a turn, where one is asked for: at full load an H200 is at its power limit within
-tens of milliseconds, and clocks lower from then on."""
+"""Rest before a turn, if asked for: at full load an H200 reaches its power limit within tens of
+milliseconds and lowers its clocks from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """Microseconds: median, and the 20th and 80th of a hundred."""
+    """Microseconds: median, and 20th and 80th percentile."""
 
     median_us: float
     p20_us: float
@@ -38,12 +38,12 @@ class Time:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What this GPU reaches.
+    """Peak rates of this GPU.
 
     Attributes:
         read_tb_per_s: of a sum over 4 GiB.
-        fp8_tflops: of torch's FP8 GEMM of 8192 x 8192 x 8192, one scale a tensor; None where the
-            GPU has no FP8.
+        fp8_tflops: of torch's FP8 GEMM of 8192 x 8192 x 8192, one scale per tensor; None if the GPU
+            has no FP8.
         bf16_tflops: of torch's BF16 GEMM of the same size.
     """
 
@@ -53,8 +53,8 @@ class Ceilings:
 
 
 def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A graph of `calls`, one after the other; each is called twice before."""
-    for _ in range(2):  # the first call compiles
+    """A graph of `calls`, one after the other; each is called twice first, which compiles it."""
+    for _ in range(2):
         for call in calls:
             call()
     torch.cuda.synchronize()
@@ -72,16 +72,17 @@ def time_interleaved(
 ) -> dict[Name, Time]:
     """Time of one call of each contender: a graph of all its calls, replayed REPLAYS times.
 
-    The GPU is warm, or, with `rests`, has rested.
-
     Args:
-        contenders: calls by what the result calls them. They take TURNS turns.
-        rests: whether the GPU rests for REST_S in front of a turn.
+        contenders: calls by name; they take TURNS turns.
+        rests: whether the GPU rests for REST_S before a turn; otherwise it is warm.
     """
     graphs = {name: capture(calls) for name, calls in contenders.items()}
     if not rests:
         for graph in graphs.values():
-            _warm(graph)
+            until = time.perf_counter() + WARM_S
+            while time.perf_counter() < until:
+                graph.replay()
+                torch.cuda.synchronize()
     times: dict[Name, list[float]] = {name: [] for name in contenders}
     for _ in range(TURNS):
         for name, graph in graphs.items():
@@ -93,7 +94,7 @@ def time_interleaved(
 
 
 def host_time_us(call: Callable[[], object], calls: int = 100) -> float:
-    """Median time that a call takes on the host, while the GPU has nothing else to do."""
+    """Median time that a call takes on the host while the GPU is idle."""
     times = []
     for _ in range(calls):
         torch.cuda.synchronize()
@@ -105,7 +106,7 @@ def host_time_us(call: Callable[[], object], calls: int = 100) -> float:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure them; takes about four seconds and 5 GB. The rates are of a GPU that has rested."""
+    """Measure peak rates, of a GPU that has rested; takes about four seconds and 5 GB."""
     x = torch.empty(1 << 30, dtype=torch.float32, device=device).normal_()
     read = x.nbytes / _median_us(x.sum) / 1e6
     del x
@@ -139,13 +140,6 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end) * 1000)
-
-
-def _warm(graph: torch.cuda.CUDAGraph) -> None:
-    until = time.perf_counter() + WARM_S
-    while time.perf_counter() < until:
-        graph.replay()
-        torch.cuda.synchronize()
 
 
 def _time(values: Sequence[float]) -> Time:

@@ -1,8 +1,23 @@
-"""Time the fused experts of layers on a GPU, beside others and beside the floor.
+"""Time the fused experts of layers on a GPU, beside other implementations and a floor.
 
-A cell is a layer and a number of tokens. It rotates over 8, 4 or 2 inputs with routings of their
-own, captured in one graph, so that what a call leaves in L2 serves the next only where it would in
-use. Contenders take turns.
+A cell is a layer and a number of tokens. Its calls rotate over 8, 4 or 2 inputs, each with its own
+routing, captured in one graph, so that data left in the L2 cache helps the next call only as much
+as it would in use. Contenders take turns. The result is a JSON document:
+
+    measured, method, format, machine, ceilings
+    layers        per layer: shape and its sizes, act_fn, biased, backend, and
+      refusals      why contenders were not timed, for some numbers of tokens or at all
+      cells         per number of tokens:
+        tokens        M
+        times         by contender that runs, `moequant` first: median_us, p20_us, p80_us
+        tiling        of our kernels, if there is a choice; else null
+        bytes_moved   that no kernel can avoid
+        tb_per_s      bytes_moved over our time
+        tflops        operations over our time
+        floor_us      see `floor_us`
+        share_of_floor  floor over our time; 1 is the limit
+        stages_us     of each of our launches by itself, if asked for; else null
+        host_us       of an eager call of ours on the host, if asked for; else null
 """
 
 from __future__ import annotations
@@ -19,12 +34,11 @@ from moequant.benchmarks.cuda_timing import (
     REPLAYS,
     REST_S,
     TURNS,
-    Time,
     host_time_us,
     measure_ceilings,
     time_interleaved,
 )
-from moequant.benchmarks.floor import work_of
+from moequant.benchmarks.floor import floor_us, work_of
 from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
 from moequant.benchmarks.machine import cuda_device, describe_machine
 from moequant.benchmarks.stages import check_has_stages, time_stages, timed_tiling
@@ -45,7 +59,7 @@ if TYPE_CHECKING:
     from moequant.runtime import ExpertWeights
 
 OURS = "moequant"
-"""Name of FusedExperts with the backend it chooses, or that is asked for."""
+"""Name of FusedExperts among the contenders."""
 
 RESTS_FROM = 2048
 """Tokens from which the GPU rests between turns."""
@@ -60,85 +74,12 @@ METHOD = (
 )
 
 _OUR_CALC_DIFF, _PEERS_CALC_DIFF = 1e-3, 1e-2
-"""Ours against the float32 evaluation, derived in tests/runtime/test_sm90_fp8_block.py. A peer may
-quantize activations otherwise, or not at all: FP8 with 3 bits of mantissa is 2.6 % off, 0.07 % in
-calc_diff for each of the two GEMMs' operands, so 1e-2 tells a wrong result and no more."""
+"""Limits of `calc_diff` against the reference; ours is derived in
+tests/runtime/test_sm90_fp8_block.py. Others may quantize activations differently or not at all: FP8
+with 3 mantissa bits has an error of 2.6 %, 0.07 % in calc_diff for the operands of each of the two
+GEMMs, so 1e-2 detects wrong results only."""
 
 _CHECKED_TOKENS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One number of tokens of a layer.
-
-    Attributes:
-        tokens: M.
-        times: by contender, `moequant` first; only of those that run.
-        tiling: of our kernels, where there is a choice; else None.
-        bytes_moved: that no kernel can spare.
-        tb_per_s: those over our time.
-        tflops: of the products over our time.
-        floor_us: see `Roofline.floor_us`.
-        share_of_floor: floor over our time; 1 is the limit.
-        stages_us: of each launch of ours by itself, where asked for; else None.
-        host_us: of an eager call of ours on the host, where asked for; else None.
-    """
-
-    tokens: int
-    times: dict[str, Time]
-    tiling: dict[str, int | bool] | None
-    bytes_moved: float
-    tb_per_s: float
-    tflops: float
-    floor_us: float
-    share_of_floor: float
-    stages_us: dict[str, float] | None
-    host_us: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerBenchmark:
-    """One layer.
-
-    Attributes:
-        shape: what it was called.
-        experts: E.
-        hidden: H.
-        intermediate: I.
-        topk: T.
-        act_fn: what its experts compute.
-        biased: whether they have biases.
-        backend: ours.
-        refusals: why contenders were not timed, at some M or at all.
-        cells: one for each M.
-    """
-
-    shape: str
-    experts: int
-    hidden: int
-    intermediate: int
-    topk: int
-    act_fn: str
-    biased: bool
-    backend: str
-    refusals: dict[str, str]
-    cells: list[Cell]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsBenchmark:
-    """What a run measured, when, how, where, and with what."""
-
-    measured: str
-    method: str
-    format: str
-    machine: dict[str, str]
-    ceilings: Ceilings
-    layers: list[LayerBenchmark]
-
-    def document(self) -> dict[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +87,12 @@ class Measure:
     """What to measure of every layer.
 
     Attributes:
-        tokens: each M, at least 1.
-        format: of the weights.
-        backend: of ours; by default the best there is.
+        tokens: numbers of tokens, at least 1.
+        format: format of the weights.
+        backend: backend of FusedExperts; by default the best for the device.
         against: names of `moequant.benchmarks.contenders`.
-        stages: whether to time each launch by itself, of the backend sm90_fp8_block.
-        host: whether to time eager calls on the host.
+        stages: whether to time each launch by itself; for the backend sm90_fp8_block only.
+        host: whether to time the host side of eager calls.
     """
 
     tokens: Sequence[int]
@@ -168,22 +109,22 @@ def bench_experts(
     *,
     device: torch.device | str = "cuda",
     progress: Progress | None = None,
-) -> Iterator[ExpertsBenchmark]:
-    """Time layers of random experts; see the module.
+) -> Iterator[dict[str, Any]]:
+    """Time layers of random experts.
 
     Args:
-        shapes: sizes of the layers, by what the result calls them.
-        measure: what of them.
+        shapes: sizes of the layers, by name.
+        measure: what to measure.
         device: a CUDA device.
-        progress: told of every cell.
+        progress: receives every cell.
 
     Yields:
-        After every layer, what has been measured until then.
+        After every layer, the document so far; see the module.
 
     Raises:
-        UnsupportedError: no CUDA device, a contender that is not known, a format that does not take
-            these sizes, no backend, one whose calls no CUDA graph captures, or one without stages.
-        NumericsError: our output is not that of the experts.
+        UnsupportedError: no CUDA device; an unknown contender; a format that does not support these
+            sizes; no backend, one that a CUDA graph cannot capture, or one without stages.
+        NumericsError: our output is wrong.
     """
     check_known(measure.against)
     place = cuda_device(device)
@@ -191,19 +132,19 @@ def bench_experts(
     with torch.cuda.device(place):
         for shape in shapes.values():
             _check_runs(shape, measure, place)
-        result = ExpertsBenchmark(
-            measured=datetime.now(UTC).date().isoformat(),
-            method=METHOD,
-            format=measure.format,
-            machine=describe_machine(place),
-            ceilings=measure_ceilings(place),
-            layers=[],
-        )
+        ceilings = measure_ceilings(place)
+        document = {
+            "measured": datetime.now(UTC).date().isoformat(),
+            "method": METHOD,
+            "format": measure.format,
+            "machine": describe_machine(place),
+            "ceilings": vars(ceilings),
+        }
+        layers: list[dict[str, Any]] = []
         report.start("timing", len(shapes) * len(measure.tokens), unit="sizes")
         for name, shape in shapes.items():
-            layer = _bench_layer(name, shape, measure, result.ceilings, place, report)
-            result = dataclasses.replace(result, layers=[*result.layers, layer])
-            yield result
+            layers.append(_bench_layer(name, shape, measure, ceilings, place, report))
+            yield {**document, "layers": [*layers]}
         report.finish()
 
 
@@ -221,17 +162,17 @@ def checked_tokens(tokens: int, device: torch.device) -> Tensor:
 def check_output(
     who: str, got: Tensor, want: Tensor, pick: Tensor, *, most: float = _OUR_CALC_DIFF
 ) -> None:
-    """Compare an output with that of the experts, which is known for some tokens.
+    """Compare an output with the reference, which is known for some tokens.
 
     Args:
-        who: whose it is.
-        got: [M, H].
-        want: [tokens picked, H].
-        pick: indices of those tokens.
-        most: of `calc_diff`.
+        who: name for the error.
+        got: the output [M, H].
+        want: the reference [tokens picked, H].
+        pick: indices of these tokens.
+        most: limit of `calc_diff`.
 
     Raises:
-        NumericsError: something in it is not finite, or is further off than rounding makes it.
+        NumericsError: a value is not finite, or the difference is larger.
     """
     diff = calc_diff(got[pick], want)
     if not (diff <= most and bool(got.isfinite().all())):
@@ -248,7 +189,7 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 
 def _check_runs(shape: LayerShape, measure: Measure, device: torch.device) -> None:
-    """Ask, before anything is timed, whether all can be: with a layer of few experts."""
+    """Check with a layer of one expert, before anything is timed, that ours can be timed."""
     few = dataclasses.replace(shape, experts=1, topk=1)
     ours = _our_experts(random_experts(few, measure.format, device), measure)
     if measure.stages:
@@ -266,8 +207,7 @@ def _bench_layer(
     ceilings: Ceilings,
     device: torch.device,
     progress: Progress,
-) -> LayerBenchmark:
-    # A packed layout need not hold gate, up and down as the reference and the contenders read them.
+) -> dict[str, Any]:
     weights = random_experts(shape, measure.format, device)
     ours = _our_experts(weights, measure)
     contenders: dict[str, Experts] = {OURS: ours}
@@ -283,18 +223,14 @@ def _bench_layer(
         runs = dict(_right(contenders, weights, inputs[0], refusals))
         cells.append(_bench_cell(ours, weights, runs, inputs, measure=measure, ceilings=ceilings))
         progress.advance(1, f"{name}, {M} tokens")
-    return LayerBenchmark(
-        shape=name,
-        experts=shape.experts,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        topk=shape.topk,
-        act_fn=str(shape.act_fn),
-        biased=shape.biased,
-        backend=ours.chosen_backend(),
-        refusals=refusals,
-        cells=cells,
-    )
+    return {
+        "shape": name,
+        **vars(shape),
+        "act_fn": str(shape.act_fn),
+        "backend": ours.chosen_backend(),
+        "refusals": refusals,
+        "cells": cells,
+    }
 
 
 def _right(
@@ -303,7 +239,7 @@ def _right(
     call: Inputs,
     refusals: dict[str, str],
 ) -> Iterator[tuple[str, Experts]]:
-    """The contenders whose output is that of the experts; of the others, `refusals` say why not."""
+    """The contenders whose output is right; `refusals` receives the reasons of the others."""
     M = call.ids.shape[0]
     pick = checked_tokens(M, call.ids.device)
     reference = FusedExperts(weights, backend="torch_reference")
@@ -315,7 +251,7 @@ def _right(
         else:
             try:
                 check_output(who, experts(*call.arguments), want, pick, most=_PEERS_CALC_DIFF)
-            # What other packages raise where they do not run, out of memory included.
+            # RuntimeError: what other packages raise, also out of memory.
             except (MoequantError, RuntimeError) as error:
                 refusals.setdefault(name, f"at {M} tokens: {str(error).splitlines()[0]}")
                 continue
@@ -330,7 +266,7 @@ def _bench_cell(
     *,
     measure: Measure,
     ceilings: Ceilings,
-) -> Cell:
+) -> dict[str, Any]:
     M = inputs[0].ids.shape[0]
     rests = M >= RESTS_FROM
     times = time_interleaved(
@@ -340,19 +276,19 @@ def _bench_cell(
         },
         rests=rests,
     )
-    work = work_of(weights, inputs)
+    bytes_moved, flop = work_of(weights, inputs)
     fp8 = get_format(weights.format).activations != "none"
-    floor_us, our_us = work.floor_us(ceilings, fp8=fp8), times[OURS].median_us
+    floor, our_us = floor_us(bytes_moved, flop, ceilings, fp8=fp8), times[OURS].median_us
     first = inputs[0]
-    return Cell(
-        tokens=M,
-        times=times,
-        tiling=timed_tiling(ours, *first.ids.shape),
-        bytes_moved=work.bytes_moved,
-        tb_per_s=work.bytes_moved / our_us / 1e6,
-        tflops=work.flop / our_us / 1e6,
-        floor_us=floor_us,
-        share_of_floor=floor_us / our_us,
-        stages_us=time_stages(ours, first, rests=rests) if measure.stages else None,
-        host_us=host_time_us(lambda: ours(*first.arguments)) if measure.host else None,
-    )
+    return {
+        "tokens": M,
+        "times": {name: vars(time) for name, time in times.items()},
+        "tiling": timed_tiling(ours, *first.ids.shape),
+        "bytes_moved": bytes_moved,
+        "tb_per_s": bytes_moved / our_us / 1e6,
+        "tflops": flop / our_us / 1e6,
+        "floor_us": floor,
+        "share_of_floor": floor / our_us,
+        "stages_us": time_stages(ours, first, rests=rests) if measure.stages else None,
+        "host_us": host_time_us(lambda: ours(*first.arguments)) if measure.host else None,
+    }

@@ -1,4 +1,4 @@
-"""Random experts in a format, and calls of them, on a device."""
+"""Random experts and inputs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from moequant.benchmarks.shapes import LayerShape
     from moequant.formats import QuantizedWeight
 
-_DIFFERENT = 4
-"""Experts that are made; the others are copies, each with memory of its own."""
+_DISTINCT = 4
+"""Experts with weights of their own; the others are copies of these, in separate memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +29,20 @@ class Inputs:
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `FusedExperts.forward` takes them."""
+        """The arguments of `FusedExperts.forward`, in order."""
         return self.hidden, self.topk_weights, self.ids
 
 
 def random_experts(shape: LayerShape, format: str, device: torch.device) -> ExpertWeights:
-    """Experts quantized from Gaussian BF16 weights of deviation K ** -0.5; biases have 0.1.
+    """Experts quantized from Gaussian BF16 weights of standard deviation K**-0.5; 0.1 for biases.
 
     Raises:
-        UnsupportedError: the format does not take weights of these sizes.
+        UnsupportedError: the format does not support these sizes.
     """
     g = torch.Generator(device).manual_seed(0)
     E, H, I = shape.experts, shape.hidden, shape.intermediate
     fmt = get_format(format)
-    made = min(E, _DIFFERENT)
+    made = min(E, _DISTINCT)
 
     def gaussian(N: int, K: int) -> Tensor:
         return torch.randn(made, N, K, generator=g, device=device).mul_(K**-0.5).bfloat16()
@@ -53,13 +53,10 @@ def random_experts(shape: LayerShape, format: str, device: torch.device) -> Expe
 
     gate, up = fmt.quantize_fused([gaussian(I, H), gaussian(I, H)], names=["gate", "up"])
     down = fmt.quantize(gaussian(H, I))
-    biases = {}
-    if shape.biased:
-        rows = {"gate_bias": I, "up_bias": I, "down_bias": H}
-        biases = {
-            name: torch.randn(E, size, generator=g, device=device) * 0.1
-            for name, size in rows.items()
-        }
+    rows = {"gate_bias": I, "up_bias": I, "down_bias": H} if shape.biased else {}
+    biases = {
+        name: torch.randn(E, size, generator=g, device=device) * 0.1 for name, size in rows.items()
+    }
     return ExpertWeights(
         gate=repeated(gate),
         up=repeated(up),
@@ -70,7 +67,7 @@ def random_experts(shape: LayerShape, format: str, device: torch.device) -> Expe
 
 
 def random_inputs(shape: LayerShape, tokens: int, device: torch.device, seed: int) -> Inputs:
-    """Gaussian hidden states; distinct experts a token, all as likely; weights that sum to 1."""
+    """Gaussian hidden states; uniform routing to distinct experts; weights that sum to 1."""
     g = torch.Generator(device).manual_seed(seed)
     score = torch.rand(tokens, shape.experts, generator=g, device=device)
     weights = torch.rand(tokens, shape.topk, generator=g, device=device) + 0.1

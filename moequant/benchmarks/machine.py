@@ -1,4 +1,4 @@
-"""The GPU that is measured on, and what it is measured with."""
+"""The GPU of a measurement, and the versions of its software."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _ADVICE = "run this where there is a CUDA device, with a torch that is built for
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
-    """The CUDA device called that, with its index.
-
-    Raises:
-        UnsupportedError: it is no CUDA device, or not one that is here.
-    """
+    """A CUDA device with its index; raises UnsupportedError if there is no such device."""
     place = usable_device(device, advice=_ADVICE)
     if place.type != "cuda":
         raise UnsupportedError(
@@ -30,7 +26,7 @@ def cuda_device(device: torch.device | str) -> torch.device:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """GPU and versions; that of the driver where nvidia-smi tells it."""
+    """GPU and versions; without the driver's if nvidia-smi does not run."""
     from triton import __version__ as triton
 
     versions = {

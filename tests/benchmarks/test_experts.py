@@ -21,7 +21,7 @@ from moequant.benchmarks.experts import (
     check_output,
     checked_tokens,
 )
-from moequant.benchmarks.floor import Roofline, work_of
+from moequant.benchmarks.floor import floor_us, work_of
 from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
 from moequant.errors import NumericsError, UnsupportedError
@@ -57,20 +57,18 @@ def test_work_counts_active_experts_input_output_and_products():
     weights = random_experts(SMALL, "fp8_block", CPU)
     ids = torch.tensor([[0, 1], [1, 4], [0, 1]], dtype=torch.int32)
     call = Inputs(hidden=torch.zeros(3, 256).bfloat16(), ids=ids, topk_weights=torch.ones(3, 2))
-    work = work_of(weights, [call, call])
+    bytes_moved, flop = work_of(weights, [call, call])
     # 3 experts of 3 matrices of 256 x 128 bytes with 2 scales of 4 bytes; 3 tokens in and out.
-    assert work.bytes_moved == 3 * 3 * (256 * 128 + 2 * 4) + 2 * 3 * 256 * 2
-    assert work.flop == 6 * 3 * 2 * 256 * 128
+    assert bytes_moved == 3 * 3 * (256 * 128 + 2 * 4) + 2 * 3 * 256 * 2
+    assert flop == 6 * 3 * 2 * 256 * 128
 
 
 def test_the_floor_is_the_longer_of_bytes_and_products():
-    moves = Roofline(bytes_moved=8e6, flop=1e9)
-    assert moves.floor_us(CEILINGS, fp8=True) == pytest.approx(2.0)
-    multiplies = Roofline(bytes_moved=8e6, flop=1e10)
-    assert multiplies.floor_us(CEILINGS, fp8=True) == pytest.approx(10.0)
-    assert multiplies.floor_us(CEILINGS, fp8=False) == pytest.approx(20.0)
+    assert floor_us(8e6, 1e9, CEILINGS, fp8=True) == pytest.approx(2.0)
+    assert floor_us(8e6, 1e10, CEILINGS, fp8=True) == pytest.approx(10.0)
+    assert floor_us(8e6, 1e10, CEILINGS, fp8=False) == pytest.approx(20.0)
     without = Ceilings(read_tb_per_s=4.0, fp8_tflops=None, bf16_tflops=500.0)
-    assert multiplies.floor_us(without, fp8=True) == pytest.approx(20.0)
+    assert floor_us(8e6, 1e10, without, fp8=True) == pytest.approx(20.0)
 
 
 def test_random_layers_run_and_repeat(every_format):
@@ -179,34 +177,37 @@ def test_a_run_holds_what_was_measured_and_is_json(on_cpu, monkeypatch):
     shapes = {"small": SMALL, "biased": dataclasses.replace(SMALL, act_fn=SWIGLUOAI, biased=True)}
     against = ["right", "refused", "full"]
     measure = Measure(tokens=[1, 20], against=against, host=True)
-    before, result = bench_experts(shapes, measure)
-    assert before.layers == result.layers[:1]
-    assert [layer.shape for layer in result.layers] == ["small", "biased"]
-    assert [layer.act_fn for layer in result.layers] == ["silu", str(SWIGLUOAI)]
-    assert [layer.biased for layer in result.layers] == [False, True]
-    for layer in result.layers:
-        assert layer.backend == "torch_reference"
-        first, second = layer.cells
-        assert list(first.times) == [OURS, "right", "full"]
-        assert list(second.times) == [OURS, "right"]
-        assert layer.refusals == {
+    *_, document = bench_experts(shapes, measure)
+    assert [layer["shape"] for layer in document["layers"]] == ["small", "biased"]
+    assert [layer["act_fn"] for layer in document["layers"]] == ["silu", str(SWIGLUOAI)]
+    assert [layer["biased"] for layer in document["layers"]] == [False, True]
+    for layer in document["layers"]:
+        assert layer["backend"] == "torch_reference"
+        first, second = layer["cells"]
+        assert list(first["times"]) == [OURS, "right", "full"]
+        assert list(second["times"]) == [OURS, "right"]
+        assert layer["refusals"] == {
             "refused": "is not installed",
             "full": "at 20 tokens: out of memory",
         }
-        assert (first.tokens, second.tokens) == (1, 20)
-        assert first.share_of_floor == pytest.approx(first.floor_us / 10)
-        assert first.tb_per_s == pytest.approx(first.bytes_moved / 10e6)
-        assert (first.host_us, first.stages_us, first.tiling) == (7.0, None, None)
-    document = result.document()
+        assert (first["tokens"], second["tokens"]) == (1, 20)
+        assert first["share_of_floor"] == pytest.approx(first["floor_us"] / 10)
+        assert first["tb_per_s"] == pytest.approx(first["bytes_moved"] / 10e6)
+        assert (first["host_us"], first["stages_us"], first["tiling"]) == (7.0, None, None)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_what_was_measured_is_there_after_every_layer(on_cpu):
+    runs = bench_experts({"one": SMALL, "other": SMALL}, Measure(tokens=[1]))
+    assert [len(document["layers"]) for document in runs] == [1, 2]
 
 
 def test_a_wrong_result_of_ours_is_an_error_and_that_of_a_peer_a_refusal(on_cpu, monkeypatch):
     contenders_are(monkeypatch, broken=broken)
     measure = Measure(tokens=[1], against=["broken"])
-    layer = list(bench_experts({"small": SMALL}, measure))[-1].layers[0]
-    assert list(layer.cells[0].times) == [OURS]
-    assert "broken at 1 tokens is not what the experts compute" in layer.refusals["broken"]
+    layer = list(bench_experts({"small": SMALL}, measure))[-1]["layers"][0]
+    assert list(layer["cells"][0]["times"]) == [OURS]
+    assert "broken at 1 tokens is not what the experts compute" in layer["refusals"]["broken"]
     monkeypatch.setattr(experts, "capturable", lambda module: Twice(module))
     with pytest.raises(NumericsError, match="moequant at 1 tokens is not what the experts"):
         next(bench_experts({"small": SMALL}, Measure(tokens=[1])))

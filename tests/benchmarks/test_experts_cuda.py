@@ -23,16 +23,16 @@ SHAPE = LayerShape(experts=32, hidden=1024, intermediate=512, topk=4)
 def test_a_run_times_every_contender_and_says_why_others_do_not_run(every_format):
     measure = Measure(tokens=[1, 64], format=every_format, against=["grouped_mm", "vllm"])
     *_, result = bench_experts({"small": SHAPE}, measure)
-    (layer,) = result.layers
-    assert [cell.tokens for cell in layer.cells] == [1, 64]
-    assert list(layer.refusals) == ["vllm"]
-    assert layer.backend != "torch_reference"
-    for cell in layer.cells:
-        assert list(cell.times) == [OURS, "grouped_mm"]
-        for time in cell.times.values():
-            assert 0 < time.p20_us <= time.median_us <= time.p80_us
-        assert 0 < cell.share_of_floor < 1
-        assert (cell.tiling is None) == (layer.backend != "sm90_fp8_block")
+    (layer,) = result["layers"]
+    assert [cell["tokens"] for cell in layer["cells"]] == [1, 64]
+    assert list(layer["refusals"]) == ["vllm"]
+    assert layer["backend"] != "torch_reference"
+    for cell in layer["cells"]:
+        assert list(cell["times"]) == [OURS, "grouped_mm"]
+        for time in cell["times"].values():
+            assert 0 < time["p20_us"] <= time["median_us"] <= time["p80_us"]
+        assert 0 < cell["share_of_floor"] < 1
+        assert (cell["tiling"] is None) == (layer["backend"] != "sm90_fp8_block")
 
 
 @pytest.mark.skipif(
@@ -43,19 +43,18 @@ def test_a_run_times_every_contender_and_says_why_others_do_not_run(every_format
 def test_stages_and_host_are_timed_too(act_fn):
     shape = dataclasses.replace(SHAPE, act_fn=act_fn, biased=act_fn == SWIGLUOAI)
     *_, result = bench_experts({"s": shape}, Measure(tokens=[1, 512, 9000], stages=True, host=True))
-    for cell in result.layers[0].cells:
+    for cell in result["layers"][0]["cells"]:
         stages = {"prepare", "gate_up", "down", "reduce"}
-        assert set(cell.stages_us) == (stages if cell.tokens == 1 else {*stages, "sort"})
-        assert all(us > 0 for us in cell.stages_us.values())
-        assert cell.host_us > 0
-        assert cell.tiling["rows"] >= 8
-    document = result.document()
-    assert json.loads(json.dumps(document, allow_nan=False)) == document
+        assert set(cell["stages_us"]) == (stages if cell["tokens"] == 1 else {*stages, "sort"})
+        assert all(us > 0 for us in cell["stages_us"].values())
+        assert cell["host_us"] > 0
+        assert cell["tiling"]["rows"] >= 8
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(contenders, "_OTHERS", {"broken": lambda weights: lambda x, w, ids: x * 2})
     (result,) = bench_experts({"s": SHAPE}, Measure(tokens=[8], against=["broken"]))
-    (layer,) = result.layers
-    assert list(layer.cells[0].times) == [OURS]
-    assert "broken at 8 tokens is not what the experts compute" in layer.refusals["broken"]
+    (layer,) = result["layers"]
+    assert list(layer["cells"][0]["times"]) == [OURS]
+    assert "broken at 8 tokens is not what the experts compute" in layer["refusals"]["broken"]

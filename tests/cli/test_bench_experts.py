@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def measured(monkeypatch):
     def measured(document):
         monkeypatch.setattr(
             "moequant.benchmarks.experts.bench_experts",
-            lambda *_, **__: [SimpleNamespace(document=lambda: document)],
+            lambda *_, **__: [document],
         )
 
     return measured
@@ -82,7 +81,7 @@ def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path)
         assert list(shapes) == ["qwen3-30b", "8x256x128x2"]
         assert (measure.tokens, measure.against, device) == ([8], ["triton", "vllm"], "cuda")
         assert (measure.stages, measure.host) == (True, False)
-        yield SimpleNamespace(document=lambda: DOCUMENT)
+        yield DOCUMENT
         raise NumericsError("wrong")
 
     monkeypatch.setattr("moequant.benchmarks.experts.bench_experts", bench_experts)
