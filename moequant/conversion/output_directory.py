@@ -118,7 +118,7 @@ def check_apart(source: Checkpoint, output: Path) -> None:
 
 
 def _linked_to(source: Checkpoint) -> Iterator[Path]:
-    return (file.path.resolve() for file in source.weight_files().values())
+    return (file.path.resolve() for file in source.files.values())
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

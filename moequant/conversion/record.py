@@ -13,6 +13,7 @@ from moequant.dialects import SOURCES
 from moequant.errors import RecipeError
 from moequant.progress import SilentProgress
 from moequant.storage.files import HF_QUANT_CONFIG_FILE
+from moequant.storage.folder import sidecar_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +27,8 @@ OTHER_QUANTIZATION = (HF_QUANT_CONFIG_FILE, "quantize_config.json", "quant_confi
 
 
 def copied_sidecars(source: Checkpoint) -> list[Path]:
-    """The sidecar files of a source that are copied, relative to it; raises as `sidecars`."""
-    return [file for file in source.sidecars() if file.name not in OTHER_QUANTIZATION]
+    """The sidecar files of a source that are copied, relative to it; raises as `sidecar_files`."""
+    return [file for file in sidecar_files(source.path) if file.name not in OTHER_QUANTIZATION]
 
 
 def converted_config(

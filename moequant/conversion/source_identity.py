@@ -40,7 +40,7 @@ def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, 
         CheckpointError: a file is missing.
     """
     assert checkpoint.config_file is not None, "of a checkpoint that was opened"
-    files = {**checkpoint.weight_files(), CONFIG_FILE: checkpoint.config_file}
+    files = {**checkpoint.files, CONFIG_FILE: checkpoint.config_file}
     files |= {str(file): FixedFile.at(checkpoint.path / file) for file in sidecars}
     return {name: [file.size_bytes, file.mtime_ns] for name, file in files.items()}
 
@@ -83,9 +83,8 @@ def source_digests(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str
 
 def _sample(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256()
-    files = checkpoint.weight_files()
     for file, ranges in _sampled(checkpoint.tensors.values()):
-        digest.update(files[file].read_ranges(ranges))
+        digest.update(checkpoint.files[file].read_ranges(ranges))
     return digest.hexdigest()
 
 
@@ -116,7 +115,7 @@ def content_digests(
     Raises:
         CheckpointError: a file cannot be read, has changed, or does not match its blob's name.
     """
-    files = checkpoint.weight_files()
+    files = checkpoint.files
     progress.start("hashing the source", sum(file.size_bytes for file in files.values()))
     with ThreadPoolExecutor(workers) as pool:
         digests = pool.map(partial(_digest, progress=progress), files.values())

@@ -28,7 +28,6 @@ from moequant.storage.folder import (
     PICKLES,
     check_is_checkpoint,
     entries,
-    sidecar_files,
     weight_files,
 )
 from moequant.storage.headers import DTYPES, MAX_NAME, TensorInfo, read_header
@@ -67,6 +66,7 @@ class Checkpoint:
         path: its directory.
         config: the parsed config.json.
         tensors: every tensor, in natural order of names (layer 2 before layer 10).
+        files: the weight files by name, in natural order, with their state when they were opened.
         config_file: config.json with its state when it was read; None if it is unreadable.
     """
 
@@ -74,7 +74,7 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     config_file: FixedFile | None = None
-    _files: dict[str, FixedFile] = field(repr=False)
+    files: dict[str, FixedFile] = field(repr=False)
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -88,9 +88,9 @@ class Checkpoint:
         check_is_checkpoint(path)
         config_file = FixedFile.at(path / CONFIG_FILE)
         config = read_document(config_file)
-        weight_map, files = _choose_files(path)
+        weight_map, names = _choose_files(path)
         # Before reading the headers, so that later reads detect any change.
-        fixed = {file: FixedFile.at(path / file) for file in files}
+        files = {file: FixedFile.at(path / file) for file in names}
         tensors = _read_tensors(path, files)
         if weight_map is not None:
             _check_index(path / INDEX_FILE, weight_map, tensors)
@@ -102,32 +102,17 @@ class Checkpoint:
             config=config,
             tensors=tensors,
             config_file=config_file,
-            _files=fixed,
+            files=files,
         )
-
-    @classmethod
-    def of_files(
-        cls,
-        path: Path,
-        config: dict[str, Any],
-        tensors: dict[str, TensorInfo],
-        files: dict[str, FixedFile],
-    ) -> Checkpoint:
-        """The readable part of a checkpoint that `open` refuses, for reports of its faults."""
-        return cls(path=path, config=config, tensors=tensors, _files=files)
 
     @property
     def file_bytes(self) -> dict[str, int]:
         """Size of each weight file, in natural order of names."""
-        return {name: file.size_bytes for name, file in self._files.items()}
+        return {name: file.size_bytes for name, file in self.files.items()}
 
     def file_state(self) -> dict[str, list[int]]:
         """Size and modification time (ns) of each weight file, in a form that JSON preserves."""
-        return {name: [file.size_bytes, file.mtime_ns] for name, file in self._files.items()}
-
-    def weight_files(self) -> dict[str, FixedFile]:
-        """The weight files by name, in natural order, with their state when they were opened."""
-        return dict(self._files)
+        return {name: [file.size_bytes, file.mtime_ns] for name, file in self.files.items()}
 
     def info(self, name: str) -> TensorInfo:
         """The header's entry of tensor `name`.
@@ -141,8 +126,13 @@ class Checkpoint:
 
     def locate(self, name: str, rows: slice | None = None) -> TensorRange:
         """The byte range of a tensor, or of `rows` of its first dimension; raises as `read`."""
-        info = _part(self._readable(name), rows)
-        return TensorRange(file=self._files[info.file], info=info)
+        info = self.info(name)
+        if info.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"{name}: dtype {info.dtype} can be copied but not read; torch has no such dtype"
+            )
+        info = info if rows is None else _part(info, rows)
+        return TensorRange(file=self.files[info.file], info=info)
 
     def read(self, name: str, rows: slice | None = None, arena: Arena | None = None) -> Tensor:
         """Read a tensor, or `rows` of its first dimension, into CPU memory.
@@ -179,44 +169,26 @@ class Checkpoint:
             first.file.read_into(first.info.start, *buffers)
         return found
 
-    def _readable(self, name: str) -> TensorInfo:
-        info = self.info(name)
-        if info.dtype not in DTYPES:
-            raise UnsupportedError(
-                f"{name}: dtype {info.dtype} can be copied but not read; torch has no such dtype"
-            )
-        return info
-
     def read_into(self, name: str, offset_bytes: int, buffer: Buffer) -> None:
         """Fill `buffer`, writable bytes, with a tensor's bytes from `offset_bytes`.
 
-        Raises:
-            CheckpointError: as `read`.
-            IndexError: the range is outside the tensor.
+        Raises as `read`; IndexError if the range is outside the tensor.
         """
         info = self.info(name)
         view = memoryview(buffer).cast("B")
         stop = offset_bytes + view.nbytes
         if offset_bytes < 0 or stop > info.size_bytes:
             raise IndexError(f"{name}: bytes {offset_bytes} to {stop} of {info.size_bytes}")
-        self._files[info.file].read_into(info.start + offset_bytes, view)
+        self.files[info.file].read_into(info.start + offset_bytes, view)
 
     def chunks(self, name: str, chunk_bytes: int) -> Iterator[memoryview]:
-        """A tensor's bytes in chunks of at most `chunk_bytes`; each is valid until the next.
-
-        Raises:
-            CheckpointError: as `read`.
-        """
+        """A tensor's bytes in chunks of at most `chunk_bytes`; each is valid until the next."""
         info = self.info(name)
-        return self._files[info.file].chunks(info.start, info.stop, chunk_bytes)
-
-    def sidecars(self) -> list[Path]:
-        """Files, relative to `path`, that belong to the model; see `sidecar_files`."""
-        return sidecar_files(self.path)
+        return self.files[info.file].chunks(info.start, info.stop, chunk_bytes)
 
     def left_out(self) -> list[Path]:
         """Weight files, relative to `path`, that are not read: other formats, adapters."""
-        return [name for name in weight_files(self.path) if str(name) not in self._files]
+        return [name for name in weight_files(self.path) if str(name) not in self.files]
 
 
 def natural_key(name: str) -> tuple[str, str]:
@@ -342,24 +314,17 @@ def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Tens
     )
 
 
-def _part(info: TensorInfo, rows: slice | None) -> TensorInfo:
-    """The header entry of `rows` of a tensor, or of all of it."""
-    if rows is None:
-        return info
-    first, last = _row_range(info, rows)
-    row_bytes = info.size_bytes // max(info.shape[0], 1)
-    return info._replace(
-        shape=(last - first, *info.shape[1:]),
-        start=info.start + first * row_bytes,
-        stop=info.start + last * row_bytes,
-    )
-
-
-def _row_range(info: TensorInfo, rows: slice) -> tuple[int, int]:
+def _part(info: TensorInfo, rows: slice) -> TensorInfo:
+    """The header entry of `rows` of a tensor."""
     if not info.shape:
         raise IndexError(f"{info.name}: a scalar has no rows")
     first = 0 if rows.start is None else rows.start
     last = info.shape[0] if rows.stop is None else rows.stop
     if rows.step not in (None, 1) or not 0 <= first <= last <= info.shape[0]:
         raise IndexError(f"{info.name}: {rows} of {info.shape[0]} rows")
-    return first, last
+    row_bytes = info.size_bytes // max(info.shape[0], 1)
+    return info._replace(
+        shape=(last - first, *info.shape[1:]),
+        start=info.start + first * row_bytes,
+        stop=info.start + last * row_bytes,
+    )

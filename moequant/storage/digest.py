@@ -7,8 +7,9 @@ import errno
 import hashlib
 import os
 import threading
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from moequant.storage.disk import libc_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,13 +19,6 @@ _CHUNK_BYTES = 1 << 18
 _FLUSH_BYTES = 8 << 20
 """Digested bytes after which a flush to disk begins."""
 _SYNC_FILE_RANGE_WRITE = 2
-
-
-class _Kept(NamedTuple):
-    """The memory that a range was written from, and a callback for when it is digested."""
-
-    memory: memoryview
-    release: Callable[[], None]
 
 
 class GrowingDigest:
@@ -45,7 +39,8 @@ class GrowingDigest:
         self._flushed = 0
         self._whole = 0
         self._beyond: dict[int, int] = {}
-        self._kept: dict[int, _Kept] = {}
+        # Memory that a range was written from, and what to call when it is digested.
+        self._kept: dict[int, tuple[memoryview, Callable[[], None]]] = {}
         self._noting = threading.Lock()
         self._digesting = threading.Lock()
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -59,7 +54,7 @@ class GrowingDigest:
         """As `wrote`, for bytes of `memory`, which must not change until `release` is called."""
         with self._noting:
             if memory.nbytes:
-                self._kept[start] = _Kept(memory, release)
+                self._kept[start] = memory, release
             self._note(start, start + memory.nbytes)
 
     def forget(self, start: int, data: bytes) -> None:
@@ -69,7 +64,7 @@ class GrowingDigest:
         """
         with self._noting:
             kept = self._kept.get(start)
-            if kept is not None and kept.memory.obj is data:
+            if kept is not None and kept[0].obj is data:
                 self._kept.pop(start, None)  # the digesting thread may have taken it
 
     def catch_up(self, at_most_bytes: int) -> bool:
@@ -89,12 +84,12 @@ class GrowingDigest:
                 if kept is None:
                     self._read_back(self._next_kept(min(self._whole, last)))
                 else:
-                    self._sha256.update(kept.memory)
-                    self._digested += kept.memory.nbytes
-                    kept.release()
+                    memory, release = kept
+                    self._sha256.update(memory)
+                    self._digested += memory.nbytes
+                    release()
                 if self._digested - self._flushed >= _FLUSH_BYTES:
-                    _begin_flush()(self._fd, self._flushed, self._digested - self._flushed)
-                    self._flushed = self._digested
+                    self._begin_flush()
             return self._digested >= last
         finally:
             self._digesting.release()
@@ -114,6 +109,16 @@ class GrowingDigest:
         with self._noting:
             return min(stop, *self._kept, stop)
 
+    def _begin_flush(self) -> None:
+        """Start flushing what was digested since the last call, on Linux; `fsync` reports errors.
+
+        `posix_fadvise` would also work, but synchronizes all processors.
+        """
+        if (flush := libc_function("sync_file_range")) is not None:
+            count = ctypes.c_int64(self._digested - self._flushed)
+            flush(self._fd, ctypes.c_int64(self._flushed), count, _SYNC_FILE_RANGE_WRITE)
+        self._flushed = self._digested
+
     def _read_back(self, stop: int) -> None:
         wanted = self._buffer[: stop - self._digested]
         count = os.preadv(self._fd, [wanted], self._digested)
@@ -127,18 +132,3 @@ class GrowingDigest:
         if self._digested != size_bytes:
             raise AssertionError(f"{self._digested} bytes digested of {size_bytes}")
         return self._sha256.hexdigest()
-
-
-@cache
-def _begin_flush() -> Callable[[int, int, int], None]:
-    """A function of fd, offset and length that starts flushing a range of a file to disk.
-
-    Linux's sync_file_range, which Python does not expose; `posix_fadvise` would also work, but
-    synchronizes all processors. On other systems it does nothing. `fsync` reports errors.
-    """
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError, TypeError):
-        return lambda fd, offset, length: None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return lambda fd, offset, length: call(fd, offset, length, _SYNC_FILE_RANGE_WRITE)

@@ -11,13 +11,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from functools import cache
 from typing import TYPE_CHECKING
 
 from moequant.storage.buffers import PAGE_BYTES
+from moequant.storage.disk import libc_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 LEAST_BYTES = 1 << 18
@@ -32,7 +31,7 @@ def open_direct(path: Path, fd: int) -> int | None:
 
     None if the system or the file system does not support them.
     """
-    if not hasattr(os, "O_DIRECT") or _file_system()(fd) not in _FILE_SYSTEMS:
+    if not hasattr(os, "O_DIRECT") or _file_system(fd) not in _FILE_SYSTEMS:
         return None
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
@@ -66,16 +65,8 @@ def direct_part(position: int, view: memoryview) -> tuple[int, int]:
     return (start, stop) if is_aligned and stop - start >= LEAST_BYTES else (0, 0)
 
 
-@cache
-def _file_system() -> Callable[[int], int]:
-    """A function from a descriptor to the `f_type` of its file system; 0 if unknown."""
-    try:
-        fstatfs = ctypes.CDLL(None).fstatfs
-    except (AttributeError, OSError, TypeError):
-        return lambda fd: 0
-
-    def f_type(fd: int) -> int:
-        found = (ctypes.c_long * 64)()  # larger than Linux's struct statfs; f_type is first
-        return found[0] if fstatfs(fd, found) == 0 else 0
-
-    return f_type
+def _file_system(fd: int) -> int:
+    """The `f_type` of a descriptor's file system; 0 if unknown."""
+    fstatfs = libc_function("fstatfs")
+    found = (ctypes.c_long * 64)()  # larger than Linux's struct statfs; f_type is first
+    return found[0] if fstatfs is not None and fstatfs(fd, found) == 0 else 0

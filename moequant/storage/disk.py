@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from moequant.errors import MoequantError
 
@@ -54,6 +56,15 @@ class explained:  # noqa: N801 - used as: with explained(path, "written")
         raise MoequantError(
             f"{self._path}: cannot be {self._participle}: {why}; {advice}"
         ) from error
+
+
+@cache
+def libc_function(name: str) -> Any:
+    """A function of the C library that Python does not expose; None if there is none here."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 def write_all(fd: int, position: int, view: memoryview) -> None:

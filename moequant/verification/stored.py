@@ -70,7 +70,8 @@ def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
     if index is not None and not lost:
         _check_total_size(index, tensors, findings)
     return StoredCheckpoint(
-        checkpoint=Checkpoint.of_files(path, config or {}, tensors, files),
+        # The readable part of a checkpoint that `Checkpoint.open` may refuse.
+        checkpoint=Checkpoint(path=path, config=config or {}, tensors=tensors, files=files),
         index=index,
         record=record,
         has_record=has_record,

@@ -10,6 +10,7 @@ from moequant.conversion import copied_sidecars
 from moequant.errors import MoequantError
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.storage.folder import sidecar_files
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
 from moequant.verification.folder import check_nothing_added
@@ -102,7 +103,7 @@ def _check_plan(stored: StoredCheckpoint, plan: Plan, findings: Findings) -> Non
     Files that cannot be read, and an index that contradicts them, were named when they were read.
     """
     headers = {shard.file: shard.header for shard in plan.shards}
-    for name, file in stored.checkpoint.weight_files().items():
+    for name, file in stored.checkpoint.files.items():
         if name not in headers:
             findings.add("files", name, "not a shard of what the recorded recipe makes")
         elif file.read(0, min(len(headers[name]), file.size_bytes)) != headers[name]:
@@ -116,8 +117,8 @@ def check_sidecars(
     source: Checkpoint, path: Path, findings: Findings, *, by_moequant: bool
 ) -> None:
     """Tokenizer and other files came along bit for bit, and no older quantization's config did."""
-    copied_files = copied_sidecars(source)
-    for file in source.sidecars():
+    copied_files, sidecars = copied_sidecars(source), sidecar_files(source.path)
+    for file in sidecars:
         # A model card speaks of one checkpoint; other tools write their own.
         if not by_moequant and file == Path("README.md"):
             continue
@@ -134,7 +135,7 @@ def check_sidecars(
             findings.add("sidecars", str(file), "not the source's bytes")
     # No file may be added that an engine would read: code, templates, other weights.
     if by_moequant:
-        known = {*source.sidecars(), *(p.relative_to(path) for p in path.glob("*.safetensors"))}
+        known = {*sidecars, *(p.relative_to(path) for p in path.glob("*.safetensors"))}
         check_nothing_added(
             path, set(map(str, known)), "not from the source; engines may read it", findings
         )

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.storage.checkpoint import Checkpoint, natural_key
 from moequant.storage.files import INDEX_FILE
+from moequant.storage.folder import sidecar_files
 from moequant.storage.headers import DTYPES
 from moequant.storage.locate import locate
 from moequant.storage.reader import FixedFile
@@ -426,14 +427,14 @@ def test_everything_that_is_neither_weights_nor_ours_comes_along(folder: Path) -
     hidden = [".gitattributes", ".git/HEAD", ".cache/huggingface/x.json", "nested/.secret"]
     touch(folder, *kept, *weights, *ours, *hidden)
     checkpoint = Checkpoint.open(folder)
-    assert checkpoint.sidecars() == [Path(name) for name in kept]
+    assert sidecar_files(checkpoint.path) == [Path(name) for name in kept]
     assert checkpoint.left_out() == [Path(name) for name in weights]
 
 
 def test_link_inside_the_checkpoint_comes_along(folder: Path) -> None:
     touch(folder, "tokenizer.json")
     (folder / "alias.json").symlink_to("tokenizer.json")
-    assert Checkpoint.open(folder).sidecars() == [Path("alias.json"), Path("tokenizer.json")]
+    assert sidecar_files(folder) == [Path("alias.json"), Path("tokenizer.json")]
 
 
 def test_a_link_to_a_folder_of_the_checkpoint_comes_along_as_what_it_holds(folder: Path) -> None:
@@ -441,7 +442,7 @@ def test_a_link_to_a_folder_of_the_checkpoint_comes_along_as_what_it_holds(folde
     (folder / "alias").symlink_to("code")
     (folder / "code/more/up").symlink_to("../..")
     (folder / "code/here").symlink_to(".")
-    assert Checkpoint.open(folder).sidecars() == [
+    assert sidecar_files(folder) == [
         Path(name)
         for name in ("alias/model.py", "alias/more/x.py", "code/model.py", "code/more/x.py")
     ]
@@ -452,7 +453,7 @@ def test_link_out_of_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> 
     for target in ("../secret", "../folder", "nowhere", "link"):
         (folder / "link").symlink_to(target)
         with pytest.raises(CheckpointError, match=str(folder / "link")):
-            Checkpoint.open(folder).sidecars()
+            sidecar_files(folder)
         (folder / "link").unlink()
 
 
@@ -460,14 +461,14 @@ def test_link_out_of_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> 
 def test_a_name_that_no_record_could_hold_is_refused(folder: Path, name: str) -> None:
     (folder / name).touch()
     with pytest.raises(CheckpointError, match="rename or remove it") as refused:
-        Checkpoint.open(folder).sidecars()
+        sidecar_files(folder)
     assert repr(name) in str(refused.value)
 
 
 def test_pipe_beside_the_weights_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(CheckpointError, match="pipe: neither a file"):
-        Checkpoint.open(folder).sidecars()
+        sidecar_files(folder)
 
 
 @pytest.fixture
@@ -599,9 +600,10 @@ def test_hub_cache_serves_without_network(tmp_path: Path) -> None:
     script = """
         from moequant.storage.locate import locate
         from moequant.storage.checkpoint import Checkpoint
+        from moequant.storage.folder import sidecar_files
         from moequant.errors import CheckpointError
         checkpoint = Checkpoint.open(locate("owner/name"))
-        print(checkpoint.path, checkpoint.read("w").tolist(), *checkpoint.sidecars())
+        print(checkpoint.path, checkpoint.read("w").tolist(), *sidecar_files(checkpoint.path))
         for source in (("owner/absent",), ("owner/name", "v2")):
             try:
                 locate(*source)

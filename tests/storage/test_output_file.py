@@ -180,7 +180,7 @@ def test_small_pieces_behind_a_hole_are_not_kept_for_the_digest(
     for at in range(60, len(content), 40):
         file.write_copied(at, memoryview(content[at : at + 40]))
         file.digest(LARGE)
-        most = max(most, sum(len(kept.memory) for kept in file._digest._kept.values()))
+        most = max(most, sum(len(memory) for memory, _ in file._digest._kept.values()))
     assert most < 100 + 40
     file.write_copied(0, memoryview(content[:60]))
     assert file.finish()[1] == hashlib.sha256(content).hexdigest()
@@ -270,12 +270,12 @@ def test_a_file_system_without_such_writes_has_no_second_descriptor(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(direct, "_file_system", lambda: lambda _: EXT4)
+    monkeypatch.setattr(direct, "_file_system", lambda _: EXT4)
     assert open_direct(path, fd) is None
     assert asked == [path]
-    monkeypatch.setattr(direct, "_file_system", lambda: lambda _: NFS)
+    monkeypatch.setattr(direct, "_file_system", lambda _: NFS)
     assert open_direct(path, fd) is None
-    monkeypatch.setattr(direct, "_file_system", lambda: lambda _: EXT4)
+    monkeypatch.setattr(direct, "_file_system", lambda _: EXT4)
     monkeypatch.delattr(os, "O_DIRECT")
     assert open_direct(path, fd) is None
     assert asked == [path]
