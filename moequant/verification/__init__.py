@@ -1,9 +1,10 @@
 """Verify a converted checkpoint: structure, weights, prepared files, layers."""
 
-from moequant.verification.integrity import IntegrityReport, check_integrity
+from moequant.verification.integrity import check_integrity
 from moequant.verification.pipeline import verify
 from moequant.verification.report import (
     FormatSummary,
+    IntegrityReport,
     LayerCheck,
     Problem,
     Report,

@@ -31,15 +31,11 @@ def differences(found: Any, wanted: Any, place: str) -> Iterator[tuple[str, str]
     elif isinstance(found, list) and isinstance(wanted, list):
         if not _same_items(found, wanted):
             yield place, _explain(found, wanted)
-    elif not _same_value(found, wanted):
+    # NaN differs from itself.
+    elif isinstance(found, bool) != isinstance(wanted, bool) or (
+        found != wanted and (found == found or wanted == wanted)
+    ):
         yield place, f"{show(found)}, expected {show(wanted)}"
-
-
-def _same_value(found: Any, wanted: Any) -> bool:
-    if isinstance(found, bool) != isinstance(wanted, bool):
-        return False
-    both_nan = found != found and wanted != wanted
-    return bool(found == wanted) or both_nan
 
 
 def _same_items(found: list[Any], wanted: list[Any]) -> bool:

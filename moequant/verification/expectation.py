@@ -31,7 +31,7 @@ from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_weights import places_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from moequant.conversion import Plan, Unit
     from moequant.dialects import Dialect
@@ -178,7 +178,10 @@ def expect_by_config(
     fitting = _without_misshapen(original.weights, formats, findings)
     units = units_of_formats(original, fitting)
     dequantized = tuple(_dequantized(original, formats, stored, plain=plain))
-    copies = tuple(_copies(source, original, formats, dequantized))
+    made = (*formats, *(weight.info.name for unit in dequantized for weight in unit.weights))
+    taken = {place.tensor for name in made for place in places_of(original.weights[name]).values()}
+    taken |= {info.name for info in original.dropped}
+    copies = tuple(info for name, info in source.tensors.items() if name not in taken)
     return Expectation(
         plan=None,
         original=original,
@@ -217,19 +220,6 @@ def _dequantized(
     experts = (i for i in infos if original.model.roles[i.name].role == ROUTED_EXPERTS)
     one_by_one = any(info.name in stored.tensors for info in experts)
     return dequantizing_units(infos, original.model, "bf16", stacked=plain and not one_by_one)
-
-
-def _copies(
-    source: Checkpoint,
-    original: SourceModel,
-    formats: Mapping[str, str],
-    dequantized: Iterable[Unit],
-) -> Iterator[TensorInfo]:
-    """Tensors of the source that hold no quantized or dequantized weight."""
-    taken = {info.name for info in original.dropped}
-    for name in (*formats, *(weight.info.name for unit in dequantized for weight in unit.weights)):
-        taken |= {place.tensor for place in places_of(original.weights[name]).values()}
-    return (info for name, info in source.tensors.items() if name not in taken)
 
 
 def _formats(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,47 +28,17 @@ from moequant.storage.folder import is_inner_name
 from moequant.storage.reader import FixedFile
 from moequant.verification.findings import Findings, cut
 from moequant.verification.folder import check_nothing_added, existing_directory
+from moequant.verification.report import IntegrityReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from moequant.progress import Progress
-    from moequant.verification.report import Problem
 
 _CHUNK_BYTES = 4 << 20
 _KEYS = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
 """Of moequant.json, for the report."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class IntegrityReport:
-    """The result of `check_integrity`.
-
-    Attributes:
-        converted: the checkpoint that was checked.
-        problems: the first problems of each check.
-        problem_count: number of problems, including those left out.
-        files: number of files that were read.
-        bytes: their total size.
-        record: what moequant.json says of the conversion apart from digests; None if it is no text.
-    """
-
-    converted: str
-    problems: tuple[Problem, ...]
-    problem_count: int
-    files: int
-    bytes: int
-    record: Mapping[str, Any]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return self.problem_count == 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data with stable keys, fit for a JSON document."""
-        return {**asdict(self), "ok": self.ok}
 
 
 class _Recorded(NamedTuple):

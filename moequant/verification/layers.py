@@ -1,7 +1,7 @@
 """Run layers: compare the runtime with a reference evaluation, and measure the layers' error.
 
 The runtime must agree with an independent evaluation of the same quantized weights, up to
-accumulation error. The error relative to the source's layer is only reported.
+accumulation error. The error relative to the source's layer is reported, and a problem from 100 %.
 
 Accumulation error has two bounds. One holds for every element and any order of the sums; for
 thousands of columns it is so wide that a result rounded to bfloat16 would pass. The other is on the
@@ -119,7 +119,6 @@ def check_layers(
     batch = _make_batch(moe)
     expert_bytes = len(moe.projections) * moe.hidden * moe.intermediate * len(batch.experts)
     progress.start("layers", expert_bytes * len(formats))
-
     reader = LayerReader(converted, torch.device("cpu"))
 
     def run(layer: int) -> LayerCheck | None:

@@ -160,11 +160,49 @@ class LayerCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Outcome:
+    """What any check of a whole checkpoint gives.
+
+    Attributes:
+        converted: the checkpoint that was checked.
+        problem_count: number of problems, including those left out.
+        problems: the first problems of each check.
+    """
+
+    converted: str
+    problem_count: int = 0
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.problem_count == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegrityReport(Outcome):
+    """The result of `check_integrity`.
+
+    Attributes:
+        files: number of files that were read.
+        bytes: their total size.
+        record: what moequant.json says of the conversion apart from digests; None if it is no text.
+    """
+
+    files: int
+    bytes: int
+    record: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys, fit for a JSON document."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Outcome):
     """The result of `verify`.
 
     Attributes:
-        converted: the checkpoint that was verified.
         source: the source it was verified against.
         architecture: name of its architecture.
         architecture_by: the file that describes it, or moequant.json; None for the built-in table.
@@ -172,8 +210,6 @@ class Report:
         method: "bytes" if moequant's record allowed converting again, "bounds" if another tool
             wrote it; None if no weights were compared.
         quantizer: the quantizer for converting again; None if it was not used.
-        problem_count: number of problems, including those left out.
-        problems: the first problems of each check.
         counts: numbers of tensors and weights that were checked.
         formats: errors by format.
         worst_weights: the weights of largest relative error, worst first.
@@ -182,26 +218,18 @@ class Report:
         prepared: targets whose prepared folder was found and checked.
     """
 
-    converted: str
     source: str
     architecture: str
     architecture_by: str | None
     dialect: str | None = None
     method: Literal["bytes", "bounds"] | None = None
     quantizer: UsedQuantizer | None = None
-    problem_count: int = 0
-    problems: tuple[Problem, ...] = ()
     counts: Mapping[str, int]
     formats: tuple[FormatSummary, ...] = ()
     worst_weights: tuple[WeightCheck, ...] = ()
     requantization_errors: tuple[RequantizationError, ...] = ()
     layers: tuple[LayerCheck, ...] = ()
     prepared: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return self.problem_count == 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys, fit for a JSON document."""

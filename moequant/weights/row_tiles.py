@@ -18,35 +18,27 @@ TILE_ELEMENTS = 1 << 23
 def split_rows(info: EncodedInfo) -> list[EncodedInfo]:
     """Tiles of equal size that make up a weight, of at most TILE_ELEMENTS where rows allow.
 
-    Only the weight itself where it is no larger, lies in a tensor with others, or has a part that
-    does not go with its rows.
+    Only the weight itself if it is no larger, lies in a tensor with others, or has a part that does
+    not go with its rows.
     """
     N, K = info.shape
     block = get_format(info.format).block[0]
     blocks = N // block
-    if N * K <= TILE_ELEMENTS or N % block or not all(map(_is_whole, info.places.values())):
+    alone = all(place == Place(tensor=place.tensor) for place in info.places.values())
+    rows = {part.name: part.shape[0] if part.shape else 1 for part in info.parts}
+    if N * K <= TILE_ELEMENTS or N % block or not alone or not {*rows.values()} <= {N, blocks}:
         return [info]
-    wanted = -(-N * K // TILE_ELEMENTS)
-    count = next((n for n in range(wanted, blocks + 1) if blocks % n == 0), blocks)
-    heights = {}
-    for name, part in zip(info.places, info.parts, strict=True):
-        rows = part.shape[0] if part.shape else 1
-        if rows not in (N, blocks):
-            return [info]
-        heights[name] = rows // count
+    least = -(-N * K // TILE_ELEMENTS)
+    count = next((n for n in range(least, blocks + 1) if blocks % n == 0), blocks)
     return [
         replace(
             info,
             shape=(N // count, K),
             size_bytes=info.size_bytes // count,
             places={
-                name: Place(tensor=place.tensor, expert=tile, height=heights[name])
+                name: replace(place, expert=tile, height=rows[place.tensor] // count)
                 for name, place in info.places.items()
             },
         )
         for tile in range(count)
     ]
-
-
-def _is_whole(place: Place) -> bool:
-    return place == Place(tensor=place.tensor)
