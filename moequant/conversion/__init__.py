@@ -32,7 +32,6 @@ from moequant.conversion.requantization_error import (
     merged_errors,
 )
 from moequant.conversion.shards import unit_outputs
-from moequant.conversion.stack import Stack
 from moequant.conversion.units import Unit, Weight, quantizer_jobs
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "Plan",
     "Recipe",
     "RequantizationError",
-    "Stack",
     "Unit",
     "UsedQuantizer",
     "Weight",

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What becomes of the weights that a recipe speaks of.
+    """What a recipe does with the weights that its rules match.
 
     Attributes:
         units: what is converted, in natural order.
         dequantized: format by name of the quantized weights that are dequantized.
         kept: names of the quantized weights that a rule keeps.
-        groups: names of convertible weights in the sets that engines merge.
-        warnings: a sentence each.
+        groups: names of the convertible weights, in fused sets.
+        warnings: one sentence each.
     """
 
     units: list[Unit]
@@ -49,12 +49,8 @@ def apply_recipe(
 ) -> Assignment:
     """Apply the recipe's rules to the convertible weights, and plain formats to quantized ones.
 
-    Args:
-        tensors: the header of every weight, by name.
-        roles: the role of every weight.
-        recipe: the recipe.
-        layer_count: number of layers, without those for multi-token prediction.
-        fused: fused sets, each given by the last name components of its linear layers.
+    `layer_count` is without layers for multi-token prediction; `fused` has the last name components
+    of the linear layers of each fused set.
 
     Raises:
         RecipeError: nothing matches, or weights that need one format get different ones.
@@ -100,12 +96,7 @@ def keeping_units(
     groups: Iterable[Sequence[str]],
     roles: Mapping[str, TensorRole],
 ) -> list[Unit]:
-    """Units that write quantized weights in their format, without a change of codes and scales.
-
-    Args:
-        kept: weights that a rule keeps and that cannot be copied, by name.
-        groups: names of weights in the sets that engines merge.
-        roles: the role of every weight.
+    """Units for weights that a rule keeps quantized: codes and scales do not change.
 
     Raises:
         RecipeError: the rule keeps a part of what engines merge.
@@ -138,11 +129,7 @@ def _check_useful(
     roles: Mapping[str, TensorRole],
     layer_count: int,
 ) -> None:
-    """Check that the recipe changes anything.
-
-    Raises:
-        RecipeError: it does not; the message says why.
-    """
+    """Check that the recipe changes anything; raises RecipeError with the reason if not."""
     if chosen or dequantized:
         return
     formats = {rule.format for rule in recipe.rules}
@@ -164,11 +151,7 @@ def _check_dequantized_together(
     dequantized: Mapping[str, str],
     tensors: Mapping[str, WeightInfo],
 ) -> None:
-    """Check that all quantized weights of a fused set are dequantized, or none.
-
-    Raises:
-        RecipeError: two weights differ.
-    """
+    """Check that all quantized weights of a fused set are dequantized, or none."""
     for names in groups:
         quantized = [name for name in names if isinstance(tensors[name], EncodedInfo)]
         left = [name for name in quantized if name not in dequantized]
@@ -245,11 +228,7 @@ def _unit(
 
 
 def units_of_formats(source: SourceModel, formats: Mapping[str, str]) -> tuple[Unit, ...]:
-    """Units that quantize weights to the given formats, in fused sets.
-
-    Args:
-        source: the source.
-        formats: format by name of weight, with default options.
+    """Units for an output that another tool wrote, whose `formats` are known by name of weight.
 
     Raises:
         UnsupportedError: a weight is stored in an unsupported dtype.

@@ -50,14 +50,7 @@ def commit(
     """Move record, shards, sidecar files, index and config.json into place, in this order.
 
     Everything is on the output's disk before an earlier conversion is removed; the renames that
-    remain need no space.
-
-    Args:
-        source: the source.
-        plan: the plan.
-        journal: journal of the output.
-        finished: every shard of the plan.
-        provenance: as `claims_of` has it.
+    remain need no space. `finished` are all shards of the plan; `provenance` as `claims_of`.
 
     Raises:
         CheckpointError: a sidecar file cannot be read, or has changed.
@@ -102,11 +95,7 @@ def _stage(
 
 
 def _copy(source: Path, target: Path, sha256: str) -> None:
-    """Copy a sidecar file and fsync it.
-
-    Raises:
-        CheckpointError: it cannot be read, or has another digest than before.
-    """
+    """Copy a sidecar file and fsync it; raises CheckpointError if its digest has changed."""
     digest = hashlib.sha256()
     file = FixedFile.at(source)
 

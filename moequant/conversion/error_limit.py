@@ -37,21 +37,13 @@ def check_underflow(
     quantized: Sequence[QuantizedWeight],
     quantizer: Quantizer,
 ) -> None:
-    """Refuse a weight that its format destroys.
-
-    Args:
-        format: that it was quantized to.
-        names: of weights that were quantized together.
-        weights: the weights as they are stored.
-        quantized: what became of them.
-        quantizer: measures the error.
+    """Refuse a weight that `format` destroys, of those that were quantized together.
 
     Raises:
         NumericsError: names the weight and its error.
     """
-    wanted = get_format(format)
     for name, before, after in zip(names, weights, quantized, strict=True):
-        if wanted.underflows(after):
+        if get_format(format).underflows(after):
             signal, noise = quantizer.compare(before, after)
             if reason := beyond_limit(format, math.sqrt(signal), math.sqrt(noise)):
                 raise NumericsError(f"{name}: {reason}")

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion.stack import plain_stack
 from moequant.conversion.units import Copy, Unit, Weight
+from moequant.errors import UnsupportedError
 from moequant.models import PROJECTIONS, biases_of
+from moequant.storage.headers import dtype_name
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_weights import PartInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from moequant.conversion.apply_recipe import Assignment
     from moequant.conversion.stack import Stack
     from moequant.conversion.units import Item
+    from moequant.dialects import Dialect
     from moequant.models import Model
     from moequant.storage.headers import TensorInfo
     from moequant.weights.source_model import SourceModel
@@ -35,6 +38,44 @@ def unmatched(source: SourceModel, assigned: Assignment) -> dict[str, EncodedInf
         for name, info in source.weights.items()
         if isinstance(info, EncodedInfo) and name not in taken
     }
+
+
+def unchanged_weights(
+    left: Mapping[str, EncodedInfo], source: SourceModel, dialect: Dialect
+) -> dict[str, EncodedInfo]:
+    """Which of the quantized weights `left`, which no rule names, are copied bit for bit.
+
+    Those whose dialect and `quantization_config` are the output's and describe them as they are
+    stored: an engine that loads them from the source then loads them from the output. Others become
+    BF16, which every engine loads beside any format. A rule that gives them a format of the dialect
+    keeps them quantized, without an error if it is the format they have.
+
+    | stored | stays in the same dialect | because |
+    |---|---|---|
+    | FP8 blocks, FP32 scales, `fp8` | yes | as DeepSeek-V3 and Qwen3 FP8 were released |
+    | FP8 blocks, E8M0 scales, `fp8` | no | ours are FP32, and `scale_fmt` speaks of all at once |
+    | with quantized activations unlike our own | no | a config group would have to say so |
+    """
+    if dialect is not source.dialect:
+        return {}
+    assert source.quantization_config is not None, "its weights are quantized"
+    format_of = dialect.reader(source.quantization_config)
+    return {name: info for name, info in left.items() if _is_ours(info, dialect, format_of)}
+
+
+def _is_ours(info: EncodedInfo, dialect: Dialect, format_of: Callable[[str], str | None]) -> bool:
+    """Whether the dialect would write the same tensors, and describe the same computation."""
+    try:
+        described = format_of(info.module)
+    except UnsupportedError:
+        return False
+    if described != info.format or info.format not in dialect.carried:
+        return False
+    written = dialect.encoding(info.format).specs(info.module, info.shape)
+    stored = dict(zip(info.places, info.parts, strict=True))
+    return written.keys() == stored.keys() and all(
+        stored[name].dtype == dtype_name(spec.dtype) for name, spec in written.items()
+    )
 
 
 def plan_items(

@@ -121,11 +121,7 @@ class Journal:
                 )
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the output directory.
-
-        Raises:
-            MoequantError: another process holds the lock.
-        """
+        """Lock the output directory; raises MoequantError if another process holds the lock."""
         return exclusive(self.folder, "conversion")
 
     def partial(self, file: str) -> Path:
@@ -140,16 +136,12 @@ class Journal:
             write_file(self._lines, [memoryview(journal_line(shard))], os.O_APPEND)
 
     def resume(self, files: Collection[str], progress: Progress) -> dict[str, FinishedShard]:
-        """The finished shards of a plan; each is read once to check its digest.
+        """The finished shards among `files`; each is read once to check its digest.
 
         Everything else in `shards` is removed to free its space.
-
-        Args:
-            files: names of the plan's shards.
-            progress: receives the bytes read.
         """
-        entries = {e.file: e for line in self._read_lines() if (e := parse_line(line))}
-        entries = {file: entry for file, entry in entries.items() if file in files}
+        read = filter(None, map(parse_line, self._read_lines()))
+        entries = {entry.file: entry for entry in read if entry.file in files}
         places = self._places(entries, progress)
         self.shards.mkdir(exist_ok=True)
         for path in self.shards.iterdir():

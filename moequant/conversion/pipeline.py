@@ -185,8 +185,7 @@ def convert(
             if executor != LOCAL
             else choose_quantizer([] if plan.refusals else plan.jobs()),
         )
-    refusal = _refusal_of_plan(plan)
-    if refusal is not None:
+    if (refusal := _refusal_of_plan(plan)) is not None:
         raise refusal
     with explained(target, "written"):
         return _convert(work, workers, progress or SilentProgress())
@@ -232,15 +231,6 @@ class _Work:
     hash_source: bool
     executor: str
     write_shards: WriteShards
-
-    def files(self) -> list[str]:
-        """Names of all files of the output."""
-        shards = [shard.file for shard in self.plan.shards]
-        return [*shards, *map(str, self.sidecars), RECORD_FILE, INDEX_FILE, CONFIG_FILE]
-
-    def sidecar_bytes(self, state: Mapping[str, Sequence[int]]) -> int:
-        """Size of the sidecar files, by the state of the source."""
-        return sum(state[str(file)][0] for file in self.sidecars)
 
     def is_left(self) -> bool:
         """Whether there is anything to do; see `is_work_left`."""
@@ -388,10 +378,13 @@ def _check_room(
     freed_bytes: int,
 ) -> None:
     """Check paths and space of the output, of which `freed_bytes` will be freed."""
-    output = work.journal.output
-    check_places(output, work.files())
-    shards = sum(s.size_bytes for s in work.plan.shards if s.file not in finished)
-    check_space(output, shards + work.sidecar_bytes(state) - freed_bytes)
+    output, shards = work.journal.output, work.plan.shards
+    sidecars = [str(file) for file in work.sidecars]
+    files = [shard.file for shard in shards]
+    check_places(output, [*files, *sidecars, RECORD_FILE, INDEX_FILE, CONFIG_FILE])
+    shard_bytes = sum(shard.size_bytes for shard in shards if shard.file not in finished)
+    sidecar_bytes = sum(state[file][0] for file in sidecars)
+    check_space(output, shard_bytes + sidecar_bytes - freed_bytes)
 
 
 def _changed_file(before: Any, now: Mapping[str, Any]) -> str:

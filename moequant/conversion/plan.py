@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
 from moequant.conversion.apply_recipe import apply_recipe, keeping_units
-from moequant.conversion.items import plan_items, unmatched
+from moequant.conversion.items import plan_items, unchanged_weights, unmatched
 from moequant.conversion.memory import MemoryBound
 from moequant.conversion.output_dialect import output_dialect
 from moequant.conversion.plan_warnings import (
@@ -27,7 +27,6 @@ from moequant.conversion.recipe import parse_size
 from moequant.conversion.refusals import refusals_of
 from moequant.conversion.shards import PlannedShard, plan_shards
 from moequant.conversion.stack import stack_of
-from moequant.conversion.unchanged import unchanged_weights
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
 from moequant.dialects import UNQUANTIZED
 from moequant.dialects.engines import Verdict, warnings_of

@@ -162,14 +162,9 @@ def requantization_error(
     dialect: Dialect,
     squares: tuple[float, float],
 ) -> RequantizationError:
-    """How far a weight on disk lies from what the source holds.
+    """The requantization error of a weight: `before` is read from the source, `after` the output.
 
-    Args:
-        weight: which.
-        before: as it is read from the source.
-        after: as it is read from the output.
-        dialect: the output's.
-        squares: what `Quantizer.compare` says of the two.
+    `squares` is the result of `Quantizer.compare` for the two; `dialect` is the output's.
     """
     assert isinstance(weight.info, EncodedInfo), weight.info.name
     signal, noise = squares
@@ -182,7 +177,7 @@ def requantization_error(
         signal=signal,
         noise=noise,
     )
-    # Of a dialect that stores a reciprocal, the numbers on disk are not quite those that are read.
+    # In a dialect that stores a reciprocal, the numbers on disk differ slightly from these.
     return error.scaled(dialect.stored_ratio(after) / weight.info.dialect.stored_ratio(before))
 
 

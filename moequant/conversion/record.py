@@ -50,9 +50,7 @@ def converted_config(
 def claims_of(plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """What moequant.json says of source, architecture and dialect.
 
-    Args:
-        plan: the plan.
-        provenance: `source_digests` of the source, and its origin on the hub.
+    `provenance` is `source_digests` of the source, and its origin on the hub.
     """
     definition = plan.model.architecture.definition
     return {
@@ -79,13 +77,10 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
 def recorded_claims(
     record: Mapping[str, Any], source: Checkpoint, plan: Plan, *, workers: int
 ) -> dict[str, Any]:
-    """The expected content of moequant.json, except the recipe, from source and plan.
+    """The expected content of moequant.json, except the recipe, by source and plan.
 
-    Args:
-        record: the actual content; the source's origin is copied from it.
-        source: the source.
-        plan: the plan, made again.
-        workers: number of files read in parallel, if the record has digests of whole files.
+    The source's origin is copied from `record`, the actual content; up to `workers` files are read
+    in parallel if that has digests of whole files.
 
     Raises:
         CheckpointError: the source cannot be read.

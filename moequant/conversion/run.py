@@ -1,10 +1,10 @@
 """Write the shards of a plan: read, quantize, write, digest, a bounded number of units at a time.
 
-Each worker takes a unit, or a batch of small ones, through all steps in memory of its own that it
-keeps for the next, and then digests what the file has got from its start on, if no other is. So the
+Each worker takes a unit, or a batch of small ones, through all steps in its own memory, which it
+reuses, and then digests what the file has up to the first gap, unless another worker does. So the
 digest needs no thread, reads what is still in memory, and is nearly done when the last unit is.
-Many workers outrun it: SHA-256 goes through a file from front to back. So while some filled shards
-are digested to their end and brought to disk, the workers are at the next.
+SHA-256 is sequential, so many workers outrun it: they go on with the next shard while others are
+digested to their end and synced to disk.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def write_shards(
     workers: int,
     progress: Progress,
 ) -> Iterator[FinishedShard]:
-    """Write `shards` one after the other, each with `workers` threads, and record each.
+    """Write `shards` one after the other, each with `workers` threads; yield each once recorded.
 
     Every tensor has its place in the file, so the bytes do not depend on the number of workers.
-    Filled shards are finished in threads of their own, one for each four workers. Each of them, and
-    the one that is being filled, takes two descriptors, 256 KiB and what `OutputFile` gathers.
+    Filled shards are finished in other threads, one per four workers. Each unfinished shard takes
+    two descriptors, 256 KiB and what `OutputFile` gathers.
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     results = _ResultBuffers(
@@ -101,7 +101,7 @@ def _without_leftovers(journal: Journal, shards: Sequence[PlannedShard]) -> Iter
 
 
 class _Run(threading.local):
-    """What the shards of one conversion share; the memory is each thread's own."""
+    """What the shards of one conversion share; each thread has its own memory."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Run(threading.local):
 
     @cached_property
     def _arena(self) -> Arena:
-        """Of one worker, for what it reads; threads that read nothing need none."""
+        """A worker's memory for what it reads; created when it is first needed."""
         return Arena(self._quantizer.allocate, self._plan.memory.read_bytes)
 
     def fill(
@@ -135,9 +135,9 @@ class _Run(threading.local):
         workers: int,
         finishing: Sequence[Future[FinishedShard]],
     ) -> tuple[ShardWriter, tuple[RequantizationError, ...]]:
-        """Write all that goes into a shard; requantization errors come in the order of the plan.
+        """Write the data of a shard, while shards before it are `finishing`.
 
-        Meanwhile shards before it are `finishing`.
+        The requantization errors are in the order of the plan.
         """
         partial_file = self._journal.partial(shard.file)
         writer = ShardWriter(partial_file, shard.header, shard.pieces)
@@ -158,7 +158,7 @@ class _Run(threading.local):
         errors: tuple[RequantizationError, ...],
         before: Future[FinishedShard] | None,
     ) -> FinishedShard:
-        """Bring a filled shard to disk and, once `before` is recorded, record it."""
+        """Sync a filled shard to disk and, after `before`, record it."""
         try:
             size, sha256 = writer.finish()
         except BaseException:
@@ -173,7 +173,7 @@ class _Run(threading.local):
             quantizer=self._used if computed else None,
         )
         if before is not None:
-            # Whatever became of it: what is finished is kept.
+            # Also if that one failed: finished shards are kept.
             wait([before])
         self._journal.record(finished)
         return finished
@@ -201,7 +201,7 @@ class _Run(threading.local):
                 self._progress.advance(item.source_bytes, item.name)
 
     def _keep_pace(self, writer: ShardWriter, finishing: Sequence[Future[FinishedShard]]) -> None:
-        """Wait while too much memory waits for digest and disk; this worker holds none.
+        """Wait while too much memory waits for digest and disk.
 
         With one shard at a time, being ahead of the digest gains nothing, and the data would go
         through the page cache and be read back. More workers continue with the next shard.
@@ -211,8 +211,8 @@ class _Run(threading.local):
             if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
             if not writer.is_behind and all(one.done() for one in finishing):
-                # What waits lies beyond a hole, which only items that are left may fill: the parts
-                # of stacks and tensors of odd sizes are not written in the file's order.
+                # What waits lies beyond a gap that only remaining items fill: parts of stacks and
+                # tensors of odd sizes are not written in the file's order.
                 return
             self._results.wait_for_room(_PAUSE_SECONDS)
 
@@ -268,31 +268,33 @@ class _Run(threading.local):
             )
             errors += converted.requantization_errors
             chunk = tensor_bytes(converted.tensors.pop(name))
-            release = self._share(memory, writer)
-            writer.write_bytes(name, offset, chunk, release)
+            self._hand_over(memory, writer, partial(writer.write_bytes, name, offset, chunk))
             offset += len(chunk)
-            if release is None:
-                self._results.release(memory)
         self._arena.clear()
         return error_of_tiles(errors)
-
-    def _share(self, memory: Arena, writer: ShardWriter) -> Callable[[], None] | None:
-        """As `_ResultBuffers.share`; while there is no room, wait for the disk."""
-        release = self._results.share(memory)
-        while release is None and writer.wait_for_disk():
-            release = self._results.share(memory)
-        return release
 
     def _write(self, converted: Converted, memory: Arena, writer: ShardWriter) -> None:
         if converted.as_stored:
             # The results lie in the arena they were read into; swap it with the unused memory.
             memory, self._arena = self._arena, memory
-        release = None if converted.joined else self._share(memory, writer)
-        writer.write_all(converted.tensors, release)
-        if release is None:
+        if converted.joined:
+            writer.write_all(converted.tensors)
             self._results.release(memory)
+        else:
+            self._hand_over(memory, writer, partial(writer.write_all, converted.tensors))
         converted.tensors.clear()
         self._arena.clear()
+
+    def _hand_over(
+        self, memory: Arena, writer: ShardWriter, write: Callable[[Callable[[], None] | None], None]
+    ) -> None:
+        """Share `memory` with digest and disk, waiting for room, and write from it."""
+        release = self._results.share(memory)
+        while release is None and writer.wait_for_disk():
+            release = self._results.share(memory)
+        write(release)
+        if release is None:
+            self._results.release(memory)
 
     def _copy(self, copy: Copy, writer: ShardWriter) -> None:
         name, size_bytes = copy.name, copy.info.size_bytes
@@ -301,10 +303,7 @@ class _Run(threading.local):
             count = min(COPY_CHUNK_BYTES, size_bytes - offset)
             chunk = tensor_bytes(memory.empty((count,), dtype=torch.uint8))
             self._source.read_into(name, offset, chunk)
-            release = self._share(memory, writer)
-            writer.write_bytes(name, offset, chunk, release)
-            if release is None:
-                self._results.release(memory)
+            self._hand_over(memory, writer, partial(writer.write_bytes, name, offset, chunk))
 
 
 class _ResultBuffers:
@@ -312,8 +311,8 @@ class _ResultBuffers:
 
     Args:
         allocate: as Arena.
-        one_bytes: what one buffer holds at most.
-        size_bytes: of all that are shared with digest and disk, or kept to be used again.
+        one_bytes: maximum size of the results in one buffer.
+        size_bytes: maximum size of all buffers that are shared, or kept for reuse.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], one_bytes: int, size_bytes: int) -> None:

@@ -46,11 +46,7 @@ def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, 
 
 
 def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
-    """Check that no file of the source has changed since the conversion began.
-
-    Args:
-        checkpoint: the source.
-        before: its `source_state` at the beginning.
+    """Check that the source still has the `source_state` of `before`.
 
     Raises:
         CheckpointError: a file has changed.
@@ -59,7 +55,7 @@ def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
         found = FixedFile.at(checkpoint.path / file)
         if [found.size_bytes, found.mtime_ns] != state:
             raise CheckpointError(
-                f"{checkpoint.path / file}: changed while it was converted ({state[0]} bytes "
+                f"{found.path}: changed while it was converted ({state[0]} bytes "
                 f"before, {found.size_bytes} now); the output was not changed. Wait until nothing "
                 "writes to it, then start over with --overwrite"
             )

@@ -115,11 +115,7 @@ class Checkpoint:
         return {name: [file.size_bytes, file.mtime_ns] for name, file in self.files.items()}
 
     def info(self, name: str) -> TensorInfo:
-        """The header's entry of tensor `name`.
-
-        Raises:
-            CheckpointError: there is no such tensor.
-        """
+        """The header's entry of tensor `name`; raises CheckpointError if there is none."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; fetch the checkpoint again")
         return self.tensors[name]
@@ -137,10 +133,7 @@ class Checkpoint:
     def read(self, name: str, rows: slice | None = None, arena: Arena | None = None) -> Tensor:
         """Read a tensor, or `rows` of its first dimension, into CPU memory.
 
-        Args:
-            name: full name.
-            rows: a contiguous range; only these rows are read.
-            arena: allocates the result; new memory if None.
+        The memory is from `arena`, if given; only a contiguous range of `rows` is read.
 
         Raises:
             CheckpointError: no such tensor, or its file is unreadable or has changed.

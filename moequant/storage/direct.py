@@ -52,11 +52,9 @@ def write_direct(fd: int, position: int, view: memoryview) -> int:
 
 
 def direct_part(position: int, view: memoryview) -> tuple[int, int]:
-    """Start and stop of the bytes of a writable `view` that can be written directly; or (0, 0).
+    """Start and stop of the bytes of `view`, to write at `position`, that can be written directly.
 
-    Args:
-        position: file position of the first byte.
-        view: the bytes to write.
+    (0, 0) if there are none; the memory of `view` must be writable.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     start = -position % PAGE_BYTES

@@ -6,13 +6,14 @@ import ctypes
 import errno
 import hashlib
 import os
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 _NO_SPACE = "free space there or choose another output, then run again"
@@ -29,33 +30,16 @@ _ADVICE = {
 }
 
 
-class explained:  # noqa: N801 - used as: with explained(path, "written")
-    """Context manager that turns an OSError into a MoequantError with advice.
-
-    Args:
-        path: the file or directory.
-        participle: what cannot be done with it, such as "written".
-    """
-
-    # A class, because contextlib's generators take four times as long.
-    __slots__ = ("_participle", "_path")
-
-    def __init__(self, path: Path, participle: str) -> None:
-        self._path = path
-        self._participle = participle
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, OSError):
-            return
+@contextmanager
+def explained(path: Path, participle: str) -> Iterator[None]:
+    """Turn an OSError into a MoequantError with advice: `path` cannot be, such as, "written"."""
+    try:
+        yield
+    except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "fix the cause and run again")
         # Errors raised by Python's library itself have no strerror.
         why = error.strerror or error
-        raise MoequantError(
-            f"{self._path}: cannot be {self._participle}: {why}; {advice}"
-        ) from error
+        raise MoequantError(f"{path}: cannot be {participle}: {why}; {advice}") from error
 
 
 @cache
@@ -91,11 +75,7 @@ def write_file(path: Path, chunks: Iterable[memoryview], how: int = os.O_TRUNC) 
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically: after a crash there is the old file or the new one.
-
-    Raises:
-        MoequantError: it cannot be written.
-    """
+    """Write `data` to `path` atomically: after a crash there is the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with explained(path, "written"):
         try:
@@ -127,11 +107,7 @@ def check_writable(path: Path) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make names that were created, renamed or removed in the directory `path` durable.
-
-    Raises:
-        MoequantError: fsync failed.
-    """
+    """Make names that were created, renamed or removed in the directory `path` durable."""
     with explained(path, "synced to disk"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -145,10 +121,6 @@ def fsync_directory(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of the file at `path`, in hex.
-
-    Raises:
-        MoequantError: it cannot be read.
-    """
+    """SHA-256 of the file at `path`, in hex."""
     with explained(path, "read"), path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,11 +4,9 @@ Decisions, each with the failure it prevents:
 
 * A duplicate key is an error, because two readers could use different values.
 * Size, and brackets per byte, are limited before parsing. A file of brackets takes 25 times its
-size
-  in memory; the worst accepted file takes 12 times, and a valid header 9 times.
+  size in memory; the worst accepted file takes 12 times, and a valid header 9 times.
 * Nesting is limited. Otherwise walking over a document, or writing it again, could exhaust the
-stack
-  after hours of work.
+  stack after hours of work.
 """
 
 from __future__ import annotations

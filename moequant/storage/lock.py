@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 def exclusive(folder: Path, what: str) -> Iterator[None]:
     """Lock `folder`, created if missing, through `folder`/lock; the holder may remove the folder.
 
-    Args:
-        folder: the folder to lock.
-        what: the activity, for error messages: "conversion".
+    `what` is the activity, for error messages: "conversion".
 
     Raises:
         MoequantError: another run, in this process or another, holds the lock; or locking failed.

@@ -102,11 +102,7 @@ class OutputFile:
         self._digest.wrote_from(position, view, release)
 
     def digest(self, at_most_bytes: int) -> bool:
-        """Digest at most `at_most_bytes` new bytes; does nothing if another thread is digesting.
-
-        Returns:
-            Whether the limit was reached.
-        """
+        """As `GrowingDigest.catch_up`."""
         with explained(self.path, "read"):
             return self._digest.catch_up(at_most_bytes)
 
@@ -126,11 +122,7 @@ class OutputFile:
         return self._digest.is_behind or bool(self._under_way)
 
     def finish(self) -> tuple[int, str]:
-        """Digest the rest of the file, fsync it and close it.
-
-        Returns:
-            Its size in bytes and its SHA-256 in hex.
-        """
+        """Digest the rest, fsync and close; returns size in bytes and SHA-256 in hex."""
         self.digest(self.size_bytes)
         while self.wait_for_disk():
             pass

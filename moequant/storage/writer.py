@@ -42,7 +42,7 @@ def lay_out(
         tensors: name, safetensors dtype and shape of each; names are unique.
 
     Returns:
-        The header, including its 8-byte length, and the slots by name in file order.
+        The header as in the file, and the slots by name in file order.
 
     Raises:
         UnsupportedError: too many tensors for one header.
