@@ -68,7 +68,17 @@ def test_what_the_page_shows_of_the_demo_is_what_is_printed(tmp_path, monkeypatc
     # Errors of layers depend on a machine's arithmetic.
     columns = slice(0, shown_table.index("layer error"))
     rows = [line[columns] for line in shown_table.splitlines()]
-    assert [line[columns] for line in printed.splitlines()[: len(rows)]] == rows
+    assert [line[columns] for line in printed.splitlines()] == rows
+
+
+def test_what_the_page_shows_of_formats_is_what_is_printed():
+    (page,) = (output for command, output in shown() if command == "moequant formats")
+    # Of a line with dots, the page leaves out any number of lines; devices are a machine's.
+    printed = CliRunner().invoke(cli, ["formats"]).output.partition("cuda ")[0].splitlines()
+    for part in page.rstrip().split("\n...\n"):
+        lines = part.removesuffix("\n...").splitlines()
+        at = printed.index(lines[0])
+        assert printed[at : at + len(lines)] == lines
 
 
 @pytest.mark.usefixtures("folder")
