@@ -19,7 +19,7 @@ from moequant.conversion.output_directory import read_record, recorded_sidecars
 from moequant.conversion.record import OTHER_QUANTIZATION, claims_of, converted_config
 from moequant.conversion.requantization_error import merged_errors
 from moequant.errors import CheckpointError
-from moequant.storage.disk import explained, fsync_directory, write_file
+from moequant.storage.disk import explained, fsync_directory, sha256_of, write_file
 from moequant.storage.files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -29,7 +29,7 @@ from moequant.storage.files import (
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from moequant.conversion.finished_shard import FinishedShard
@@ -96,16 +96,9 @@ def _stage(
 
 def _copy(source: Path, target: Path, sha256: str) -> None:
     """Copy a sidecar file and fsync it; raises CheckpointError if its digest has changed."""
-    digest = hashlib.sha256()
     file = FixedFile.at(source)
-
-    def chunks() -> Iterator[memoryview]:
-        for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
-            digest.update(chunk)
-            yield chunk
-
-    _write(target, chunks())
-    if digest.hexdigest() != sha256:
+    _write(target, file.chunks(0, file.size_bytes, _CHUNK_BYTES))
+    if sha256_of(target) != sha256:
         raise CheckpointError(
             f"{source}: changed while in use; wait until nothing writes to it and run the command "
             "again"

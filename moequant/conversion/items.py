@@ -141,14 +141,10 @@ def dequantizing_units(
         together.setdefault(key, []).append((info, stack))
     for of_one in together.values():
         # Gate's rows come before up's, whatever their names are.
-        of_one.sort(key=lambda one: _order(model.roles[one[0].name].projection))
+        of_one.sort(key=lambda one: (*PROJECTIONS, None).index(model.roles[one[0].name].projection))
         yield Unit(
             weights=tuple(Weight(info=i, role=model.roles[i.name].role) for i, _ in of_one),
             format=format,
             options={},
             stack=of_one[0][1],
         )
-
-
-def _order(projection: str | None) -> int:
-    return -1 if projection is None else PROJECTIONS.index(projection)

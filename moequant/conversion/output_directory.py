@@ -16,7 +16,7 @@ from moequant.storage.folder import is_inner_name
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from moequant.conversion.journal import Journal
     from moequant.storage.checkpoint import Checkpoint
@@ -109,16 +109,13 @@ def check_apart(source: Checkpoint, output: Path) -> None:
             f"{output}: lies in the source {source.path} or contains it; choose another directory"
         )
     # One file per folder, because there may be thousands of files.
-    for file in {path.parent: path for path in _linked_to(source)}.values():
+    linked = (file.path.resolve() for file in source.files.values())
+    for file in {path.parent: path for path in linked}.values():
         if _lies_in(file, other):
             raise MoequantError(
                 f"{output}: holds {file}, which the source {source.path} links to; choose another "
                 "directory"
             )
-
-
-def _linked_to(source: Checkpoint) -> Iterator[Path]:
-    return (file.path.resolve() for file in source.files.values())
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

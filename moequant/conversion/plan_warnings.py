@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.units import Item
     from moequant.dialects.base import Dialect
-    from moequant.models import Model, TensorRole
+    from moequant.models import Model
     from moequant.weights.encoded import EncodedInfo
     from moequant.weights.source_model import SourceModel
 
@@ -92,7 +92,13 @@ def warnings_of_experts_apart(items: Iterable[Item], model: Model) -> list[str]:
         for item in items
         if isinstance(item, Copy) or (item.is_plain and item.stack is None)
     ]
-    apart = [name for name in names if name in model.roles and _is_one_expert_s(model.roles[name])]
+    apart = [
+        name
+        for name in names
+        if (role := model.roles.get(name))
+        and role.role == ROUTED_EXPERTS
+        and role.expert is not None
+    ]
     if model.architecture.stacked is None or not apart:
         return []
     return [
@@ -100,7 +106,3 @@ def warnings_of_experts_apart(items: Iterable[Item], model: Model) -> list[str]:
         f"release of {model.architecture.name} stacks them and transformers may look for stacks: "
         "they are not quantized, or the architecture does not say stacked.transposed"
     ]
-
-
-def _is_one_expert_s(role: TensorRole) -> bool:
-    return role.role == ROUTED_EXPERTS and role.expert is not None

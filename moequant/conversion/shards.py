@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion.units import Copy
 from moequant.errors import CheckpointError
-from moequant.storage.headers import TensorSlot, bit_count, dtype_name
+from moequant.storage.headers import TensorInfo, bit_count, dtype_name
 from moequant.storage.writer import lay_out
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ class PlannedShard:
         file: its final name.
         items: its items, in the order of work.
         header: the bytes before the data.
-        slots: the position of each tensor after the header.
+        slots: the position of each tensor.
         pieces: the position of each item's tensors; those of a stack are parts of a slot.
     """
 
     file: str
     items: tuple[Item, ...]
     header: bytes
-    slots: Mapping[str, TensorSlot]
-    pieces: Mapping[str, TensorSlot]
+    slots: Mapping[str, TensorInfo]
+    pieces: Mapping[str, TensorInfo]
 
     @property
     def size_bytes(self) -> int:
@@ -149,13 +149,13 @@ def _shard(
     return PlannedShard(file=file, items=tuple(items), header=header, slots=slots, pieces=pieces)
 
 
-def _piece(stack: Stack, suffix: str, whole: TensorSlot) -> TensorSlot:
+def _piece(stack: Stack, suffix: str, whole: TensorInfo) -> TensorInfo:
     """The part of a stack's slot for one expert."""
     size_bytes = whole.size_bytes // stack.experts
-    return TensorSlot(
+    start = whole.start + stack.expert * size_bytes
+    return whole._replace(
         name=stack.piece(suffix),
-        dtype=whole.dtype,
         shape=stack.shape_of_one(whole.shape),
-        offset=whole.offset + stack.expert * size_bytes,
-        size_bytes=size_bytes,
+        start=start,
+        stop=start + size_bytes,
     )

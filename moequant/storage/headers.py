@@ -82,7 +82,7 @@ class TensorInfo(NamedTuple):
         name: full name.
         dtype: safetensors name, a key of DTYPE_BITS.
         shape: extents, in elements.
-        file: name of its file, relative to the checkpoint.
+        file: name of its file, relative to the checkpoint; empty for a file that is being written.
         start: offset of the first byte in the file.
         stop: offset behind the last byte in the file.
     """
@@ -98,20 +98,6 @@ class TensorInfo(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes the tensor takes in the file."""
         return self.stop - self.start
-
-
-class TensorSlot(NamedTuple):
-    """The place of one tensor in a file that is being written; else as `TensorInfo`.
-
-    Attributes:
-        offset: offset of the first byte in the data section.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -144,18 +130,18 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
     return infos
 
 
-def encode_header(slots: Iterable[TensorSlot]) -> bytes:
+def encode_header(tensors: Iterable[TensorInfo]) -> bytes:
     """The bytes before the data: length and JSON, padded with spaces to a whole page.
 
-    The padding page-aligns the data, for loaders that map the file and for direct writes.
+    The padding page-aligns the data, for loaders that map the file and for direct writes. Positions
+    of `tensors` are relative to the data.
 
     Raises:
         UnsupportedError: the header would exceed safetensors' limit.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, dtype, shape, offset, size_bytes in slots:
-        place = [offset, offset + size_bytes]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
+    for name, dtype, shape, _, start, stop in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from moequant.storage.buffers import joined_bytes
 from moequant.storage.headers import (
     DTYPE_BITS,
-    TensorSlot,
+    TensorInfo,
     bit_count,
     dtype_name,
     encode_header,
@@ -29,33 +29,36 @@ if TYPE_CHECKING:
 
 def lay_out(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
-) -> tuple[bytes, dict[str, TensorSlot]]:
+) -> tuple[bytes, dict[str, TensorInfo]]:
     """Assign each tensor its position in a file.
 
     Tensors whose size is a multiple of 64 bytes, nearly all of a checkpoint, come first, in the
     given order. Then come multiples of 8 bytes, then the others, larger elements first. Since the
     data begins at a page boundary, every tensor is aligned to its element size without gaps, and
     the first group to a cache line. A file written in the given order grows from its start, so that
-    its digest can keep up. The file's size is `len(header)` plus the slots' bytes.
+    its digest can keep up.
 
     Args:
         tensors: name, safetensors dtype and shape of each; names are unique.
 
     Returns:
-        The header as in the file, and the slots by name in file order.
+        The header as in the file, and the entries that `read_header` would find in it.
 
     Raises:
         UnsupportedError: too many tensors for one header.
     """
-    slots: dict[str, TensorSlot] = {}
-    offset = 0
+    slots: dict[str, TensorInfo] = {}
+    start = 0
     for name, dtype, shape in sorted(tensors, key=_place):
         assert name not in slots, name
         size_bytes, rest = divmod(bit_count(dtype, shape), 8)
         assert rest == 0, (name, dtype, shape)
-        slots[name] = TensorSlot(name, dtype, shape, offset, size_bytes)
-        offset += size_bytes
-    return encode_header(slots.values()), slots
+        slots[name] = TensorInfo(name, dtype, shape, "", start, start + size_bytes)
+        start += size_bytes
+    header = encode_header(slots.values())
+    before = len(header)
+    moved = {n: s._replace(start=s.start + before, stop=s.stop + before) for n, s in slots.items()}
+    return header, moved
 
 
 def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
@@ -83,10 +86,9 @@ class ShardWriter(OutputFile):
         slots: as `lay_out` returns them.
     """
 
-    def __init__(self, path: Path, header: bytes, slots: Mapping[str, TensorSlot]) -> None:
+    def __init__(self, path: Path, header: bytes, slots: Mapping[str, TensorInfo]) -> None:
         super().__init__(path, len(header) + sum(slot.size_bytes for slot in slots.values()))
         self._slots = slots
-        self._data_start = len(header)
         # Ranges instead of a sum, so that a slice written twice cannot hide a missing one.
         self._written: list[tuple[int, int]] = []
         try:
@@ -97,7 +99,7 @@ class ShardWriter(OutputFile):
 
     def position(self, name: str, offset_bytes: int = 0) -> int:
         """The file position of a byte of a tensor."""
-        return self._data_start + self._slots[name].offset + offset_bytes
+        return self._slots[name].start + offset_bytes
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a whole tensor, whose dtype and shape must be those of its slot."""
@@ -179,7 +181,7 @@ class ShardWriter(OutputFile):
     def _refuse(self, position: int) -> NoReturn:
         """Raise for the tensor of a byte that was not written exactly once."""
         for name, slot in self._slots.items():
-            offset = position - self._data_start - slot.offset
+            offset = position - slot.start
             if slot.size_bytes and offset < slot.size_bytes:
                 raise AssertionError(
                     f"{name}: byte {offset} of {slot.size_bytes} was not written exactly once"

@@ -114,10 +114,10 @@ def test_file_is_the_one_safetensors_would_write(tmp_path: Path) -> None:
 def test_layout_has_no_holes_and_aligns_every_tensor(specs: list[tuple[str, int]]) -> None:
     header, slots = lay_out([(f"t{i}", dtype, (n,)) for i, (dtype, n) in enumerate(specs)])
     assert len(header) % 8 == 0
-    position = 0
+    position = len(header)
     for slot in slots.values():
-        assert slot.offset == position
-        assert slot.offset % DTYPES[slot.dtype].itemsize == 0
+        assert slot.start == position
+        assert slot.start % DTYPES[slot.dtype].itemsize == 0
         position += slot.size_bytes
 
 
