@@ -121,6 +121,11 @@ benched_format_option = _name_option(
     show_default=True,
     help="Format of the weights; see `moequant formats`.",
 )
+tuned_format_option = _name_option(
+    "--format",
+    _CONVERTIBLE,
+    help="Format of the weights.  [default: all with tilings to choose from]",
+)
 converted_format_option = _name_option(
     "--format", _WRITABLE, help="Format to convert into.  [default: all]"
 )

@@ -29,20 +29,29 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
     help="Numbers of tokens.",
 )  # fmt: skip
+@options.tuned_format_option
+@click.option("--backend", metavar="NAME", help="Backend to tune; by default the best.")
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
 )
 @click.option(
     "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
     callback=options.check_written_file,
-    help="Table to write to.  [default: this user's table, which later calls read]",
+    help="Table to write to, of one format.  [default: this user's table, which later calls read]",
 )  # fmt: skip
 @options.json_option
 @options.quiet_option
 def command(
-    shape: str, tokens: list[int], device: str, output: Path | None, as_json: bool, quiet: bool
+    shape: str,
+    tokens: list[int],
+    format: str | None,
+    backend: str | None,
+    device: str,
+    output: Path | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Time the tilings of the FP8 block kernels for layers, and save the fastest.
+    """Time the tilings of kernels for layers, and save the fastest.
 
     Entries of the table for other layers and numbers of tokens stay.
     """
@@ -52,16 +61,25 @@ def command(
     out = Output(as_json=as_json, quiet=quiet)
     shapes = parse_shapes(shape)
     with out.progress() as progress:
-        result = tune(shapes, tokens, device=device, path=output, progress=progress)
+        result = tune(
+            shapes,
+            tokens,
+            format=format,
+            backend=backend,
+            device=device,
+            path=output,
+            progress=progress,
+        )
     out.result(asdict(result), _show)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
     out.table(
-        ["shape", ">tokens", ">us before", ">us after", ">tried", "before", "after"],
+        ["shape", "format", ">tokens", ">us before", ">us after", ">tried", "before", "after"],
         [
             [
                 cell["shape"],
+                cell["format"],
                 str(cell["tokens"]),
                 f"{cell['before']['time_us']:.1f}",
                 f"{cell['after']['time_us']:.1f}",
@@ -74,4 +92,7 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
             for cell in document["cells"]
         ],
     )
-    out.line(f"{document['gpu']}, written to {document['path']}")
+    for table in document["tables"].values():
+        out.line(f"{document['gpu']}, written to {table}")
+    for layer, reason in document["refusals"].items():
+        out.line(f"not tuned: {layer}: {reason}")

@@ -308,8 +308,8 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     sources = [p for kind in ("cu", "cuh") for p in (ROOT / "kernels").rglob(f"*.{kind}")]
     wanted |= {f"moequant/{p.relative_to(ROOT).as_posix()}" for p in sources}
     wanted |= {f"moequant/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.toml")}
-    tunings = (ROOT / "kernels" / "fp8_block" / "tunings").glob("*.json")
-    wanted |= {f"moequant/kernels/fp8_block/tunings/{p.name}" for p in tunings}
+    tunings = (ROOT / "kernels" / "sm90" / "tunings").glob("*.json")
+    wanted |= {f"moequant/kernels/sm90/tunings/{p.name}" for p in tunings}
     for name, path in MODULES.items():
         tail = "/__init__.py" if path.name == "__init__.py" else ".py"
         wanted.add(name.replace(".", "/") + tail)

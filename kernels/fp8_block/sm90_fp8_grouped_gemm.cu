@@ -3,68 +3,48 @@
 //   sum[r, n] = sum over k of  x_scale[k / 128, r] * w_scale[e, n / 128, k / 128] * x[r, k] * w[e, n, k]
 //
 // for the rows r of expert e, products of 128 k summed by the tensor cores and added up in float32; a
-// bias is added behind. QUANTIZED: out is an activation function of the sums, quantized again in groups
+// bias is added behind. ACTIVATED: out is an activation function of the sums, quantized again in groups
 // of 128; GATED: n runs over gate and up rows, and it is act(gate) * up. Else out is bfloat16.
 //
-// A persistent CTA works through units, the next free one each time, as units differ in cost: a tile of
-// rows (a run of at most ROWS rows of one expert) times 256 weight rows. One thread fills a ring of
-// shared-memory stages by TMA, a warp beside it brings the scales (TMA refuses to start at any row), and
-// two warpgroups multiply: each has two blocks of
+// pipeline.cuh has the loop over units of work, schedule.cuh what CTAs and warps share. TMA fills the stages, a warp
+// brings the scales (TMA refuses to start at any row), and each of two warpgroups has two blocks of
 //   N < 128   64 weight rows (the M of WGMMA) x N rows of the tile
 //   N = 128   64 rows of the tile (the M of WGMMA) x 128 weight rows
 // and, GATED, block 0 is gate and block 1 the same columns of up, so that they need no exchange. N is the
 // smallest class of the tile's rows: what is left over of a large expert costs what it is, not ROWS.
 // A tile of 128 rows may have up to EXTRA more, as N beside it: they take no loads of weights.
-// SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
-// PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows; each loads half
-// of these for both, as L2 is what they would wait for.
 //
-// GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the tokens of a tile's rows.
-//
-// Compile-time: ROWS, EXTRA, QUANTIZED, GATED, ACT, LIMITED, BIAS, STAGES, SPLIT, PAIR, K, KBLOCKS (ceil(K / 128)),
-// UNITS_N (units along n), N_OUT (columns of out), N_REAL (those that are not padding), W_ROWS (weight rows an
-// expert), W_SCALE_ROWS, EARLY (weights do not wait for the kernel in front), ROUTED (the tiles are made here,
-// from the ids).
+// Compile-time, beside the classes and what schedule.cuh has: EXTRA, ACTIVATED, GATED, ACT, LIMITED, BIAS, N_OUT
+// (columns of out), N_REAL (those that are not padding), W_ROWS (weight rows an expert).
 
 #include "sm90/ptx.cuh"
 
-constexpr int THREADS = 384;
-constexpr int MATH_THREADS = 256;
-constexpr int GATHER_WARPS = GATHER > 0 ? 2 : 0;
+constexpr int SCALE_WARPS = 1;
 constexpr int MATH_REGISTERS = EXTRA > 0 ? 232 : 224, OTHER_REGISTERS = EXTRA > 0 ? 40 : 56;  // of a thread
+constexpr int W_SCALE_ROWS = (W_ROWS + 127) / 128;
 constexpr int X_SCALE_PITCH = (KBLOCKS + 3) / 4 * 4;  // GATHER: x_scale is [tokens, X_SCALE_PITCH]
 constexpr u32 W_BYTES = 256 * 128;
 constexpr int MOST_ROWS = ROWS + EXTRA;  // of a tile
 constexpr u32 X_BYTES = MOST_ROWS * 128;
 constexpr u32 SCALE_PITCH = (MOST_ROWS * 4 + 127) / 128 * 128;
-constexpr int SWAP_ROWS = ROWS < 64 ? ROWS : 64;  // most rows of a tile whose M is weights
 constexpr u32 OFF_X = STAGES * W_BYTES;
-constexpr int GROUPS = QUANTIZED && !GATED ? 2 : 1;  // of 128 columns of a unit's output
-constexpr int BOXES = QUANTIZED && GATED ? 1 : 2;  // of 16 rows x 128 bytes
+constexpr int GROUPS = ACTIVATED && !GATED ? 2 : 1;  // of 128 columns of a unit's output
+constexpr int BOXES = ACTIVATED && GATED ? 1 : 2;  // of 16 rows x 128 bytes
 constexpr u32 WARP_STAGING = BOXES * 2048;
-constexpr u32 STAGING_BYTES = ROWS == 128 ? 8 * WARP_STAGING : QUANTIZED ? GROUPS * SWAP_ROWS * 128 : 0;
+constexpr u32 STAGING_BYTES = ROWS == 128 ? 8 * WARP_STAGING : ACTIVATED ? GROUPS * ROWS * 128 : 0;
 constexpr u32 OFF_STAGING = OFF_X + STAGES * X_BYTES;
 constexpr u32 OFF_SCALE = OFF_STAGING + STAGING_BYTES;
 constexpr u32 OFF_W_SCALE = OFF_SCALE + STAGES * SCALE_PITCH;
 constexpr u32 OFF_FULL = OFF_W_SCALE + STAGES * 8;
-constexpr u32 OFF_EMPTY = OFF_FULL + STAGES * 8;
-constexpr u32 OFF_SPLIT = OFF_EMPTY + STAGES * 8;  // two barriers
-constexpr int CLUSTER = SPLIT * PAIR;
-constexpr u32 OFF_QUEUE = (OFF_SPLIT + 16 + 127) / 128 * 128;  // two units, their full and empty barriers
-constexpr u32 OFF_CHOICE = OFF_QUEUE + 64;  // two numbers of units, the same
-constexpr u32 OFF_AMAX = ROWS == 128 ? OFF_STAGING + GROUPS * SWAP_ROWS * 128 : OFF_QUEUE + 128;
-constexpr u32 OFF_PARTIAL = OFF_QUEUE + 128 + (QUANTIZED && ROWS < 128 ? 8 * SWAP_ROWS * 4 : 0);
-constexpr u32 OFF_TILES = OFF_PARTIAL + (SPLIT - 1) * ROWS * MATH_THREADS * 4;  // and their number
-constexpr int ROUTED_SLOTS = 32;
-static_assert(SPLIT == 1 || ROWS <= 32, "split sums do not fit");
-static_assert(EXTRA == 0 || ROWS == 128, "smaller tiles have no extra rows");
+constexpr u32 SCRATCH_BYTES = ACTIVATED && ROWS < 128 ? 8 * ROWS * 4 : 0;
+static_assert(EXTRA == 0 || (ROWS == 128 && !GATHER), "only whole tiles that are not gathered have extra rows");
+
+#include "sm90/schedule.cuh"
+
+constexpr u32 OFF_AMAX = ROWS == 128 ? OFF_STAGING + GROUPS * SWAP_ROWS * 128 : OFF_SCRATCH;
 
 __device__ __forceinline__ void math_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-// What threads copied is to be read by the tensor cores.
-__device__ __forceinline__ void see_copies() {
-  if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-//WGMMA
+//CLASSES
 
 template <int ACC>
 __device__ __forceinline__ void multiply(float (&d)[ACC], u32 a, u32 b) {
@@ -73,7 +53,6 @@ __device__ __forceinline__ void multiply(float (&d)[ACC], u32 a, u32 b) {
   for (int k = 0; k < 4; ++k) wgmma(d, a_desc + 2 * k, b_desc + 2 * k, k > 0);
 }
 
-#include "sm90/schedule.cuh"
 #include "sm90/activation.cuh"
 
 __device__ __forceinline__ float scale_of(float amax) {
@@ -81,13 +60,6 @@ __device__ __forceinline__ float scale_of(float amax) {
   return scale == 0.f ? 1.f : scale;
 }
 
-// Rows that the multiplication of a tile of `rows` rows computes.
-__device__ __forceinline__ int class_of(int rows) {
-  if (ROWS > 8 && rows <= 16) return 16;
-  if (ROWS > 32 && rows <= 32) return 32;
-  if (ROWS > 64 && rows <= 64) return 64;
-  return ROWS;
-}
 // Rows of block 0 or 1 of a unit's weights that are not padding; those that are loaded, 64 at a time.
 constexpr bool RAGGED = N_REAL % (GATED ? 128 : 256) != 0;
 __device__ __forceinline__ int real_rows(int n, int block) {
@@ -98,9 +70,6 @@ __device__ __forceinline__ int loaded_rows(int n, int block) {
   const int rows = real_rows(n, block);
   return rows > 64 ? 128 : rows > 0 ? 64 : 0;
 }
-struct XMaps { TensorMap of[4]; };  // boxes of 8 or 16, 32, 64 and 128 rows
-__device__ __forceinline__ int map_of(int rows) { return rows <= 16 ? 0 : rows == 32 ? 1 : rows == 64 ? 2 : 3; }
-
 struct Output {
   u8* __restrict__ to;
   float* __restrict__ scale;
@@ -132,7 +101,7 @@ __device__ __forceinline__ void finish_few(float (&sum)[2][N / 2], u8* smem, con
     }
   }
 #endif
-#if QUANTIZED
+#if ACTIVATED
   float* amax_of = (float*)(smem + OFF_AMAX);
   constexpr int WARPS = 8 / GROUPS;  // that share a group of columns
   u8* staging = smem + OFF_STAGING + (GROUPS == 2 ? group * SWAP_ROWS * 128 : 0);
@@ -219,17 +188,19 @@ __device__ __forceinline__ void finish_few(float (&sum)[2][N / 2], u8* smem, con
 
 // Sums of a unit of at most N rows, weights as M; then its part of the output.
 template <int N>
-__device__ __forceinline__ void few_rows(u8* smem, u32 base, const Unit& unit, int k_begin, int k_end, int rank, Ring& ring, u32& split_parity, const Output& out) {
+__device__ __forceinline__ void few_rows(const Unit& unit, Worker& at, const Output& out) {
   constexpr int ACC = N / 2;
+  u8* smem = at.smem;
+  const u32 base = at.base;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
   const int group = warp / 4, quad = lane & 3;
   float sum[2][ACC];
 #pragma unroll
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
 
-  for (int k = k_begin; k < k_end; ++k) {
-    const u32 s = ring.stage;
-    barrier_wait(base + OFF_FULL + s * 8, ring.parity);
+  for (int k = at.k_begin; k < at.k_end; ++k) {
+    const u32 s = at.ring.stage;
+    barrier_wait(base + OFF_FULL + s * 8, at.ring.parity);
     see_copies();
     const u32 w = base + s * W_BYTES + group * (GATED ? 8192 : W_BYTES / 2), x = base + OFF_X + s * X_BYTES;
     const float* xs = (const float*)(smem + OFF_SCALE + s * SCALE_PITCH);
@@ -264,49 +235,20 @@ __device__ __forceinline__ void few_rows(u8* smem, u32 base, const Unit& unit, i
     pin(d1);
     release(base + OFF_EMPTY + s * 8, lane);
     promote(sum[1], d1, by1);
-    ring.next();
+    at.ring.next();
   }
 
-#if SPLIT > 1
-  // 16 bytes a thread side by side, for either half of a cluster's sums.
-  constexpr u32 PITCH = MATH_THREADS * 16, BYTES = N * MATH_THREADS * 4;
-  const u32 sums_in = base + OFF_SPLIT, sums_out = base + OFF_SPLIT + 8;
-  if (rank > 0) {
-    barrier_wait(sums_out, split_parity ^ 1);
-    const u32 to = address_in(base + OFF_PARTIAL + (rank - 1) * BYTES + threadIdx.x * 16, 0);
-#pragma unroll
-    for (int i = 0; i < N; i += 4) store_in(to + i / 4 * PITCH, &sum[i / ACC][i % ACC], address_in(sums_in, 0));
-    split_parity ^= 1;
-    return;
-  }
-  if (threadIdx.x == 0) barrier_expect(sums_in, (SPLIT - 1) * BYTES);
-  barrier_wait(sums_in, split_parity);
-#pragma unroll
-  for (int other = 0; other < SPLIT - 1; ++other) {
-    const u8* from = smem + OFF_PARTIAL + other * BYTES + threadIdx.x * 16;
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      const float4 x = *(const float4*)(from + i / 4 * PITCH);
-      sum[i / ACC][i % ACC] += x.x;
-      sum[i / ACC][i % ACC + 1] += x.y;
-      sum[i / ACC][i % ACC + 2] += x.z;
-      sum[i / ACC][i % ACC + 3] += x.w;
-    }
-  }
-  __syncwarp();
-  if (lane == 0)
-    for (int other = 1; other < SPLIT; ++other) barrier_arrive_in(address_in(sums_out, other));
-  split_parity ^= 1;
-#endif
-
-  finish_few<N>(sum, smem, unit, out);
+  if (add_splits<N>(sum, at)) finish_few<N>(sum, smem, unit, out);
 }
 
 #if ROWS == 128
 // The same for 65 to 128 rows, rows as M. LONGER: and up to EXTRA more, weights as M.
 template <bool LONGER>
-__device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, Ring& ring, const Output& out) {
+__device__ __forceinline__ void many_rows(const Unit& unit, Worker& at, const Output& out) {
   constexpr int ACC = 64;
+  u8* smem = at.smem;
+  const u32 base = at.base;
+  Ring& ring = at.ring;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
   const int group = warp / 4, quad = lane & 3;
   float sum[2][ACC];
@@ -425,7 +367,7 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
     }
   }
 #endif
-#if QUANTIZED
+#if ACTIVATED
 #pragma unroll
   for (int b = 0; b < GROUPS; ++b) {
     const int n = unit.n * GROUPS + b;
@@ -478,226 +420,113 @@ __device__ __forceinline__ void many_rows(u8* smem, u32 base, const Unit& unit, 
 
 #endif
 
-#include "sm90/routing.cuh"
+#include "sm90/pipeline.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_grouped_gemm(
-    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_tail_map, const __grid_constant__ XMaps x_maps,
-    const __grid_constant__ TensorMap out_map,
-    const float* __restrict__ w_scale, const float* x_scale, const int4* tiles, const int* tile_count,
-    u8* __restrict__ out, float* __restrict__ out_scale, int scale_stride, int* units_taken,
-    const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
-    const u8* x, const int* slot_of_row) {
-  extern __shared__ __align__(1024) u8 smem[];
-  const u32 base = smem_address(smem);
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-  const int rank = blockIdx.x % CLUSTER;
-  const int first_unit = blockIdx.x / CLUSTER, unit_stride = gridDim.x / CLUSTER;
-  const int k_begin = SPLIT > 1 ? KBLOCKS * rank / SPLIT : 0, k_end = SPLIT > 1 ? KBLOCKS * (rank + 1) / SPLIT : KBLOCKS;
-  auto full = [&](u32 s) { return base + OFF_FULL + s * 8; };
-  auto empty = [&](u32 s) { return base + OFF_EMPTY + s * 8; };
+struct Fp8Blocks {
+  const TensorMap *w_map, *w_tail_map;  // boxes of 128 and of 64 weight rows
+  const XMaps& x_maps;
+  const float* w_scale;
+  const float* x_scale;
+  int scale_stride;
+  const int* slot_of_row;
+  Output out;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(full(s), 2 + 32 * GATHER_WARPS);
-      barrier_init(empty(s), PAIR * MATH_THREADS / 32);
-    }
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(base + OFF_QUEUE + 32 + i * 8, 1);
-      barrier_init(base + OFF_QUEUE + 48 + i * 8, MATH_THREADS / 32 + 1 + GATHER_WARPS);
-      barrier_init(base + OFF_CHOICE + 16 + i * 8, 1);
-      barrier_init(base + OFF_CHOICE + 32 + i * 8, 1);
-    }
-    barrier_init(base + OFF_SPLIT, 1);
-    barrier_init(base + OFF_SPLIT + 8, MATH_THREADS / 32);
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-  }
-#if ROUTED
-  // What is in front of the kernel in front has ended: that lets this one start only then.
-  tiles = (const int4*)(smem + OFF_TILES);
-  tile_count = (const int*)(smem + OFF_TILES + ROUTED_SLOTS * 16);
-  if (warp == 11) make_tiles(routing, (int4*)tiles, (int*)tile_count, lane);
-  __syncthreads();
-#endif
-  if (CLUSTER > 1) cluster_sync(); else __syncthreads();
-
-  if (warp >= 8) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
-    if (warp == 8 && lane == 0) {
-      auto load_weights = [&](const Unit& unit, int k, u32 s) {
-        const int x_rows = GATHER ? 0 : class_of(unit.rows) + (unit.rows > ROWS ? EXTRA : 0);
-        barrier_expect(full(s), (loaded_rows(unit.n, 0) + loaded_rows(unit.n, 1) + x_rows) * 128);
-        const int row = unit.expert * W_ROWS + unit.n * (GATED ? 128 : 256);
-        const int second = row + (GATED ? N_OUT : 128);
-        const u32 to = base + s * W_BYTES;
-        // Of the last rows the half of a block or nothing, where the rest is padding.
-        auto map_of_block = [&](int block) { return loaded_rows(unit.n, block) == 64 ? &w_tail_map : &w_map; };
-        const bool no_second = loaded_rows(unit.n, 1) == 0;
+  __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
+  __device__ __forceinline__ void load_weights(const Unit& unit, int k, u32 base, u32 s, int rank, u32 bar) const {
+    const int x_rows = GATHER ? 0 : rows_of(class_of(unit.rows)) + (unit.rows > ROWS ? EXTRA : 0);
+    barrier_expect(bar, (loaded_rows(unit.n, 0) + loaded_rows(unit.n, 1) + x_rows) * 128);
+    const int row = unit.expert * W_ROWS + unit.n * (GATED ? 128 : 256);
+    const int second = row + (GATED ? N_OUT : 128);
+    const u32 to = base + s * W_BYTES;
+    // Of the last rows the half of a block or nothing, where the rest is padding.
+    auto map_of_block = [&](int block) { return loaded_rows(unit.n, block) == 64 ? w_tail_map : w_map; };
+    const bool no_second = loaded_rows(unit.n, 1) == 0;
 #if PAIR > 1
-        if (unit.shared) {
-          if (!no_second || rank == 0) load_2d_pair(to + rank * (W_BYTES / 2), map_of_block(rank), k * 128, rank ? second : row, full(s));
-          return;
-        }
-#endif
-        if (unit.alone) {
-          load_2d_streaming(to, map_of_block(0), k * 128, row, full(s));
-          if (!no_second) load_2d_streaming(to + W_BYTES / 2, map_of_block(1), k * 128, second, full(s));
-        } else {
-          load_2d(to, map_of_block(0), k * 128, row, full(s));
-          if (!no_second) load_2d(to + W_BYTES / 2, map_of_block(1), k * 128, second, full(s));
-        }
-      };
-      int ahead = 0;
-      if (!EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
-      const int units = *tile_count * UNITS_A_TILE;
-      if (EARLY) {
-        if (first_unit < units) {
-          const Unit unit = unit_of(tiles, first_unit, rank);
-          for (; ahead < STAGES && ahead < k_end - k_begin; ++ahead) load_weights(unit, k_begin + ahead, ahead);
-        }
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-      }
-      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-      u32 s = 0, parity = 1;
-      Queue queue(base);
-      Choice choice(base);
-      for (int u = first_unit; u < units;) {
-        const Unit unit = unit_of(tiles, u, rank);
-        int next = u + unit_stride;
-        // SPLIT CTAs would have to agree; their units are few and alike.
-        if (SPLIT == 1 && rank == 0) next = unit_stride + atomicAdd(units_taken, 1);
-        queue.push(unit);
-        const TensorMap* x_map = &x_maps.of[map_of(class_of(unit.rows))];
-        for (int k = k_begin; k < k_end; ++k) {
-          if (ahead > 0) {
-            --ahead;
-          } else {
-            barrier_wait(empty(s), parity);
-            load_weights(unit, k, s);
-          }
-          if (!GATHER) {
-            load_2d(base + OFF_X + s * X_BYTES, x_map, k * 128, unit.row, full(s));
-            if (EXTRA > 0 && unit.rows > ROWS) load_2d(base + OFF_X + s * X_BYTES + ROWS * 128, &x_maps.of[0], k * 128, unit.row + ROWS, full(s));
-          }
-          if (++s == STAGES) s = 0, parity ^= 1;
-          if (PAIR > 1 && rank == 0 && k == k_begin) choice.send(next);
-        }
-        u = PAIR > 1 && rank > 0 ? choice.receive() : next;
-      }
-      queue.push({0, 0, -1, 0});
-    } else if (warp == 9) {
-      asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-      u32 s = 0, parity = 1;
-      Queue queue(base);
-      for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
-        int row = GATED ? unit.n + (lane & 1) * (N_OUT / 128) : unit.n * 2 + (lane & 1);
-        row = min(row, W_SCALE_ROWS - 1);
-        const float* w_from = w_scale + ((long long)unit.expert * W_SCALE_ROWS + row) * KBLOCKS;
-        constexpr int LOADS = (MOST_ROWS + 31) / 32;
-#if GATHER
-        const float* x_from[LOADS];
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i)
-          x_from[i] = x_scale + (long long)(__ldcg(slot_of_row + unit.row + min(i * 32 + lane, max(unit.rows - 1, 0))) / GATHER) * X_SCALE_PITCH;
-        float4 four[LOADS], ahead[LOADS];
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) ahead[i] = __ldcg((const float4*)x_from[i]);
-#else
-        const float* x_from = x_scale + unit.row + lane;
-#endif
-        float w = 0.f, x[LOADS];
-        auto load = [&](int k) {
-          w = __ldg(w_from + k);
-#pragma unroll
-          for (int i = 0; i < LOADS; ++i) {
-#if GATHER
-            if (k % 4 == 0) {
-              four[i] = ahead[i];
-              if (k + 4 < KBLOCKS) ahead[i] = __ldcg((const float4*)(x_from[i] + k + 4));
-            }
-            x[i] = k % 4 == 0 ? four[i].x : k % 4 == 1 ? four[i].y : k % 4 == 2 ? four[i].z : four[i].w;
-#else
-            x[i] = i * 32 + lane < unit.rows ? __ldcg(x_from + (long long)k * scale_stride + i * 32) : 0.f;
-#endif
-          }
-        };
-        load(k_begin);
-        for (int k = k_begin; k < k_end; ++k) {
-          float* to = (float*)(smem + OFF_SCALE + s * SCALE_PITCH) + lane;
-          barrier_wait(empty(s), parity);
-#pragma unroll
-          for (int i = 0; i < LOADS; ++i)
-            if (i * 32 + lane < MOST_ROWS) to[i * 32] = x[i];
-          if (lane < 2) *(float*)(smem + OFF_W_SCALE + s * 8 + lane * 4) = w;
-          __syncwarp();
-          if (lane == 0) barrier_arrive(full(s));
-          if (k + 1 < k_end) load(k + 1);
-          if (++s == STAGES) s = 0, parity ^= 1;
-        }
-      }
-    } else {
-      asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-#if GATHER
-      // A warp copies every second four rows of a tile, a lane 16 bytes of each.
-      if (warp >= 10) {
-        const int odd = warp - 10, chunk = lane & 7, row_of_four = lane / 8;
-        const u32 to = base + OFF_X + odd * 512 + row_of_four * 128 + (chunk ^ (odd * 4 + row_of_four)) * 16;
-        u32 s = 0, parity = 1;
-        Queue queue(base);
-        for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
-          const int rows = class_of(unit.rows) + (unit.rows > ROWS ? EXTRA : 0);
-          u32 token_at[MOST_ROWS / 8];
-#pragma unroll
-          for (int i = 0; i < MOST_ROWS / 8; ++i) {
-            const int row = i * 8 + odd * 4 + row_of_four;
-            token_at[i] = 0;
-            if (i * 8 < rows) token_at[i] = (u32)(__ldcg(slot_of_row + unit.row + min(row, max(unit.rows - 1, 0))) / GATHER) * (u32)K;
-          }
-          for (int k = 0; k < KBLOCKS; ++k) {
-            const int column = k * 128 + chunk * 16;
-            const bool within = column < K;
-            const u8* from = x + (within ? column : 0);
-            barrier_wait(empty(s), parity);
-#pragma unroll
-            for (int i = 0; i < MOST_ROWS / 8; ++i)
-              if (i * 8 < rows) copy_16(to + s * X_BYTES + i * 1024, from + token_at[i], within ? 16 : 0);
-            copies_arrive(full(s));
-            if (++s == STAGES) s = 0, parity ^= 1;
-          }
-        }
-      }
-#endif
+    if (unit.shared) {
+      if (!no_second || rank == 0) load_2d_pair(to + rank * (W_BYTES / 2), map_of_block(rank), k * 128, rank ? second : row, bar);
+      return;
     }
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-    const Output output{out, out_scale, scale_stride, bias, act, &out_map};
-    Ring ring;
-    u32 split_parity = 0;
-    Queue queue(base);
-    for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
-#define FEW_ROWS(N) case N: few_rows<N>(smem, base, unit, k_begin, k_end, rank, ring, split_parity, output); break
-      switch (class_of(unit.rows)) {
-#if ROWS == 8
-        FEW_ROWS(8);
-#else
-        FEW_ROWS(16);
 #endif
-#if ROWS >= 32
-        FEW_ROWS(32);
-#endif
-#if ROWS >= 64
-        FEW_ROWS(64);
-#endif
-#if ROWS >= 128
-        case 128:
-          if (unit.rows <= ROWS) many_rows<false>(smem, base, unit, ring, output);
-          else if constexpr (EXTRA > 0) many_rows<true>(smem, base, unit, ring, output);
-          break;
-#endif
-      }
+    if (unit.alone) {
+      load_2d_streaming(to, map_of_block(0), k * 128, row, bar);
+      if (!no_second) load_2d_streaming(to + W_BYTES / 2, map_of_block(1), k * 128, second, bar);
+    } else {
+      load_2d(to, map_of_block(0), k * 128, row, bar);
+      if (!no_second) load_2d(to + W_BYTES / 2, map_of_block(1), k * 128, second, bar);
     }
   }
-  if (ROWS == 128 && warp < 8 && lane == 0) await_stores();
-  // No CTA of a cluster may end while another still writes to it.
-  if (CLUSTER > 1) cluster_sync();
+  __device__ __forceinline__ void load_x(const Unit& unit, const TensorMap* map, int k, u32 base, u32 s, u32 bar) const {
+    load_2d(base + OFF_X + s * X_BYTES, map, k * 128, unit.row, bar);
+    if (EXTRA > 0 && unit.rows > ROWS) load_2d(base + OFF_X + s * X_BYTES + ROWS * 128, &x_maps.of[0], k * 128, unit.row + ROWS, bar);
+  }
+  __device__ __forceinline__ void bring_scales(const Unit& unit, int k_begin, int k_end, u8* smem, u32 base, int lane, u32& s, u32& parity) const {
+    int row = GATED ? unit.n + (lane & 1) * (N_OUT / 128) : unit.n * 2 + (lane & 1);
+    row = min(row, W_SCALE_ROWS - 1);
+    const float* w_from = w_scale + ((long long)unit.expert * W_SCALE_ROWS + row) * KBLOCKS;
+    constexpr int LOADS = (MOST_ROWS + 31) / 32;
+#if GATHER
+    const float* x_from[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+      x_from[i] = x_scale + (long long)(__ldcg(slot_of_row + unit.row + min(i * 32 + lane, max(unit.rows - 1, 0))) / GATHER) * X_SCALE_PITCH;
+    float4 four[LOADS], ahead[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) ahead[i] = __ldcg((const float4*)x_from[i]);
+#else
+    const float* x_from = x_scale + unit.row + lane;
+#endif
+    float w = 0.f, x[LOADS];
+    auto load = [&](int k) {
+      w = __ldg(w_from + k);
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+#if GATHER
+        if (k % 4 == 0) {
+          four[i] = ahead[i];
+          if (k + 4 < KBLOCKS) ahead[i] = __ldcg((const float4*)(x_from[i] + k + 4));
+        }
+        x[i] = k % 4 == 0 ? four[i].x : k % 4 == 1 ? four[i].y : k % 4 == 2 ? four[i].z : four[i].w;
+#else
+        x[i] = i * 32 + lane < unit.rows ? __ldcg(x_from + (long long)k * scale_stride + i * 32) : 0.f;
+#endif
+      }
+    };
+    load(k_begin);
+    for (int k = k_begin; k < k_end; ++k) {
+      float* to = (float*)(smem + OFF_SCALE + s * SCALE_PITCH) + lane;
+      barrier_wait(base + OFF_EMPTY + s * 8, parity);
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+        if (i * 32 + lane < MOST_ROWS) to[i * 32] = x[i];
+      if (lane < 2) *(float*)(smem + OFF_W_SCALE + s * 8 + lane * 4) = w;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(base + OFF_FULL + s * 8);
+      if (k + 1 < k_end) load(k + 1);
+      if (++s == STAGES) s = 0, parity ^= 1;
+    }
+  }
+  template <int N>
+  __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at) const {
+#if ROWS == 128
+    if constexpr (N == 128) {
+      if (unit.rows <= ROWS) many_rows<false>(unit, at, out);
+      else if constexpr (EXTRA > 0) many_rows<true>(unit, at, out);
+      return;
+    }
+#endif
+    if constexpr (N < 128) few_rows<N>(unit, at, out);
+  }
+  __device__ __forceinline__ void end(int lane) const {
+    if (ROWS == 128 && lane == 0) await_stores();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_fp8_grouped_gemm(
+    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* slot_of_row,
+    u8* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
+    const __grid_constant__ XMaps x_maps, const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_tail_map,
+    const __grid_constant__ TensorMap out_map, const float* __restrict__ w_scale, float* __restrict__ out_scale, int scale_stride) {
+  extern __shared__ __align__(1024) u8 smem[];
+  Fp8Blocks family{&w_map, &w_tail_map, x_maps, w_scale, x_scale, scale_stride, slot_of_row, {out, out_scale, scale_stride, bias, act, &out_map}};
+  grouped_gemm(family, {tiles, tile_count, units_taken, x, slot_of_row}, routing, smem);
 }

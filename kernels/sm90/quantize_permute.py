@@ -191,20 +191,22 @@ def sort_and_quantize(
         groups, width, parts = rows_a_program(tokens, H), triton.next_power_of_2(H), 0
         programs = triton.cdiv(tokens, groups)
     of_tokens = (hidden, codes, scale, scale.stride(0), tokens)
-    cut = {"PARTS": parts, "GROUPS": groups, "WIDTH": width}
+    cut: dict[str, Any] = {"PARTS": parts, "GROUPS": groups, "WIDTH": width}
     if topk_ids.numel() > BESIDE_SLOTS:
         sort_routing(topk_ids, routing, grouping, expert_map=expert_map)
-        shared = _shared(hidden, 4 if group else 8)
-        launch(quantize_in_place, (programs,), *of_tokens, **cut, **shared)
+        warps = 4 if group else 8
+        launch(quantize_in_place, (programs,), *of_tokens, **cut, **_shared(hidden, warps))
         return
     count_chunks(topk_ids, routing, grouping, expert_map)
     arguments, constants = placing(topk_ids, routing, grouping, expert_map)
     grid = (chunks(topk_ids.numel()) + programs,)
-    shared = {**constants, **cut, **_shared(hidden, 8)}
+    shared: dict[str, Any] = {**constants, **cut, **_shared(hidden, 8)}
     launch(place_and_quantize, grid, *arguments, *of_tokens, **shared)
 
 
-def quantize_rows(x: Tensor, routing: SortedRouting, codes: Tensor, scale: Tensor) -> None:
+def quantize_rows(
+    x: Tensor, routing: SortedRouting, codes: Tensor, scale: Tensor
+) -> Relaunch | None:
     """Quantize the rows of `x` that belong to experts, one scale each.
 
     Args:
@@ -212,10 +214,13 @@ def quantize_rows(x: Tensor, routing: SortedRouting, codes: Tensor, scale: Tenso
         routing: of alignment 1, so that these rows are the first ones.
         codes: float8_e4m3fn [rows, K], written.
         scale: float32 [rows], written.
+
+    Returns:
+        See `launch`.
     """
     R, K = x.shape
     rows = rows_a_program(R, K)
-    launch(
+    return launch(
         quantize_first,
         (triton.cdiv(R, rows),),
         x,

@@ -1,3 +1,26 @@
+// How the CTAs of a grouped GEMM share its units of work, and their warps a ring of stages. A family's source
+// defines before: OFF_FULL, behind its stages, and SCRATCH_BYTES of its own behind the barriers.
+//
+// Compile-time: ROWS (most rows of a tile), STAGES, SPLIT, PAIR, GATHER, ROUTED, EARLY, K, KBLOCKS (ceil(K / 128)),
+// UNITS_N (units along n). SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
+// PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows; each loads half of these
+// for both. GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the tokens of a tile's rows.
+// EARLY: weights do not wait for the kernel in front. ROUTED: the tiles are made here, from the ids.
+
+constexpr int THREADS = 384;
+constexpr int MATH_THREADS = 256;
+constexpr int CLUSTER = SPLIT * PAIR;
+constexpr int ROUTED_SLOTS = 32;
+constexpr u32 OFF_EMPTY = OFF_FULL + STAGES * 8;
+constexpr u32 OFF_SPLIT = OFF_EMPTY + STAGES * 8;  // two barriers
+constexpr u32 OFF_QUEUE = (OFF_SPLIT + 16 + 127) / 128 * 128;  // two units, their full and empty barriers
+constexpr u32 OFF_CHOICE = OFF_QUEUE + 64;  // two numbers of units, the same
+constexpr u32 OFF_SCRATCH = OFF_QUEUE + 128;
+constexpr u32 OFF_PARTIAL = OFF_SCRATCH + SCRATCH_BYTES;
+constexpr u32 OFF_TILES = OFF_PARTIAL + (SPLIT - 1) * ROWS * MATH_THREADS * 4;  // and their number
+constexpr int SWAP_ROWS = ROWS < 64 ? ROWS : 64;  // most rows of a last tile that is not paired
+static_assert(SPLIT == 1 || ROWS <= 32, "split sums do not fit");
+
 struct Unit { int expert, row, rows, n; bool alone, shared; };
 
 #if PAIR == 1
@@ -97,4 +120,56 @@ __device__ __forceinline__ void release(u32 bar, int lane) {
 #else
   if (lane < 2) barrier_arrive_in(address_in(bar, lane));
 #endif
+}
+
+// A warpgroup's place in the ring and in the cluster.
+struct Worker {
+  u8* smem;
+  u32 base;  // its address
+  int rank, k_begin, k_end;
+  Ring ring;
+  u32 split_parity = 0;
+};
+
+// What threads copied is to be read by the tensor cores.
+__device__ __forceinline__ void see_copies() {
+  if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Add up the sums of a unit of at most N rows that the CTAs of a cluster have; false in those that gave theirs.
+template <int N>
+__device__ __forceinline__ bool add_splits(float (&sum)[2][N / 2], Worker& at) {
+#if SPLIT > 1
+  // 16 bytes a thread side by side, for either half of a cluster's sums.
+  constexpr u32 PITCH = MATH_THREADS * 16, BYTES = N * MATH_THREADS * 4;
+  constexpr int ACC = N / 2;
+  const u32 sums_in = at.base + OFF_SPLIT, sums_out = at.base + OFF_SPLIT + 8;
+  if (at.rank > 0) {
+    barrier_wait(sums_out, at.split_parity ^ 1);
+    const u32 to = address_in(at.base + OFF_PARTIAL + (at.rank - 1) * BYTES + threadIdx.x * 16, 0);
+#pragma unroll
+    for (int i = 0; i < N; i += 4) store_in(to + i / 4 * PITCH, &sum[i / ACC][i % ACC], address_in(sums_in, 0));
+    at.split_parity ^= 1;
+    return false;
+  }
+  if (threadIdx.x == 0) barrier_expect(sums_in, (SPLIT - 1) * BYTES);
+  barrier_wait(sums_in, at.split_parity);
+#pragma unroll
+  for (int other = 0; other < SPLIT - 1; ++other) {
+    const u8* from = at.smem + OFF_PARTIAL + other * BYTES + threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const float4 x = *(const float4*)(from + i / 4 * PITCH);
+      sum[i / ACC][i % ACC] += x.x;
+      sum[i / ACC][i % ACC + 1] += x.y;
+      sum[i / ACC][i % ACC + 2] += x.z;
+      sum[i / ACC][i % ACC + 3] += x.w;
+    }
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    for (int other = 1; other < SPLIT; ++other) barrier_arrive_in(address_in(sums_out, other));
+  at.split_parity ^= 1;
+#endif
+  return true;
 }

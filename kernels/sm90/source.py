@@ -11,7 +11,25 @@ _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 def read_source(path: Path) -> str:
     """The text of `path`, with every `#include "FOLDER/FILE"` of a folder beside it replaced."""
-    return _INCLUDE.sub(lambda match: (_KERNELS / match[1]).read_text(), path.read_text())
+    return _INCLUDE.sub(lambda match: read_source(_KERNELS / match[1]), path.read_text())
+
+
+def tile_classes(sizes: list[int]) -> str:
+    """What a source knows of the classes of tiles, by their rows; a tile has the smallest it fits.
+
+    CLASSES, `class_of(rows)`, `rows_of(class)`, and `EACH_CLASS(F)`, which is F(class, rows) for
+    each.
+    """
+    last = len(sizes) - 1
+    index = "".join(f"rows <= {n} ? {i} : " for i, n in enumerate(sizes[:-1]))
+    rows = "".join(f"c == {i} ? {n} : " for i, n in enumerate(sizes[:-1]))
+    each = " ".join(f"F({i}, {n})" for i, n in enumerate(sizes))
+    return (
+        f"constexpr int CLASSES = {len(sizes)};\n"
+        f"__device__ __forceinline__ int class_of(int rows) {{ return {index}{last}; }}\n"
+        f"__device__ __forceinline__ int rows_of(int c) {{ return {rows}{sizes[-1]}; }}\n"
+        f"#define EACH_CLASS(F) {each}\n"
+    )
 
 
 def wgmma(n: int, *, a_in_registers: bool = False) -> str:

@@ -75,7 +75,7 @@ METHOD = (
 
 _OUR_CALC_DIFF, _PEERS_CALC_DIFF = 1e-3, 1e-2
 """Limits of `calc_diff` against the reference; ours is derived in
-tests/runtime/test_sm90_fp8_block.py. Others may quantize activations differently or not at all: FP8
+tests/runtime/test_sm90.py. Others may quantize activations differently or not at all: FP8
 with 3 mantissa bits has an error of 2.6 %, 0.07 % in calc_diff for the operands of each of the two
 GEMMs, so 1e-2 detects wrong results only."""
 
@@ -91,7 +91,7 @@ class Measure:
         format: format of the weights.
         backend: backend of FusedExperts; by default the best for the device.
         against: names of `moequant.benchmarks.contenders`.
-        stages: whether to time each launch by itself; for the backend sm90_fp8_block only.
+        stages: whether to time each launch by itself; of backends that have stages.
         host: whether to time the host side of eager calls.
     """
 

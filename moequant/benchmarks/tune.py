@@ -1,4 +1,4 @@
-"""Find the fastest tiling of the FP8 block kernels for layers, and keep it for every later call.
+"""Find the fastest tiling of kernels for layers, and keep it for every later call.
 
 Candidates take turns, as contenders of `bench experts` do. The tiling that calls have now stays
 unless another is faster by more than runs differ. Each is checked before it is timed.
@@ -6,9 +6,8 @@ unless another is faster by more than runs differ. Each is checked before it is 
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +15,8 @@ from moequant.benchmarks.cuda_timing import time_interleaved
 from moequant.benchmarks.experts import RESTS_FROM, check_output, checked_tokens, inputs_of
 from moequant.benchmarks.layers import random_experts
 from moequant.benchmarks.machine import cuda_device
-from moequant.benchmarks.stages import BACKEND
 from moequant.errors import MoequantError, UnsupportedError
+from moequant.formats import CONVERTIBLE
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.storage.disk import check_writable
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.benchmarks.shapes import LayerShape
-    from moequant.kernels.fp8_block.tuning import Tiling, TuningProblem
     from moequant.progress import Progress
-    from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8BlockExperts
 
 _MARGIN = 0.99
 """Of the time of the tiling that calls have now, what another must stay under: medians of 20
@@ -50,6 +47,7 @@ class Tuned:
 
     Attributes:
         shape: what the layer was called.
+        format: of its weights.
         tokens: M.
         before: the tiling that calls had.
         after: the one that was kept, the same or a faster one.
@@ -57,6 +55,7 @@ class Tuned:
     """
 
     shape: str
+    format: str
     tokens: int
     before: Tried
     after: Tried
@@ -65,31 +64,78 @@ class Tuned:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """What a run found, and the table it wrote."""
+    """What a run found.
+
+    Attributes:
+        gpu: its name.
+        tables: the table written, by format.
+        refusals: why a format of a layer was left out.
+        cells: one for each format, layer and number of tokens.
+    """
 
     gpu: str
-    path: str
+    tables: dict[str, str]
+    refusals: dict[str, str]
     cells: list[Tuned]
 
 
-class Layer(Protocol):
-    """A layer whose calls can be timed with any tiling."""
+class TunedLayer:
+    """A layer of random experts on a device.
 
-    def problem(self, tokens: int) -> TuningProblem:
-        """What a tiling of calls of `tokens` tokens is for."""
+    Args:
+        shape: its sizes.
+        format: of the weights.
+        backend: of their kernels; by default the best there is.
+        device: a CUDA device.
 
-    def times_us(self, tokens: int, tilings: Sequence[Tiling]) -> dict[Tiling, float]:
+    Raises:
+        UnsupportedError: the format does not hold weights of these sizes, or no backend runs them.
+    """
+
+    def __init__(
+        self, shape: LayerShape, format: str, backend: str | None, device: torch.device
+    ) -> None:
+        self._shape = shape
+        self._device = device
+        self._weights = random_experts(shape, format, device)
+        self.tuner = FusedExperts(self._weights, backend=backend).packed().tuner
+
+    def times_us(self, tokens: int, tilings: Sequence[Any]) -> dict[Any, float]:
         """Microseconds of a call of `tokens` tokens, by tiling.
+
+        On a workspace of NaN, where a first call is compared with the reference.
 
         Raises:
             NumericsError: a tiling computes something else.
         """
+        topk, tuner = self._shape.topk, self.tuner
+        assert tuner is not None
+        with torch.cuda.device(self._device):
+            inputs = inputs_of(self._shape, tokens, self._device)
+            pick = checked_tokens(tokens, self._device)
+            reference = FusedExperts(self._weights, backend="torch_reference")
+            want = reference(*(t[pick] for t in inputs[0].arguments))
+            size_bytes = max(tuner.workspace_bytes(tokens, topk, tiling) for tiling in tilings)
+            workspace = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            out = torch.empty_like(inputs[0].hidden)
+            calls = {}
+            for tiling in tilings:
+                plan = tuner.plan(tokens, topk, tiling=tiling, workspace=workspace)
+                workspace.fill_(0xFF)
+                out.fill_(float("nan"))
+                plan(*inputs[0].arguments, out)
+                check_output(f"{tiling} at {tokens} tokens", out, want, pick)
+                calls[tiling] = [lambda p=plan, c=call: p(*c.arguments, out) for call in inputs]
+            times = time_interleaved(calls, rests=tokens >= RESTS_FROM)
+        return {tiling: time.median_us for tiling, time in times.items()}
 
 
 def tune(
     shapes: Mapping[str, LayerShape],
     tokens: Sequence[int],
     *,
+    format: str | None = None,
+    backend: str | None = None,
     device: torch.device | str = "cuda",
     path: Path | None = None,
     progress: Progress | None = None,
@@ -100,79 +146,60 @@ def tune(
 
     Args:
         shapes: sizes of the layers, by what the result calls them.
-        tokens: the M to tune; calls of up to 1.5 times more or fewer tokens use the same tiling.
-        device: a CUDA device of SM90.
-        path: of the table; by default the user's, which wins over the one that moequant brings.
+        tokens: the M to tune; calls of about so many tokens use the same tiling.
+        format: of the weights; by default every one whose backend has tilings.
+        backend: whose kernels; by default the best there is.
+        device: a CUDA device.
+        path: of the table of one format; by default the user's, which calls prefer to the one that
+            moequant brings.
         progress: told of every M.
 
     Raises:
-        UnsupportedError: no such device, the backend does not run a layer there, more tokens than
-            it runs at once, or a file at `path` that is no table of this GPU.
+        UnsupportedError: no such device, no backend there that has tilings, more tokens than are
+            run at once, several tables for one `path`, or a file there that is no table of this
+            GPU.
         NumericsError: a tiling computes something else than the experts.
-        MoequantError: the table cannot be written, which is asked before anything is timed.
-        OSError: the table could be written when that was asked, and can no longer be.
+        MoequantError: a table cannot be written, which is asked before anything is timed.
+        OSError: a table could be written when that was asked, and can no longer be.
     """
     place = cuda_device(device)
-    from moequant.kernels.fp8_block.tuning import user_table, write_table
-
-    gpu = torch.cuda.get_device_name(place)
     _check_tokens(shapes, tokens)
-    if path is not None:
-        _check_table(path, gpu)
-    path = path or user_table(gpu)
-    _check_can_be_written(path)
-    report = progress or SilentProgress()
-    report.start("tuning", len(shapes) * len(tokens), unit="sizes")
-    cells = []
+    refusals: dict[str, str] = {}
+    layers: list[tuple[str, str]] = []
+    tables: dict[str, Path] = {}
     for name, shape in shapes.items():
-        layer: Layer = CudaLayer(shape, place)
-        for problem, now in _problems(layer, tokens):
-            cell, kept = _tune(name, layer, problem, now)
-            path = write_table(gpu, [(problem, kept, cell.after.time_us)], path)
+        for each in CONVERTIBLE if format is None else [format]:
+            few = replace(shape, experts=1, topk=1)
+            try:
+                tuner = TunedLayer(few, each, backend, place).tuner
+            except UnsupportedError as error:
+                if format is not None:
+                    raise
+                refusals[f"{name}, {each}"] = str(error)
+                continue
+            if tuner is not None:
+                layers.append((name, each))
+                tables[each] = tuner.table(path)
+    _check_tables(tables, path)
+    report = progress or SilentProgress()
+    report.start("tuning", len(layers) * len(tokens), unit="sizes")
+    cells = []
+    for name, each in layers:
+        layer = TunedLayer(shapes[name], each, backend, place)
+        tuner, topk = layer.tuner, shapes[name].topk
+        assert tuner is not None
+        # Before any is kept, which those of near numbers of tokens would start from.
+        for M, tilings in [(M, tuner.tilings(M, topk)) for M in tokens]:
+            us = layer.times_us(M, tilings)
+            cell, kept = _chosen(name, each, M, tilings[0], us)
+            tuner.keep(M, topk, kept, cell.after.time_us, tables[each])
             cells.append(cell)
-            report.advance(1, f"{name}, {problem.tokens} tokens")
-        del layer  # before the next takes as much memory
+            report.advance(1, f"{name} in {each}, {M} tokens")
+        del layer, tuner  # before the next takes as much memory
     report.finish()
-    return TuningResult(gpu=gpu, path=str(path), cells=cells)
-
-
-class CudaLayer:
-    """A layer of random experts on a CUDA device of SM90, as a `Layer`."""
-
-    def __init__(self, shape: LayerShape, device: torch.device) -> None:
-        self._shape = shape
-        self._device = device
-        weights = random_experts(shape, "fp8_block", device)
-        self._experts = FusedExperts(weights, backend=BACKEND)
-        self._packed = cast("Sm90Fp8BlockExperts", self._experts.packed()).kernel_weights
-
-    def problem(self, tokens: int) -> TuningProblem:
-        """See `Layer`."""
-        return self._packed.problem(tokens, self._shape.topk)
-
-    def times_us(self, tokens: int, tilings: Sequence[Tiling]) -> dict[Tiling, float]:
-        """See `Layer`; on a workspace of NaN, where a first call is compared with the reference."""
-        from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockPlan, workspace_bytes
-
-        topk = self._shape.topk
-        with torch.cuda.device(self._device):
-            inputs = inputs_of(self._shape, tokens, self._device)
-            pick = checked_tokens(tokens, self._device)
-            reference = FusedExperts(self._experts.weights, backend="torch_reference")
-            want = reference(*(t[pick] for t in inputs[0].arguments))
-            size_bytes = max(workspace_bytes(self._packed, tokens, topk, t) for t in tilings)
-            workspace = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-            out = torch.empty_like(inputs[0].hidden)
-            calls = {}
-            for tiling in tilings:
-                plan = Fp8BlockPlan(self._packed, tokens, topk, workspace=workspace, tiling=tiling)
-                workspace.fill_(0xFF)
-                out.fill_(float("nan"))
-                plan(*inputs[0].arguments, out)
-                check_output(f"{tiling} at {tokens} tokens", out, want, pick)
-                calls[tiling] = [lambda p=plan, c=call: p(*c.arguments, out) for call in inputs]
-            times = time_interleaved(calls, rests=tokens >= RESTS_FROM)
-        return {tiling: time.median_us for tiling, time in times.items()}
+    written = {each: str(table) for each, table in tables.items()}
+    gpu = torch.cuda.get_device_name(place)
+    return TuningResult(gpu=gpu, tables=written, refusals=refusals, cells=cells)
 
 
 def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> None:
@@ -186,58 +213,39 @@ def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> No
                 )
 
 
-def _check_table(path: Path, gpu: str) -> None:
-    """Ask, before anything is timed, whether a table can be written to `path` without a loss."""
-    from moequant.kernels.fp8_block.tuning import FORMAT
-
-    if not path.exists():
-        return
-    try:
-        table = json.loads(path.read_bytes())
-        if (table["format"], table["gpu"]) == (FORMAT, gpu):
-            return
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise UnsupportedError(
-        f"{path} is there, and is no table of tilings of {gpu}; name another file, or remove it"
-    )
-
-
-def _check_can_be_written(path: Path) -> None:
-    """Ask, before anything is timed, whether a table can be written to `path`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MoequantError(
-            f"{path.parent}: cannot be made: {error.strerror}; name another file for the table"
-        ) from error
-    check_writable(path)
-
-
-def _problems(layer: Layer, tokens: Iterable[int]) -> list[tuple[TuningProblem, Tiling]]:
-    """What each M is, and the tiling that its calls have now."""
-    from moequant.kernels.fp8_block.tuning import default_tiling, tiling_for
-
-    def now(problem: TuningProblem) -> Tiling:
+def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
+    """Ask, before anything is timed, whether there is something to tune, and where to write it."""
+    if not tables:
+        raise UnsupportedError(
+            "no backend that runs here has tilings to choose from; `moequant formats` shows which "
+            "run, and why others do not"
+        )
+    if path is not None and len(tables) > 1:
+        raise UnsupportedError(
+            f"{path} would be the table of {', '.join(tables)}, but each format has a table of its "
+            "own; choose one with --format"
+        )
+    for table in tables.values():
         try:
-            return tiling_for(problem)
-        except MoequantError:  # of a broken table, which says to tune again
-            return default_tiling(problem)
+            table.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MoequantError(
+                f"{table.parent}: cannot be made: {error.strerror}; name another file for the table"
+            ) from error
+        check_writable(table)
 
-    return [(problem, now(problem)) for problem in map(layer.problem, tokens)]
 
-
-def _tune(name: str, layer: Layer, problem: TuningProblem, now: Tiling) -> tuple[Tuned, Tiling]:
-    from moequant.kernels.fp8_block.tuning import candidates
-
-    tilings = list(dict.fromkeys([now, *candidates(problem)]))
-    us = layer.times_us(problem.tokens, tilings)
+def _chosen(
+    shape: str, format: str, tokens: int, now: Any, us: Mapping[Any, float]
+) -> tuple[Tuned, Any]:
+    """What is said of a cell, and the tiling that is kept."""
     order = sorted(us, key=us.__getitem__)
     kept = order[0] if us[order[0]] < _MARGIN * us[now] else now
     tried = {tiling: Tried(tiling=asdict(tiling), time_us=us[tiling]) for tiling in order}
     cell = Tuned(
-        shape=name,
-        tokens=problem.tokens,
+        shape=shape,
+        format=format,
+        tokens=tokens,
         before=tried[now],
         after=tried[kept],
         tried=list(tried.values()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,18 +15,16 @@ from moequant.benchmarks import tune as module
 from moequant.benchmarks.shapes import LayerShape
 from moequant.benchmarks.tune import tune
 from moequant.errors import MoequantError, NumericsError, UnsupportedError
-from moequant.kernels.fp8_block import tuning
-from moequant.kernels.fp8_block.tuning import (
-    TuningProblem,
-    candidates,
-    default_tiling,
-    tiling_for,
-    write_table,
-)
+from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
+from moequant.kernels.sm90 import tiling as tables
+from moequant.kernels.sm90.tiling import Tiling, TuningProblem
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
 
 GPU = "A GPU"
 SMALL = LayerShape(experts=8, hidden=4096, intermediate=14336, topk=2)
 OTHER = LayerShape(experts=128, hidden=2048, intermediate=768, topk=8)
+FAMILIES = {"fp8_block": Fp8BlockWeights.family, "w4a8": W4a8Weights.family}
+FAMILY = FAMILIES["fp8_block"]
 
 
 def problem(tokens, shape=SMALL):
@@ -36,16 +35,21 @@ def problem(tokens, shape=SMALL):
 
 
 class FakeLayer:
-    """A layer whose calls take 100 us, or what `us` says of a tiling."""
+    """A layer whose calls take 100 us, or what `us` says of a tiling; two formats have tilings."""
 
     us = {}  # noqa: RUF012
     asked = []  # noqa: RUF012
 
-    def __init__(self, shape, device):
+    def __init__(self, shape, format, backend, device):
+        if format == "w4a8" and shape.hidden % 128:
+            raise UnsupportedError("K is no multiple of 128")
         self.shape = shape
-
-    def problem(self, tokens):
-        return problem(tokens, self.shape)
+        none = torch.empty(shape.experts, 0, device="meta")
+        sizes = {"hidden": shape.hidden, "intermediate": shape.intermediate}
+        self.tuner = {
+            "fp8_block": Fp8BlockWeights(w13=none, w13_scale=none, w2=none, w2_scale=none, **sizes),
+            "w4a8": W4a8Weights(w13=none, w2=none, **sizes),
+        }.get(format)
 
     def times_us(self, tokens, tilings):
         self.asked.append((self.shape, tokens, tilings))
@@ -55,72 +59,78 @@ class FakeLayer:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch, tmp_path):
     """The fake layer, and a cache folder and a shipped table of this test's own."""
+    properties = SimpleNamespace(name=GPU, multi_processor_count=132)
     monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "_OURS", tmp_path / "ours")
+    monkeypatch.setattr(tables, "_OURS", tmp_path / "ours")
     monkeypatch.setattr(module, "cuda_device", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(module, "CudaLayer", FakeLayer)
+    monkeypatch.setattr(module, "TunedLayer", FakeLayer)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(FakeLayer, "us", {})
     monkeypatch.setattr(FakeLayer, "asked", [])
-    tuning._tables.cache_clear()
+    tables._tables.cache_clear()
     yield FakeLayer
-    tuning._tables.cache_clear()
+    tables._tables.cache_clear()
+
+
+def tune_fp8(shapes, tokens, **options):
+    return tune(shapes, tokens, format="fp8_block", **options)
 
 
 def other_than(tokens, tiling, shape=SMALL):
-    return next(t for t in reversed(candidates(problem(tokens, shape))) if t != tiling)
+    return next(t for t in reversed(FAMILY.candidates(problem(tokens, shape))) if t != tiling)
 
 
 def test_a_faster_tiling_is_kept_and_calls_have_it(fake):
-    before = default_tiling(problem(1))
+    before = FAMILY.default(problem(1))
     faster = other_than(1, before)
     fake.us = {(1, faster): 80.0, (1, before): 90.0}
-    result = tune({"small": SMALL}, [1, 64])
+    result = tune_fp8({"small": SMALL}, [1, 64])
     first, second = result.cells
     assert (first.shape, first.tokens, second.tokens) == ("small", 1, 64)
     assert (first.before.time_us, first.after.time_us) == (90.0, 80.0)
-    assert tuning.Tiling(**first.after.tiling) == faster
+    assert Tiling(**first.after.tiling) == faster
     assert [tried.time_us for tried in first.tried][:3] == [80.0, 90.0, 100.0]
-    assert len(first.tried) == len(candidates(problem(1)))
+    assert len(first.tried) == len(FAMILY.candidates(problem(1)))
     assert second.before == second.after
-    assert tiling_for(problem(1)) == faster
-    assert tiling_for(problem(64)) == default_tiling(problem(64))
+    assert FAMILY.choose(problem(1)) == faster
+    assert FAMILY.choose(problem(64)) == FAMILY.default(problem(64))
 
 
 def test_a_tiling_that_is_faster_by_less_than_runs_differ_is_not_kept(fake):
-    before = default_tiling(problem(1))
+    before = FAMILY.default(problem(1))
     fake.us = {(1, other_than(1, before)): 99.5}
-    (cell,) = tune({"small": SMALL}, [1]).cells
+    (cell,) = tune_fp8({"small": SMALL}, [1]).cells
     assert cell.after == cell.before
-    assert tuning.Tiling(**cell.after.tiling) == before
-    assert tiling_for(problem(1)) == before
+    assert Tiling(**cell.after.tiling) == before
+    assert FAMILY.choose(problem(1)) == before
 
 
 def test_the_tiling_that_a_table_gives_is_what_others_have_to_beat(fake):
-    table = tuning.Tiling(rows=32, split13=4)
-    assert table not in candidates(problem(1))
-    write_table(GPU, [(problem(1), table, 1.0)])
-    (cell,) = tune({"small": SMALL}, [1]).cells
-    assert tuning.Tiling(**cell.before.tiling) == table
-    assert len(cell.tried) == len(candidates(problem(1))) + 1
-    assert tiling_for(problem(1)) == table
+    table = Tiling(rows=32, split13=4)
+    assert table not in FAMILY.candidates(problem(1))
+    FAMILY.write(problem(1), table, 1.0)
+    (cell,) = tune_fp8({"small": SMALL}, [1]).cells
+    assert Tiling(**cell.before.tiling) == table
+    assert len(cell.tried) == len(FAMILY.candidates(problem(1))) + 1
+    assert FAMILY.choose(problem(1)) == table
 
 
 def test_what_one_number_of_tokens_finds_is_not_what_the_next_starts_from(fake):
     near = 9  # within what a tiling of 8 holds for
-    before = default_tiling(problem(near))
+    before = FAMILY.default(problem(near))
     fake.us = {(8, other_than(8, before)): 10.0}
-    cells = tune({"small": SMALL}, [8, near]).cells
-    assert tuning.Tiling(**cells[1].before.tiling) == before
+    cells = tune_fp8({"small": SMALL}, [8, near]).cells
+    assert Tiling(**cells[1].before.tiling) == before
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_table_is_extended(fake, tmp_path, named):
     path = tmp_path / "table.json" if named else None
-    far = tuning.Tiling(rows=64)
-    path = write_table(GPU, [(problem(999), far, 5.0)], path)
-    result = tune({"small": SMALL, "other": OTHER}, [1, 512], path=path if named else None)
-    assert result.path == str(path)
+    far = Tiling(rows=64)
+    path = FAMILY.write(problem(999), far, 5.0, path)
+    result = tune_fp8({"small": SMALL, "other": OTHER}, [1, 512], path=path if named else None)
+    assert result.tables == {"fp8_block": str(path)}
     assert named or path.parent == tmp_path / "cache" / "tunings"
     shapes = json.loads(path.read_text())["shapes"]
     assert [shape["experts"] for shape in shapes] == [8, 128]
@@ -141,9 +151,9 @@ def test_a_file_that_is_no_table_of_this_gpu_is_left_alone(fake, tmp_path, text)
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(
-        UnsupportedError, match=r"x\.json is there, and is no table of tilings of A"
+        UnsupportedError, match=r"x\.json is there, and is no table of tilings of fp8_block"
     ):
-        tune({"small": SMALL}, [1], path=path)
+        tune_fp8({"small": SMALL}, [1], path=path)
     assert path.read_text() == text
     assert fake.asked == []
 
@@ -156,17 +166,17 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_timed(
     folder = tmp_path / "file" / "tunings"  # beneath a file there is no folder, for root neither
     monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(folder.parent))
     with pytest.raises(MoequantError, match=r"tunings: cannot be made: Not a directory"):
-        tune({"small": SMALL}, [1], path=folder / "t.json" if named else None)
+        tune_fp8({"small": SMALL}, [1], path=folder / "t.json" if named else None)
     assert fake.asked == []
 
 
 def test_a_broken_table_of_the_users_is_tuned_again(fake):
-    path = write_table(GPU, [(problem(1), tuning.Tiling(rows=64), 5.0)])
+    path = FAMILY.write(problem(1), Tiling(rows=64), 5.0)
     path.write_text("{")
-    tuning._tables.cache_clear()
-    (cell,) = tune({"small": SMALL}, [1]).cells
-    assert tuning.Tiling(**cell.before.tiling) == default_tiling(problem(1))
-    assert tiling_for(problem(1)) == default_tiling(problem(1))
+    tables._tables.cache_clear()
+    (cell,) = tune_fp8({"small": SMALL}, [1]).cells
+    assert Tiling(**cell.before.tiling) == FAMILY.default(problem(1))
+    assert FAMILY.choose(problem(1)) == FAMILY.default(problem(1))
 
 
 def test_what_was_found_before_an_error_is_in_the_table(fake, monkeypatch):
@@ -177,15 +187,46 @@ def test_what_was_found_before_an_error_is_in_the_table(fake, monkeypatch):
             raise NumericsError("wrong")
         return timed(self, tokens, tilings)
 
-    faster = other_than(1, default_tiling(problem(1)))
+    faster = other_than(1, FAMILY.default(problem(1)))
     fake.us = {(1, faster): 10.0}
     monkeypatch.setattr(FakeLayer, "times_us", fails)
     with pytest.raises(NumericsError):
-        tune({"small": SMALL}, [1, 64])
-    assert tiling_for(problem(1)) == faster
+        tune_fp8({"small": SMALL}, [1, 64])
+    assert FAMILY.choose(problem(1)) == faster
 
 
 def test_more_tokens_than_run_at_once_are_refused_before_any_are_timed(fake):
     with pytest.raises(UnsupportedError, match="40000 tokens of small run in parts of 32768"):
-        tune({"other": replace(OTHER, topk=1), "small": SMALL}, [1, 40000])
+        tune_fp8({"other": replace(OTHER, topk=1), "small": SMALL}, [1, 40000])
+    assert fake.asked == []
+
+
+def test_by_default_every_format_with_tilings_is_tuned_into_a_table_of_its_own(fake, tmp_path):
+    odd = replace(SMALL, hidden=4160)
+    result = tune({"small": SMALL, "odd": odd}, [1])
+    cells = [(cell.shape, cell.format) for cell in result.cells]
+    assert cells == [("small", "fp8_block"), ("small", "w4a8"), ("odd", "fp8_block")]
+    assert result.refusals == {"odd, w4a8": "K is no multiple of 128"}
+    folder = tmp_path / "cache" / "tunings"
+    assert result.tables == {name: str(folder / f"{name}_a_gpu.json") for name in FAMILIES}
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "fp8_block_a_gpu.json",
+        "w4a8_a_gpu.json",
+    ]
+    for name, family in FAMILIES.items():
+        assert family.is_table(folder / f"{name}_a_gpu.json", GPU)
+
+
+def test_a_format_that_is_named_is_tuned_or_refused(fake):
+    (cell,) = tune({"small": SMALL}, [1], format="w4a8").cells
+    assert cell.format == "w4a8"
+    with pytest.raises(UnsupportedError, match="no multiple of 128"):
+        tune({"odd": replace(SMALL, hidden=4160)}, [1], format="w4a8")
+    with pytest.raises(UnsupportedError, match="no backend that runs here has tilings"):
+        tune({"small": SMALL}, [1], format="mxfp4")
+
+
+def test_one_file_is_the_table_of_one_format(fake, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"table of fp8_block, w4a8, but .* --format"):
+        tune({"small": SMALL}, [1], path=tmp_path / "t.json")
     assert fake.asked == []

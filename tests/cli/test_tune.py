@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -35,21 +37,26 @@ def test_what_was_found_is_shown(run, monkeypatch, tmp_path):
 
     slow, fast = found(16, 20.04), found(8, 10.0, gather=True)
 
-    def fake(shapes, tokens, *, device, path, progress):
+    def fake(shapes, tokens, *, format, backend, device, path, progress):
         assert (list(shapes), tokens) == (["qwen3-30b", "8x256x128x2"], [1, 8])
-        cell = tune.Tuned(shape="qwen3-30b", tokens=1, before=slow, after=fast, tried=[fast, slow])
-        same = tune.Tuned(shape="qwen3-30b", tokens=8, before=slow, after=slow, tried=[slow])
-        return tune.TuningResult(gpu="a GPU", path=str(path), cells=[cell, same])
+        assert (format, backend) == ("fp8_block", "x")
+        shown = {"shape": "qwen3-30b", "format": "fp8_block", "before": slow}
+        cell = tune.Tuned(**shown, tokens=1, after=fast, tried=[fast, slow])
+        same = tune.Tuned(**shown, tokens=8, after=slow, tried=[slow])
+        tables, refusals = {"fp8_block": str(path)}, {"8x256x128x2, w4a8": "odd"}
+        return tune.TuningResult(gpu="a GPU", tables=tables, refusals=refusals, cells=[cell, same])
 
     monkeypatch.setattr(tune, "tune", fake)
     arguments = ["tune", "--shape", "qwen3-30b,8x256x128x2", "--tokens", "1,8"]
+    arguments += ["--format", "fp8_block", "--backend", "x"]
     result = run(*arguments, "--output", tmp_path / "t.json")
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines == [
-        "shape tokens us before us after tried before after",
-        "qwen3-30b 1 20.0 10.0 2 rows 16, split13 2 rows 8, split13 2, gather",
-        "qwen3-30b 8 20.0 20.0 1 rows 16, split13 2 the same",
+        "shape format tokens us before us after tried before after",
+        "qwen3-30b fp8_block 1 20.0 10.0 2 rows 16, split13 2 rows 8, split13 2, gather",
+        "qwen3-30b fp8_block 8 20.0 20.0 1 rows 16, split13 2 the same",
         f"a GPU, written to {tmp_path / 't.json'}",
+        "not tuned: 8x256x128x2, w4a8: odd",
     ]
     document = run(*arguments, "--json").document
     assert [tried["time_us"] for tried in document["cells"][0]["tried"]] == [10.0, 20.04]
@@ -60,12 +67,14 @@ def test_what_was_found_is_shown(run, monkeypatch, tmp_path):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a CUDA device of SM90",
 )
-def test_a_table_is_written_that_calls_look_into(run, tmp_path, monkeypatch):
-    from moequant.kernels.fp8_block import tuning
+@pytest.mark.parametrize("format", ["fp8_block", "w4a8"])
+def test_a_table_is_written_that_calls_look_into(run, tmp_path, monkeypatch, format):
+    from moequant.benchmarks.shapes import parse_shape
+    from moequant.benchmarks.tune import TunedLayer
 
     monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path))
     shape = "16x1024x512x4"
-    result = run("tune", "--shape", shape, "--tokens", "1,64", "--json")
+    result = run("tune", "--shape", shape, "--tokens", "1,64", "--format", format, "--json")
     assert result.exit_code == 0
     tuned = result.document["cells"]
     assert [cell["tokens"] for cell in tuned] == [1, 64]
@@ -73,11 +82,8 @@ def test_a_table_is_written_that_calls_look_into(run, tmp_path, monkeypatch):
         assert len(cell["tried"]) > 1
         assert cell["after"]["time_us"] <= cell["before"]["time_us"]
     # A second shape goes beside the first.
-    assert run("tune", "--shape", "8x1024x512x2", "--tokens", "1").exit_code == 0
+    again = ["tune", "--shape", "8x1024x512x2", "--tokens", "1", "--format", format]
+    assert run(*again).exit_code == 0
+    tuner = TunedLayer(parse_shape(shape), format, None, torch.device("cuda", 0)).tuner
     for cell in tuned:
-        problem = tuning.TuningProblem(
-            gpu=torch.cuda.get_device_name(),
-            sms=torch.cuda.get_device_properties(0).multi_processor_count,
-            experts=16, hidden=1024, intermediate=512, topk=4, tokens=cell["tokens"],
-        )  # fmt: skip
-        assert tuning.tiling_for(problem) == tuning.Tiling(**cell["after"]["tiling"])
+        assert asdict(tuner.tiling(cell["tokens"], 4)) == cell["after"]["tiling"]

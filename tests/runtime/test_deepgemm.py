@@ -34,7 +34,7 @@ WHY_NOT = REGISTRY["deepgemm"].supports(WORKLOAD)
 # E, H, I, T; no size of the second is a multiple of 128.
 SMALL, ODD = (16, 1024, 512, 4), (8, 720, 336, 2)
 
-# As in test_sm90_fp8_block.py, where it is derived: tensor cores add FP8 products with about 14
+# As in test_sm90.py, where it is derived: tensor cores add FP8 products with about 14
 # bits, which flips codes in the middle. Here the middle is rounded to bfloat16 too, which flips
 # as many: ulp / 2**-9, so sqrt(2**-9 * 2**-3.5) = 1.3 % more, calc_diff 1e-4.
 CALC_DIFF = 1e-3

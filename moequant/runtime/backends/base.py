@@ -10,12 +10,13 @@ batch per expert.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -26,6 +27,34 @@ if TYPE_CHECKING:
 
 TARGETS = ("sm90", "sm100")
 """Generations of GPUs that `moequant prepare` packs for: Hopper and Blackwell."""
+
+
+class Tuner(Protocol):
+    """How kernels run calls of a size in several ways, for `moequant tune`.
+
+    A tiling is a frozen dataclass of numbers and flags. Calls look one up by themselves.
+    """
+
+    def tilings(self, tokens: int, topk: int) -> Sequence[Any]:
+        """Those worth timing for [tokens, topk] pairs; the first is what calls have now."""
+
+    def workspace_bytes(self, tokens: int, topk: int, tiling: Any, /) -> int:
+        """Bytes of scratch memory that a call with `tiling` needs."""
+
+    def plan(
+        self, tokens: int, topk: int, *, tiling: Any, workspace: Tensor
+    ) -> Callable[..., object]:
+        """What runs calls of that size: called with hidden states, router weights, ids and out."""
+
+    def table(self, path: Path | None) -> Path:
+        """The file in which tilings are kept: `path`, or the user's, which calls look into.
+
+        Raises:
+            UnsupportedError: there is something else at `path`.
+        """
+
+    def keep(self, tokens: int, topk: int, tiling: Any, time_us: float, path: Path) -> None:
+        """Write a tiling into the table at `path`, for calls of about that size."""
 
 
 class PackedExperts(ABC):
@@ -44,6 +73,10 @@ class PackedExperts(ABC):
     """Whether `run` takes hidden states that are quantized."""
     capturable: ClassVar[bool] = True
     """Whether it never waits for the device, so that `moequant bench` can time it in a graph."""
+    has_stages: ClassVar[bool] = False
+    """Whether it has `stages`."""
+    tuner: Tuner | None = None
+    """Its tilings, where there is a choice for `moequant tune`."""
 
     def __init__(
         self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
@@ -90,6 +123,16 @@ class PackedExperts(ABC):
         Calls of equal names launch the same kernels. None: nothing is compiled.
         """
         return None
+
+    def stages(
+        self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor
+    ) -> Mapping[str, Callable[[], object]]:
+        """Run a call, and return its launches by name, to be timed one by one.
+
+        For `moequant bench experts --stages`. Of more tokens than are run at once, those of a first
+        part.
+        """
+        raise NotImplementedError
 
     def weights(self) -> ExpertWeights:
         """Gate, up and down, see `Layout.unpack`."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moequant.runtime.backends.base import Backend, PackedExperts
+from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_sm90_nvrtc
+from moequant.runtime.backends.sm90 import Sm90Experts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
+    from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.workload import Workload
 
 _ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
@@ -40,64 +42,20 @@ class Sm90Fp8Block(Backend):
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
-        return Sm90Fp8BlockExperts(self, tensors, workload=workload)
-
-
-class Sm90Fp8BlockExperts(PackedExperts):
-    """See `Sm90Fp8Block`."""
-
-    def __init__(
-        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
-    ) -> None:
         from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
 
-        super().__init__(backend, tensors, workload=workload)
-        self.kernel_weights = Fp8BlockWeights(
+        weights = Fp8BlockWeights(
             w13=tensors["w13_qdata"],
             w13_scale=tensors["w13_scale"],
             w2=tensors["w2_qdata"],
             w2_scale=tensors["w2_scale"],
+            hidden=workload.hidden,
+            intermediate=workload.intermediate,
             bias13=tensors.get("w13_bias"),
             bias2=tensors.get("w2_bias"),
             act_fn=workload.act_fn,
         )
-
-    def workspace_bytes(self, tokens: int, topk: int) -> int:
-        """See `PackedExperts.workspace_bytes`."""
-        from moequant.kernels.fp8_block.sm90_fp8_fused import workspace_bytes
-
-        return workspace_bytes(self.kernel_weights, tokens, topk)
-
-    def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.fp8_block.sm90_fp8_fused import kernels_for
-
-        return kernels_for(self.kernel_weights, tokens, topk)
-
-    def run(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        *,
-        out: Tensor,
-        workspace: Tensor,
-        expert_map: Tensor | None,
-        hidden_scale: Tensor | None,
-    ) -> None:
-        """See `PackedExperts.run`."""
-        from moequant.kernels.fp8_block.sm90_fp8_fused import fused_experts
-
-        fused_experts(
-            self.kernel_weights,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            out=out,
-            workspace=workspace,
-            expert_map=expert_map,
-            hidden_scale=hidden_scale,
-        )
+        return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
 
 
 def why_not_fp8_block(workload: Workload) -> str | None:

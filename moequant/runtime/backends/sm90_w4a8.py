@@ -9,17 +9,19 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight
 from moequant.kernels.sm90_w4a8 import layout
-from moequant.runtime.backends.base import Backend, PackedExperts
+from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
+from moequant.runtime.backends.sm90 import Sm90Experts
 from moequant.runtime.backends.stacked import stack_biases, unstack_biases
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
+    from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.workload import Workload
 
 
@@ -107,19 +109,9 @@ class Sm90W4a8(Backend):
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
-        return Sm90W4a8Experts(self, tensors, workload=workload)
-
-
-class Sm90W4a8Experts(PackedExperts):
-    """See `Sm90W4a8`."""
-
-    def __init__(
-        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
-    ) -> None:
         from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
 
-        super().__init__(backend, tensors, workload=workload)
-        self.kernel_weights = W4a8Weights(
+        weights = W4a8Weights(
             w13=tensors["w13_panels"],
             w2=tensors["w2_panels"],
             hidden=workload.hidden,
@@ -128,40 +120,4 @@ class Sm90W4a8Experts(PackedExperts):
             bias2=tensors.get("w2_bias"),
             act_fn=workload.act_fn,
         )
-
-    def workspace_bytes(self, tokens: int, topk: int) -> int:
-        """See `PackedExperts.workspace_bytes`."""
-        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import workspace_bytes
-
-        return workspace_bytes(self.kernel_weights, tokens, topk)
-
-    def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import kernels_for
-
-        return kernels_for(self.kernel_weights, tokens, topk)
-
-    def run(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        *,
-        out: Tensor,
-        workspace: Tensor,
-        expert_map: Tensor | None,
-        hidden_scale: Tensor | None,
-    ) -> None:
-        """See `PackedExperts.run`."""
-        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import fused_experts
-
-        fused_experts(
-            self.kernel_weights,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            out=out,
-            workspace=workspace,
-            expert_map=expert_map,
-            hidden_scale=hidden_scale,
-        )
+        return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)

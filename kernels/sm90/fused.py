@@ -1,0 +1,523 @@
+"""Fused experts on SM90, whatever the format: what a call launches from hidden states to output.
+
+    prepare          sort the routing, quantize each token, lay it in the rows of its experts
+    gate and up      grouped GEMM, the activation function in its epilogue
+    quantize         the rows between the GEMMs, where the first GEMM cannot
+    down             grouped GEMM, bfloat16
+    weighted reduce  per token, float32, one expert after the other
+
+A family of kernels is a subclass of `Sm90Weights`. An `Sm90Plan` holds all of a call for one number
+of tokens: buffers in a workspace, TMA descriptors, kernels. It reads nothing on the host, so a call
+can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from moequant.act_fn import SILU, ActFn
+from moequant.errors import MoequantError, UnsupportedError
+from moequant.kernels.arena import WorkspaceArena
+from moequant.kernels.calls import part_tokens, run_in_parts
+from moequant.kernels.launch import Relaunch, stream_of
+from moequant.kernels.routing import (
+    ONE_LAUNCH_SLOTS,
+    Grouping,
+    SortedRouting,
+    chunk_of,
+    max_rows,
+    sort_routing,
+)
+from moequant.kernels.sm90.grouped_gemm import ROUTED_SLOTS, GroupedGemm
+from moequant.kernels.sm90.quantize_permute import (
+    BESIDE_SLOTS,
+    FEW_SLOTS,
+    copy_rows,
+    group_of,
+    prepare,
+    quantize_rows,
+    sort_and_quantize,
+)
+from moequant.kernels.sm90.tiling import Tiling, Tilings, TuningProblem
+from moequant.kernels.weighted_reduce import weighted_reduce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from moequant.kernels.sm90.grouped_gemm import GemmConfig
+
+_PLANS_KEPT = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sm90Weights(ABC):
+    """Weights of E experts in the layout of a family, on a device of SM90.
+
+    Attributes:
+        w13: gate and up, or up alone; the first dimension is E.
+        w2: down.
+        hidden: H.
+        intermediate: I.
+        bias13: float32 [E, 2 * Ip], gate over up, or [E, Ip]; 0 where padded; None is 0.
+        bias2: float32 [E, H]; None is 0.
+        act_fn: the function between the GEMMs.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    hidden: int
+    intermediate: int
+    bias13: Tensor | None = None
+    bias2: Tensor | None = None
+    act_fn: ActFn = SILU
+    _plans: dict[tuple[int, ...], Sm90Plan] = field(default_factory=dict, init=False, repr=False)
+    _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
+    _workspace_bytes: dict[tuple[int, int], int] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    family: ClassVar[Tilings]
+    quantizes_apart: ClassVar[bool]
+    """Whether the first GEMM leaves bfloat16, which a launch of its own quantizes."""
+
+    @abstractmethod
+    def scale_shape(self, rows: int, columns: int, *, by_token: bool = False) -> tuple[int, ...]:
+        """Of the scales of rows in the order of the experts, or of tokens as they come."""
+
+    @abstractmethod
+    def gemm(
+        self, common: dict[str, Any], buffers: Buffers, tiling: Tiling
+    ) -> tuple[GemmConfig, Callable[[], list[Any]]]:
+        """The kernel of a GEMM, and what makes its own arguments.
+
+        Args:
+            common: the fields that every `GemmConfig` has; `act` is None for the second GEMM.
+            buffers: of the call.
+            tiling: of the call.
+        """
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.w13.shape[0]
+
+    @property
+    def padded(self) -> int:
+        """Ip: columns between the GEMMs."""
+        return self.intermediate
+
+    def extra_rows(self, tiling: Tiling) -> int:
+        """Rows that a tile may have beyond `tiling.rows`, instead of a tile of their own."""
+        return 0
+
+    def grouping(self, tiling: Tiling) -> Grouping:
+        """How rows are cut into tiles."""
+        return Grouping(
+            experts=self.experts, tile_rows=tiling.rows, extra_rows=self.extra_rows(tiling)
+        )
+
+    def problem(self, tokens: int, topk: int) -> TuningProblem:
+        """What a tiling is chosen for."""
+        properties = torch.cuda.get_device_properties(self.w13.device)
+        return TuningProblem(
+            gpu=properties.name,
+            sms=properties.multi_processor_count,
+            experts=self.experts,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            topk=topk,
+            tokens=tokens,
+        )
+
+    def tiling(self, tokens: int, topk: int) -> Tiling:
+        """That of calls of [tokens, topk] pairs, at most MAX_SLOTS; the same every time."""
+        known = self._tilings
+        if (tokens, topk) not in known:
+            known[tokens, topk] = self.family.choose(self.problem(tokens, topk))
+        return known[tokens, topk]
+
+    def tilings(self, tokens: int, topk: int) -> list[Tiling]:
+        """Those worth timing; the first is what calls have now."""
+        problem = self.problem(part_tokens(tokens, topk), topk)
+        try:
+            now = self.family.choose(problem)
+        except MoequantError:  # of a broken table, which says to tune again
+            now = self.family.default(problem)
+        return list(dict.fromkeys([now, *self.family.candidates(problem)]))
+
+    def table(self, path: Path | None = None) -> Path:
+        """Where tilings are kept: `path`, or the user's table, which calls look into.
+
+        Raises:
+            UnsupportedError: there is something else at `path`.
+        """
+        gpu = self.problem(1, 1).gpu
+        if path is None:
+            return self.family.user_table(gpu)
+        if path.exists() and not self.family.is_table(path, gpu):
+            raise UnsupportedError(
+                f"{path} is there, and is no table of tilings of {self.family.name} on {gpu}; name "
+                "another file, or remove it"
+            )
+        return path
+
+    def keep(self, tokens: int, topk: int, tiling: Tiling, time_us: float, path: Path) -> None:
+        """Write a tiling into the table at `path`, for calls of about that size."""
+        self.family.write(self.problem(tokens, topk), tiling, time_us, path)
+
+    def plan(self, tokens: int, topk: int, *, tiling: Tiling | None, workspace: Tensor) -> Sm90Plan:
+        """What runs calls of exactly that size: see `Sm90Plan`."""
+        return Sm90Plan(self, tokens, topk, tiling=tiling, workspace=workspace)
+
+    def workspace_bytes(self, tokens: int, topk: int, tiling: Tiling | None = None) -> int:
+        """Scratch memory of a call of [tokens, topk] pairs, by default with its own tiling."""
+        if tokens * topk == 0:
+            return 0
+        if tiling is None:
+            known = self._workspace_bytes
+            if (tokens, topk) not in known:
+                own = self.tiling(part_tokens(tokens, topk), topk)
+                known[tokens, topk] = self.workspace_bytes(tokens, topk, own)
+            return known[tokens, topk]
+        arena = WorkspaceArena()
+        Buffers.carve(self, part_tokens(tokens, topk), topk, tiling, arena)
+        return arena.size_bytes
+
+    def kernels_for(self, tokens: int, topk: int) -> tuple[object, ...]:
+        """Equal for calls that run the same kernels.
+
+        The sort is compiled for the next power of two of the pairs, and Triton compiles apart for
+        numbers that are 1 or multiples of 16: here tokens, pairs, and strides of scales.
+        """
+        tokens = part_tokens(tokens, topk)
+        pairs = tokens * topk
+        tiling = self.tiling(tokens, topk)
+        scales = self.scale_shape(pairs, self.hidden)
+        return (
+            tiling,
+            topk,
+            routed(tiling, pairs),
+            (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_SLOTS else chunk_of(pairs),
+            pairs <= BESIDE_SLOTS,
+            tokens == 1,
+            tokens <= 64,
+            tuple(number % 16 == 0 for number in (tokens, pairs, *scales[1:])),
+        )
+
+    def run(
+        self,
+        hidden: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        out: Tensor,
+        workspace: Tensor,
+        expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
+    ) -> None:
+        """Run the experts once. Nothing is read on the host.
+
+        Each expert's result is rounded to bfloat16; their sum is float32. More than MAX_SLOTS
+        token-expert pairs run in parts. What a call of a size needs beside the workspace is made in
+        the first one, and kept for as long as calls have the same workspace.
+
+        Args:
+            hidden: [M, H] bfloat16, float16 or float32.
+            topk_weights: [M, T] float32, bfloat16 or float16.
+            topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes
+                nothing.
+            out: [M, H] contiguous bfloat16, float16 or float32, written.
+            workspace: uint8, at least `workspace_bytes`, with any contents.
+            expert_map: [global experts] int32 or int64, index here or -1.
+            hidden_scale: where `hidden` is quantized, float8_e4m3fn, its scales: float32
+                [M, ceil(H / 128)] of groups, or [M, 1] of tokens.
+        """
+        T = topk_ids.shape[1]
+        run_in_parts(
+            lambda tokens: self._plan(tokens, T, workspace),
+            hidden,
+            topk_weights,
+            topk_ids,
+            out=out,
+            expert_map=expert_map,
+            hidden_scale=hidden_scale,
+        )
+
+    def _plan(self, tokens: int, topk: int, workspace: Tensor) -> Sm90Plan:
+        """A plan in `workspace`: one that was made before, where that has not moved."""
+        key = (tokens, topk, workspace.data_ptr())
+        plans = self._plans
+        plan = plans.get(key)
+        if plan is None:
+            plan = self.plan(tokens, topk, tiling=None, workspace=workspace)
+            if not torch.cuda.is_current_stream_capturing():  # that workspace is the graph's own
+                # A copy, and pop: another thread may be at the same.
+                for old, other in list(plans.items()):
+                    if other.workspace() is None or len(plans) >= _PLANS_KEPT:
+                        plans.pop(old, None)
+                plans[key] = plan
+        return plan
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_plans": {}}  # plans hold addresses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffers:
+    """What the kernels of a call hand on, in a workspace.
+
+    Attributes:
+        routing: the sorted routing.
+        x: float8_e4m3fn [rows, H], the tokens in the order of the experts; or [M, H], as they
+            come, where the first GEMM gathers.
+        x_scale: float32, of `x`: see `quantize_permute`.
+        act: bfloat16 [rows, Ip], what the first GEMM leaves, where that is quantized apart.
+        codes: float8_e4m3fn [rows, Ip], the same quantized.
+        codes_scale: float32, of `codes`.
+        y: bfloat16 [rows, H], the experts' results.
+    """
+
+    routing: SortedRouting
+    x: Tensor
+    x_scale: Tensor
+    act: Tensor | None
+    codes: Tensor
+    codes_scale: Tensor
+    y: Tensor
+
+    @staticmethod
+    def carve(
+        weights: Sm90Weights, tokens: int, topk: int, tiling: Tiling, arena: WorkspaceArena
+    ) -> Buffers:
+        """Those of a call of [tokens, topk] pairs, at most MAX_SLOTS."""
+        pairs = tokens * topk
+        H, I = weights.hidden, weights.padded
+        rows = max_rows(pairs, weights.experts, 1)
+        first = tokens if tiling.gather else rows
+        x_scale = weights.scale_shape(first, H, by_token=tiling.gather)
+        apart = weights.quantizes_apart
+        return Buffers(
+            routing=arena.sorted_routing(pairs, weights.grouping(tiling)),
+            x=arena.empty(first, H, dtype=torch.float8_e4m3fn),
+            x_scale=arena.empty(*x_scale, dtype=torch.float32),
+            act=arena.empty(rows, I, dtype=torch.bfloat16) if apart else None,
+            codes=arena.empty(rows, I, dtype=torch.float8_e4m3fn),
+            codes_scale=arena.empty(*weights.scale_shape(rows, I), dtype=torch.float32),
+            y=arena.empty(rows, H, dtype=torch.bfloat16),
+        )
+
+
+class Sm90Plan:
+    """Kernels and buffers for calls of exactly `tokens` tokens with `topk` experts each.
+
+    Args:
+        weights: the experts.
+        tokens: M, at least 1; M * T at most MAX_SLOTS.
+        topk: T, at least 1.
+        workspace: uint8, at least `workspace_bytes`.
+        tiling: by default the weights' own; `workspace` is then as large as that wants.
+    """
+
+    def __init__(
+        self,
+        weights: Sm90Weights,
+        tokens: int,
+        topk: int,
+        *,
+        workspace: Tensor,
+        tiling: Tiling | None = None,
+    ) -> None:
+        self.tiling = weights.tiling(tokens, topk) if tiling is None else tiling
+        weights.family.check(self.tiling)
+        arena = WorkspaceArena(workspace)
+        self.buffers = b = Buffers.carve(weights, tokens, topk, self.tiling, arena)
+        self.workspace = ref(workspace)
+        self.grouping = weights.grouping(self.tiling)
+        self._routed = routed(self.tiling, tokens * topk)
+        self._launches: dict[tuple[object, ...], tuple[Relaunch, Relaunch | None, Relaunch]] = {}
+        act_fn = weights.act_fn
+        self.gate_up = self._gemm(
+            weights,
+            {
+                "act": act_fn.name,
+                "gated": act_fn.gated,
+                "limited": act_fn.limit is not None,
+                "gather": topk if self.tiling.gather else 0,
+                "routed": self._routed,
+                "split": self.tiling.split13,
+                "K": weights.hidden,
+                "n_out": weights.padded,
+            },
+            x=b.x,
+            x_scale=b.x_scale,
+            units_taken=b.routing.units_taken[:1],
+            out=b.codes if b.act is None else b.act,
+            bias=weights.bias13,
+        )
+        self.down = self._gemm(
+            weights,
+            {
+                "act": None,
+                "split": self.tiling.split2,
+                "K": weights.intermediate,
+                "n_out": weights.hidden,
+            },
+            x=b.codes,
+            x_scale=b.codes_scale,
+            units_taken=b.routing.units_taken[1:],
+            out=b.y,
+            bias=weights.bias2,
+        )
+
+    def _gemm(
+        self,
+        weights: Sm90Weights,
+        common: dict[str, Any],
+        *,
+        bias: Tensor | None,
+        **tensors: Tensor,
+    ) -> GroupedGemm:
+        common |= {
+            "rows": self.tiling.rows,
+            "pair": self.tiling.pair,
+            "bias": bias is not None,
+        }
+        config, own = weights.gemm(common, self.buffers, self.tiling)
+        return GroupedGemm(
+            config,
+            routing=self.buffers.routing,
+            experts=weights.experts,
+            bias=bias,
+            act_fn=weights.act_fn,
+            own=own,
+            **tensors,
+        )
+
+    def prepare(
+        self,
+        hidden: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
+    ) -> Relaunch | None:
+        """First launches: sort, quantize, and permute where the first GEMM does not gather.
+
+        Returns:
+            See `quantize_permute.prepare`.
+        """
+        if self._routed:
+            self.gate_up.route(topk_ids, expert_map)
+        b = self.buffers
+        if hidden_scale is not None:
+            sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
+            if self.tiling.gather:
+                b.x.copy_(hidden)
+                by_token = b.x_scale.view(hidden.shape[0], -1)
+                by_token[:, : hidden_scale.shape[1]].copy_(hidden_scale)
+            else:
+                copy_rows(hidden, hidden_scale, b.routing.row_of_slot, b.x, b.x_scale)
+            return None
+        quantize = sort_and_quantize if self.tiling.gather else prepare
+        return quantize(
+            hidden, topk_ids, b.routing, b.x, b.x_scale, self.grouping, expert_map=expert_map
+        )
+
+    def quantize(self) -> Relaunch | None:
+        """What the first GEMM leaves, where it does not quantize that itself."""
+        b = self.buffers
+        return None if b.act is None else quantize_rows(b.act, b.routing, b.codes, b.codes_scale)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        out: Tensor,
+        expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
+    ) -> None:
+        """Run the experts on the current stream; see `Sm90Weights.run`, all tensors contiguous."""
+        stream = stream_of(hidden.device)
+        y, row_of_slot = self.buffers.y, self.buffers.routing.row_of_slot
+        kinds = None
+        if hidden_scale is None:
+            kinds = _kinds(hidden, topk_weights, topk_ids, out, expert_map)
+            known = None if kinds is None else self._launches.get(kinds)
+            if known is not None:
+                first, between, last = known
+                if self._routed:
+                    self.gate_up.route(topk_ids, expert_map)
+                ids_map = topk_ids if expert_map is None else expert_map
+                first(hidden, topk_ids, ids_map, stream=stream)
+                self.gate_up(stream)
+                if between is not None:
+                    between(stream=stream)
+                self.down(stream)
+                last(y, row_of_slot, topk_weights, out, stream=stream)
+                return
+        prepared = self.prepare(hidden, topk_ids, expert_map, hidden_scale)
+        self.gate_up(stream)
+        quantized = self.quantize()
+        self.down(stream)
+        reduced = weighted_reduce(y, row_of_slot, topk_weights, out)
+        if kinds is not None and prepared is not None and reduced is not None:
+            self._launches[kinds] = (
+                prepared.keeping_all_but(3),
+                quantized,
+                reduced.keeping_all_but(4),
+            )
+
+    def stages(
+        self, hidden: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor
+    ) -> dict[str, Callable[[], object]]:
+        """The launches of a call by name, to be timed one by one behind a whole call.
+
+        `sort` is a part of `prepare`; a GEMM comes with the launch that sets its counter to 0.
+        """
+        b, routing = self.buffers, self.buffers.routing
+
+        def again(gemm: GroupedGemm) -> None:
+            routing.units_taken.zero_()
+            gemm(stream_of(hidden.device))
+
+        stages: dict[str, Callable[[], object]] = {
+            "prepare": lambda: self.prepare(hidden, topk_ids),
+            "gate_up": lambda: again(self.gate_up),
+        }
+        if b.act is not None:
+            stages["quantize"] = self.quantize
+        stages["down"] = lambda: again(self.down)
+        stages["reduce"] = lambda: weighted_reduce(b.y, routing.row_of_slot, topk_weights, out)
+        if topk_ids.numel() > FEW_SLOTS[group_of(b.x_scale)]:
+            stages["sort"] = lambda: sort_routing(topk_ids, routing, self.grouping)
+        return stages
+
+
+def routed(tiling: Tiling, pairs: int) -> bool:
+    """Whether the first GEMM finds its tiles by itself."""
+    return tiling.rows == 8 and pairs <= ROUTED_SLOTS
+
+
+def _kinds(
+    hidden: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    out: Tensor,
+    expert_map: Tensor | None,
+) -> tuple[object, ...] | None:
+    """What the Triton kernels of a call are compiled for, beside the plan; None where unaligned."""
+    addresses = hidden.data_ptr() | topk_weights.data_ptr() | topk_ids.data_ptr() | out.data_ptr()
+    mapped: tuple[object, ...] = ()
+    if expert_map is not None:
+        addresses |= expert_map.data_ptr()
+        mapped = expert_map.dtype, expert_map.shape[0]
+    if addresses % 16:
+        return None
+    return hidden.dtype, topk_weights.dtype, topk_ids.dtype, out.dtype, mapped

@@ -1,0 +1,265 @@
+"""A family of grouped GEMMs for SM90: how one is compiled, and launched.
+
+A family is a CUDA source around pipeline.cuh and a subclass of `GemmConfig`. Its kernel takes the
+arguments that `GroupedGemm` lists, then its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubin, tensor_map
+from moequant.kernels.sm90.source import read_source, tile_classes, wgmma
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from moequant.act_fn import ActFn
+    from moequant.kernels.routing import SortedRouting
+
+ROUTED_SLOTS = 32
+"""Up to so many token-expert pairs, the first GEMM of a call finds its tiles by itself."""
+
+ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglustep", "situ")
+"""The activation functions in the order of the macro ACT, see activation.cuh."""
+
+_THREADS = 384
+_SHARED_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig(ABC):
+    """What one compiled kernel is for.
+
+    Attributes:
+        act: one of ACT_FNS, applied to the sums; None for the sums themselves.
+        gated: the weights are gate and up; with an `act` only.
+        limited: whether what goes into the activation function is clamped.
+        bias: whether there is one to add.
+        gather: T where x is of tokens, not of rows; 0 where not.
+        routed: tiles are made from ids, at most ROUTED_SLOTS, and weights are not waited for.
+        rows: most rows of a tile.
+        split: CTAs that share a unit along K.
+        pair: whether CTAs of a cluster have two tiles and share weights.
+        K: columns of the weights.
+        n_out: columns of the output: I, padded, or H.
+    """
+
+    act: str | None
+    gated: bool = False
+    limited: bool = False
+    bias: bool = False
+    gather: int = 0
+    routed: bool = False
+    rows: int
+    split: int = 1
+    pair: bool = False
+    K: int
+    n_out: int
+
+    path: ClassVar[Path]
+    """The source, whose kernel has the name of the file."""
+    a_in_registers: ClassVar[bool]
+    """Whether the first operand of WGMMA comes from registers."""
+
+    @property
+    @abstractmethod
+    def classes(self) -> list[int]:
+        """Rows that a tile is computed as: the smallest that holds its own; `rows` is the last."""
+
+    @abstractmethod
+    def _stage_bytes(self) -> int:
+        """Shared memory of a stage, without its two barriers."""
+
+    def _own_bytes(self) -> int:
+        """Shared memory beside stages and what pipeline.cuh needs."""
+        return 0
+
+    @property
+    def w_rows(self) -> int:
+        """Weight rows of an expert."""
+        return self.n_out * (2 if self.gated else 1)
+
+    @property
+    def units_n(self) -> int:
+        """Units along the weight rows."""
+        return -(-self.n_out // (128 if self.gated else 256))
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if self.pair else self.split
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory holds."""
+        return (_SHARED_LIMIT - self._fixed_bytes()) // (self._stage_bytes() + 2 * 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.stages * (self._stage_bytes() + 2 * 8) + self._fixed_bytes()
+
+    def _fixed_bytes(self) -> int:
+        barriers = 16 + 128 + 128  # and units, with room to align them
+        partial = (self.split - 1) * self.rows * 256 * 4
+        tiles = (ROUTED_SLOTS + 1) * 16 if self.routed else 0
+        return barriers + partial + tiles + self._own_bytes()
+
+    def defines(self) -> dict[str, int]:
+        """Macros of the source."""
+        return {
+            "ROWS": self.rows,
+            "ACTIVATED": int(self.act is not None),
+            "GATED": int(self.gated),
+            "ACT": ACT_FNS.index(self.act or ACT_FNS[0]),
+            "LIMITED": int(self.limited),
+            "BIAS": int(self.bias),
+            "GATHER": self.gather,
+            "ROUTED": int(self.routed),
+            "STAGES": self.stages,
+            "SPLIT": self.split,
+            "PAIR": 1 + self.pair,
+            "K": self.K,
+            "KBLOCKS": -(-self.K // 128),
+            "UNITS_N": self.units_n,
+            "N_OUT": self.n_out,
+            "W_ROWS": self.w_rows,
+            "EARLY": int(self.routed or self.act is None),
+        }
+
+    def source(self) -> str:
+        """C++ without the macros."""
+        products = "".join(wgmma(n, a_in_registers=self.a_in_registers) for n in self.classes)
+        return read_source(self.path).replace("//CLASSES", tile_classes(self.classes) + products)
+
+
+@cache
+def _kernel(config: GemmConfig, device: int) -> Kernel:
+    return Kernel.load(
+        compile_cubin(config.source(), config.defines()),
+        config.path.stem,
+        threads=_THREADS,
+        shared_bytes=config.shared_bytes,
+        cluster=config.cluster,
+    )
+
+
+@cache
+def _clusters(config: GemmConfig, device: int) -> int:
+    """Clusters, or single CTAs, that run at once."""
+    if config.cluster == 1:
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _kernel(config, device).most_clusters()
+
+
+class ActArguments(ctypes.Structure):
+    """The numbers of an activation function; 0 for those it does not have."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit", "beta", "linear_beta"))
+
+
+class RoutingArguments(ctypes.Structure):
+    """The routing of a call, for a kernel that finds its tiles by itself; see routing.cuh."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("expert_map", ctypes.c_void_p),
+        ("slots", ctypes.c_int),
+        ("experts", ctypes.c_int),
+        ("map_size", ctypes.c_int),
+        ("wide_ids", ctypes.c_int),
+        ("wide_map", ctypes.c_int),
+    )
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor; null for None."""
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
+class GroupedGemm:
+    """A grouped GEMM over fixed weights and buffers; a call launches one kernel.
+
+    It keeps no tensor: what it is given must outlive it.
+
+    Args:
+        config: the kernel.
+        x: float8_e4m3fn [rows, K], rows in the order of the experts; [M, K] if it gathers.
+        x_scale: float32, as the family has it.
+        routing: tiles of at most `config.rows` rows.
+        units_taken: int32 [1], 0 before each call.
+        out: [rows, n_out].
+        experts: E.
+        bias: float32 [E, w_rows] contiguous, if `config` has one; else None.
+        act_fn: the activation function, whose name `config` has too.
+        own: makes the family's own arguments.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        *,
+        x: Tensor,
+        x_scale: Tensor,
+        routing: SortedRouting,
+        units_taken: Tensor,
+        out: Tensor,
+        experts: int,
+        bias: Tensor | None,
+        act_fn: ActFn,
+        own: Callable[[], list[Any]],
+    ) -> None:
+        assert x.stride(1) == 1
+        assert out.is_contiguous()
+        assert (bias is not None) == config.bias
+        assert bias is None or (bias.is_contiguous() and bias.shape == (experts, config.w_rows))
+        bytes_of_x = x.view(torch.uint8)[:, : config.K]
+        maps = [tensor_map(bytes_of_x, box=(n, 128)) for n in config.classes]
+        self._routing = RoutingArguments(map_size=-1, experts=experts)
+        index = x.device.index or 0
+        units = routing.tiles.shape[0] * -(-config.units_n // (1 + config.pair))
+        self._launch = Launch(
+            _kernel(config, index),
+            min(_clusters(config, index), units) * config.cluster,
+            [
+                pointer(routing.tiles),
+                pointer(routing.tile_count),
+                pointer(units_taken),
+                pointer(x),
+                pointer(x_scale),
+                pointer(routing.slot_of_row),
+                pointer(out),
+                pointer(bias),
+                ActArguments(
+                    act_fn.alpha, act_fn.limit or 0.0, act_fn.beta, act_fn.linear_beta or 0.0
+                ),
+                self._routing,
+                (TensorMap * len(maps))(*maps),
+                *own(),
+            ],
+        )
+
+    def route(self, topk_ids: Tensor, expert_map: Tensor | None) -> None:
+        """Where a routed kernel finds the ids of its next call, contiguous int32 or int64."""
+        at = self._routing
+        at.ids = topk_ids.data_ptr()
+        at.slots = topk_ids.numel()
+        at.wide_ids = int(topk_ids.dtype == torch.int64)
+        at.map_size = -1
+        if expert_map is not None:
+            at.expert_map = expert_map.data_ptr()
+            at.map_size = expert_map.shape[0]
+            at.wide_map = int(expert_map.dtype == torch.int64)
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream of CUDA's."""
+        self._launch(stream)

@@ -1,0 +1,273 @@
+"""Which tiling a call of a size runs best with: by formula, or by what was measured.
+
+Each kernel family has tables, JSON files of measurements on one GPU. Ours are in `tunings/`, a
+user's in MOEQUANT_CACHE_DIR/tunings (default ~/.cache/moequant/tunings), and these win:
+
+    {
+     "format": "fp8_block", "kernel": 2, "gpu": "NVIDIA H200",
+     "shapes": [
+      {"experts": 8, "hidden": 4096, "intermediate": 14336, "topk": 2,
+       "tilings": [{"tokens": 1, "rows": 8, "split13": 2, "split2": 2, "pair": false,
+                    "gather": false, "time_us": 93.1}]}
+     ]
+    }
+
+`format` and `kernel` are name and version of the family that was measured: a table of another one
+is passed over. `time_us` is for people. A call takes the tiling of the measured number of tokens
+that is nearest by ratio, if at most NEAR apart; else the formula's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NEAR = 1.5
+"""A tiling holds for this many times fewer or more tokens than it was measured with."""
+
+_SIZES = ("experts", "hidden", "intermediate", "topk")
+_SPLIT_ROWS = 32
+"""Most rows whose sums of a split fit in shared memory."""
+_OURS = Path(__file__).with_name("tunings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """The tunable part of a call.
+
+    Attributes:
+        rows: most rows of a tile; the smaller the fewer wasted, the larger the fewer times weights
+            are read.
+        split13: CTAs along K of the first GEMM: 1, 2 or 4; 1 above 32 rows.
+        split2: of the second.
+        pair: whether two CTAs share the weights that two tiles of an expert need.
+        gather: whether the first GEMM copies the tokens of its rows out of all of them, instead of
+            reading a copy of each token for each of its experts.
+    """
+
+    rows: int
+    split13: int = 1
+    split2: int = 1
+    pair: bool = False
+    gather: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningProblem:
+    """What a tiling is for.
+
+    Attributes:
+        gpu: its name, as torch.cuda.get_device_name has it.
+        sms: its multiprocessors.
+        experts: E here.
+        hidden: H.
+        intermediate: I, as on disk.
+        topk: T.
+        tokens: M.
+    """
+
+    gpu: str
+    sms: int
+    experts: int
+    hidden: int
+    intermediate: int
+    topk: int
+    tokens: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those of the layer."""
+        return tuple(getattr(self, size) for size in _SIZES)
+
+
+class Tilings(ABC):
+    """The tilings of a kernel family."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    """Rises when the kernels change so that old measurements mislead."""
+    rows: ClassVar[tuple[int, ...]]
+    """What `Tiling.rows` may be, ascending."""
+    pair_rows: ClassVar[tuple[int, ...]]
+    """Those that can be paired."""
+    gather_rows: ClassVar[tuple[int, ...]]
+    """Those that can be gathered."""
+
+    @abstractmethod
+    def _split(self, rows: int, rounds: float) -> int:
+        """CTAs along K for tiles of `rows`, of units that fill all SMs `rounds` times."""
+
+    @abstractmethod
+    def _gathers(self, rows: int, pair: bool) -> bool:
+        """Whether the formula has the first GEMM gather."""
+
+    def check(self, tiling: Tiling) -> Tiling:
+        """`tiling`.
+
+        Raises:
+            MoequantError: no kernel has it.
+        """
+        splits = (1, 2, 4) if tiling.rows <= _SPLIT_ROWS else (1,)
+        if (
+            tiling.rows not in self.rows
+            or not {tiling.split13, tiling.split2} <= set(splits)
+            or (tiling.pair and tiling.rows not in self.pair_rows)
+            or (tiling.gather and tiling.rows not in self.gather_rows)
+        ):
+            raise MoequantError(
+                f"{tiling} is no tiling: rows is one of {self.rows}, a split 1, 2 or 4, and 1 "
+                f"above {_SPLIT_ROWS} rows, pairs have {self.pair_rows} rows, gathering "
+                f"{self.gather_rows}; tune again"
+            )
+        return tiling
+
+    def choose(self, problem: TuningProblem) -> Tiling:
+        """The measured tiling, else the formula's."""
+        measured = _tables(self, problem.gpu, _user_folder()).get(problem.sizes, {})
+        near = [
+            (max(tokens, problem.tokens) / min(tokens, problem.tokens), tokens)
+            for tokens in measured
+            if tokens > 0 and problem.tokens > 0
+        ]
+        if near and min(near)[0] <= NEAR:
+            return measured[min(near)[1]]
+        return self.default(problem)
+
+    def default(self, problem: TuningProblem) -> Tiling:
+        """Rows that nearly all experts fit in under uniform routing; split while SMs are idle.
+
+        Pairs where nearly all experts have two tiles of 65 rows or more: what is left over of one
+        that does not would wait for its partner.
+        """
+        slots = problem.tokens * problem.topk
+        mean = slots / problem.experts
+        likely = mean + 2 * mean**0.5
+        rows = next((rows for rows in self.rows if likely <= rows), self.rows[-1])
+        pair = mean - 2 * mean**0.5 > 192
+        active = min(slots, problem.experts)
+        return Tiling(
+            rows=rows,
+            split13=self._split(rows, active * -(-problem.intermediate // 128) / problem.sms),
+            split2=self._split(rows, active * -(-problem.hidden // 256) / problem.sms),
+            pair=pair,
+            gather=self._gathers(rows, pair),
+        )
+
+    def candidates(self, problem: TuningProblem) -> list[Tiling]:
+        """The tilings worth timing for a problem, the formula's first."""
+        default = self.default(problem)
+        at = self.rows.index(default.rows)
+        found = [default]
+        for rows in self.rows[max(at - 1, 0) : at + 2]:
+            splits = {8: (1, 2, 4), 16: (1, 2)}.get(rows, (1,))
+            found += [Tiling(rows=rows, split13=a, split2=b) for a in splits for b in splits]
+            gathers = (False, True) if rows in self.gather_rows else (False,)
+            pairs = (False, True) if rows in self.pair_rows else (False,)
+            found += [Tiling(rows=rows, pair=p, gather=g) for p in pairs for g in gathers]
+        return list(dict.fromkeys(found))
+
+    def write(
+        self, problem: TuningProblem, tiling: Tiling, time_us: float, path: Path | None = None
+    ) -> Path:
+        """Write the fastest tiling of a problem into a table, beside what it has of others.
+
+        A table that cannot be read, or is of other kernels or another GPU, is replaced.
+
+        Args:
+            problem: what was measured.
+            tiling: the fastest.
+            time_us: how long it took.
+            path: by default the user's table for that GPU.
+
+        Returns:
+            Where it is.
+        """
+        path = path or self.user_table(problem.gpu)
+        try:
+            shapes = self._rows(path, problem.gpu) if path.exists() else {}
+        except MoequantError:
+            shapes = {}
+        row = {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
+        shapes.setdefault(problem.sizes, {})[problem.tokens] = row
+        document = {
+            "format": self.name,
+            "kernel": self.version,
+            "gpu": problem.gpu,
+            "shapes": [
+                {
+                    **dict(zip(_SIZES, sizes, strict=True)),
+                    "tilings": [rows[tokens] for tokens in sorted(rows)],
+                }
+                for sizes, rows in shapes.items()
+            ],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(document, indent=1) + "\n")
+        unfinished.replace(path)
+        _tables.cache_clear()
+        return path
+
+    def user_table(self, gpu: str) -> Path:
+        """Where this user's table for a GPU of that name is, or would be."""
+        slug = "".join(c if c.isalnum() else "_" for c in gpu.lower())
+        return _user_folder() / f"{self.name}_{slug}.json"
+
+    def is_table(self, path: Path, gpu: str) -> bool:
+        """Whether the file at `path` is a table of this family and GPU, of any version."""
+        try:
+            table = json.loads(path.read_bytes())
+            return bool((table["format"], table["gpu"]) == (self.name, gpu))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+
+    def _rows(self, path: Path, gpu: str) -> dict[tuple[int, ...], dict[int, dict[str, Any]]]:
+        """The rows of a table by shape and tokens; none if of other kernels or another GPU."""
+        try:
+            table = json.loads(path.read_text())
+            if (table["format"], table["kernel"], table["gpu"]) != (self.name, self.version, gpu):
+                return {}
+            rows = {
+                tuple(shape[size] for size in _SIZES): {
+                    row["tokens"]: row for row in shape["tilings"]
+                }
+                for shape in table["shapes"]
+            }
+            for row in (row for by_tokens in rows.values() for row in by_tokens.values()):
+                self.check(_tiling(row))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MoequantError(
+                f"{path} is no table of tilings ({error!r}); remove it, or tune again"
+            ) from error
+        return rows
+
+
+def _user_folder() -> Path:
+    cache_dir = os.environ.get("MOEQUANT_CACHE_DIR", Path.home() / ".cache" / "moequant")
+    return Path(cache_dir) / "tunings"
+
+
+@cache
+def _tables(tilings: Tilings, gpu: str, user: Path) -> dict[tuple[int, ...], dict[int, Tiling]]:
+    """Tilings by shape and tokens: ours, then the user's over them."""
+    found: dict[tuple[int, ...], dict[int, Tiling]] = {}
+    for folder in (_OURS, user):
+        for path in sorted(folder.glob(f"{tilings.name}_*.json")):
+            for sizes, rows in tilings._rows(path, gpu).items():
+                known = {tokens: _tiling(row) for tokens, row in rows.items()}
+                found.setdefault(sizes, {}).update(known)
+    return found
+
+
+def _tiling(row: Mapping[str, Any]) -> Tiling:
+    return Tiling(**{part.name: row[part.name] for part in fields(Tiling)})

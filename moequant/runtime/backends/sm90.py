@@ -1,0 +1,80 @@
+"""What the backends of kernels in `moequant.kernels.sm90` share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.runtime.backends.base import PackedExperts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from torch import Tensor
+
+    from moequant.kernels.sm90.fused import Sm90Weights
+    from moequant.runtime.backends.base import Backend
+    from moequant.runtime.workload import Workload
+
+
+class Sm90Experts(PackedExperts):
+    """Experts that `kernel_weights` runs, which has their tilings too."""
+
+    has_stages = True
+
+    def __init__(
+        self,
+        backend: Backend,
+        tensors: Mapping[str, Tensor],
+        *,
+        workload: Workload,
+        kernel_weights: Sm90Weights,
+    ) -> None:
+        super().__init__(backend, tensors, workload=workload)
+        self.kernel_weights = self.tuner = kernel_weights
+
+    def workspace_bytes(self, tokens: int, topk: int) -> int:
+        """See `PackedExperts.workspace_bytes`."""
+        return self.kernel_weights.workspace_bytes(tokens, topk)
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """See `PackedExperts.kernels_for`."""
+        return self.kernel_weights.kernels_for(tokens, topk)
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        out: Tensor,
+        workspace: Tensor,
+        expert_map: Tensor | None,
+        hidden_scale: Tensor | None,
+    ) -> None:
+        """See `PackedExperts.run`."""
+        self.kernel_weights.run(
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            out=out,
+            workspace=workspace,
+            expert_map=expert_map,
+            hidden_scale=hidden_scale,
+        )
+
+    def stages(
+        self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor
+    ) -> dict[str, Callable[[], object]]:
+        """See `PackedExperts.stages`."""
+        from moequant.kernels.calls import part_tokens
+
+        tokens = part_tokens(*topk_ids.shape)
+        parts = (hidden_states[:tokens], topk_weights[:tokens], topk_ids[:tokens])
+        topk, out = topk_ids.shape[1], torch.empty_like(parts[0])
+        size = self.workspace_bytes(tokens, topk)
+        workspace = torch.empty(size, dtype=torch.uint8, device=out.device)
+        plan = self.kernel_weights.plan(tokens, topk, tiling=None, workspace=workspace)
+        plan(*parts, out)
+        return plan.stages(*parts, out)

@@ -1,0 +1,205 @@
+"""What a kernel is compiled from and launched with; only tests on a GPU show that it compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moequant.act_fn import SILU
+from moequant.errors import MoequantError
+from moequant.kernels.arena import WorkspaceArena
+from moequant.kernels.cuda_driver import TensorMap
+from moequant.kernels.fp8_block import sm90_fp8_fused
+from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
+from moequant.kernels.sm90 import grouped_gemm
+from moequant.kernels.sm90.fused import Buffers, Sm90Plan, routed
+from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments
+from moequant.kernels.sm90.tiling import Tiling
+from moequant.kernels.sm90_w4a8.layout import PANEL_BYTES
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
+
+SHARED_LIMIT = 227 * 1024
+H, I = 7168, 2048
+
+
+def fp8_weights(experts, hidden, intermediate, device="meta", **fields):
+    padded = -(-intermediate // 128) * 128
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(experts, *shape, dtype=dtype, device=device)
+
+    return Fp8BlockWeights(
+        w13=empty(2 * padded, hidden, dtype=torch.float8_e4m3fn),
+        w13_scale=empty(padded // 64, -(-hidden // 128)),
+        w2=empty(hidden, intermediate, dtype=torch.float8_e4m3fn),
+        w2_scale=empty(-(-hidden // 128), -(-intermediate // 128)),
+        hidden=hidden,
+        intermediate=intermediate,
+        **fields,
+    )
+
+
+def w4a8_weights(experts, hidden, intermediate, device="meta", **fields):
+    def panels(count, blocks):
+        shape = (experts, count, blocks, PANEL_BYTES)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+    return W4a8Weights(
+        w13=panels(intermediate // 64, hidden // 128),
+        w2=panels(-(-hidden // 128), intermediate // 128),
+        hidden=hidden,
+        intermediate=intermediate,
+        **fields,
+    )
+
+
+FAMILIES = {"fp8_block": fp8_weights, "w4a8": w4a8_weights}
+every_family = pytest.mark.parametrize("weights_of", FAMILIES.values(), ids=FAMILIES)
+
+
+def tilings(family):
+    """Every tiling there is."""
+    for rows, split13, split2, pair, gather in product(
+        family.rows, (1, 2, 4), (1, 2, 4), (False, True), (False, True)
+    ):
+        try:
+            yield family.check(
+                Tiling(rows=rows, split13=split13, split2=split2, pair=pair, gather=gather)
+            )
+        except MoequantError:
+            continue
+
+
+def configs(weights, tiling):
+    """The two GEMMs of a layer."""
+    buffers = Buffers.carve(weights, 4, 8, tiling, WorkspaceArena())
+    shared = {"rows": tiling.rows, "pair": tiling.pair}
+    gate_up = {
+        "act": "silu",
+        "gated": True,
+        "gather": 8 if tiling.gather else 0,
+        "routed": tiling.rows == 8,
+        "split": tiling.split13,
+        "K": weights.hidden,
+        "n_out": weights.padded,
+    }
+    down = {
+        "act": None,
+        "split": tiling.split2,
+        "K": weights.intermediate,
+        "n_out": weights.hidden,
+    }
+    for common in (gate_up, down):
+        yield weights.gemm({**common, **shared}, buffers, tiling)[0]
+
+
+@every_family
+def test_every_tiling_fits_and_has_stages_to_wait_for(weights_of):
+    weights = weights_of(8, H, I)
+    for tiling in tilings(weights.family):
+        for config in configs(weights, tiling):
+            assert config.shared_bytes <= SHARED_LIMIT
+            assert config.stages >= 3
+            assert config.classes[-1] == tiling.rows
+            # A class is the N of WGMMA, and the rows of a box of TMA.
+            assert all(n % 8 == 0 and n <= 256 for n in config.classes)
+
+
+@every_family
+def test_a_source_is_whole(weights_of):
+    weights = weights_of(8, H, I)
+    for config in configs(weights, Tiling(rows=64)):
+        source = config.source()
+        assert "#include" not in source
+        assert "//CLASSES" not in source
+        assert f"{config.path.stem}(" in source
+        for n in config.classes:
+            assert f"m64n{n}k32" in source
+        assert "rows <= 16 ? 0 : rows <= 32 ? 1 : " in source
+        # The preprocessor takes what is no macro for 0.
+        conditions = " ".join(re.findall(r"^#(?:el)?if (.*?)(?://.*)?$", source, re.MULTILINE))
+        assert set(re.findall("[A-Za-z_]+", conditions)) <= {*config.defines(), "THREADS"}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """By name of the kernel and turn, the arguments that would be launched with."""
+    made = []
+
+    class Launch:
+        def __init__(self, kernel, blocks, arguments):
+            made.append((*kernel, blocks, arguments))
+
+        def __call__(self, stream):
+            pass
+
+    for module in (grouped_gemm, sm90_fp8_fused):
+        monkeypatch.setattr(module, "tensor_map", lambda tensor, box: TensorMap())
+    monkeypatch.setattr(grouped_gemm, "Launch", Launch)
+    monkeypatch.setattr(grouped_gemm, "_kernel", lambda config, device: (config,))
+    monkeypatch.setattr(grouped_gemm, "_clusters", lambda config, device: 66)
+    return made
+
+
+def kernel_parameters(source):
+    """Types of the parameters of the one kernel of a source."""
+    (text,) = re.findall(r'extern "C".*?_grouped_gemm\((.*?)\) \{', source, re.DOTALL)
+    text = re.sub(r"__restrict__|__grid_constant__|const\b", "", text)
+    return ["".join(part.split()[:-1]) for part in text.split(",")]
+
+
+@every_family
+@pytest.mark.parametrize("tiling", [Tiling(rows=8), Tiling(rows=64, gather=True)], ids=str)
+def test_a_kernel_is_launched_with_its_parameters(weights_of, launches, tiling):
+    """By their kinds, in their order: what Python lists is what C++ reads."""
+    E, M, T = 4, 5, 2
+    bias13, bias2 = torch.zeros(E, 2 * 256), torch.zeros(E, 384)
+    weights = weights_of(E, 384, 256, "cpu", bias13=bias13, bias2=bias2)
+    workspace = torch.zeros(weights.workspace_bytes(M, T, tiling), dtype=torch.uint8)
+    plan = Sm90Plan(weights, M, T, workspace=workspace, tiling=tiling)
+    assert routed(tiling, M * T) == (tiling.rows == 8)
+    assert len(launches) == 2
+    b = plan.buffers
+    for (config, blocks, arguments), (x, scale, out, bias) in zip(
+        launches,
+        [(b.x, b.x_scale, b.codes if b.act is None else b.act, bias13),
+         (b.codes, b.codes_scale, b.y, bias2)],
+        strict=True,
+    ):  # fmt: skip
+        assert blocks % config.cluster == 0
+        kinds = {
+            "float*": ctypes.c_void_p, "int*": ctypes.c_void_p, "int4*": ctypes.c_void_p,
+            "u8*": ctypes.c_void_p, "u16*": ctypes.c_void_p, "int": ctypes.c_int,
+            "ActParameters": ActArguments, "Routing": RoutingArguments, "TensorMap": TensorMap,
+            "XMaps": TensorMap * len(config.classes),
+        }  # fmt: skip
+        wanted = [kinds[name] for name in kernel_parameters(config.source())]
+        assert list(map(type, arguments)) == wanted
+        tensors = [
+            b.routing.tiles,
+            b.routing.tile_count,
+            None,
+            x,
+            scale,
+            b.routing.slot_of_row,
+            out,
+        ]
+        for argument, tensor in zip(arguments, [*tensors, bias], strict=False):
+            assert tensor is None or argument.value == tensor.data_ptr()
+    taken = [arguments[2].value for _, _, arguments in launches]
+    assert taken == [b.routing.units_taken.data_ptr(), b.routing.units_taken.data_ptr() + 4]
+    expert_map = torch.arange(9)
+    plan.gate_up.route(torch.zeros(M, T, dtype=torch.int32), expert_map)
+    routing = launches[0][2][9]
+    assert (routing.slots, routing.experts, routing.map_size) == (M * T, E, 9)
+    assert (routing.wide_ids, routing.wide_map) == (0, 1)
+    assert routing.expert_map == expert_map.data_ptr()
+    plan.gate_up.route(torch.zeros(M, T, dtype=torch.int64), None)
+    assert (routing.wide_ids, routing.map_size) == (1, -1)
+    assert weights.act_fn == SILU

@@ -1,0 +1,176 @@
+"""Tilings of both families: formulas, tables, and what a call of a size gets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+
+from moequant.errors import MoequantError
+from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
+from moequant.kernels.sm90 import tiling as module
+from moequant.kernels.sm90.tiling import Tiling, TuningProblem
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Tilings
+
+FP8, W4A8 = Fp8BlockTilings(), W4a8Tilings()
+every_family = pytest.mark.parametrize("family", [FP8, W4A8], ids=["fp8_block", "w4a8"])
+
+
+def problem(tokens, **changes):
+    sizes = {"experts": 8, "hidden": 4096, "intermediate": 14336, "topk": 2}
+    return TuningProblem(**{"gpu": "A", "sms": 132, "tokens": tokens, **sizes, **changes})
+
+
+@pytest.fixture(autouse=True)
+def empty_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "_OURS", tmp_path / "ours")
+    module._tables.cache_clear()
+    yield
+    module._tables.cache_clear()
+
+
+@every_family
+def test_without_a_table_the_formula_chooses(family):
+    assert family.choose(problem(8)) == family.default(problem(8))
+
+
+@every_family
+def test_what_was_written_is_read_for_near_numbers_of_tokens(family):
+    odd = Tiling(rows=32, split13=4)
+    family.write(problem(100), odd, 1.0)
+    assert family.choose(problem(100)) == odd
+    assert family.choose(problem(150)) == odd
+    assert family.choose(problem(67)) == odd
+    assert family.choose(problem(151)) == family.default(problem(151))
+    assert family.choose(problem(66)) == family.default(problem(66))
+
+
+@pytest.mark.parametrize(
+    "change", [{"gpu": "B"}, {"experts": 9}, {"hidden": 1}, {"intermediate": 1}, {"topk": 1}]
+)
+def test_a_table_is_of_its_gpu_and_shape(change):
+    FP8.write(problem(100), Tiling(rows=8, split2=4), 1.0)
+    other = problem(100, **change)
+    assert FP8.choose(other) == FP8.default(other)
+
+
+def test_a_table_is_of_its_family(tmp_path):
+    odd = Tiling(rows=32, split13=4)
+    path = FP8.write(problem(100), odd, 1.0)
+    assert FP8.is_table(path, "A")
+    assert not W4A8.is_table(path, "A")
+    assert W4A8.choose(problem(100)) == W4A8.default(problem(100))
+    path.rename(path.with_name("w4a8_a.json"))
+    module._tables.cache_clear()
+    assert W4A8.choose(problem(100)) == W4A8.default(problem(100))
+
+
+def test_the_users_table_wins_over_ours(tmp_path):
+    ours, users = Tiling(rows=32, split13=2), Tiling(rows=32, split13=4)
+    for tokens in (9, 90):
+        FP8.write(problem(tokens), ours, 1.0, tmp_path / "ours" / "fp8_block_a.json")
+    assert FP8.choose(problem(9)) == ours
+    FP8.write(problem(9), users, 1.0)
+    assert FP8.choose(problem(9)) == users
+    assert FP8.choose(problem(90)) == ours
+
+
+def test_a_table_of_other_kernels_is_passed_over():
+    path = FP8.write(problem(9), Tiling(rows=32, split13=4), 1.0)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "kernel": FP8.version - 1}))
+    module._tables.cache_clear()
+    assert FP8.choose(problem(9)) == FP8.default(problem(9))
+
+
+@every_family
+@pytest.mark.parametrize(
+    "change", [lambda t: "{", lambda t: "[]", lambda t: t.replace('"rows": 32', '"rows": 33')]
+)
+def test_a_broken_table_is_named(family, change):
+    path = family.write(problem(9), Tiling(rows=32), 1.0)
+    path.write_text(change(path.read_text()))
+    module._tables.cache_clear()
+    with pytest.raises(MoequantError, match=rf"{family.name}_a\.json|rows=33"):
+        family.choose(problem(9))
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        (FP8, {"rows": 4}),
+        (FP8, {"rows": 64, "split13": 2}),
+        (FP8, {"rows": 8, "split2": 3}),
+        (FP8, {"rows": 64, "pair": True}),
+        (FP8, {"rows": 32, "gather": True}),
+        (W4A8, {"rows": 24}),
+        (W4A8, {"rows": 48, "split2": 2}),
+        (W4A8, {"rows": 16, "split13": 3}),
+        (W4A8, {"rows": 64, "pair": True}),
+        (W4A8, {"rows": 128, "gather": True}),
+    ],
+)
+def test_a_tiling_that_no_kernel_has_is_refused(family, wrong):
+    with pytest.raises(MoequantError, match="is no tiling: rows is one of"):
+        family.check(Tiling(**wrong))
+
+
+@every_family
+@pytest.mark.parametrize("tokens", [1, 8, 32, 128, 512, 2048, 8192])
+def test_the_formulas_choice_is_the_first_candidate(family, tokens):
+    found = family.candidates(problem(tokens))
+    assert found[0] == family.default(problem(tokens))
+    assert len(set(found)) == len(found) > 1
+    assert all(family.check(tiling) for tiling in found)
+
+
+def test_experts_that_nearly_all_fit_a_tile_get_it():
+    shape = {"experts": 128, "hidden": 2048, "intermediate": 768, "topk": 8}
+    rows = {M: FP8.default(problem(M, **shape)).rows for M in (1, 32, 128, 512, 2048)}
+    assert rows == {1: 8, 32: 8, 128: 16, 512: 64, 2048: 128}
+
+
+def test_few_units_are_split_and_so_are_those_of_part_of_a_second_round():
+    assert FP8.default(problem(1)) == Tiling(rows=8, split13=2, split2=2)
+    assert FP8.default(problem(8)) == Tiling(rows=8)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "shape", "want"),
+    [
+        (8, (128, 2048, 768), Tiling(rows=8, split13=2, split2=2)),
+        (2, (8, 4096, 14336), Tiling(rows=8, split2=4)),
+        (8, (256, 7168, 2048), Tiling(rows=8)),
+        (1024, (128, 2048, 768), Tiling(rows=16)),
+        (4096, (128, 2048, 768), Tiling(rows=48, gather=True)),
+        (16384, (256, 7168, 2048), Tiling(rows=96)),
+        (16384, (128, 2048, 768), Tiling(rows=128)),
+        (65536, (128, 2048, 768), Tiling(rows=128, pair=True)),
+    ],
+)
+def test_the_formula_of_w4a8_chooses_what_was_fast(pairs, shape, want):
+    experts, hidden, intermediate = shape
+    sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "topk": 1}
+    assert W4A8.default(problem(pairs, **sizes)) == want
+
+
+@every_family
+def test_tuning_again_keeps_other_shapes_and_sizes_and_replaces_its_own(family):
+    first, second = Tiling(rows=32, split13=2), Tiling(rows=32, split13=4)
+    for tokens in (9, 90):
+        family.write(problem(tokens), first, 1.0)
+    for again in (problem(9), problem(9, experts=4)):
+        family.write(again, second, 1.0)
+    assert family.choose(problem(9)) == second
+    assert family.choose(problem(90)) == first
+    assert family.choose(problem(9, experts=4)) == second
+
+
+def test_tuning_again_replaces_a_broken_table():
+    path = FP8.write(problem(9), Tiling(rows=32), 1.0)
+    path.write_text("{")
+    FP8.write(problem(9), Tiling(rows=32, split13=4), 1.0)
+    assert FP8.choose(problem(9)) == Tiling(rows=32, split13=4)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]

@@ -1,0 +1,679 @@
+"""The backends of kernels for Hopper; all but the reasons for no need a device of SM90."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
+from moequant.benchmarks.experts import calc_diff
+from moequant.errors import UnsupportedError
+from moequant.formats import QuantizedWeight, quantize
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts, select
+from moequant.runtime.activations import quantize_activations
+from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.workspace import shared_workspace
+
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ACTIVATIONS = {"fp8_block": "fp8_group128", "w4a8": "fp8_token"}
+QWEN3_30B = (128, 2048, 768, 8)
+REAL = {
+    "qwen3-30b": QWEN3_30B,
+    "qwen3-235b": (128, 4096, 1536, 8),
+    "deepseek-v3": (256, 7168, 2048, 8),
+    "mixtral-8x7b": (8, 4096, 14336, 2),
+    "gpt-oss-120b": (128, 2880, 2880, 4),  # no multiples of 128, which w4a8 needs
+}
+SMALL = (16, 1024, 512, 4)  # E, H, I, T
+# FP8 blocks: no size that is a multiple of 128, as gpt-oss (2880) has none. W4A8: odd multiples of
+# 128: half of the last unit of w2 is none.
+ODD = {"fp8_block": (8, 720, 336, 2), "w4a8": (8, 640, 384, 2)}
+RAGGED = (8, 1088, 320, 2)  # half a block of columns is left in both GEMMs
+
+# Both sides quantize the hidden states to the same bits (tests/kernels). From there they differ by
+# sums: tensor cores add FP8 products with about 14 bits, and what lies between the GEMMs of w4a8 is
+# rounded to bfloat16, each a relative error d of about 1e-3 in front of the middle quantization. It
+# flips a code with probability d / ulp (E4M3: ulp about 2**-3.5), and each flip costs an ulp:
+# sqrt(2 * d * ulp) = 1.3 % of error, calc_diff = error**2 / 2 = 9e-5, and half of that without the
+# rounding. Few values flip where tokens are few, so it scatters; 5e-6 to 2e-4 were measured.
+CALC_DIFF = 1e-3
+# Of the largest value: five of the errors above, where output elements are normal.
+OUTLIER = 0.06
+
+# What a test of every tiling runs; splits are those of the first and the second GEMM.
+TILINGS = {
+    "fp8_block": [
+        {"rows": 8},
+        {"rows": 8, "split13": 2, "split2": 2},
+        {"rows": 8, "split13": 4, "split2": 4},
+        {"rows": 16, "split13": 2, "split2": 2},
+        {"rows": 16, "split13": 4, "split2": 4},
+        {"rows": 32},
+        {"rows": 32, "split13": 2, "split2": 2},
+        {"rows": 32, "split13": 4, "split2": 4},
+        {"rows": 64},
+        {"rows": 64, "gather": True},
+        {"rows": 128},
+        {"rows": 128, "pair": True},
+        {"rows": 128, "gather": True},
+        {"rows": 128, "pair": True, "gather": True},
+    ],
+    "w4a8": [
+        {"rows": 8},
+        {"rows": 8, "split13": 2, "split2": 4},
+        {"rows": 16, "split13": 4, "split2": 2},
+        {"rows": 32},
+        {"rows": 48},
+        {"rows": 48, "gather": True},
+        {"rows": 64},
+        {"rows": 64, "gather": True},
+        {"rows": 96},
+        {"rows": 96, "pair": True},
+        {"rows": 128},
+        {"rows": 128, "pair": True},
+    ],
+}
+
+
+def workload(format):
+    return Workload(
+        format=format,
+        activations=ACTIVATIONS[format],
+        experts=8,
+        hidden=256,
+        intermediate=128,
+        device=torch.device("cuda", 0),
+    )
+
+
+def name_of(format):
+    return f"sm90_{format}"
+
+
+def gpu(test):
+    test = pytest.mark.skipif(not HERE, reason="needs a CUDA device of SM90")(test)
+    return pytest.mark.gpu(test)
+
+
+every_format = pytest.mark.parametrize("format", list(ACTIVATIONS))
+every_tiling = pytest.mark.parametrize(
+    ("format", "choice"),
+    [(format, choice) for format in TILINGS for choice in TILINGS[format]],
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
+)
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "nvfp4", "activations": "none"}, "runs .* alone"),
+        ({"activations": "none"}, "activations in .* alone"),
+        ({"experts": 0}, "needs at least one expert"),
+        ({"device": torch.device("cpu")}, "needs a CUDA device"),
+    ],
+)
+def test_what_it_cannot_run_it_refuses_with_the_reason(format, change, reason):
+    changed = replace(workload(format), **change)
+    with pytest.raises(UnsupportedError, match=reason):
+        select(changed, name_of(format))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden": 264}, "H to be a multiple of 16"),
+        ({"intermediate": 100}, "I to be a multiple of 16"),
+    ],
+)
+def test_fp8_blocks_of_sizes_that_tma_does_not_read_are_refused(change, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        select(replace(workload("fp8_block"), **change), "sm90_fp8_block")
+
+
+@every_format
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so(format):
+    assert REGISTRY[name_of(format)].supports(workload(format)) == "finds no CUDA device"
+
+
+@gpu
+@every_format
+def test_it_is_the_default_where_it_runs(format):
+    assert select(workload(format)).name == name_of(format)
+
+
+@every_format
+@pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI, RELU2, ActFn(name="gelu", gated=False)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_activation_function_or_bias_is_a_reason_for_no(format, act_fn, bias):
+    backend, plain = REGISTRY[name_of(format)], workload(format)
+    asked = replace(plain, act_fn=act_fn, bias=bias)
+    assert backend.supports(asked) == backend.supports(plain)
+
+
+def random_weight(format, size, g):
+    """Of random codes and scales, which take less time and memory than quantized ones."""
+    *rows, K = size
+    if format == "w4a8":
+        codes = torch.empty(*rows, K // 2, dtype=torch.uint8, device=g.device)
+        codes.random_(0, 256, generator=g)
+        scale = torch.rand(*rows, K // 128, generator=g, device=g.device) + 0.5
+        scale = (scale * 0.2 * K**-0.5).bfloat16()
+    else:
+        codes = torch.empty(size, dtype=torch.uint8, device=g.device)
+        codes.random_(0, 256, generator=g)
+        codes[(codes & 0x7F) == 0x7F] = 0  # no NaN
+        codes = codes.view(torch.float8_e4m3fn)
+        blocks = (rows[0], -(-rows[1] // 128), -(-K // 128))
+        scale = (torch.rand(blocks, generator=g, device=g.device) + 0.5) * 0.006 * K**-0.5
+    return QuantizedWeight(
+        format=format, qdata=codes, scale=scale, global_scale=None, shape=torch.Size(size)
+    )
+
+
+def layer_on(device, format, shape, act_fn=SILU, bias=False, *, quantized=False):
+    """Experts with random codes, or, with `quantized`, of Gaussian weights."""
+    E, H, I, _ = shape
+    g = torch.Generator(device).manual_seed(0)
+    sizes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+    if not act_fn.gated:
+        del sizes["gate"]
+
+    def weight(size):
+        if not quantized:
+            return random_weight(format, size, g)
+        x = torch.randn(size, generator=g, device=device) * size[2] ** -0.5
+        return quantize(x, format, scale="float32")
+
+    weights = {name: weight(size) for name, size in sizes.items()}
+    biases = {
+        f"{name}_bias": torch.randn(size[:2], generator=g, device=device) / 2
+        for name, size in sizes.items()
+        if bias
+    }
+    return ExpertWeights(**{"gate": None, **weights, **biases}, act_fn=act_fn)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """weights(format, shape): experts on the device; the same arguments give the same."""
+    made = {}
+
+    def make(*arguments):
+        if arguments not in made:
+            made[arguments] = layer_on("cuda", *arguments, quantized=arguments[0] == "fp8_block")
+        return made[arguments]
+
+    return make
+
+
+@pytest.mark.parametrize("act_fn", [SWIGLUOAI, RELU2], ids=str)
+def test_panels_of_w4a8_have_every_tensor_expert_by_expert(act_fn):
+    layer = layer_on("cpu", "w4a8", (3, 256, 128, 1), act_fn, bias=True)
+    layout = REGISTRY["sm90_w4a8"].layout
+    tensors = layout.pack(layer)
+    halves = 2 if act_fn.gated else 1
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == {
+        "w13_panels": (3, halves, 2, 8448),
+        "w2_panels": (3, 2, 1, 8448),
+        "w13_bias": (3, halves * 128),
+        "w2_bias": (3, 256),
+    }
+    assert torch.equal(tensors["w13_bias"][:, -128:], layer.up_bias)
+    for expert in range(3):
+        one = experts_of(layer, torch.tensor([[expert]]))[0]
+        alone = layout.pack(
+            replace(
+                one, **{n: b[expert : expert + 1] for n, b in layer.biases().items()}, act_fn=act_fn
+            )
+        )
+        assert all(torch.equal(alone[name][0], tensors[name][expert]) for name in tensors)
+
+
+def test_panels_of_w4a8_hold_no_other_format():
+    w = quantize(torch.ones(2, 128, 128), "fp8_block")
+    with pytest.raises(UnsupportedError, match="holds w4a8, but these weights are fp8_block"):
+        REGISTRY["sm90_w4a8"].layout.pack(ExpertWeights(gate=w, up=w, down=w))
+
+
+def sizes(format, shape):
+    """E, H, I, T of "small", "odd" or "qwen3-30b"."""
+    return {"small": SMALL, "odd": ODD[format], "qwen3-30b": QWEN3_30B}[shape]
+
+
+def check(weights, call, **options):
+    """The output, compared with the float32 reference on the same device."""
+    got = FusedExperts(weights, backend=name_of(weights.format))(*call, **options)
+    want = FusedExperts(weights, backend="torch_reference")(*call, **options)
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype == call[0].dtype
+    assert bool(got.isfinite().all())
+    if want.any():
+        assert calc_diff(got, want) <= CALC_DIFF
+        assert (got.float() - want.float()).abs().max() <= OUTLIER * want.float().abs().max()
+    else:
+        assert not got.any()
+    return got
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("M", [0, 1, 3, 8, 32, 128, 512])
+@pytest.mark.parametrize("shape", ["small", "odd", "qwen3-30b"])
+def test_it_computes_what_the_reference_does(weights, inputs, format, shape, M):
+    shape = sizes(format, shape)
+    check(weights(format, shape), inputs(shape, M))
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("kind", ["skewed", "holes", "one expert", "nowhere"])
+@pytest.mark.parametrize(
+    ("shape", "M"), [("small", 5), ("odd", 200), ("small", 700), ("qwen3-30b", 300)]
+)
+def test_it_does_for_every_kind_of_routing(weights, inputs, format, shape, M, kind):
+    shape = sizes(format, shape)
+    call = inputs(shape, M, kind)
+    got = check(weights(format, shape), call)
+    assert not got[(call[2] < 0).all(1)].any()
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("router", [torch.bfloat16, torch.float16, torch.float32])
+def test_it_takes_every_dtype(weights, inputs, format, dtype, router):
+    for M in (5, 20):  # up to 32 pairs, the first GEMM reads the ids too
+        hidden, topk_weights, ids = inputs(SMALL, M, dtype=dtype)
+        check(weights(format, SMALL), (hidden, topk_weights.to(router), ids.long()))
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("M", [2, 50, 700])
+def test_it_takes_the_ids_of_other_ranks(weights, inputs, format, M, dtype):
+    call = inputs((64, *SMALL[1:]), M)
+    here = torch.full((64,), -1, dtype=dtype, device="cuda")
+    here[20:36] = torch.arange(15, -1, -1, device="cuda").to(dtype)
+    check(weights(format, SMALL), call, expert_map=here)
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_weights_the_input_where_asked(weights, inputs, format, dtype):
+    hidden, topk_weights, ids = inputs((16, 1024, 512, 1), 30, dtype=dtype)
+    topk_weights = topk_weights * torch.rand_like(topk_weights)
+    call = (hidden, topk_weights, ids)
+    check(weights(format, SMALL), call, apply_router_weight_on_input=True)
+
+
+@gpu
+@every_format
+def test_it_takes_strided_inputs(weights, inputs, format):
+    hidden, topk_weights, ids = inputs(SMALL, 40)
+    module = FusedExperts(weights(format, SMALL))
+    strided = (t.repeat_interleave(2, 1)[:, ::2] for t in (hidden, topk_weights, ids))
+    assert torch.equal(module(*strided), module(hidden, topk_weights, ids))
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("M", [1, 40])
+def test_a_call_of_known_kinds_computes_what_the_first_did(weights, inputs, format, M):
+    """The second call of a size repeats the launches of the first with its own tensors."""
+    module = FusedExperts(weights(format, SMALL))
+    calls = [inputs(SMALL, M, kind) for kind in ("uniform", "skewed", "holes")]
+    fresh = [FusedExperts(weights(format, SMALL))(*call) for call in calls]
+    for _ in range(2):
+        for call, want in zip(calls, fresh, strict=True):
+            assert torch.equal(module(*call), want)
+
+
+@gpu
+@every_format
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_ids_out_of_range_contribute_nothing_and_nothing_waits_for_the_device(
+    weights, inputs, format
+):
+    hidden, topk_weights, ids = inputs(SMALL, 40)
+    module = FusedExperts(weights(format, SMALL))
+    absent = torch.rand(ids.shape, device="cuda") < 0.5
+    far = torch.tensor([16, -2, 1 << 32, -(1 << 40)], device="cuda").repeat(40, 1)
+    want = module(hidden, topk_weights, ids.masked_fill(absent, -1))
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        got = module(hidden, topk_weights, torch.where(absent, far, ids.long()))
+        identity = torch.arange(16, device="cuda")
+        again = module(
+            hidden, topk_weights, torch.where(absent, far, ids.long()), expert_map=identity
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
+    assert torch.equal(again, want)
+
+
+@gpu
+@every_format
+def test_nan_stays_in_its_own_token(weights, inputs, format):
+    hidden, topk_weights, ids = inputs(SMALL, 40)
+    module = FusedExperts(weights(format, SMALL))
+    clean = module(hidden, topk_weights, ids)
+    hidden[7, 3], hidden[9, 500] = torch.nan, torch.inf
+    got = module(hidden, topk_weights, ids)
+    assert bool(got[[7, 9]].isnan().all())
+    others = [m for m in range(40) if m not in (7, 9)]
+    assert torch.equal(got[others], clean[others])
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize(("shape", "M"), [("small", 1), ("odd", 33), ("qwen3-30b", 512)])
+def test_runs_of_one_call_are_bitwise_equal(weights, inputs, format, shape, M):
+    shape = sizes(format, shape)
+    module = FusedExperts(weights(format, shape))
+    call = inputs(shape, M, "skewed")
+    first = module(*call)
+    for _ in range(20):
+        assert torch.equal(module(*call), first)
+
+
+ACT_FNS = [
+    ActFn(name="gelu"),
+    ActFn(name="gelu_tanh"),
+    ActFn(name="relu2"),
+    ActFn(name="silu", limit=0.7),
+    SWIGLUOAI,
+    ActFn(name="swigluoai", alpha=1.702, limit=0.7),
+    ActFn(name="swigluoai", alpha=0.75, beta=-0.25),
+    ActFn(name="swiglustep", limit=0.7),
+    SITU,
+    ActFn(name="situ", beta=0.5),
+    ActFn(name="silu", gated=False),
+    ActFn(name="gelu", gated=False, limit=0.7),
+    ActFn(name="gelu_tanh", gated=False),
+    RELU2,
+]
+
+
+@gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("act_fn", ACT_FNS, ids=str)
+def test_fp8_blocks_take_every_activation_function(weights, inputs, act_fn, bias):
+    # 640 columns without a gate are two units and a half; tiles of 8, 32 and 128 rows.
+    halves, odd = (16, 1024, 640, 4), ODD["fp8_block"]
+    for shape, M in [(halves, 6), (odd, 60), (halves, 700), (RAGGED, 9), (RAGGED, 700)]:
+        check(weights("fp8_block", shape, act_fn, bias), inputs(shape, M))
+
+
+@gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    "act_fn",
+    [
+        ActFn(name="gelu"),
+        ActFn(name="silu", limit=0.7),
+        ActFn(name="swigluoai", alpha=1.702, limit=0.7),
+        SITU,
+        ActFn(name="gelu", gated=False, limit=0.7),
+        RELU2,
+    ],
+    ids=str,
+)
+def test_w4a8_takes_every_activation_function(weights, inputs, act_fn, bias):
+    # Without a gate, 384 columns are a unit and a half. Tiles of 8 and 128 rows.
+    shape = ODD["w4a8"]
+    for M in (6, 700):
+        check(weights("w4a8", shape, act_fn, bias), inputs(shape, M))
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("M", [1, 40, 500])
+def test_biases_count_for_silu_too(weights, inputs, format, M):
+    shape = ODD[format]
+    check(weights(format, shape, SILU, True), inputs(shape, M, "skewed"))
+
+
+def run_plan(layer, call, choice, *, byte, hidden_scale=None):
+    """A call with a tiling, and a workspace and an output full of `byte` and NaN."""
+    from moequant.kernels.sm90.tiling import Tiling
+
+    packed = pack_experts(layer, backend=name_of(layer.format)).kernel_weights
+    M, T = call[2].shape
+    tiling = Tiling(**choice)
+    size_bytes = packed.workspace_bytes(M, T, tiling)
+    workspace = torch.full((size_bytes,), byte, dtype=torch.uint8, device="cuda")
+    dtype = call[0].dtype if hidden_scale is None else torch.bfloat16
+    out = torch.full(call[0].shape, torch.nan, dtype=dtype, device="cuda")
+    plan = packed.plan(M, T, tiling=tiling, workspace=workspace)
+    plan(*call, out, None, hidden_scale)
+    return out
+
+
+@gpu
+@pytest.mark.parametrize("byte", [0x7F, 0xFF], ids=["huge", "nan"])
+@every_tiling
+@pytest.mark.parametrize("shape", ["small", "odd"])
+def test_no_buffer_is_read_before_it_is_written(weights, inputs, format, shape, choice, byte):
+    shape = sizes(format, shape)
+    layer = weights(format, shape)
+    for M in (1, 2, 50, 600, 2000):
+        call = inputs(shape, M, "holes")
+        out = run_plan(layer, call, choice, byte=byte)
+        want = FusedExperts(layer, backend="torch_reference")(*call)
+        assert bool(out.isfinite().all())
+        assert not want.any() or calc_diff(out, want) <= CALC_DIFF
+
+
+@gpu
+@every_tiling
+@pytest.mark.parametrize("ragged", [False, True])
+def test_every_number_of_rows_behind_whole_tiles_counts(weights, inputs, format, choice, ragged):
+    if ragged and format == "w4a8":
+        pytest.skip("its sizes are multiples of 128")
+    shape, rows = (*(RAGGED if ragged else SMALL)[:3], 1), choice["rows"]
+    for counts in (
+        [rows - 1, rows, rows + 1, rows + 7, rows + 8, rows + 9, rows + 15, rows + 16],
+        [rows + 17, 0, 2 * rows, 2 * rows + 1, 2 * rows + 8, 2 * rows + 16, 2 * rows + 17, 1],
+        [3 * rows + 1, 0, 2 * rows - 1, 2 * rows + 1, 5, 17, 33, 65],
+    ):
+        ids = torch.arange(8).repeat_interleave(torch.tensor(counts))
+        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+        hidden, topk_weights, _ = inputs(shape, len(ids))
+        call = hidden, topk_weights, ids[:, None].int().cuda()
+        out = run_plan(weights(format, shape), call, choice, byte=0xFF)
+        want = FusedExperts(weights(format, shape), backend="torch_reference")(*call)
+        for expert in range(8):
+            of_expert = ids == expert
+            close = calc_diff(out[of_expert], want[of_expert]) <= CALC_DIFF
+            assert not counts[expert] or close, expert
+
+
+def experts_of(weights, ids):
+    """The layer with only the experts that `ids` names, and `ids` among these."""
+    used, among = ids.clamp(min=0).unique(return_inverse=True)
+    parts = {
+        name: q.map(lambda t: t[used], torch.Size((len(used), *q.shape[1:])))
+        for name, q in weights.projections().items()
+    }
+    among = among.reshape(ids.shape).int().masked_fill(ids < 0, -1)
+    return ExpertWeights(**{"gate": None, **parts}, act_fn=weights.act_fn), among
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [(f, name) for f in ACTIVATIONS for name in REAL if (f, name) != ("w4a8", "gpt-oss-120b")],
+)
+def test_it_does_on_the_shapes_of_real_models(inputs, format, name):
+    """Each M and kind of routing; of many tokens, a few are compared.
+
+    Activations are those of the whole call: a token's output depends on no other token.
+    """
+    shape = REAL[name]
+    layer = layer_on("cuda", format, shape)
+    module = FusedExperts(layer)
+    for M in (0, 1, 3, 8, 32, 128, 512, 2048, 8192):
+        for kind in ("uniform", "skewed", "one expert") if M in (3, 512, 8192) else ("uniform",):
+            hidden, topk_weights, ids = inputs(shape, M, kind)
+            got = module(hidden, topk_weights, ids)
+            assert got.shape == hidden.shape
+            if M == 0:
+                continue
+            assert bool(got.isfinite().all())
+            some = torch.arange(M, device="cuda")[:: max(M // 4, 1)]
+            few, among = experts_of(layer, ids[some])
+            want = FusedExperts(few, backend="torch_reference")(
+                hidden[some], topk_weights[some], among
+            )
+            assert calc_diff(got[some], want) <= CALC_DIFF, (M, kind)
+
+
+@gpu
+@every_format
+def test_a_workspace_of_the_caller_is_reused_and_its_size_is_known(weights, inputs, format):
+    module = FusedExperts(weights(format, SMALL), backend=name_of(format))
+    calls = [inputs(SMALL, M) for M in (1, 40, 600)]
+    sizes = [module.workspace_bytes(call[1].shape[0], SMALL[3]) for call in calls]
+    workspace = torch.empty(max(sizes), dtype=torch.uint8, device="cuda")
+    guard = torch.full((4096,), 7, dtype=torch.uint8, device="cuda")
+    want = [module(*call) for call in calls]
+    for _ in range(2):
+        for call, size_bytes, expected in zip(calls, sizes, want, strict=True):
+            out = torch.full_like(expected, torch.nan)
+            got = module(*call, workspace=workspace[:size_bytes], out=out)
+            assert got is out
+            assert torch.equal(out, expected)
+            with pytest.raises(UnsupportedError, match=f"at least {size_bytes} bytes"):
+                module(*call, workspace=workspace[: size_bytes - 1])
+    assert bool((guard == 7).all())
+
+
+@gpu
+def test_the_module_holds_gate_and_up_of_fp8_blocks_once(weights, inputs):
+    layer = copy.deepcopy(weights("fp8_block", QWEN3_30B))
+    module = FusedExperts(layer)
+    del layer
+    call = inputs(QWEN3_30B, 5)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    first = module(*call)
+    assert torch.cuda.memory_allocated() - before < 64 << 20  # 400 MB are gate and up
+    state = module.state_dict()
+    gate = state["w13_qdata"][:, : QWEN3_30B[2]].contiguous()
+    original = weights("fp8_block", QWEN3_30B).gate.qdata
+    assert torch.equal(gate.view(torch.uint8), original.view(torch.uint8))
+    module.load_state_dict({name: t.clone() for name, t in state.items()})
+    assert torch.equal(module(*call), first)
+
+
+@gpu
+@every_format
+def test_more_pairs_than_the_sort_takes_run_in_parts(weights, inputs, format):
+    from moequant.kernels.routing import MAX_SLOTS
+
+    check(weights(format, SMALL), inputs(SMALL, MAX_SLOTS // SMALL[3] + 40))
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize(("shape", "M"), [("small", 1), ("odd", 64), ("qwen3-30b", 512)])
+def test_a_captured_call_is_replayed_on_new_inputs(weights, inputs, format, shape, M):
+    shape = sizes(format, shape)
+    module = FusedExperts(weights(format, shape))
+    static = inputs(shape, M)
+    module(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*static)
+    for kind in ("skewed", "holes", "uniform"):
+        new = inputs(shape, M, kind)
+        for to, value in zip(static, new, strict=True):
+            to.copy_(value)
+        # Calls of other sizes in between take and leave memory of their own.
+        module(*inputs(shape, 2 * M + 1))
+        graph.replay()
+        assert torch.equal(out, module(*new))
+
+
+@gpu
+@every_format
+def test_a_first_call_within_a_capture_is_refused(weights, inputs, format, monkeypatch):
+    module = FusedExperts(weights(format, SMALL))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="call the experts once before the capture"):
+        module(*inputs(SMALL, 4))
+
+
+@gpu
+def test_scales_of_fp8_blocks_that_are_loaded_later_count(weights, inputs):
+    call = inputs(SMALL, 16)
+    module = FusedExperts(copy.deepcopy(weights("fp8_block", SMALL)))
+    first = module(*call)
+    state = {name: t.clone() for name, t in module.state_dict().items()}
+    state["w13_scale"][:, SMALL[2] // 128 :] *= 2
+    module.load_state_dict(state)
+    assert torch.equal(module(*call), 2 * first)
+    state["w13_scale"][:, SMALL[2] // 128 :] /= 2
+    module.load_state_dict(state, assign=True)
+    assert torch.equal(module(*call), first)
+
+
+@gpu
+def test_panels_of_w4a8_are_saved_and_loaded(weights, inputs):
+    call = inputs(SMALL, 16)
+    module = FusedExperts(copy.deepcopy(weights("w4a8", SMALL)))
+    first = module(*call)
+    state = {name: t.clone() for name, t in module.state_dict().items()}
+    assert state.keys() == {"w13_panels", "w2_panels"}
+    for tensor in module.buffers():
+        tensor.zero_()
+    assert not module(*call).any()
+    module.load_state_dict(state)
+    assert torch.equal(module(*call), first)
+
+
+@gpu
+def test_a_module_moves_to_the_device_and_back(weights, inputs):
+    call = inputs(SMALL, 16)
+    module = FusedExperts(weights("fp8_block", SMALL))
+    want = module(*call)
+    back = module.cpu()
+    on_cpu = back(*(t.cpu() for t in call))
+    assert calc_diff(on_cpu.cuda(), want) <= CALC_DIFF
+    assert torch.equal(back.cuda()(*call), want)
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("M", [1, 3, 8, 32, 128, 512, 3000])
+@pytest.mark.parametrize("shape", ["small", "odd", "qwen3-30b"])
+def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
+    weights, inputs, format, shape, M
+):
+    shape = sizes(format, shape)
+    hidden, topk_weights, ids = inputs(shape, M, "holes")
+    module = FusedExperts(weights(format, shape), backend=name_of(format))
+    x = quantize_activations(hidden, ACTIVATIONS[format])
+    want = module(hidden, topk_weights, ids)
+    shared_workspace(hidden.device, 0).fill_(0x7F)
+    got = module(x.qdata, topk_weights, ids, hidden_scale=x.scale)
+    assert torch.equal(got, want)
+
+
+@gpu
+@every_tiling
+def test_they_do_with_every_way_to_prepare(weights, inputs, format, choice):
+    hidden, topk_weights, ids = inputs(SMALL, 6)
+    layer, x = weights(format, SMALL), quantize_activations(hidden, ACTIVATIONS[format])
+    call = x.qdata, topk_weights, ids
+    got = run_plan(layer, call, choice, byte=0x7F, hidden_scale=x.scale)
+    assert torch.equal(got, run_plan(layer, (hidden, *call[1:]), choice, byte=0x7F))
