@@ -1,11 +1,10 @@
-"""The scale layouts of DeepGEMM: MN-major FP32, and UE8M0 packed four to an int32 for SM100.
+"""The scale layout of DeepGEMM on SM100: UE8M0, MN-major, packed four to an int32.
 
-Both are transposed, and each column is padded to 16 bytes (4 elements) for TMA. With R rows (tokens
-of an activation, or N of a weight), C scales along K, and Rp = ceil4(R):
+Scales are transposed, and each column is padded to 16 bytes (4 elements) for TMA. With R rows of a
+weight, C scales along K, and Rp = ceil4(R):
 
-    FP32    storage float32 [..., C, Rp]             storage[c, r] = scale[r, c]
-    UE8M0   storage int32   [..., ceil(C / 4), Rp]   byte i of storage[j, r] is the exponent byte
-                                                     of scale[r // block_n, 4 * j + i]
+    storage int32 [..., ceil(C / 4), Rp]   byte i of storage[j, r] is the exponent byte
+                                           of scale[r // block_n, 4 * j + i]
 
 Little-endian, byte 0 the lowest. SM100 reads one scale per row, so the rows of a block repeat its
 scale. Padding, of rows and of the last int32, is zero: DeepGEMM zeroes the latter and leaves the
@@ -14,9 +13,6 @@ former unspecified, and files must be the same bytes every time.
 `storage` is what files hold and what moves between devices; `mn_major_view` turns it into what
 DeepGEMM takes, [..., R, columns] with strides (1, Rp). Take the view last: `Tensor.to` and `clone`
 drop the padding of a padded view.
-
-SM90 wants the FP32 form for activation scales only. The scales of fp8_block weights go to it as
-they are on disk, float32 [E, ceil(N / 128), ceil(K / 128)] contiguous; it refuses them padded.
 
 Source: DeepGEMM 54e2261, `csrc/apis/layout.hpp`, `csrc/utils/layout.hpp`, `smxx_layout.hpp`.
 """
@@ -27,67 +23,24 @@ import torch
 from torch import Tensor
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats.base import TensorSpec
-
-VERSION = 1
 
 _TMA_ROWS = 4
 _CODES_PER_WORD = 4
 
 
-def aligned_shape(rows: int, cols: int) -> tuple[int, int]:
-    """Last two dimensions of the FP32 storage of scales [..., rows, cols]."""
-    return cols, -(-rows // _TMA_ROWS) * _TMA_ROWS
-
-
 def packed_shape(rows: int, cols: int) -> tuple[int, int]:
-    """Last two dimensions of the UE8M0 storage for `rows` weight rows and `cols` scales along K."""
-    return aligned_shape(rows, -(-cols // _CODES_PER_WORD))
+    """Last two dimensions of the storage for `rows` weight rows and `cols` scales along K."""
+    return -(-cols // _CODES_PER_WORD), -(-rows // _TMA_ROWS) * _TMA_ROWS
 
 
 def mn_major_view(storage: Tensor, rows: int) -> Tensor:
     """What DeepGEMM takes: [..., rows, columns] over `storage`, strides (1, ceil4(rows)), no copy.
 
     Args:
-        storage: [..., columns, ceil4(rows)] contiguous, from `align_mn_major` or `pack_ue8m0`.
+        storage: [..., columns, ceil4(rows)] contiguous, from `pack_ue8m0`.
         rows: R, without padding.
     """
     return storage.mT[..., :rows, :]
-
-
-def align_mn_major(scale: Tensor) -> Tensor:
-    """FP32 scales to MN-major storage, each row count padded to 16 bytes.
-
-    Args:
-        scale: [..., R, C] float32.
-
-    Returns:
-        [..., C, ceil4(R)] float32, contiguous, padding zero; see `mn_major_view`.
-
-    Raises:
-        UnsupportedError: `scale` is not float32.
-    """
-    if scale.dtype != torch.float32:
-        raise UnsupportedError(f"the MN-major layout holds float32 scales, not {scale.dtype}")
-    return _store_mn_major(scale)
-
-
-def unalign_mn_major(storage: Tensor, rows: int, *, name: str = "scale") -> Tensor:
-    """Inverse of `align_mn_major`.
-
-    Args:
-        storage: [..., C, ceil4(rows)] float32.
-        rows: R of the scales.
-        name: what errors call the tensor.
-
-    Returns:
-        [..., rows, C] float32, contiguous.
-
-    Raises:
-        CheckpointError: the dtype or shape is not that of `rows` rows, or the padding is not zero.
-    """
-    wanted = TensorSpec(dtype=torch.float32, shape=aligned_shape(rows, storage.shape[-2]))
-    return _load_mn_major(storage, rows, wanted, name)
 
 
 def pack_ue8m0(scale: Tensor, rows: int, *, block_n: int, name: str = "scale") -> Tensor:
@@ -115,8 +68,11 @@ def pack_ue8m0(scale: Tensor, rows: int, *, block_n: int, name: str = "scale") -
             f"have {blocks}"
         )
     codes = _exponent_bytes(scale, name).repeat_interleave(block_n, -2)[..., :rows, :]
-    words = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _CODES_PER_WORD))
-    return _store_mn_major(words.contiguous().view(torch.int32))
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _CODES_PER_WORD))
+    words = padded.contiguous().view(torch.int32)
+    storage = words.new_zeros(*scale.shape[:-2], *packed_shape(rows, scale.shape[-1]))
+    storage[..., :rows] = words.mT
+    return storage
 
 
 def unpack_ue8m0(
@@ -146,11 +102,20 @@ def unpack_ue8m0(
             or rows of one block have different scales.
         UnsupportedError: another `dtype`.
     """
-    wanted = TensorSpec(dtype=torch.int32, shape=packed_shape(rows, cols))
-    padded = _load_mn_major(storage, rows, wanted, name).view(torch.uint8)
+    expected, found = packed_shape(rows, cols), tuple(storage.shape[-2:])
+    if (storage.dtype, found) != (torch.int32, expected):
+        raise CheckpointError(
+            f"{name}: MN-major storage is {storage.dtype} {list(found)}, but {rows} rows need "
+            f"torch.int32 {list(expected)}; prepare the checkpoint again"
+        )
+    # clone, where contiguous() would keep the strides of a transposed dimension of extent 1.
+    words = mn_major_view(storage, rows).clone(memory_format=torch.contiguous_format)
+    padded = words.view(torch.uint8)
     codes = padded[..., :cols]
-    if padded[..., cols:].any():
-        raise CheckpointError(_not_zero(name))
+    if storage[..., rows:].any() or padded[..., cols:].any():
+        raise CheckpointError(
+            f"{name}: padding of the MN-major layout is not zero; prepare the checkpoint again"
+        )
     scale = codes[..., ::block_n, :].contiguous()
     differs = codes != scale.repeat_interleave(block_n, -2)[..., :rows, :]
     if differs.any():
@@ -181,30 +146,3 @@ def _exponent_bytes(scale: Tensor, name: str) -> Tensor:
             'UE8M0 needs; convert the checkpoint with scale = "power_of_two"'
         )
     return codes.view(torch.uint8)
-
-
-def _store_mn_major(x: Tensor) -> Tensor:
-    """[..., R, C] to [..., C, ceil4(R)], contiguous, padded with zero."""
-    *lead, rows, cols = x.shape
-    storage = x.new_zeros(*lead, *aligned_shape(rows, cols))
-    storage[..., :rows] = x.mT
-    return storage
-
-
-def _load_mn_major(storage: Tensor, rows: int, wanted: TensorSpec, name: str) -> Tensor:
-    """Inverse of `_store_mn_major`; `wanted` is the dtype and last two dimensions to check."""
-    found = TensorSpec(dtype=storage.dtype, shape=tuple(storage.shape[-2:]))
-    if found != wanted:
-        raise CheckpointError(
-            f"{name}: MN-major storage is {found.dtype} {list(found.shape)}, but {rows} rows need "
-            f"{wanted.dtype} {list(wanted.shape)}; prepare the checkpoint again"
-        )
-    # Bits, not values: -0.0 is not padding.
-    if storage[..., rows:].view(torch.int32).any():
-        raise CheckpointError(_not_zero(name))
-    # clone, where contiguous() would keep the strides of a transposed dimension of extent 1.
-    return mn_major_view(storage, rows).clone(memory_format=torch.contiguous_format)
-
-
-def _not_zero(name: str) -> str:
-    return f"{name}: padding of the MN-major layout is not zero; prepare the checkpoint again"

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from moequant.errors import CheckpointError, UnsupportedError
 
-VERSION = 1
-
 _TILE_ROWS, _TILE_COLS = 128, 4
 
 

@@ -9,12 +9,9 @@ from transformers.integrations import deepgemm
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.layouts.deepgemm_scale import (
-    align_mn_major,
-    aligned_shape,
     mn_major_view,
     pack_ue8m0,
     packed_shape,
-    unalign_mn_major,
     unpack_ue8m0,
 )
 
@@ -33,10 +30,6 @@ def random_codes(*shape: int) -> torch.Tensor:
     )
 
 
-def random_floats(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
 def as_dtype(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     e8m0 = codes.view(torch.float8_e8m0fnu)
     return e8m0.float() if dtype == torch.float32 else e8m0.view(dtype)
@@ -46,15 +39,6 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.flatten().equal(b.flatten())
 
 
-def test_hand_computed_storage():
-    scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    storage = align_mn_major(scale)
-    assert storage.tolist() == [[1.0, 3.0, 5.0, 0.0], [2.0, 4.0, 6.0, 0.0]]
-    view = mn_major_view(storage, 3)
-    assert view.tolist() == scale.tolist()
-    assert view.stride() == (1, 4)
-
-
 def test_hand_computed_words():
     # 2**0 and 2**-1 have bytes 0x7f and 0x7e; K holds 5 scales, so a second int32 holds one.
     scale = torch.tensor([[1.0, 0.5, 2.0, 4.0, 8.0], [1.0, 1.0, 1.0, 1.0, 2.0**-126]])
@@ -62,25 +46,6 @@ def test_hand_computed_words():
     # Byte 3 of the first word is 0x81: beyond the sign bit of int32.
     first, second = 0x81807E7F - 2**32, 0x7F7F7F7F
     assert storage.tolist() == [[first, first, second, 0], [0x82, 0x82, 0x01, 0]]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    lead=st.lists(st.integers(0, 3), max_size=2), rows=st.integers(0, 40), cols=st.integers(1, 9)
-)
-def test_mn_major_storage_is_the_formula_and_its_inverse_is_exact(lead, rows, cols):
-    scale = random_floats(*lead, rows, cols)
-    storage = align_mn_major(scale)
-    assert storage.is_contiguous()
-    assert storage.shape == (*lead, *aligned_shape(rows, cols))
-    experts = math.prod(lead)
-    flat = storage.view(experts, cols, storage.shape[-1])
-    flat_scale = scale.view(experts, rows, cols)
-    for e in range(experts):
-        for c in range(cols):
-            row = flat_scale[e, :, c].tolist()
-            assert flat[e, c].tolist() == row + [0.0] * (-rows % 4)
-    assert same_bytes(unalign_mn_major(storage, rows), scale)
 
 
 @settings(max_examples=60, deadline=None)
@@ -129,15 +94,13 @@ def test_packed_words_are_the_formula_and_their_inverse_is_exact(
 def test_views_pass_the_checks_of_deepgemm(experts, rows):
     # csrc/utils/layout.hpp, check_sf_layout with tma_stride_check; a TMA address is 16-byte.
     packed = pack_ue8m0(random_codes(experts, rows, 6), rows, block_n=1)
-    aligned = align_mn_major(random_floats(experts, rows, 6))
-    for storage, cols in ((packed, 2), (aligned, 6)):
-        view = mn_major_view(storage, rows)
-        assert view.shape == (experts, rows, cols)
-        assert view.stride(-2) == 1
-        assert view.stride(-1) == -(-rows // 4) * 4
-        assert view.stride(-3) == view.stride(-1) * view.shape[-1]
-        assert view.data_ptr() == storage.data_ptr()
-        assert view.stride(-1) * view.element_size() % 16 == 0
+    view = mn_major_view(packed, rows)
+    assert view.shape == (experts, rows, 2)
+    assert view.stride(-2) == 1
+    assert view.stride(-1) == -(-rows // 4) * 4
+    assert view.stride(-3) == view.stride(-1) * view.shape[-1]
+    assert view.data_ptr() == packed.data_ptr()
+    assert view.stride(-1) * view.element_size() % 16 == 0
 
 
 @pytest.mark.parametrize("block_n", [1, 128])
@@ -154,12 +117,9 @@ def test_packing_equals_what_transformers_hands_to_deepgemm(block_n):
 def test_experts_are_packed_each_by_itself():
     codes = random_codes(2, 3, 10, 5)
     packed = pack_ue8m0(codes, 10, block_n=1)
-    scale = random_floats(2, 3, 10, 5)
-    aligned = align_mn_major(scale)
     for i in range(2):
         for j in range(3):
             assert torch.equal(packed[i, j], pack_ue8m0(codes[i, j], 10, block_n=1))
-            assert torch.equal(aligned[i, j], align_mn_major(scale[i, j]))
 
 
 @pytest.mark.parametrize(
@@ -181,13 +141,6 @@ def test_every_exponent_byte_survives_float32():
     codes = torch.arange(255, dtype=torch.int32).to(torch.uint8)[None]
     from_float = pack_ue8m0(codes.view(torch.float8_e8m0fnu).float(), 1, block_n=1)
     assert torch.equal(from_float, pack_ue8m0(codes, 1, block_n=1))
-
-
-def test_signs_and_payloads_survive_mn_major():
-    bits = [-(2**31), 0x7FC00123, 0x00000001, 0x7F800000]  # -0, a NaN, a denormal, Inf
-    scale = torch.tensor([bits], dtype=torch.int32).view(torch.float32).mT
-    restored = unalign_mn_major(align_mn_major(scale), 4)
-    assert restored.view(torch.int32).flatten().tolist() == bits
 
 
 @pytest.mark.parametrize("fmt", EXPONENT_SCALED, ids=lambda f: f.name)
@@ -224,8 +177,6 @@ def test_pack_refuses_scales_of_another_block_size():
 
 
 def test_other_dtypes_are_refused():
-    with pytest.raises(UnsupportedError, match="bfloat16"):
-        align_mn_major(torch.ones(4, 4, dtype=torch.bfloat16))
     with pytest.raises(UnsupportedError, match="float8_e4m3fn"):
         pack_ue8m0(torch.ones(4, 4).to(torch.float8_e4m3fn), 4, block_n=1)
     storage = pack_ue8m0(random_codes(4, 4), 4, block_n=1)
@@ -249,25 +200,17 @@ def test_padding_that_is_not_zero_is_refused():
     word_padded[1, 0] |= 1 << 24
     with pytest.raises(CheckpointError, match="w13: padding"):
         unpack_ue8m0(word_padded, 4, 6, block_n=1, dtype=torch.uint8, name="w13")
-    aligned = align_mn_major(torch.ones(3, 2))
-    aligned[1, 3] = -0.0
-    with pytest.raises(CheckpointError, match="w13: padding"):
-        unalign_mn_major(aligned, 3, name="w13")
 
 
 def test_storage_of_another_shape_is_refused():
     storage = pack_ue8m0(random_codes(8, 4), 8, block_n=1)
-    with pytest.raises(CheckpointError, match=r"int32 \[1, 8\], but 12 rows want .* \[1, 12\]"):
+    with pytest.raises(CheckpointError, match=r"int32 \[1, 8\], but 12 rows need .* \[1, 12\]"):
         unpack_ue8m0(storage, 12, 4, block_n=1, dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match=r"int32 \[1, 8\], but 8 rows want .* \[2, 8\]"):
+    with pytest.raises(CheckpointError, match=r"int32 \[1, 8\], but 8 rows need .* \[2, 8\]"):
         unpack_ue8m0(storage, 8, 5, block_n=1, dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match=r"float32 \[2, 8\], but 4 rows want .* \[2, 4\]"):
-        unalign_mn_major(align_mn_major(torch.ones(8, 2)), 4)
 
 
 def test_storage_of_another_dtype_is_refused():
     storage = pack_ue8m0(random_codes(8, 4), 8, block_n=1)
-    with pytest.raises(CheckpointError, match=r"float32 \[1, 8\], but 8 rows want torch\.int32"):
+    with pytest.raises(CheckpointError, match=r"float32 \[1, 8\], but 8 rows need torch\.int32"):
         unpack_ue8m0(storage.view(torch.float32), 8, 4, block_n=1, dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match=r"int32 \[1, 8\], but 8 rows want torch\.float32"):
-        unalign_mn_major(storage, 8)
