@@ -32,69 +32,27 @@ def act_requantize(
     scale: Tensor,
     act: ActFn,
     *,
-    row_of_slot: Tensor,
+    row_of_slot: Tensor | None = None,
+    counts: Tensor | None = None,
     bias: Tensor | None = None,
     row_end: Tensor | None = None,
 ) -> None:
-    """Quantize act(gate, up) for the rows of the slots that have one.
+    """Quantize act(gate, up) for the rows in use; others are not written.
 
     Args:
-        gate_up: [rows, 2 * Ip] contiguous bfloat16; [rows, Ip] where `act` is not gated.
-        rows: float8_e4m3fn [rows, I] contiguous, written but for gaps.
-        scale: float32 [ceil(I / 128), row stride], written but for gaps.
+        gate_up: [rows, 2 * Ip] contiguous bfloat16; [rows, Ip] where `act` is not gated. Of
+            batches, [E, C, ...].
+        rows: float8_e4m3fn [rows, I] or [E, C, I] contiguous, written.
+        scale: float32 [ceil(I / 128), row stride] or [E, ceil(I / 128), C], written.
         act: the function.
-        row_of_slot: [slots] int32, -1 for none.
+        row_of_slot: [M * T] int32, the rows in use, -1 for none; None for batches.
+        counts: of batches, [E] int32, how many rows of each expert are in use.
         bias: float32 [E, columns of gate_up] contiguous.
-        row_end: with a bias, [E] int32, the row behind the last of each expert.
+        row_end: with a bias and `row_of_slot`, [E] int32, the row behind the last of each expert.
     """
-    _launch(
-        row_of_slot.shape[0],
-        gate_up,
-        rows,
-        scale,
-        act,
-        used=row_of_slot,
-        capacity=0,
-        bias=bias,
-        row_end=row_end,
-    )
-
-
-def act_requantize_batched(
-    gate_up: Tensor,
-    rows: Tensor,
-    scale: Tensor,
-    act: ActFn,
-    *,
-    counts: Tensor,
-    bias: Tensor | None = None,
-) -> None:
-    """Quantize act(gate, up) for the first counts[e] rows of each expert e.
-
-    Args:
-        gate_up: [E, C, 2 * Ip] contiguous bfloat16; [E, C, Ip] where `act` is not gated.
-        rows: float8_e4m3fn [E, C, I] contiguous, written but for rows beyond the counts.
-        scale: float32 [E, ceil(I / 128), C] contiguous, likewise.
-        act: the function.
-        counts: [E] int32.
-        bias: float32 [E, columns of gate_up] contiguous.
-    """
-    E, C, _ = gate_up.shape
-    _launch(E * C, gate_up, rows, scale, act, used=counts, capacity=C, bias=bias, row_end=None)
-
-
-def _launch(
-    programs: int,
-    gate_up: Tensor,
-    rows: Tensor,
-    scale: Tensor,
-    act: ActFn,
-    *,
-    used: Tensor,
-    capacity: int,
-    bias: Tensor | None,
-    row_end: Tensor | None,
-) -> None:
+    used = counts if row_of_slot is None else row_of_slot
+    assert used is not None
+    programs = used.shape[0] if counts is None else rows.shape[0] * rows.shape[1]
     if programs == 0:
         return
     overlap = overlaps_launches(gate_up.device)
@@ -107,7 +65,7 @@ def _launch(
         used,
         used if bias is None else bias,
         used if row_end is None else row_end,
-        capacity,
+        rows.shape[-2],
         scale.stride(-2),
         I=I,
         IP=gate_up.shape[-1] // (2 if act.gated else 1),
@@ -120,7 +78,7 @@ def _launch(
         ALPHA=act.alpha,
         BETA=act.beta,
         LINEAR_BETA=act.linear_beta or 0.0,
-        BATCHED=capacity > 0,
+        BATCHED=counts is not None,
         GROUPS=_GROUPS_A_PROGRAM,
         NATIVE=not INTERPRETED,
         OVERLAP=overlap,
@@ -155,7 +113,7 @@ def act_requantize_rows(
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: GROUPS groups of a slot's row, or of one place of a batch."""
+    """One program: GROUPS groups of the row of a token-expert pair, or of one row of a batch."""
     wait_for_inputs(OVERLAP)
     COLUMNS: tl.constexpr = 2 * IP if GATED else IP
     expert = 0

@@ -5,7 +5,10 @@ quantize         each token once, unless activations stay as they are
 gate and up      grouped GEMM that gathers its rows; activation function, quantization to groups
 quantize         the rows, where a scale is a whole row's
 down             grouped GEMM
-weighted reduce  per token, float32, in the order of its slots
+weighted reduce  per token, float32, in the order of its experts
+
+For hidden states in bfloat16 or FP8, what lies between the GEMMs and is not quantized is rounded to
+bfloat16, and so is each expert's result; for others both are float32. Nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.kernels.arena import WorkspaceArena
-from moequant.kernels.calls import part_tokens, run_in_parts
+from moequant.kernels.calls import on, part_tokens
 from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
 from moequant.kernels.routing import ONE_LAUNCH_SLOTS, Grouping, chunk_of, max_rows, sort_routing
@@ -31,82 +34,29 @@ if TYPE_CHECKING:
 TILE_ROWS = (16, 32, 64)
 
 
-def fused_experts(
-    experts: Experts,
-    hidden: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    *,
-    out: Tensor,
-    workspace: Tensor,
-    expert_map: Tensor | None = None,
-    hidden_scale: Tensor | None = None,
-) -> None:
-    """Run the experts once. Nothing is read on the host, and nothing kept but compiled kernels.
-
-    For hidden states in bfloat16 or FP8, what lies between the GEMMs and is not quantized is
-    rounded to bfloat16, and so is each expert's result; for others both are float32. Sums over a
-    token's experts are float32.
-
-    Args:
-        experts: the experts here.
-        hidden: [M, H] bfloat16, float16 or float32, multiplied as they are if not quantized.
-        topk_weights: [M, T] float32, bfloat16 or float16.
-        topk_ids: [M, T] int32 or int64; an id that is no expert's, such as -1, contributes nothing.
-        out: [M, H] contiguous bfloat16, float16 or float32, written.
-        workspace: uint8, at least `workspace_bytes`, with any contents.
-        expert_map: [global experts] int32 or int64, index here or -1.
-        hidden_scale: where `hidden` is quantized by `experts.activations`, float8_e4m3fn, its
-            scales: float32 [M, ceil(H / 128)] or [M, 1].
-    """
-    T = topk_ids.shape[1]
-    dtype = hidden.dtype
-    if hidden_scale is not None:
-        hidden, dtype = hidden.view(torch.uint8), torch.bfloat16
-
-    def plan_for(tokens: int) -> PortablePlan:
-        return PortablePlan(experts, tokens, T, dtype=dtype, arena=WorkspaceArena(workspace))
-
-    run_in_parts(
-        plan_for,
-        hidden,
-        topk_weights,
-        topk_ids,
-        out=out,
-        expert_map=expert_map,
-        hidden_scale=hidden_scale,
-    )
-
-
-def workspace_bytes(experts: Experts, tokens: int, topk: int, dtype: torch.dtype) -> int:
-    """Scratch memory of a call of [tokens, topk] slots; float32 hidden states take most."""
-    arena = WorkspaceArena()
-    PortablePlan(experts, part_tokens(tokens, topk), topk, dtype=dtype, arena=arena)
-    return arena.size_bytes
-
-
 def kernels_for(experts: Experts, tokens: int, topk: int) -> Hashable:
     """Equal for calls that run the same kernels.
 
-    Those of the sort and of the reduction are compiled for powers of two of the slots, for the
-    upper half of what can be sorted, and apart for numbers of slots that are multiples of 16.
+    Those of the sort and of the reduction are compiled for powers of two of the token-expert pairs,
+    for the upper half of what can be sorted, and apart for numbers of pairs that are multiples of
+    16.
     """
     tokens = part_tokens(tokens, topk)
-    slots = tokens * topk
-    sort = (slots - 1).bit_length() if slots <= ONE_LAUNCH_SLOTS else chunk_of(slots)
-    tile_rows = likely_rows(slots / max(experts.experts, 1))
-    return tile_rows, sort, slots % 16 == 0, slots == 1, tokens <= 64, topk
+    pairs = tokens * topk
+    sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_SLOTS else chunk_of(pairs)
+    tile_rows = likely_rows(pairs / max(experts.experts, 1))
+    return tile_rows, sort, pairs % 16 == 0, pairs == 1, tokens <= 64, topk
 
 
 class PortablePlan:
-    """Buffers for calls of exactly `tokens` tokens with `topk` slots each.
+    """Buffers for calls of exactly `tokens` tokens with `topk` experts each.
 
     Args:
         experts: the experts here.
         tokens: M.
         topk: T.
-        dtype: of the hidden states.
         arena: where buffers come from.
+        dtype: of the hidden states; float8_e4m3fn where they come quantized.
         tile_rows: one of TILE_ROWS; by default what nearly all experts fit in, routed uniformly.
     """
 
@@ -115,18 +65,18 @@ class PortablePlan:
         experts: Experts,
         tokens: int,
         topk: int,
-        *,
-        dtype: torch.dtype,
         arena: WorkspaceArena,
+        dtype: torch.dtype,
+        *,
         tile_rows: int | None = None,
     ) -> None:
         self.experts, self.topk = experts, topk
         E, H = experts.experts, experts.hidden
-        self.slots = tokens * topk
-        rows = max_rows(self.slots, E, 1)
-        tile_rows = tile_rows or likely_rows(self.slots / max(E, 1))
+        pairs = tokens * topk
+        rows = max_rows(pairs, E, 1)
+        tile_rows = tile_rows or likely_rows(pairs / max(E, 1))
         self.grouping = Grouping(experts=E, tile_rows=tile_rows)
-        self.routing = arena.sorted_routing(self.slots, self.grouping)
+        self.routing = arena.sorted_routing(pairs, self.grouping)
         self.work = Work(
             tile_rows=tile_rows,
             max_tiles=self.routing.tiles.shape[0],
@@ -136,7 +86,7 @@ class PortablePlan:
         between = between_dtype(dtype)
         self.x = None
         if experts.activations != "none":
-            self.x = Rows.empty(experts.activations, tokens, H, dtype=dtype, arena=arena)
+            self.x = Rows.empty(experts.activations, tokens, H, dtype=between, arena=arena)
         self.middle = Middle(experts, rows, between, arena)
         self.y = Rows.empty("none", rows, H, dtype=between, arena=arena)
 
@@ -149,21 +99,13 @@ class PortablePlan:
         expert_map: Tensor | None = None,
         hidden_scale: Tensor | None = None,
     ) -> None:
-        """Run the experts.
-
-        Args:
-            hidden: [M, H] contiguous, of the plan's dtype; uint8 codes with a `hidden_scale`.
-            topk_weights: [M, T] contiguous float32, bfloat16 or float16.
-            topk_ids: [M, T] contiguous int32 or int64.
-            out: [M, H] contiguous bfloat16, float16 or float32, written.
-            expert_map: [global experts] int32 or int64, index here or -1.
-            hidden_scale: see `fused_experts`; contiguous.
-        """
+        """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
         routing = self.routing
         sort_routing(topk_ids, routing, self.grouping, expert_map=expert_map)
         x = Rows(scheme="none", qdata=hidden, scale=None)
         if hidden_scale is not None:
-            x = Rows(scheme=self.experts.activations, qdata=hidden, scale=hidden_scale)
+            codes = hidden.view(torch.uint8)
+            x = Rows(scheme=self.experts.activations, qdata=codes, scale=hidden_scale)
         elif self.x is not None:
             quantize_rows(hidden, self.x, static=self.experts.up_static)
             x = self.x
@@ -207,7 +149,7 @@ class Middle:
             work: the rows of each expert.
             slot_of_row: see `grouped_gemm`.
             topk: see `grouped_gemm`.
-            row_of_slot: [slots] int32, the rows of the work; None for a batched one.
+            row_of_slot: [M * T] int32, the rows of the work; None for a batched one.
         """
         w = self.experts
         out = self.out if self.values is None else self.values
@@ -226,9 +168,47 @@ class Middle:
         return self.out
 
 
+def batched_experts(
+    experts: Experts, qdata: Tensor, scale: Tensor | None, counts: Tensor
+) -> Tensor:
+    """Every expert's result for the first counts[e] of its tokens.
+
+    Args:
+        experts: the E experts here.
+        qdata: [E, C, H] contiguous, quantized by `experts.activations`: codes in uint8, or hidden
+            states in bfloat16, float16 or float32.
+        scale: float32 [E, C, groups] contiguous, None for "none".
+        counts: [E] int32; more than C is C.
+
+    Returns:
+        [E, C, H], rows at or beyond counts[e] not written; bfloat16 where `qdata` holds codes or
+        bfloat16, else float32.
+    """
+    E, C, H = qdata.shape
+    dtype = between_dtype(qdata.dtype)
+    y = torch.empty(E, C, H, dtype=dtype, device=qdata.device)
+    if y.numel() == 0:
+        return y
+    tile_rows = next((rows for rows in TILE_ROWS if rows >= C), TILE_ROWS[-1])
+    work = Work(tile_rows=tile_rows, max_tiles=E * -(-C // tile_rows), count=counts, capacity=C)
+    x = Rows(
+        scheme=experts.activations,
+        qdata=qdata.reshape(E * C, H),
+        scale=None if scale is None else scale.reshape(E * C, -1),
+    )
+    with on(qdata.device):
+        size = WorkspaceArena()
+        Middle(experts, E * C, dtype, size)
+        memory = torch.empty(size.size_bytes, dtype=torch.uint8, device=qdata.device)
+        middle = Middle(experts, E * C, dtype, WorkspaceArena(memory))(x, work)
+        out = Rows(scheme="none", qdata=y.reshape(E * C, H), scale=None)
+        grouped_gemm(middle, work, experts.down, out)
+    return y
+
+
 def between_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of what is not quantized between and behind the GEMMs, for hidden states of `dtype`."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return torch.float32 if dtype in (torch.float16, torch.float32) else torch.bfloat16
 
 
 def likely_rows(mean: float) -> int:

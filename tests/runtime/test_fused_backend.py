@@ -54,15 +54,13 @@ class Reverses(Backend):
 
     name = "reverses"
     default_on = ()
+    experts = ReversedExperts
 
     def __init__(self):
         self.layout = Reversed()
 
     def supports(self, workload):
         return None
-
-    def load(self, tensors, workload):
-        return ReversedExperts(self, tensors, workload=workload)
 
 
 @pytest.fixture

@@ -22,12 +22,10 @@ class ZeroExperts(StandardExperts):
 class Zeros(Backend):
     name = "zeros"
     default_on = ()
+    experts = ZeroExperts
 
     def supports(self, workload):
         return None
-
-    def load(self, tensors, workload):
-        return ZeroExperts(self, tensors, workload=workload)
 
 
 class Misnamed(Zeros):
@@ -48,6 +46,11 @@ class LoadsNothing(Backend):
 
     def supports(self, workload):
         return None
+
+
+class SaysNothing(Backend):
+    name = "mute"
+    default_on = ()
 
 
 class ByDefaultNowhere(Zeros):
@@ -92,7 +95,8 @@ def test_an_installed_backend_runs_when_named(layers, install):
     [
         ("gone", "Missing", "cannot be loaded from .*: KeyError"),
         ("three", "not_a_backend", "makes no Backend"),
-        ("kind", "LoadsNothing", "cannot be loaded from .*: TypeError"),
+        ("kind", "LoadsNothing", "LoadsNothing has no experts, which says what runs them"),
+        ("mute", "SaysNothing", "cannot be loaded from .*: TypeError"),
         ("twos", "Misnamed", "calls itself 'ones'; both names must be one"),
         ("name", "Nameless", "calls itself None; both names must be one"),
         ("nowhere", "ByDefaultNowhere", "has default_on None; it must be a tuple"),

@@ -147,6 +147,8 @@ class Backend(ABC):
     """Types of device it is chosen on by default; on others it runs only when named."""
     layout: ClassVar[Layout] = STACKED
     """How its kernels read weights."""
+    experts: ClassVar[type[PackedExperts]]
+    """What `load` makes."""
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:
@@ -159,7 +161,6 @@ class Backend(ABC):
         """
         return ()
 
-    @abstractmethod
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """The experts whose weights are `tensors`, in `layout`; copies none of them.
 
@@ -167,3 +168,4 @@ class Backend(ABC):
             tensors: as `layout.pack` made them, on `workload.device`.
             workload: one that `supports` accepts.
         """
+        return self.experts(self, tensors, workload=workload)

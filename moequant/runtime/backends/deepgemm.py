@@ -8,20 +8,43 @@ import shutil
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moequant.runtime.backends.base import Backend, PackedExperts
+from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.sm90_fp8_block import why_not_fp8_block
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable
 
     import torch
     from torch import Tensor
 
-    from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmWeights
+    from moequant.kernels.arena import WorkspaceArena
+    from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmPlan
     from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.workload import Workload
+
+
+class DeepGemmExperts(PlannedExperts):
+    """See `DeepGemm`."""
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """The rows that DeepGEMM is given, by which it chooses among its kernels by itself."""
+        from moequant.kernels.calls import part_tokens
+        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import ALIGNMENT
+        from moequant.kernels.routing import max_rows
+
+        rows = max_rows(part_tokens(tokens, topk) * topk, self.workload.experts, ALIGNMENT)
+        return rows, tokens * topk % 16 == 0, tokens <= 64, topk
+
+    def plan(
+        self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype
+    ) -> DeepGemmPlan:
+        """See `PlannedExperts.plan`."""
+        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmPlan
+
+        return DeepGemmPlan(self.tensors, self.workload.act_fn, tokens, topk, arena)
 
 
 class DeepGemm(Backend):
@@ -38,110 +61,31 @@ class DeepGemm(Backend):
 
     name = "deepgemm"
     default_on = ()
+    experts = DeepGemmExperts
 
     def supports(self, workload: Workload) -> str | None:
         """Wants fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""
         reason = why_not_fp8_block(workload)
         return _why_not_on(workload.device) if reason is None else reason
 
-    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """See `Backend.load`."""
-        return DeepGemmExperts(self, tensors, workload=workload)
-
-
-class DeepGemmExperts(PackedExperts):
-    """See `DeepGemm`."""
-
-    def __init__(
-        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
-    ) -> None:
-        super().__init__(backend, tensors, workload=workload)
-        self.kernel_weights = _weights(tensors, workload)
-
-    def workspace_bytes(self, tokens: int, topk: int) -> int:
-        """See `PackedExperts.workspace_bytes`."""
-        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import workspace_bytes
-
-        return workspace_bytes(self.kernel_weights, tokens, topk) if tokens * topk else 0
-
-    def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """The rows that DeepGEMM is given, by which it chooses among its kernels by itself."""
-        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import rows_of
-
-        pairs = tokens * topk
-        return rows_of(self.kernel_weights, tokens, topk), pairs % 16 == 0, tokens <= 64, topk
-
-    def run(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        *,
-        out: Tensor,
-        workspace: Tensor,
-        expert_map: Tensor | None,
-        hidden_scale: Tensor | None,
-    ) -> None:
-        """See `PackedExperts.run`."""
-        from moequant.kernels.deepgemm.sm90_fp8_deepgemm import fused_experts
-
-        fused_experts(
-            self.kernel_weights,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            out=out,
-            workspace=workspace,
-            expert_map=expert_map,
-            hidden_scale=hidden_scale,
-        )
-
-
-class DeepGemmBatched(Backend):
-    """DeepGEMM's masked layout."""
-
-    name = "deepgemm_batched"
-    default_on = ()
-
-    def supports(self, workload: Workload) -> str | None:
-        """As `DeepGemm`."""
-        reason = why_not_fp8_block(workload)
-        return _why_not_on(workload.device) if reason is None else reason
-
-    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """See `Backend.load`."""
-        return DeepGemmBatchedExperts(self, tensors, workload=workload)
-
 
 class DeepGemmBatchedExperts(BatchedExperts):
     """See `DeepGemmBatched`."""
-
-    def __init__(
-        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
-    ) -> None:
-        super().__init__(backend, tensors, workload=workload)
-        self.kernel_weights = _weights(tensors, workload)
 
     def _run_batches(self, tokens: BatchedTokens) -> Tensor:
         """See `BatchedExperts.run_batches`; bfloat16."""
         from moequant.kernels.deepgemm.sm90_fp8_deepgemm import batched_experts
 
-        assert tokens.scale is not None
-        return batched_experts(self.kernel_weights, tokens.qdata, tokens.scale, tokens.counts)
+        act_fn, scale = self.workload.act_fn, tokens.scale
+        assert scale is not None
+        return batched_experts(self.tensors, act_fn, tokens.qdata, scale, tokens.counts)
 
 
-def _weights(tensors: Mapping[str, Tensor], workload: Workload) -> DeepGemmWeights:
-    from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmWeights
+class DeepGemmBatched(DeepGemm):
+    """DeepGEMM's masked layout."""
 
-    return DeepGemmWeights(
-        w13=tensors["w13_qdata"],
-        w13_scale=tensors["w13_scale"],
-        w2=tensors["w2_qdata"],
-        w2_scale=tensors["w2_scale"],
-        act_fn=workload.act_fn,
-        bias13=tensors.get("w13_bias"),
-        bias2=tensors.get("w2_bias"),
-    )
+    name = "deepgemm_batched"
+    experts = DeepGemmBatchedExperts
 
 
 @cache

@@ -7,37 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.runtime.activations import Activations
-from moequant.runtime.backends.base import Backend, PackedExperts
+from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.torch_reference import run_expert, why_not_reference
 from moequant.runtime.capture import capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.workload import Workload
-
-
-class NaiveBatched(Backend):
-    """`torch_reference` over a batch for each expert; the other batched backends are judged by it.
-
-    Counts are read on the host, but within the capture of a CUDA graph, where every expert computes
-    all its C rows.
-    """
-
-    name = "naive_batched"
-    default_on = ()
-
-    def supports(self, workload: Workload) -> str | None:
-        """See `why_not_reference`."""
-        return why_not_reference(workload)
-
-    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """See `Backend.load`."""
-        return NaiveBatchedExperts(self, tensors, workload=workload)
 
 
 class NaiveBatchedExperts(BatchedExperts):
@@ -58,6 +37,22 @@ class NaiveBatchedExperts(BatchedExperts):
             if count:
                 rows[e, :count] = run_expert(_batch(tokens, e, count), weights, e)
         return rows
+
+
+class NaiveBatched(Backend):
+    """`torch_reference` over a batch for each expert; the other batched backends are judged by it.
+
+    Counts are read on the host, but within the capture of a CUDA graph, where every expert computes
+    all its C rows.
+    """
+
+    name = "naive_batched"
+    default_on = ()
+    experts = NaiveBatchedExperts
+
+    def supports(self, workload: Workload) -> str | None:
+        """See `why_not_reference`."""
+        return why_not_reference(workload)
 
 
 def _batch(tokens: BatchedTokens, e: int, count: int) -> Activations:

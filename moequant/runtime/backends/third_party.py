@@ -13,16 +13,11 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from moequant.errors import UnsupportedError
 from moequant.runtime.backends.base import Backend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from importlib.metadata import EntryPoint
 
-    from torch import Tensor
-
-    from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.workload import Workload
 
 GROUP = "moequant.backends"
@@ -40,10 +35,6 @@ class Unavailable(Backend):
     def supports(self, workload: Workload) -> str | None:
         """Never does."""
         return self.reason
-
-    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """Is not called, since `supports` always has a reason."""
-        raise UnsupportedError(self.reason)
 
 
 def load_third_party(taken: frozenset[str]) -> dict[str, Backend]:
@@ -70,6 +61,8 @@ def _load(point: EntryPoint, taken: frozenset[str]) -> Backend:
         return Unavailable(
             point.name, f"{point.value} calls itself {name!r}; both names must be one"
         )
+    if not hasattr(backend, "experts") and type(backend).load is Backend.load:
+        return Unavailable(point.name, f"{point.value} has no experts, which says what runs them")
     if not isinstance(default_on, tuple):
         return Unavailable(
             point.name, f"{point.value} has default_on {default_on!r}; it must be a tuple"

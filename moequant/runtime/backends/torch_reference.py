@@ -10,13 +10,11 @@ from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
-from moequant.runtime.backends.base import Backend, PackedExperts
+from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.standard import StandardExperts
 from moequant.runtime.capture import capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from moequant.formats import QuantizedWeight
@@ -33,29 +31,6 @@ multiple of 8 or more, a token's result was measured not to depend on the others
 to 24 threads, on AVX2 and AVX-512. No library promises it. 16 rows cost a tenth of decoding the
 weights they meet.
 """
-
-
-class TorchReference(Backend):
-    """Float32 throughout: dequantized weights, products, activations, and the sums of both GEMMs.
-
-    Weights are dequantized one matrix at a time, each at most once a call. Runs of one call are
-    bitwise equal. torch.set_float32_matmul_precision other than "highest" lowers the precision here
-    too.
-
-    The rows of an expert are read on the host, but within the capture of a CUDA graph, where every
-    expert computes all tokens.
-    """
-
-    name = "torch_reference"
-    default_on = ("cpu",)
-
-    def supports(self, workload: Workload) -> str | None:
-        """See `why_not_reference`."""
-        return why_not_reference(workload)
-
-    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """See `Backend.load`."""
-        return ReferenceExperts(self, tensors, workload=workload)
 
 
 class ReferenceExperts(StandardExperts):
@@ -80,6 +55,26 @@ class ReferenceExperts(StandardExperts):
                 x = activations.take(token[begin:end])
                 rows[begin:end] = run_expert(x, weights, e)
         return rows
+
+
+class TorchReference(Backend):
+    """Float32 throughout: dequantized weights, products, activations, and the sums of both GEMMs.
+
+    Weights are dequantized one matrix at a time, each at most once a call. Runs of one call are
+    bitwise equal. torch.set_float32_matmul_precision other than "highest" lowers the precision here
+    too.
+
+    The rows of an expert are read on the host, but within the capture of a CUDA graph, where every
+    expert computes all tokens.
+    """
+
+    name = "torch_reference"
+    default_on = ("cpu",)
+    experts = ReferenceExperts
+
+    def supports(self, workload: Workload) -> str | None:
+        """See `why_not_reference`."""
+        return why_not_reference(workload)
 
 
 def why_not_reference(workload: Workload) -> str | None:

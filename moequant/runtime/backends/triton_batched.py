@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.runtime.backends.base import Backend, PackedExperts
+from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.triton_portable import portable_experts, why_not_portable
 
@@ -19,25 +19,6 @@ if TYPE_CHECKING:
     from moequant.runtime.workload import Workload
 
 
-class TritonBatched(Backend):
-    """The kernels of `triton` on the batches of an expert-parallel dispatch.
-
-    Results are bfloat16, or float32 for float16 and float32 tokens that are not quantized. Nothing
-    is read on the host.
-    """
-
-    name = "triton_batched"
-    default_on = ()
-
-    def supports(self, workload: Workload) -> str | None:
-        """Wants a CUDA device of SM80 or newer, and triton."""
-        return why_not_portable(workload)
-
-    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """See `Backend.load`."""
-        return TritonBatchedExperts(self, tensors, workload=workload)
-
-
 class TritonBatchedExperts(BatchedExperts):
     """See `TritonBatched`."""
 
@@ -48,8 +29,24 @@ class TritonBatchedExperts(BatchedExperts):
         self._experts = portable_experts(self.weights(), workload.activations)
 
     def _run_batches(self, tokens: BatchedTokens) -> Tensor:
-        from moequant.kernels.portable.batched import batched_experts
+        from moequant.kernels.portable.portable_fused import batched_experts
 
         codes = tokens.qdata if tokens.scale is None else tokens.qdata.view(torch.uint8)
         scale = None if tokens.scale is None else tokens.scale.contiguous()
         return batched_experts(self._experts, codes.contiguous(), scale, tokens.counts)
+
+
+class TritonBatched(Backend):
+    """The kernels of `triton` on the batches of an expert-parallel dispatch.
+
+    Results are bfloat16, or float32 for float16 and float32 tokens that are not quantized. Nothing
+    is read on the host.
+    """
+
+    name = "triton_batched"
+    default_on = ()
+    experts = TritonBatchedExperts
+
+    def supports(self, workload: Workload) -> str | None:
+        """Wants a CUDA device of SM80 or newer, and triton."""
+        return why_not_portable(workload)

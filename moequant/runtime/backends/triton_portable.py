@@ -6,26 +6,52 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-import torch
-
 from moequant.formats import RUNNABLE, get_format
 from moequant.formats.base import WHOLE
 from moequant.kernels.portable.weights import END_EXPERT, END_ROW, Experts, Kind, projection
 from moequant.runtime.activations import SCHEMES
-from moequant.runtime.backends.base import Backend, PackedExperts
+from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_capable
+from moequant.runtime.backends.planned import PlannedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
+    import torch
     from torch import Tensor
 
     from moequant.formats import Format, QuantizedWeight
+    from moequant.kernels.arena import WorkspaceArena
+    from moequant.kernels.portable.portable_fused import PortablePlan
     from moequant.kernels.portable.weights import Projection
     from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
+
+
+class TritonExperts(PlannedExperts):
+    """See `TritonPortable`."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
+        super().__init__(backend, tensors, workload=workload)
+        self.kernel_weights = portable_experts(self.weights(), workload.activations)
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """See `PackedExperts.kernels_for`."""
+        from moequant.kernels.portable.portable_fused import kernels_for
+
+        return kernels_for(self.kernel_weights, tokens, topk)
+
+    def plan(
+        self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype
+    ) -> PortablePlan:
+        """See `PlannedExperts.plan`."""
+        from moequant.kernels.portable.portable_fused import PortablePlan
+
+        return PortablePlan(self.kernel_weights, tokens, topk, arena, dtype)
 
 
 class TritonPortable(Backend):
@@ -41,6 +67,7 @@ class TritonPortable(Backend):
 
     name = "triton"
     default_on = ("cuda",)
+    experts = TritonExperts
 
     def supports(self, workload: Workload) -> str | None:
         """Wants a CUDA device of SM80 or newer, and triton."""
@@ -49,61 +76,6 @@ class TritonPortable(Backend):
     def serves(self, target: str) -> Collection[str]:
         """See `Backend.serves`."""
         return RUNNABLE
-
-    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """See `Backend.load`."""
-        return TritonExperts(self, tensors, workload=workload)
-
-
-class TritonExperts(PackedExperts):
-    """See `TritonPortable`."""
-
-    def __init__(
-        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
-    ) -> None:
-        super().__init__(backend, tensors, workload=workload)
-        self.kernel_weights = portable_experts(self.weights(), workload.activations)
-
-    def workspace_bytes(self, tokens: int, topk: int) -> int:
-        """As for float32 hidden states, which take most."""
-        from moequant.kernels.portable.portable_fused import workspace_bytes
-
-        return (
-            workspace_bytes(self.kernel_weights, tokens, topk, torch.float32)
-            if tokens * topk
-            else 0
-        )
-
-    def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.portable.portable_fused import kernels_for
-
-        return kernels_for(self.kernel_weights, tokens, topk)
-
-    def run(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        *,
-        out: Tensor,
-        workspace: Tensor,
-        expert_map: Tensor | None,
-        hidden_scale: Tensor | None,
-    ) -> None:
-        """See `PackedExperts.run`."""
-        from moequant.kernels.portable.portable_fused import fused_experts
-
-        fused_experts(
-            self.kernel_weights,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            out=out,
-            workspace=workspace,
-            expert_map=expert_map,
-            hidden_scale=hidden_scale,
-        )
 
 
 def why_not_portable(workload: Workload) -> str | None:

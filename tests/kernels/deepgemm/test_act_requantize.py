@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from moequant.act_fn import SILU, SITU, SWIGLUOAI, ActFn
-from moequant.kernels.deepgemm.act_requantize import act_requantize, act_requantize_batched
+from moequant.kernels.deepgemm.act_requantize import act_requantize
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime.activations import quantize_activations
 
@@ -52,7 +52,7 @@ def test_batches_are_quantized_up_to_their_counts():
     rows = torch.zeros(2, 3, 128, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.full((2, 1, 3), -1.0, device=DEVICE)
     counts = torch.tensor([2, 3], dtype=torch.int32, device=DEVICE)
-    act_requantize_batched(x.reshape(2, 3, 256), rows, scale, SILU, counts=counts)
+    act_requantize(x.reshape(2, 3, 256), rows, scale, SILU, counts=counts)
     flat = scale.mT.reshape(ROWS, 1)
     check(x.cpu(), 128, SILU, rows.reshape(ROWS, 128), flat, [0, 1, 3, 4, 5])
     assert flat[2].tolist() == [-1]

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moequant.formats import get_format
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.portable import portable_fused, portable_grouped_gemm, quantize
 from moequant.runtime import ExpertWeights
 from moequant.runtime.backends.triton_portable import portable_experts
@@ -75,12 +76,12 @@ def main(capability, *cases):
         hidden = torch.zeros(64, 512, dtype=getattr(torch, dtype))
         for M in (1, 64):
             ids = torch.zeros(M, 1, dtype=torch.int32)
-            size = portable_fused.workspace_bytes(packed, M, 1, hidden.dtype)
-            workspace = torch.empty(size, dtype=torch.uint8)
+            size = WorkspaceArena()
+            portable_fused.PortablePlan(packed, M, 1, size, hidden.dtype)
+            arena = WorkspaceArena(torch.empty(size.size_bytes, dtype=torch.uint8))
+            plan = portable_fused.PortablePlan(packed, M, 1, arena, hidden.dtype)
             x, out = hidden[:M], torch.empty_like(hidden[:M])
-            portable_fused.fused_experts(
-                packed, x, torch.ones(M, 1), ids, out=out, workspace=workspace
-            )
+            plan(x, torch.ones(M, 1), ids, out)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from moequant.act_fn import RELU2, SITU, SWIGLUOAI, ActFn
 from moequant.formats import RUNNABLE, get_format
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.portable.batched import batched_experts
-from moequant.kernels.portable.portable_fused import TILE_ROWS, PortablePlan, workspace_bytes
+from moequant.kernels.portable.portable_fused import TILE_ROWS, PortablePlan, batched_experts
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY as BACKENDS
@@ -128,18 +127,12 @@ def test_no_buffer_is_read_before_it_is_written(weights, call, format, tile_rows
     scheme = get_format(format).activations
     packed = packed_for(w, scheme)
     size = WorkspaceArena()
-    PortablePlan(packed.kernel_weights, 40, 2, dtype=torch.float32, arena=size, tile_rows=tile_rows)
+    PortablePlan(packed.kernel_weights, 40, 2, size, torch.float32, tile_rows=tile_rows)
     # Bytes of 0x7F are NaN in E4M3, huge numbers in float32, and absurd indices.
     for byte in (0x7F, 0xFF):
         memory = torch.full((size.size_bytes,), byte, dtype=torch.uint8, device=DEVICE)
-        plan = PortablePlan(
-            packed.kernel_weights,
-            40,
-            2,
-            dtype=torch.float32,
-            arena=WorkspaceArena(memory),
-            tile_rows=tile_rows,
-        )
+        arena = WorkspaceArena(memory)
+        plan = PortablePlan(packed.kernel_weights, 40, 2, arena, torch.float32, tile_rows=tile_rows)
         out = torch.full_like(hidden, torch.nan)
         plan(hidden, topk_weights, ids, out)
         check(out, FusedExperts(w, backend="torch_reference")(hidden, topk_weights, ids), scheme)
@@ -147,13 +140,15 @@ def test_no_buffer_is_read_before_it_is_written(weights, call, format, tile_rows
 
 def test_the_workspace_is_as_large_as_was_said(weights, call):
     packed, inputs = packed_for(weights("w4a8"), "fp8_token"), call()
-    size = workspace_bytes(packed.kernel_weights, 9, 2, torch.float32)
+    size = packed.workspace_bytes(9, 2)
     memory = torch.zeros(size + 64, dtype=torch.uint8, device=DEVICE)
     guard = memory[size:].clone()
     got = fused_experts(packed, *inputs, workspace=memory[:size])
     assert torch.equal(memory[size:], guard)
     assert torch.equal(got, fused_experts(packed, *inputs))
-    assert workspace_bytes(packed.kernel_weights, 9, 2, torch.bfloat16) < size
+    smaller = WorkspaceArena()
+    packed.plan(9, 2, smaller, torch.bfloat16)
+    assert smaller.size_bytes < size
 
 
 @pytest.mark.parametrize(
@@ -189,7 +184,7 @@ def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here
     w, (hidden, topk_weights, ids) = weights(format), call(dtype=torch.bfloat16)
     scheme = get_format(format).activations
     packed, x = packed_for(w, scheme), quantize_activations(hidden, scheme)
-    size = workspace_bytes(packed.kernel_weights, 9, 2, torch.float32)
+    size = packed.workspace_bytes(9, 2)
     memory = torch.full((size,), 0x7F, dtype=torch.uint8, device=DEVICE)
     got = fused_experts(packed, x.qdata, topk_weights, ids, hidden_scale=x.scale, workspace=memory)
     assert got.dtype == torch.bfloat16
