@@ -8,22 +8,22 @@ Decisions, each with the failure it prevents:
   expert shows which they are, so that no dialect is special here.
 * Other tensors are decoded on the device, because a CPU unpacks slower than it reads.
 * Small tensors are decoded on the host, because decoding reads their values, which would
-synchronize
-  with the device thousands of times per model.
+  synchronize with the device thousands of times per model.
 """
 
 from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from moequant.errors import UnsupportedError
 from moequant.runtime.backends import Workload
 from moequant.runtime.backends.stacked import projections, room
-from moequant.runtime.layer_source import PortableLayer
 from moequant.runtime.packing import pack_experts, scheme_of
 from moequant.runtime.select import select
 from moequant.runtime.staging import Read, Staging
@@ -148,10 +148,9 @@ class LayerReader:
                 the function between its GEMMs is not one we compute.
         """
         act_fn = act_fn_of(self.converted, layer)
-        source = PortableLayer(converted=self.converted, layer=layer)
         # Tensors of that mode could not be written to outside of it.
         with torch.inference_mode(mode=False):
-            weights = self._read_experts(source, experts, f"layer {layer}", act_fn)
+            weights = self._read_experts(layer, experts, act_fn)
             biases = {
                 f"{projection}_bias": bias[list(experts)].to(self.device)
                 for projection, bias in (self.converted.read_biases(layer) or {}).items()
@@ -161,55 +160,66 @@ class LayerReader:
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they are on disk, on the device; errors as `Checkpoint.read`."""
         locate = self.converted.checkpoint.locate
-        for unit in self._arrivals(_Unit(what=n, ranges={n: locate(n)}) for n in names):
-            name = cast("str", unit.what)
-            yield name, unit.tensors[name].to(self.device)
+        for unit in self._arrivals(_Unit(weights={}, ranges={n: locate(n)}) for n in names):
+            for name, tensor in unit.tensors.items():
+                yield name, tensor.to(self.device)
 
     def read_modules(self, modules: Iterable[str]) -> Iterator[tuple[str, QuantizedWeight]]:
         """Converted weights by module, on the device; errors as `ConvertedCheckpoint.read`."""
-        checkpoint = self.converted.checkpoint
-        weights = map(self.converted.encoded, modules)
-        units = (_Unit(what=w, ranges=w.locate(checkpoint)) for w in weights)
+        units = (self._unit({module: module}) for module in modules)
         for unit in self._arrivals(units):
-            weight = cast("EncodedWeight", unit.what)
-            yield weight.module, weight.decode(weight.pick(unit.tensors)).to(self.device)
+            for module, q in unit.decode().items():
+                yield module, q.to(self.device)
 
     def _read_experts(
-        self, source: PortableLayer, experts: Sequence[int], name: str, act_fn: ActFn
+        self, layer: int, experts: Sequence[int], act_fn: ActFn
     ) -> dict[str, QuantizedWeight]:
-        """The weights of all `experts` by projection; errors call the layer `name`."""
+        """The weights of all `experts` by projection."""
+        converted = self.converted
+
+        def expert(row: int) -> _Unit:
+            module = partial(converted.expert_module, layer, experts[row])
+            return self._unit({p: module(p) for p in converted.moe.projections}, row=row)
+
+        def decode(unit: _Unit) -> dict[str, QuantizedWeight]:
+            weights = unit.decode()
+            for projection, q in weights.items():
+                converted.check_expert(q, layer, experts[unit.row], projection)
+            return weights
+
         # The first alone: it shows what is decoded, and to what.
-        (first,) = self._arrivals([_Unit(what=0, ranges=source.ranges(experts[0]))])
-        names = self.converted.moe.projections
-        like = dict(zip(names, source.decode(experts[0], first.tensors), strict=True))
+        (first,) = self._arrivals([expert(0)])
+        like = decode(first)
         tensors = room(like, len(experts))
-        I, H = like["up"].shape
-        shape = (len(experts), I, H)
+        shape = (len(experts), *like["up"].shape)
         format = like["up"].format
         places = projections(tensors, format=format, shape=shape, gated=act_fn.gated)
         kept = {p: _kept_as_read(q, first.tensors) for p, q in like.items()}
 
-        def unit(row: int) -> _Unit:
-            return _Unit(
-                what=row,
-                ranges=source.ranges(experts[row]),
-                places={
-                    key: places[projection].tensors()[part][row].view(dtype)
-                    for projection, keys in kept.items()
-                    for key, (part, dtype) in keys.items()
-                },
-            )
+        def placed(row: int) -> _Unit:
+            unit = expert(row)
+            unit.places = {
+                key: places[projection].tensors()[part][row].view(dtype)
+                for projection, keys in kept.items()
+                for key, (part, dtype) in keys.items()
+            }
+            return unit
 
-        for projection, q in like.items():
-            _put(places[projection], 0, q, name)
-        for arrived in self._arrivals(map(unit, range(1, len(experts)))):
-            row = cast("int", arrived.what)
-            weights = source.decode(experts[row], arrived.tensors)
-            for projection, q in zip(names, weights, strict=True):
-                what = f"{name}, {projection} of expert {experts[row]}"
-                _put(places[projection], row, q, what)
+        for unit in chain([first], self._arrivals(map(placed, range(1, len(experts))))):
+            for projection, q in (like if unit is first else decode(unit)).items():
+                name = f"layer {layer}, {projection} of expert {experts[unit.row]}"
+                _put(places[projection], unit.row, q, name)
         there = {name: tensor.to(self.device) for name, tensor in tensors.items()}
         return projections(there, format=format, shape=shape, gated=act_fn.gated)
+
+    def _unit(self, modules: Mapping[str, str], *, row: int = 0) -> _Unit:
+        weights = {key: self.converted.encoded(module) for key, module in modules.items()}
+        ranges = {
+            _key(key, weight, name): where
+            for key, weight in weights.items()
+            for name, where in weight.locate(self.converted.checkpoint).items()
+        }
+        return _Unit(weights=weights, ranges=ranges, row=row)
 
     def _arrivals(self, units: Iterable[_Unit]) -> Iterator[_Unit]:
         """Each unit once its tensors are there, or on their way."""
@@ -257,19 +267,35 @@ def act_fn_of(converted: ConvertedCheckpoint, layer: int) -> ActFn:
 
 @dataclass(kw_only=True)
 class _Unit:
-    """What is decoded together.
+    """Tensors that are read together, and the weights that they are decoded to.
 
     Attributes:
-        what: for whoever asked.
-        ranges: what is read for it, by a key.
+        weights: the weights; none where tensors are wanted as they are.
+        ranges: what is read, by keys that are the same for all experts of a layer.
+        row: place of an expert among those that are read.
         places: tensors that are there already and shall be filled, by key.
         tensors: what was read, by key.
     """
 
-    what: object
+    weights: Mapping[str, EncodedWeight]
     ranges: Mapping[str, TensorRange]
+    row: int = 0
     places: Mapping[str, Tensor] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def decode(self) -> dict[str, QuantizedWeight]:
+        """The weights, of what was read; errors as `EncodedWeight.decode`."""
+        read = self.tensors
+        return {
+            key: weight.decode(weight.pick({n: read[_key(key, weight, n)] for n in weight.places}))
+            for key, weight in self.weights.items()
+        }
+
+
+def _key(key: str, weight: EncodedWeight, name: str) -> str:
+    """What a range is called: weights that share a tensor share its name."""
+    place = weight.places[name]
+    return key + name.removeprefix(weight.module) if place.expert is None else place.tensor
 
 
 def _put(weights: QuantizedWeight, row: int, q: QuantizedWeight, name: str) -> None:

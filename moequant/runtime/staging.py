@@ -7,8 +7,7 @@ Decisions, each with the failure it prevents:
 * The buffer is divided into slots, which a few threads fill while others are copied. One thread
   reads from a disk, or the page cache, at a fraction of PCIe's bandwidth.
 * Adjacent ranges of a file are read together, and threads only read. Otherwise a few bytes of
-scales
-  would take as long as a megabyte of codes, and threads would wait for the GIL.
+  scales would take as long as a megabyte of codes, and threads would wait for the GIL.
 * Copies are queued on the current stream, and only reusing a slot waits for its copy. A separate
   stream would have to be synchronized by the users of the tensors.
 """
@@ -88,42 +87,21 @@ class Staging:
         Raises:
             CheckpointError: a file cannot be read, or is no longer the same.
         """
-        if not self._slots:
-            yield from _fill_in_place(reads)
-            return
-        pending: deque[tuple[_Chunk, _Slot, Future[None]]] = deque()
+        most = len(self._slots) or THREADS
+        chunks = _chunks(reads, self._slot_bytes) if self._slots else map(_Chunk.of, reads)
+        pending: deque[tuple[_Chunk, _Slot | None, Future[None]]] = deque()
         with ThreadPoolExecutor(THREADS) as pool:
             try:
-                for number, chunk in enumerate(_chunks(reads, self._slot_bytes)):
-                    if len(pending) == len(self._slots):
+                for number, chunk in enumerate(chunks):
+                    if len(pending) == most:
                         yield from _land(*pending.popleft())
-                    slot = self._slots[number % len(self._slots)]
-                    pending.append((chunk, slot, pool.submit(slot.fill, chunk)))
+                    slot = self._slots[number % most] if self._slots else None
+                    pending.append((chunk, slot, pool.submit(_fill, chunk, slot)))
                 while pending:
                     yield from _land(*pending.popleft())
             finally:
                 for _, _, future in pending:
                     future.cancel()
-
-
-def _fill_in_place(reads: Iterable[Read]) -> Iterator[Read]:
-    pending: deque[tuple[Read, Future[None]]] = deque()
-    with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            for read in reads:
-                if len(pending) == THREADS:
-                    done, future = pending.popleft()
-                    future.result()
-                    yield done
-                buffer = tensor_bytes(read.target)
-                pending.append((read, pool.submit(read.file.read_into, read.start, buffer)))
-            while pending:
-                done, future = pending.popleft()
-                future.result()
-                yield done
-        finally:
-            for _, future in pending:
-                future.cancel()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +136,12 @@ class _Chunk:
     start: int
     size_bytes: int = 0
     parts: list[_Part] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, read: Read) -> _Chunk:
+        """The bytes of one read, which are not limited to a slot."""
+        part = _Part(read=read, at=0, to=0, size_bytes=read.target.nbytes)
+        return cls(file=read.file, start=read.start, size_bytes=part.size_bytes, parts=[part])
 
     def takes(self, file: FixedFile, position: int, slot_bytes: int) -> bool:
         """Whether the bytes from `position` on may follow, at least one of them."""
@@ -216,10 +200,19 @@ class _Slot:
             self._sent.record(torch.cuda.current_stream(self._device))
 
 
-def _land(chunk: _Chunk, slot: _Slot, filled: Future[None]) -> Iterator[Read]:
+def _fill(chunk: _Chunk, slot: _Slot | None) -> None:
+    """Read a chunk into a slot, or, without one, to where it belongs."""
+    if slot is None:
+        chunk.file.read_into(chunk.start, tensor_bytes(chunk.parts[0].read.target))
+    else:
+        slot.fill(chunk)
+
+
+def _land(chunk: _Chunk, slot: _Slot | None, filled: Future[None]) -> Iterator[Read]:
     """Send a chunk on; yields the reads that end in it."""
     filled.result()
-    slot.send(chunk)
+    if slot is not None:
+        slot.send(chunk)
     for part in chunk.parts:
         if part.to + part.size_bytes == part.read.target.nbytes:
             yield part.read
