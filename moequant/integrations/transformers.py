@@ -260,9 +260,7 @@ def _converted_layers(converted: ConvertedCheckpoint) -> list[int]:
     """The layers whose experts are converted, without multi-token prediction."""
     moe = converted.moe
     layers = [
-        layer
-        for layer in moe.sparse_layers
-        if converted.format_of(converted.expert_module(layer, 0, "down")) is not None
+        layer for layer in moe.sparse_layers if converted.format_of_experts(layer) is not None
     ]
     if not layers:
         raise UnsupportedError(

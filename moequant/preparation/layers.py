@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from moequant.formats import stack
 from moequant.runtime.layer_reader import act_fn_of
-from moequant.runtime.prepared_manifest import OriginalsDigest, PreparedLayer
+from moequant.runtime.prepared_manifest import PreparedLayer, add_originals
 from moequant.runtime.weights import ExpertWeights
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.headers import dtype_name
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def packed_experts(
-    converted: ConvertedCheckpoint, layer: int, layout: Layout, digest: OriginalsDigest
+    converted: ConvertedCheckpoint, layer: int, layout: Layout, digest: hashlib._Hash
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of each expert of a layer, [1, ...], as `layout` packs them.
 
@@ -40,7 +41,7 @@ def packed_experts(
     act_fn = act_fn_of(converted, layer)
     for expert in range(moe.experts):
         weights = {p: converted.read_expert(layer, expert, p) for p in moe.projections}
-        digest.update(weights.values())
+        add_originals(digest, weights.values())
         one = {p: stack([q]) for p, q in weights.items()}
         rows = {f"{p}_bias": bias[expert : expert + 1] for p, bias in biases.items()}
         yield layout.pack(ExpertWeights.of(one, act_fn, **rows))
@@ -54,7 +55,7 @@ def write_layer(
     Errors as `packed_experts`.
     """
     path = folder / f"layer-{layer:05d}.safetensors"
-    digest = OriginalsDigest()
+    digest = hashlib.sha256()
     writer: ShardWriter | None = None
     try:
         for expert, tensors in enumerate(packed_experts(converted, layer, layout, digest)):
@@ -70,7 +71,7 @@ def write_layer(
         if writer is not None:
             writer.abort()
         raise
-    format = converted.format_of(converted.expert_module(layer, 0, "down"))
+    format = converted.format_of_experts(layer)
     assert format is not None, "the layer was converted"
     return PreparedLayer(
         file=path.name,

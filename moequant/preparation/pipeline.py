@@ -94,7 +94,7 @@ def _expert_layouts(converted: ConvertedCheckpoint, target: str) -> dict[int, La
     """The kernel layout of every layer whose routed experts were converted."""
     layouts = {}
     for layer in converted.expert_layers():
-        format = _format_of(converted, layer)
+        format = converted.format_of_experts(layer)
         if format is not None:
             layouts[layer] = layout_for(
                 converted.moe, format, target, act_fn=act_fn_of(converted, layer)
@@ -121,7 +121,8 @@ def _fitting_manifest(
         return None
     made = {n: (e.format, e.layout, e.layout_version) for n, e in manifest.layers.items()}
     wanted = {
-        n: (_format_of(converted, n), layout.name, layout.version) for n, layout in layouts.items()
+        n: (converted.format_of_experts(n), layout.name, layout.version)
+        for n, layout in layouts.items()
     }
     written = {n: (e.bytes, e.mtime_ns) for n, e in manifest.layers.items()}
     fits = (
@@ -178,11 +179,6 @@ def _put_in_place(written: Path, folder: Path) -> None:
     fsync_directory(folder.parent)
 
 
-def _format_of(converted: ConvertedCheckpoint, layer: int) -> str | None:
-    """The format of a layer's routed experts; None where they were not converted."""
-    return converted.format_of(converted.expert_module(layer, 0, "down"))
-
-
 def _total_bytes(converted: ConvertedCheckpoint, layers: Iterable[int]) -> int:
     """Bytes of the portable weights, which those of the prepared ones come close to."""
     moe = converted.moe
@@ -190,7 +186,7 @@ def _total_bytes(converted: ConvertedCheckpoint, layers: Iterable[int]) -> int:
         moe.experts * spec.size_bytes
         for layer in layers
         for projection in moe.projections
-        for spec in get_format(_format_of(converted, layer) or "")
+        for spec in get_format(converted.format_of_experts(layer) or "")
         .specs(moe.shape(projection))
         .values()
     )

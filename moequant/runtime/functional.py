@@ -27,28 +27,23 @@ def fused_experts(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
-    """Run packed experts, as `FusedExperts` does.
+    """Run packed experts; see `FusedExperts.forward`, also for arguments, result and errors.
 
-    Streams, threads, CUDA graphs and errors are those of `FusedExperts.forward`, except that the
-    indices in `expert_map` are not read: one that is no expert's contributes nothing.
+    Unlike there, indices in `expert_map` are not read: one that is no expert's contributes nothing.
 
     Args:
-        hidden_states: [M, H] bfloat16, float16 or float32; or float8_e4m3fn, with hidden_scale.
+        hidden_states: [M, H].
         experts: what `pack_experts` made.
-        topk_weights: [M, T] float32, bfloat16 or float16, of the router.
-        topk_ids: [M, T] int32 or int64; -1 contributes nothing.
-        expert_map: [global experts] int32 or int64, index in `experts` of each id, or -1.
-        apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
-        hidden_scale: of hidden states that come quantized, see `FusedExperts.forward`.
-        out: see `FusedExperts.forward`.
-        workspace: see `FusedExperts.forward`.
-
-    Returns:
-        [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized.
+        topk_weights: [M, T].
+        topk_ids: [M, T].
+        expert_map: [global experts].
+        apply_router_weight_on_input: for T = 1 only.
+        hidden_scale: of hidden states that come quantized.
+        out: where to write the result.
+        workspace: scratch memory.
 
     Raises:
-        UnsupportedError: `experts` is not packed; a shape, dtype, device or id that is not as
-            above.
+        UnsupportedError: `experts` is not packed; or as `FusedExperts.forward`.
     """
     if not isinstance(experts, PackedExperts):
         raise UnsupportedError(
@@ -91,32 +86,26 @@ def deep_gemm_moe_fp8(
 ) -> Tensor:
     """Run FP8-block experts through DeepGEMM, whose package deep_gemm must be installed.
 
-    Nothing is read on the host: an id or an index in `expert_map` that is out of range contributes
-    nothing, like -1. Kernels are compiled by first calls, after which a call can be captured in a
-    CUDA graph.
+    What is not described here is as for `FusedExperts.forward`. Nothing is read on the host: an id
+    or an index in `expert_map` that is out of range contributes nothing, like -1.
 
     Args:
-        hidden_states: [M, H] bfloat16, float16 or float32; H and I multiples of 16.
+        hidden_states: [M, H]; H and I multiples of 16.
         w13: float8_e4m3fn [E, 2 * Ip, H], gate over up, Ip = I rounded up to a multiple of 128 with
             rows of zeros; [E, Ip, H] where `act_fn` is not gated.
         w2: float8_e4m3fn [E, H, I].
         w13_scale: float32 [E, rows of w13 / 128, ceil(H / 128)], multipliers.
         w2_scale: float32 [E, ceil(H / 128), ceil(I / 128)], multipliers.
-        topk_weights: [M, T] float32, bfloat16 or float16, of the router.
-        topk_ids: [M, T] int32 or int64.
+        topk_weights: [M, T].
+        topk_ids: [M, T].
         act_fn: the function between the GEMMs.
-        expert_map: [global experts] int32 or int64, index here of each id, or -1.
-        apply_router_weight_on_input: multiply the weight into the input; for T = 1 only.
-        hidden_scale: where hidden states come as float8_e4m3fn, their scales, float32
-            [M, ceil(H / 128)].
-
-    Returns:
-        [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized; sums over a
-        token's experts are float32.
+        expert_map: [global experts].
+        apply_router_weight_on_input: for T = 1 only.
+        hidden_scale: of hidden states that come quantized, float32 [M, ceil(H / 128)].
 
     Raises:
-        UnsupportedError: sizes, a function, a device or an installation that it cannot run with; a
-            dtype, shape or device of the call that is not as above.
+        UnsupportedError: sizes, a function, a device or an installation that it cannot run with; or
+            as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
     workload = _workload(w13, w2, act_fn)

@@ -6,6 +6,7 @@ that say which layer it is: `layers.3.w13_qdata`.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from moequant.errors import CheckpointError, MoequantError
 from moequant.formats import QuantizedWeight, get_format
 from moequant.runtime.backends import backends
-from moequant.runtime.prepared_manifest import Manifest, OriginalsDigest, read_manifest
+from moequant.runtime.prepared_manifest import Manifest, add_originals, read_manifest
 from moequant.runtime.weights import ExpertWeights
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import sha256_of
@@ -200,10 +201,11 @@ class PreparedCheckpoint:
         if self.converted.checkpoint.file_state() == self.manifest.originals:
             return
         self._check_sizes(layer)
-        digest = OriginalsDigest()
-        projections = self.converted.moe.projections
-        for expert in range(self.converted.moe.experts):
-            digest.update(self.converted.read_expert(layer, expert, p) for p in projections)
+        digest = hashlib.sha256()
+        moe = self.converted.moe
+        for expert in range(moe.experts):
+            weights = (self.converted.read_expert(layer, expert, p) for p in moe.projections)
+            add_originals(digest, weights)
         if digest.hexdigest() != entry.originals_sha256:
             raise self._stale(layer, "the converted checkpoint has other weights now")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,6 +11,7 @@ from moequant.storage.buffers import tensor_bytes
 from moequant.storage.files import MANIFEST_FILE
 
 if TYPE_CHECKING:
+    import hashlib
     from collections.abc import Iterable
     from pathlib import Path
 
@@ -90,18 +90,8 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-class OriginalsDigest:
-    """SHA-256 over the portable weights of a layer, in the order they are prepared."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def update(self, weights: Iterable[QuantizedWeight]) -> None:
-        """Add one expert's gate, up and down, in this order."""
-        for q in weights:
-            for tensor in q.tensors().values():
-                self._hash.update(tensor_bytes(tensor.contiguous()))
-
-    def hexdigest(self) -> str:
-        """The digest of what was added."""
-        return self._hash.hexdigest()
+def add_originals(digest: hashlib._Hash, weights: Iterable[QuantizedWeight]) -> None:
+    """Add one expert's portable gate, up and down, in this order, to a layer's digest."""
+    for q in weights:
+        for tensor in q.tensors().values():
+            digest.update(tensor_bytes(tensor.contiguous()))

@@ -173,7 +173,7 @@ def _one_of_each_format(checkpoint: ConvertedCheckpoint) -> list[int]:
     """The first layer of each format; all have the same sizes."""
     layers: dict[str | None, int] = {}
     for layer in checkpoint.expert_layers():
-        layers.setdefault(checkpoint.format_of(checkpoint.expert_module(layer, 0, "down")), layer)
+        layers.setdefault(checkpoint.format_of_experts(layer), layer)
     layers.pop(None, None)  # layers that were kept
     if not layers:
         raise UnsupportedError(

@@ -89,20 +89,15 @@ class ExpertWeights:
 
     def biases(self) -> dict[str, Tensor]:
         """The biases there are, by field name."""
-        named = {
-            "gate_bias": self.gate_bias,
-            "up_bias": self.up_bias,
-            "down_bias": self.down_bias,
-        }
-        return {name: bias for name, bias in named.items() if bias is not None}
+        return self._given("gate_bias", "up_bias", "down_bias")
 
     def input_scales(self) -> dict[str, Tensor]:
         """The static scales of activations there are, by field name."""
-        named = {
-            "gate_up_input_scale": self.gate_up_input_scale,
-            "down_input_scale": self.down_input_scale,
-        }
-        return {name: scale for name, scale in named.items() if scale is not None}
+        return self._given("gate_up_input_scale", "down_input_scale")
+
+    def _given(self, *names: str) -> dict[str, Tensor]:
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     def static_scale(self, of: Literal["gate_up", "down"]) -> Tensor | None:
         """The static scale, [1], of what gate and up, or down, are fed; None for none."""
@@ -140,13 +135,6 @@ class ExpertWeights:
     def format(self) -> str:
         """Name of the format of all projections."""
         return self.up.format
-
-    @property
-    def activations(self) -> str:
-        """How both GEMMs are fed: a scheme of `moequant.runtime.activations`."""
-        if self.gate_up_input_scale is not None:
-            return "fp8_static"
-        return get_format(self.format).activations
 
     @property
     def experts(self) -> int:

@@ -37,8 +37,3 @@ def shared_workspace(device: torch.device, size_bytes: int) -> Tensor:
         )
         _BUFFERS[key] = buffer
     return buffer
-
-
-def release_workspaces() -> None:
-    """Free all buffers; the next call allocates a new one."""
-    _BUFFERS.clear()

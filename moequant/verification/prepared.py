@@ -6,6 +6,7 @@ worker holds one expert in memory.
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from moequant.preparation.layers import packed_experts
 from moequant.preparation.targets import layout_for
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.prepared import LayerFile
-from moequant.runtime.prepared_manifest import OriginalsDigest, read_manifest
+from moequant.runtime.prepared_manifest import read_manifest
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
@@ -135,7 +136,7 @@ def _check_layer(
 ) -> str | None:
     """The problem of a layer's file; None if there is none."""
     entry, moe = manifest.layers[layer], converted.moe
-    digest = OriginalsDigest()
+    digest = hashlib.sha256()
     try:
         file = LayerFile.open(folder, layer, entry)
         if sha256_of(folder / entry.file) != entry.sha256:

@@ -97,6 +97,10 @@ class ConvertedCheckpoint:
         """The module of one expert's gate, up or down."""
         return self.architecture.expert_tensor(layer, expert, projection).removesuffix(".weight")
 
+    def format_of_experts(self, layer: int) -> str | None:
+        """The format of a layer's routed experts; None where they were not converted."""
+        return self.format_of(self.expert_module(layer, 0, "down"))
+
     def tensor_names(self, module: str, format: str) -> list[str]:
         """The tensors on disk that hold a converted module, alone or with others."""
         places = stored_places(self.architecture, self.moe, self.dialect, module, format)
