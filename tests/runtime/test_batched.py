@@ -151,7 +151,7 @@ def test_ranks_share_the_experts_one_behind_the_other():
     assert expert_range(6, 1, 3).tolist() == [-1, -1, 0, 1, -1, -1]
     assert expert_range(2, 0, 1).tolist() == [0, 1]
     for rank, ranks in ((3, 3), (-1, 3), (0, 4), (0, 0)):
-        with pytest.raises(UnsupportedError, match="ranks that divide the experts"):
+        with pytest.raises(UnsupportedError, match="ranks must divide the experts"):
             expert_range(6, rank, ranks)
 
 
