@@ -16,8 +16,8 @@ Decisions, each with the failure it prevents:
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -122,9 +122,9 @@ def load_model(
     report.advance(total - sum(sizes.values()), "other weights")
     report.finish()
     model.__class__ = model_class
-    for layer, holder in _experts_by_layer(model).items():
+    for layer, block in _blocks_by_layer(model).items():
         if layer in experts:
-            holder.put(experts[layer])
+            block.experts = experts[layer]
     _finish(model, reader.converted.checkpoint.path)
     return model
 
@@ -160,11 +160,12 @@ def replace_experts(
     converted = reader.converted
     _check_same_model(model, converted)
     _check_dtype(model.dtype)
-    holders = _experts_by_layer(model)
-    _check_holders(model, holders, converted)
+    blocks = _blocks_by_layer(model)
+    _check_blocks(model, blocks, converted)
     readers = {reader.device: reader}
     for layer in _converted_layers(converted):
-        device = holders[layer].device
+        old = cast("nn.Module", blocks[layer].experts)
+        device = next(chain(old.parameters(), old.buffers())).device
         if device.type == "meta":
             raise UnsupportedError(
                 f"layer {layer} of the model is on the meta device; load its weights first, or use "
@@ -172,7 +173,9 @@ def replace_experts(
             )
         if device not in readers:
             readers[device] = open_reader(checkpoint, device, architecture)
-        holders[layer].put(_load(readers[device], layer, backend=backend, activations=activations))
+        blocks[layer].experts = _load(
+            readers[device], layer, backend=backend, activations=activations
+        )
     _refuse_saving(model, converted.checkpoint.path)
 
 
@@ -193,27 +196,6 @@ def import_transformers() -> ModuleType:
     return library
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Holder:
-    """The attribute of a module that holds a layer's experts."""
-
-    block: nn.Module
-    name: str
-
-    @property
-    def experts(self) -> nn.Module:
-        experts = getattr(self.block, self.name)
-        assert isinstance(experts, nn.Module), type(experts)
-        return experts
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(_tensors_of(self.experts))).device
-
-    def put(self, experts: nn.Module) -> None:
-        setattr(self.block, self.name, experts)
-
-
 class ExpertsOfModel(nn.Module):
     """Experts as a model of transformers calls them.
 
@@ -232,20 +214,15 @@ class ExpertsOfModel(nn.Module):
         return output.view(hidden_states.shape)
 
 
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _experts_by_layer(model: PreTrainedModel) -> dict[int, _Holder]:
-    """The layers whose experts are a single module called `experts`, by index."""
-    holders = {}
+def _blocks_by_layer(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The module of each layer, by index, whose attribute `experts` is a module."""
+    blocks = {}
     decoder = model.get_decoder()
     for index, layer in enumerate(getattr(decoder, "layers", getattr(decoder, "blocks", ()))):
         for block in layer.modules():
             if isinstance(getattr(block, "experts", None), nn.Module):
-                holders[index] = _Holder(block=block, name="experts")
-    return holders
+                blocks[index] = block
+    return blocks
 
 
 def _load(
@@ -322,10 +299,10 @@ def _without_experts(
     class WithoutExperts(model_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            holders = _experts_by_layer(self)
-            _check_holders(self, holders, converted)
+            blocks = _blocks_by_layer(self)
+            _check_blocks(self, blocks, converted)
             for layer in layers:
-                holders[layer].put(nn.Identity())
+                blocks[layer].experts = nn.Identity()
 
     # transformers chooses the conversion of tensor names by the name and module of the class.
     WithoutExperts.__name__ = model_class.__name__
@@ -456,8 +433,8 @@ def _text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _check_holders(
-    model: PreTrainedModel, holders: Mapping[int, _Holder], converted: ConvertedCheckpoint
+def _check_blocks(
+    model: PreTrainedModel, blocks: Mapping[int, nn.Module], converted: ConvertedCheckpoint
 ) -> None:
     """Check that the model's experts can be replaced by `FusedExperts`."""
     if (routing := converted.architecture.routing) is not None:
@@ -466,14 +443,14 @@ def _check_holders(
             "load this checkpoint with transformers or an engine, or call `load_experts` yourself"
         )
     wanted = converted.moe.sparse_layers
-    if tuple(holders) != wanted:
+    if tuple(blocks) != wanted:
         raise UnsupportedError(
             f"{type(model).__name__}: a module `experts` in layers "
-            f"{_text(tuple(holders)) or 'none'}, but the checkpoint has them in {_text(wanted)}; "
+            f"{_text(tuple(blocks)) or 'none'}, but the checkpoint has them in {_text(wanted)}; "
             "build the model with transformers 5"
         )
-    for layer, holder in holders.items():
-        experts = holder.experts
+    for layer, block in blocks.items():
+        experts = cast("nn.Module", block.experts)
         if not isinstance(experts, ExpertsOfModel) and not _is_stacked(experts):
             raise UnsupportedError(
                 f"{type(model).__name__}: the experts of layer {layer} are a "

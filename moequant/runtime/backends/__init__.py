@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
-from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.naive_batched import NaiveBatched
+from moequant.runtime.backends.routed import BatchedExperts, StandardExperts
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
 from moequant.runtime.backends.sm90_w4a8 import Sm90W4a8
-from moequant.runtime.backends.standard import StandardExperts
 from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
 from moequant.runtime.backends.triton_batched import TritonBatched

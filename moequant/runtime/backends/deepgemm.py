@@ -6,12 +6,12 @@ import importlib
 import os
 import shutil
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.batched import BatchedExperts
 from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.planned import PlannedExperts
+from moequant.runtime.backends.routed import BatchedExperts
 from moequant.runtime.backends.sm90_fp8_block import why_not_fp8_block
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.deepgemm.sm90_fp8_deepgemm import DeepGemmPlan
+    from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.workload import Workload
 
@@ -61,7 +62,7 @@ class DeepGemm(Backend):
 
     name = "deepgemm"
     default_on = ()
-    experts = DeepGemmExperts
+    experts: ClassVar[type[PackedExperts]] = DeepGemmExperts
 
     def supports(self, workload: Workload) -> str | None:
         """Wants fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""

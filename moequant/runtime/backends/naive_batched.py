@@ -8,7 +8,7 @@ import torch
 
 from moequant.runtime.activations import Activations
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.batched import BatchedExperts
+from moequant.runtime.backends.routed import BatchedExperts
 from moequant.runtime.backends.torch_reference import run_expert, why_not_reference
 from moequant.runtime.capture import capturing
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, pad
 from moequant.formats import dequantize
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.standard import StandardExperts
+from moequant.runtime.backends.routed import StandardExperts
 from moequant.runtime.capture import capturing
 
 if TYPE_CHECKING:

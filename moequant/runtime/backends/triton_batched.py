@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.batched import BatchedExperts
+from moequant.runtime.backends.routed import BatchedExperts
 from moequant.runtime.backends.triton_portable import portable_experts, why_not_portable
 
 if TYPE_CHECKING:

@@ -1,0 +1,114 @@
+"""Backends that compute the GEMMs alone; route, sort, weight and reduce are done here, in torch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from moequant.runtime.activations import Activations, quantize_activations
+from moequant.runtime.backends.base import PackedExperts
+from moequant.runtime.batched import check_batches, finalize_batched, largest_batch, lay_out
+from moequant.runtime.capture import capturing, plain_mode
+from moequant.runtime.routing import permute, reduce, route
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moequant.runtime.batched import BatchedTokens
+    from moequant.runtime.routing import Permutation, Routing
+
+
+class _RoutedExperts(PackedExperts):
+    """Routes and quantizes. Ids are checked on the host, but within a capture."""
+
+    capturable: ClassVar[bool] = False
+
+    @abstractmethod
+    def _weighted(self, x: Activations, routing: Routing) -> Tensor:
+        """The experts' results for M tokens, weighted and added up: [M, H] float32."""
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        out: Tensor,
+        workspace: Tensor,
+        expert_map: Tensor | None,
+        hidden_scale: Tensor | None,
+    ) -> None:
+        """See `PackedExperts.run`."""
+        w = self.workload
+        with plain_mode(out.device):
+            routing = route(
+                topk_weights,
+                topk_ids,
+                experts=w.experts,
+                expert_map=expert_map,
+                check=not capturing(w.device),
+            )
+            if hidden_scale is not None:
+                x = Activations(scheme=w.activations, qdata=hidden_states, scale=hidden_scale)
+            else:
+                static = None
+                if w.activations == "fp8_static":
+                    static = self.tensors["w13_input_scale"].amax(0, keepdim=True)
+                x = quantize_activations(hidden_states, w.activations, static_scale=static)
+            out.copy_(self._weighted(x, routing))
+
+
+class StandardExperts(_RoutedExperts):
+    """Runs rows that are sorted by expert."""
+
+    @abstractmethod
+    def run_sorted(self, activations: Activations, permutation: Permutation) -> Tensor:
+        """Every expert's result for its rows, not yet weighted.
+
+        Args:
+            activations: M tokens of H columns.
+            permutation: the rows of each expert.
+
+        Returns:
+            [M * T, H] float32 in the order of `permutation`; 0 in rows that belong to no expert.
+        """
+
+    def _weighted(self, x: Activations, routing: Routing) -> Tensor:
+        permutation = permute(routing, self.workload.experts)
+        return reduce(self.run_sorted(x, permutation), routing, permutation)
+
+
+class BatchedExperts(_RoutedExperts):
+    """Runs a batch of tokens per expert, as an expert-parallel dispatch leaves it."""
+
+    @abstractmethod
+    def _run_batches(self, tokens: BatchedTokens) -> Tensor:
+        """As `run_batches`, for tokens that were checked."""
+
+    def run_batches(self, tokens: BatchedTokens) -> Tensor:
+        """Every expert's result for its tokens, not yet weighted.
+
+        Nothing waits for a CUDA device: there a count beyond C is taken for C.
+
+        Args:
+            tokens: at most C tokens of H columns for each of the E experts.
+
+        Returns:
+            [E, C, H] float32 or bfloat16; rows at or beyond an expert's count hold anything.
+
+        Raises:
+            UnsupportedError: another E, H, scheme or device than these experts have; dtypes or
+                shapes that contradict each other; on a CPU, a count beyond C or below 0.
+        """
+        return self._run_batches(check_batches(tokens, self.workload))
+
+    def _weighted(self, x: Activations, routing: Routing) -> Tensor:
+        M, E = routing.expert.shape[0], self.workload.experts
+        capacity = M
+        if not capturing(routing.expert.device):
+            # `route` has waited for the device already. In 64s, the rows of the largest tile, so
+            # that a call before a capture compiles the kernels that the captured one runs.
+            largest = largest_batch(routing, E)
+            capacity = max(largest, min(M, -(-largest // 64) * 64))
+        batches, places = lay_out(x, routing, experts=E, capacity=capacity)
+        return finalize_batched(self._run_batches(batches), routing, places)
