@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 _SPLIT = {torch.float16: 2, torch.float32: 3}
 """Numbers of bfloat16 that one of these is a sum of; else it is 1, codes included."""
 
-_TILES_A_GROUP = 8  # whose programs run side by side, and share weights in L2
+GROUP = tl.constexpr(8)
+"""Tiles whose programs run side by side, and share weights in L2."""
+FIELDS = tl.constexpr(TILE_FIELDS)
+IN_PYTHON = tl.constexpr(INTERPRETED)
 
 
 def has_native_e4m3(device: torch.device) -> bool:
@@ -178,13 +181,10 @@ def grouped_gemm(
         BIAS=weight.bias is not None,
         TOPK=topk if slot_of_row is not None else 0,
         BATCHED=work.tiles is None,
-        FIELDS=TILE_FIELDS,
-        GROUP=_TILES_A_GROUP,
         BLOCK_M=work.tile_rows,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NATIVE=has_native_e4m3(device),
-        INTERPRETED=INTERPRETED,
         OVERLAP=overlap,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -277,19 +277,33 @@ def experts_gemm(
     BIAS: tl.constexpr,
     TOPK: tl.constexpr,
     BATCHED: tl.constexpr,
-    FIELDS: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program: BLOCK_N columns of one tile, transposed in registers."""
     wait_for_inputs(OVERLAP)
-    tile, block_n = tile_and_block(max_tiles, tl.cdiv(N, BLOCK_N), GROUP)
-    expert, first, rows = rows_of_tile(tile, tiles, count, capacity, BLOCK_M, BATCHED, FIELDS)
+    # GROUP tiles go through all columns together.
+    program = tl.program_id(0)
+    width = GROUP * tl.cdiv(N, BLOCK_N)
+    first_tile = program // width * GROUP
+    size = tl.minimum(max_tiles - first_tile, GROUP)
+    tile = first_tile + program % width % size
+    block_n = program % width // size
+    if BATCHED:
+        tiles_an_expert = tl.cdiv(capacity, BLOCK_M)
+        expert = tile // tiles_an_expert
+        begin = tile % tiles_an_expert * BLOCK_M
+        rows = tl.minimum(tl.load(count + expert), capacity) - begin
+        first = expert.to(tl.int64) * capacity + begin
+    else:
+        there = tile < tl.load(count)
+        expert = tl.load(tiles + tile * FIELDS, mask=there, other=0)
+        first = tl.load(tiles + tile * FIELDS + 1, mask=there, other=0).to(tl.int64)
+        rows = tl.load(tiles + tile * FIELDS + 2, mask=there, other=0)
+    expert = expert.to(tl.int64)
     if rows <= 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -311,13 +325,13 @@ def experts_gemm(
         up_sum = add_product(
             up_sum, xt, up, up_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
             CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_APART, SCALE_APART, W_SPLIT, X_SCHEME, SPLIT,
-            BLOCK_N, BLOCK_K, NATIVE, INTERPRETED,
+            BLOCK_N, BLOCK_K, NATIVE,
         )  # fmt: skip
         if GATED:
             gate_sum = add_product(
                 gate_sum, xt, gate, gate_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
                 CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_APART, SCALE_APART, W_SPLIT, X_SCHEME,
-                SPLIT, BLOCK_N, BLOCK_K, NATIVE, INTERPRETED,
+                SPLIT, BLOCK_N, BLOCK_K, NATIVE,
             )  # fmt: skip
 
     y = finished(
@@ -340,41 +354,6 @@ def experts_gemm(
         y = encode_e4m3_byte(tl.math.div_rn(y, scale[None, :]), NATIVE)
         tl.store(out_scale + row * tl.cdiv(N, 128) + block_n, scale, mask=live)
     tl.store(to, y, mask=inside)
-
-
-@triton.jit
-def tile_and_block(max_tiles, blocks_n, GROUP: tl.constexpr):
-    """Tile and block of columns of this program: GROUP tiles go through all columns together."""
-    program = tl.program_id(0)
-    width = GROUP * blocks_n
-    first = program // width * GROUP
-    size = tl.minimum(max_tiles - first, GROUP)
-    return first + program % width % size, program % width // size
-
-
-@triton.jit
-def rows_of_tile(
-    tile,
-    tiles,
-    count,
-    capacity,
-    BLOCK_M: tl.constexpr,
-    BATCHED: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    """Expert, first row and rows of a tile, int64; no rows where there is no such tile."""
-    if BATCHED:
-        tiles_an_expert = tl.cdiv(capacity, BLOCK_M)
-        expert = tile // tiles_an_expert
-        begin = tile % tiles_an_expert * BLOCK_M
-        rows = tl.minimum(tl.load(count + expert), capacity) - begin
-        first = expert.to(tl.int64) * capacity + begin
-    else:
-        there = tile < tl.load(count)
-        expert = tl.load(tiles + tile * FIELDS, mask=there, other=0)
-        first = tl.load(tiles + tile * FIELDS + 1, mask=there, other=0).to(tl.int64)
-        rows = tl.load(tiles + tile * FIELDS + 2, mask=there, other=0)
-    return expert.to(tl.int64), first, rows
 
 
 @triton.jit
@@ -403,49 +382,11 @@ def add_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
-    """`total` plus the product over BLOCK_K columns from `k0` on."""
-    w = weight_tile(
-        weight, scale, expert, n, k0, N, K, ELEMENT, CODES_A_BYTE, SCALE_COLUMNS, W_APART,
-        SCALE_APART, BLOCK_N, BLOCK_K, NATIVE, INTERPRETED,
-    )  # fmt: skip
-    if SCALE_COLUMNS != 128 and X_SCHEME != "fp8_group128":
-        total = dot_exact(w, xt, total, W_SPLIT, SPLIT, INTERPRETED)
-    else:
-        zero = tl.zeros(total.shape, tl.float32)
-        part = dot_exact(w, xt, zero, W_SPLIT, SPLIT, INTERPRETED)
-        block = k0 // 128
-        if SCALE_COLUMNS == 128:
-            scale_row = expert * SCALE_APART + n // SCALE_ROWS
-            at = scale + scale_row * tl.cdiv(K, 128) + block
-            part *= tl.load(at, mask=n < N, other=0).to(tl.float32)[:, None]
-        if X_SCHEME == "fp8_group128":
-            part *= tl.load(x_scale + source * tl.cdiv(K, 128) + block, mask=live, other=0)[None, :]
-        total += part
-    return total
+    """`total` plus the product over BLOCK_K columns from `k0` on.
 
-
-@triton.jit
-def weight_tile(
-    weight,
-    scale,
-    expert,
-    n,
-    k0,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    CODES_A_BYTE: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    W_APART: tl.constexpr,
-    SCALE_APART: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Weights [BLOCK_N, BLOCK_K]: as they are, or in bfloat16, times scales exact in it."""
+    Weights are [BLOCK_N, BLOCK_K] as they are, or in bfloat16, times scales exact in it.
+    """
     inside_n = (n < N)[:, None]
     at_row = weight + (expert * W_APART + n)[:, None] * (K // CODES_A_BYTE)
     byte = (k0 // CODES_A_BYTE + tl.arange(0, BLOCK_K // CODES_A_BYTE))[None, :]
@@ -462,7 +403,7 @@ def weight_tile(
             w *= spread
         w = w.to(tl.bfloat16)
     elif ELEMENT == "int4":
-        if INTERPRETED:
+        if IN_PYTHON:
             both = tl.join(decode_int4(data & 0xF), decode_int4(data >> 4)).to(tl.bfloat16)
         else:
             both = halves(int4_pairs(data))
@@ -473,13 +414,26 @@ def weight_tile(
             scale, expert, n, k0, SCALE_APART, N, K, SCALE_COLUMNS, SCALE_COLUMNS // 2, BLOCK_N,
             BLOCK_K, NATIVE,
         )  # fmt: skip
-        if INTERPRETED:
+        if IN_PYTHON:
             both = tl.join(decode_e2m1(data & 0xF), decode_e2m1(data >> 4))
             both = (both * spread[:, :, None]).to(tl.bfloat16)
         else:
             both = halves(e2m1_pairs(data, spread))
         w = tl.reshape(both, [BLOCK_N, BLOCK_K])
-    return w
+    if SCALE_COLUMNS != 128 and X_SCHEME != "fp8_group128":
+        total = dot_exact(w, xt, total, W_SPLIT, SPLIT, IN_PYTHON)
+    else:
+        zero = tl.zeros(total.shape, tl.float32)
+        part = dot_exact(w, xt, zero, W_SPLIT, SPLIT, IN_PYTHON)
+        block = k0 // 128
+        if SCALE_COLUMNS == 128:
+            scale_row = expert * SCALE_APART + n // SCALE_ROWS
+            at = scale + scale_row * tl.cdiv(K, 128) + block
+            part *= tl.load(at, mask=n < N, other=0).to(tl.float32)[:, None]
+        if X_SCHEME == "fp8_group128":
+            part *= tl.load(x_scale + source * tl.cdiv(K, 128) + block, mask=live, other=0)[None, :]
+        total += part
+    return total
 
 
 @triton.jit
