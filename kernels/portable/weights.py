@@ -117,7 +117,7 @@ def projection(
     global_scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Projection:
-    """A matrix from its parts as `QuantizedWeight` has them; views, where experts are contiguous.
+    """A matrix from its parts as `QuantizedWeight` has them; views. Each expert is contiguous.
 
     Args:
         kind: how they lie in memory.
@@ -133,18 +133,7 @@ def projection(
     end = scale if global_scale is None else global_scale
     if kind.end_rows:
         end = end.float().reshape(*qdata.shape[: kind.end_rows])
-    return Projection(
-        kind=kind,
-        qdata=_each_contiguous(qdata),
-        scale=_each_contiguous(scale),
-        end=_each_contiguous(end),
-        bias=None if bias is None else _each_contiguous(bias),
-    )
-
-
-def _each_contiguous(tensor: Tensor) -> Tensor:
-    """`tensor`, copied unless the part of each expert is contiguous."""
-    return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
+    return Projection(kind=kind, qdata=qdata, scale=scale, end=end, bias=bias)
 
 
 @dataclass(frozen=True, kw_only=True)

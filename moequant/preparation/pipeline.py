@@ -119,7 +119,7 @@ def _fitting_manifest(
         files = {n: FixedFile.at(folder / e.file) for n, e in manifest.layers.items()}
     except CheckpointError:
         return None
-    made = {n: (e.format, e.layout, e.layout_version) for n, e in manifest.layers.items()}
+    made = {n: e.packed_as for n, e in manifest.layers.items()}
     wanted = {
         n: (converted.format_of_experts(n), layout.name, layout.version)
         for n, layout in layouts.items()

@@ -173,19 +173,7 @@ class FusedExperts(nn.Module):
             UnsupportedError: a shape, dtype, device or id that is not as above, no backend that
                 runs this, a first call within the capture of a CUDA graph, or torch.export.
         """
-        if torch.compiler.is_compiling():
-            output: Tensor = experts_op.fused_experts(
-                hidden_states,
-                topk_weights,
-                topk_ids,
-                expert_map,
-                apply_router_weight_on_input,
-                activations,
-                self._handle,
-                hidden_scale,
-            )
-            return output if out is None else out.copy_(output)
-        return self.run(
+        arguments = (
             hidden_states,
             topk_weights,
             topk_ids,
@@ -193,9 +181,11 @@ class FusedExperts(nn.Module):
             apply_router_weight_on_input,
             activations,
             hidden_scale,
-            out=out,
-            workspace=workspace,
         )
+        if torch.compiler.is_compiling():
+            output: Tensor = experts_op.fused_experts(self._handle, *arguments)
+            return output if out is None else out.copy_(output)
+        return self.run(*arguments, out=out, workspace=workspace)
 
     def chosen_backend(self) -> str:
         """Name of the backend that runs the experts where they are now.
@@ -297,12 +287,12 @@ class FusedExperts(nn.Module):
         """Choose a backend for the experts where they are now, and pack them anew if need be."""
         tensors = self._tensors()
         device = tensors[self._names[0]].device
-        own = self._select(self.activations, tensors, device)
+        own = select(self._workload_for(self.activations, tensors, device), self.backend)
         if own.layout != self._layout:
             tensors = self._relayout(own, tensors)
         backend = own
         if activations != self.activations:
-            backend = self._select(activations, tensors, device)
+            backend = select(self._workload_for(activations, tensors, device), self.backend)
             if backend.layout != self._layout:
                 raise UnsupportedError(
                     f"a call with activations={activations!r} runs on backend {backend.name!r}, "
@@ -327,10 +317,6 @@ class FusedExperts(nn.Module):
             ),
             packed=packed,
         )
-
-    def _select(self, activations: str, tensors: Mapping[str, Tensor], device: Any) -> Backend:
-        workload = self._workload_for(activations, tensors, device)
-        return select(workload, self.backend)
 
     def _workload_for(
         self, activations: str, tensors: Mapping[str, Tensor], device: torch.device

@@ -6,7 +6,7 @@ An operator takes tensors and plain values only, so it names the module by a han
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,20 +14,11 @@ from torch import Tensor
 
 from moequant.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-class _Runnable(Protocol):
-    @property
-    def run(self) -> Callable[..., Tensor]: ...
-
-
-_MODULES: WeakValueDictionary[int, _Runnable] = WeakValueDictionary()
+_MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _HANDLES = count()
 
 
-def handle_of(module: _Runnable) -> int:
+def handle_of(module: object) -> int:
     """A number for `module` that no other module of this process has or had."""
     handle = next(_HANDLES)
     _MODULES[handle] = module
@@ -36,17 +27,17 @@ def handle_of(module: _Runnable) -> int:
 
 @torch.library.custom_op("moequant::fused_experts", mutates_args=())
 def fused_experts(
+    handle: int,
     hidden_states: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
     activations: str | None,
-    handle: int,
-    hidden_scale: Tensor | None = None,
+    hidden_scale: Tensor | None,
 ) -> Tensor:
     """`FusedExperts.run` of the module that has `handle`."""
-    return _MODULES[handle].run(
+    output: Tensor = _MODULES[handle].run(
         hidden_states,
         topk_weights,
         topk_ids,
@@ -55,18 +46,19 @@ def fused_experts(
         activations,
         hidden_scale,
     )
+    return output
 
 
 @fused_experts.register_fake
 def _(
+    handle: int,
     hidden_states: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
     activations: str | None,
-    handle: int,
-    hidden_scale: Tensor | None = None,
+    hidden_scale: Tensor | None,
 ) -> Tensor:
     # Not in forward: Dynamo of torch 2.11 takes is_exporting() for true under torch.compile too.
     if torch.compiler.is_exporting():

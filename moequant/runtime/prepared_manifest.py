@@ -46,6 +46,11 @@ class PreparedLayer(_Strict):
     layout_version: int
     originals_sha256: str
 
+    @property
+    def packed_as(self) -> tuple[str, str, int]:
+        """Format, layout, and version of the layout."""
+        return self.format, self.layout, self.layout_version
+
 
 class Manifest(_Strict):
     """What a prepared folder says of itself.

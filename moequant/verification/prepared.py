@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from moequant.progress import Progress
     from moequant.runtime.backends import Layout
-    from moequant.runtime.prepared_manifest import Manifest, PreparedLayer
+    from moequant.runtime.prepared_manifest import Manifest
     from moequant.verification.findings import Findings
     from moequant.weights.converted import ConvertedCheckpoint
 
@@ -73,7 +73,7 @@ def check_prepared(
         readable = [
             n
             for n, entry in manifest.layers.items()
-            if _is_of(entry, formats.get(n, ""), layouts.get(n))
+            if n in layouts and entry.packed_as == (formats[n], layouts[n].name, layouts[n].version)
         ]
         progress.start(
             f"prepared for {folder.name}", sum(manifest.layers[n].bytes for n in readable)
@@ -116,14 +116,6 @@ def _check_manifest(
     known = {MANIFEST_FILE, *(entry.file for entry in manifest.layers.values())}
     for name in sorted({entry.name for entry in folder.iterdir()} - known):
         findings.add("prepared", f"{folder.name}/{name}", f"not in {MANIFEST_FILE}")
-
-
-def _is_of(entry: PreparedLayer, format: str, layout: Layout | None) -> bool:
-    return layout is not None and (entry.format, entry.layout, entry.layout_version) == (
-        format,
-        layout.name,
-        layout.version,
-    )
 
 
 def _check_layer(

@@ -11,7 +11,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, get_format
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import SCHEMES, quantize_activations
-from moequant.verification.reference import Bounded, exact, project, swiglu
+from moequant.verification.reference import Bounded, activation, exact, project
 
 E4M3 = ml_dtypes.float8_e4m3fn
 U = 2.0**-24
@@ -161,7 +161,7 @@ def emulate(layer):
         for t in range(T):
             e, w = layer.ids[m, t], layer.topk_weights[m, t].double()
             row = exact(x[m : m + 1])
-            h = swiglu(project(row, decoded["gate"][e]), project(row, decoded["up"][e]))
+            h = activation("silu")(project(row, decoded["gate"][e]), project(row, decoded["up"][e]))
             y = project(requantize(h, scheme), decoded["down"][e])
             output[m] += w * y.value[0]
             error[m] += w * y.error[0]

@@ -47,7 +47,7 @@ def test_tokens_may_be_a_symbol(layers):
 def test_the_operator_keeps_torch_s_rules(layers):
     layer = layers.make()
     module = FusedExperts(layer.weights)
-    arguments = (*layer.call, None, False, None, module._handle)
+    arguments = (module._handle, *layer.call, None, False, None, None)
     torch.library.opcheck(torch.ops.moequant.fused_experts, arguments)
 
 

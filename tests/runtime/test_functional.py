@@ -52,10 +52,14 @@ def test_deep_gemm_moe_fp8_checks_a_call_before_it_runs(layers, monkeypatch):
     for call, options, message in (
         ((hidden[0], topk_weights, ids), {}, r"hidden_states is \[256\]"),
         ((hidden.double(), topk_weights, ids), {}, "hidden_states is torch.float64"),
-        ((hidden[:, :5], topk_weights, ids), {}, r"want \[M, 256\]"),
+        ((hidden[:, :5], topk_weights, ids), {}, r"need \[M, 256\]"),
         ((hidden, topk_weights, ids.float()), {}, "topk_ids is torch.float32"),
-        ((hidden, topk_weights[1:], ids), {}, r"both want \[M, T\]"),
-        ((hidden, topk_weights, ids), {"apply_router_weight_on_input": True}, "one expert a token"),
+        ((hidden, topk_weights[1:], ids), {}, r"both must be \[M, T\]"),
+        (
+            (hidden, topk_weights, ids),
+            {"apply_router_weight_on_input": True},
+            "one expert per token",
+        ),
         ((hidden, topk_weights, ids), {"expert_map": hidden}, "expert_map is torch.float32"),
         ((hidden, topk_weights, ids.to("meta")), {}, "topk_ids is on meta"),
     ):

@@ -18,6 +18,7 @@ from moequant.runtime import (
 )
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import Backend, PackedExperts
+from moequant.runtime.packing import workload_of
 
 ANYWHERE = ["torch_reference", "naive_batched"]
 QUANTIZING = ["fp8_block", "w4a8", "fp8_channel", "fp8_tensor"]
@@ -41,7 +42,11 @@ def case(request, layers):
     """A layer, experts in a format that quantizes activations, and hidden states quantized so."""
     layer = layers.make()
     weights = weights_of(layer, request.param)
-    return layer, weights, quantize_activations(layer.hidden, weights.activations)
+    return (
+        layer,
+        weights,
+        quantize_activations(layer.hidden, workload_of(weights, "format").activations),
+    )
 
 
 @pytest.mark.parametrize("backend", ANYWHERE)
@@ -222,7 +227,7 @@ def test_static_scales_are_part_of_the_state_and_move_along(layers):
     layer = layers.make()
     module = FusedExperts(static(weights_of(layer, "fp8_tensor")))
     assert module.state_dict()["w13_input_scale"].tolist() == [pytest.approx(0.01)]
-    assert module.weights.activations == "fp8_static"
+    assert module.packed().workload.activations == "fp8_static"
     assert module.to("meta").weights.down_input_scale.device.type == "meta"
 
 
