@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from moequant.act_fn import SILU, SWIGLUOAI
 from moequant.errors import UnsupportedError
-from moequant.formats import dequantize
+from moequant.formats import dequantize, get_format
 from moequant.runtime import FusedExperts
 from moequant.runtime.backends import backends
 from moequant.runtime.backends.stacked import STACKED
@@ -123,8 +123,10 @@ def _bf16(weight: QuantizedWeight) -> Tensor:
 
 
 def _vllm(weights: ExpertWeights) -> Experts:
-    if weights.format != "fp8_block":
-        raise UnsupportedError(f"vllm is timed with fp8_block, not {weights.format}")
+    if get_format(weights.format).block != (128, 128):
+        raise UnsupportedError(
+            f"vllm is timed with weights in blocks of 128 x 128, not in {weights.format}"
+        )
     if weights.gate is None or weights.act_fn != SILU or weights.biases():
         raise UnsupportedError("vllm is timed with gated SiLU and no biases")
     if find_spec("vllm") is None:

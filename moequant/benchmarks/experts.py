@@ -96,7 +96,7 @@ class Measure:
     """
 
     tokens: Sequence[int]
-    format: str = "fp8_block"
+    format: str
     backend: str | None = None
     against: Sequence[str] = ()
     stages: bool = False

@@ -95,7 +95,7 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     weights = random_experts(SMALL, "mxfp4", CPU)
     assert set(backends()) < set(contender_names())
     for name, reason in (
-        ("vllm", "fp8_block, not mxfp4"),
+        ("vllm", "blocks of 128 x 128, not in mxfp4"),
         ("cutlas", "nothing called 'cutlas'"),
         ("sm90_fp8_block", "runs fp8_block alone"),
         ("torch_reference", "waits for the device, which no CUDA graph captures"),
@@ -128,7 +128,7 @@ def test_grouped_mm_is_of_the_two_functions_it_is_written_for():
 
 def test_it_is_refused_without_a_cuda_device():
     with pytest.raises(UnsupportedError, match="device 'cpu': experts are timed by"):
-        next(bench_experts({"small": SMALL}, Measure(tokens=[1]), device="cpu"))
+        next(bench_experts({"small": SMALL}, Measure(format="fp8_block", tokens=[1]), device="cpu"))
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_run_holds_what_was_measured_and_is_json(on_cpu, monkeypatch):
     contenders_are(monkeypatch, right=FusedExperts, refused=refused, full=out_of_memory)
     shapes = {"small": SMALL, "biased": dataclasses.replace(SMALL, act_fn=SWIGLUOAI, biased=True)}
     against = ["right", "refused", "full"]
-    measure = Measure(tokens=[1, 20], against=against, host=True)
+    measure = Measure(format="fp8_block", tokens=[1, 20], against=against, host=True)
     *_, document = bench_experts(shapes, measure)
     assert [layer["shape"] for layer in document["layers"]] == ["small", "biased"]
     assert [layer["act_fn"] for layer in document["layers"]] == ["silu", str(SWIGLUOAI)]
@@ -198,19 +198,19 @@ def test_a_run_holds_what_was_measured_and_is_json(on_cpu, monkeypatch):
 
 
 def test_what_was_measured_is_there_after_every_layer(on_cpu):
-    runs = bench_experts({"one": SMALL, "other": SMALL}, Measure(tokens=[1]))
+    runs = bench_experts({"one": SMALL, "other": SMALL}, Measure(format="fp8_block", tokens=[1]))
     assert [len(document["layers"]) for document in runs] == [1, 2]
 
 
 def test_a_wrong_result_of_ours_is_an_error_and_that_of_a_peer_a_refusal(on_cpu, monkeypatch):
     contenders_are(monkeypatch, broken=broken)
-    measure = Measure(tokens=[1], against=["broken"])
+    measure = Measure(format="fp8_block", tokens=[1], against=["broken"])
     layer = list(bench_experts({"small": SMALL}, measure))[-1]["layers"][0]
     assert list(layer["cells"][0]["times"]) == [OURS]
     assert "broken at 1 tokens is not what the experts compute" in layer["refusals"]["broken"]
     monkeypatch.setattr(experts, "capturable", lambda module: Twice(module))
     with pytest.raises(NumericsError, match="moequant at 1 tokens is not what the experts"):
-        next(bench_experts({"small": SMALL}, Measure(tokens=[1])))
+        next(bench_experts({"small": SMALL}, Measure(format="fp8_block", tokens=[1])))
 
 
 class Twice(FusedExperts):
@@ -236,9 +236,15 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(on_cpu, monkeypat
     monkeypatch.setattr(experts, "measure_ceilings", None)
     shapes = {"small": SMALL, "odd": dataclasses.replace(SMALL, hidden=96)}
     for measure, reason in (
-        (Measure(tokens=[1], against=["vlm"]), "nothing called 'vlm' to time; there are "),
+        (
+            Measure(format="fp8_block", tokens=[1], against=["vlm"]),
+            "nothing called 'vlm' to time; there are ",
+        ),
         (Measure(tokens=[1], format="w4a8"), "96"),
-        (Measure(tokens=[1], stages=True), "'torch_reference' does not say which launches"),
+        (
+            Measure(format="fp8_block", tokens=[1], stages=True),
+            "'torch_reference' does not say which launches",
+        ),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             next(bench_experts(shapes, measure))

@@ -32,7 +32,7 @@ def test_a_run_times_every_contender_and_says_why_others_do_not_run(every_format
         for time in cell["times"].values():
             assert 0 < time["p20_us"] <= time["median_us"] <= time["p80_us"]
         assert 0 < cell["share_of_floor"] < 1
-        assert (cell["tiling"] is None) == (layer["backend"] != "sm90_fp8_block")
+        assert (cell["tiling"] is None) == (not layer["backend"].startswith("sm90_"))
 
 
 @pytest.mark.skipif(
@@ -40,12 +40,16 @@ def test_a_run_times_every_contender_and_says_why_others_do_not_run(every_format
     reason="needs a CUDA device of SM90",
 )
 @pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI])
-def test_stages_and_host_are_timed_too(act_fn):
+@pytest.mark.parametrize(("format", "sorts_from"), [("fp8_block", 512), ("w4a8", 9000)])
+def test_stages_and_host_are_timed_too(format, sorts_from, act_fn):
     shape = dataclasses.replace(SHAPE, act_fn=act_fn, biased=act_fn == SWIGLUOAI)
-    *_, result = bench_experts({"s": shape}, Measure(tokens=[1, 512, 9000], stages=True, host=True))
+    measure = Measure(format=format, tokens=[1, 512, 9000], stages=True, host=True)
+    *_, result = bench_experts({"s": shape}, measure)
     for cell in result["layers"][0]["cells"]:
         stages = {"prepare", "gate_up", "down", "reduce"}
-        assert set(cell["stages_us"]) == (stages if cell["tokens"] == 1 else {*stages, "sort"})
+        stages |= {"quantize"} if format == "w4a8" else set()
+        stages |= {"sort"} if cell["tokens"] >= sorts_from else set()
+        assert set(cell["stages_us"]) == stages
         assert all(us > 0 for us in cell["stages_us"].values())
         assert cell["host_us"] > 0
         assert cell["tiling"]["rows"] >= 8
@@ -54,7 +58,9 @@ def test_stages_and_host_are_timed_too(act_fn):
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(contenders, "_OTHERS", {"broken": lambda weights: lambda x, w, ids: x * 2})
-    (result,) = bench_experts({"s": SHAPE}, Measure(tokens=[8], against=["broken"]))
+    (result,) = bench_experts(
+        {"s": SHAPE}, Measure(format="fp8_block", tokens=[8], against=["broken"])
+    )
     (layer,) = result["layers"]
     assert list(layer["cells"][0]["times"]) == [OURS]
     assert "broken at 8 tokens is not what the experts compute" in layer["refusals"]["broken"]
