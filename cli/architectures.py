@@ -15,8 +15,6 @@ _LAYER = "model.layers.{layer}."
 _COMMON_KEPT = ("router", "router_bias", "expert_bias", "norm", "embedding", "lm_head", "other")
 """Roles that every architecture keeps unconverted; the table does not list them."""
 
-CLASS, BY_HAND, READ = "class", "by hand", "read"
-
 
 def describe_architectures() -> list[dict[str, Any]]:
     """One row for each group of model_types of an architecture that are tested the same way."""
@@ -26,16 +24,16 @@ def describe_architectures() -> list[dict[str, Any]]:
 
 
 def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
+    by_hand = architecture.tested.get("by_hand", {})
     not_loaded = architecture.tested.get("not_loaded", {})
 
-    def group(model_type: str) -> tuple[str, bool]:
-        return _tested(architecture, model_type), model_type not in not_loaded
+    def group(model_type: str) -> tuple[bool, bool]:
+        return model_type not in by_hand, model_type not in not_loaded
 
     # sorted() is stable: model_types of one group keep their order.
     ordered = sorted(architecture.model_types, key=group, reverse=True)
-    for (tested, loaded), model_types in groupby(ordered, key=group):
+    for (by_class, loaded), model_types in groupby(ordered, key=group):
         listed = list(model_types)
-        notes = architecture.tested.get(tested.replace(" ", "_"), {})
         yield {
             "name": architecture.name,
             "model_types": listed,
@@ -44,18 +42,11 @@ def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
             "gated": architecture.gated,
             "dialects": dict(_dialects(architecture)),
             "kept": [role for role in architecture.roles if _is_listed_as_kept(role)],
-            "tested": tested,
-            "notes": {t: notes[t] for t in listed if t in notes},
+            "tested": "class" if by_class else "by hand",
+            "notes": {t: by_hand[t] for t in listed if t in by_hand},
             "transformers_loads": loaded,
             "not_loaded": {t: not_loaded[t] for t in listed if t in not_loaded},
         }
-
-
-def _tested(architecture: Architecture, model_type: str) -> str:
-    for how in (BY_HAND, READ):
-        if model_type in architecture.tested.get(how.replace(" ", "_"), {}):
-            return how
-    return CLASS
 
 
 def _layout(architecture: Architecture) -> str:

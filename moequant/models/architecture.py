@@ -99,8 +99,8 @@ class Architecture:
         """How its routing differs from what `FusedExperts` computes, in words; None if it does
         not."""
         self.tested: Mapping[str, Mapping[str, str]] = table.get("tested", {})
-        """Gaps in the tests, as {gap: {model_type: reason}}: `by_hand`, `read`, `not_loaded`; the
-        head of architectures.toml explains them."""
+        """Gaps in the tests, as {gap: {model_type: reason}}: `by_hand` and `not_loaded`; the head
+        of architectures.toml explains them."""
         self.stacked = StackedExperts(table["stacked"]) if "stacked" in table else None
         """How a plain checkpoint stacks its experts; None if each expert has its own tensors."""
         self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])

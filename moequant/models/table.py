@@ -142,7 +142,6 @@ class _Stacked(_Strict):
 
 class _Tested(_Strict):
     by_hand: dict[str, _Name] = {}
-    read: dict[str, _Name] = {}
     not_loaded: dict[str, _Name] = {}
 
 

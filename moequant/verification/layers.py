@@ -14,7 +14,6 @@ Where layers are served by another device or backend, each runs there too: see `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -223,9 +222,8 @@ def _measure(
             batch.hidden,
             batch.topk_ids,
             batch.topk_weights,
-            gate=partial(weight, "gate") if act_fn.gated else None,
-            up=partial(weight, "up"),
-            down=partial(weight, "down"),
+            weight,
+            gated=act_fn.gated,
             bias=None if biases is None else lambda p, e: biases[p][e].double(),
             activate=activation(
                 act_fn.name, gated=act_fn.gated, alpha=act_fn.alpha, limit=act_fn.limit

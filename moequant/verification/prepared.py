@@ -19,8 +19,7 @@ from moequant.runtime.prepared_manifest import read_manifest
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
-from moequant.verification.differences import differences
-from moequant.verification.identity import compare_tensors
+from moequant.verification.differences import compare_tensors, differences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -192,10 +192,9 @@ def evaluate_layer(
     hidden: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
+    weight: Callable[[str, int], Tensor],
     *,
-    gate: Callable[[int], Tensor] | None,
-    up: Callable[[int], Tensor],
-    down: Callable[[int], Tensor],
+    gated: bool = True,
     bias: Callable[[str, int], Tensor] | None = None,
     activate: Activate | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -205,25 +204,22 @@ def evaluate_layer(
         hidden: [M, H], exact values.
         topk_ids: [M, T] integer; a negative id contributes nothing.
         topk_weights: [M, T].
-        gate: weight [I, H] float64 of an expert; each is asked for once, and only if used. None
-            where `activate` takes no gate.
-        up: likewise [I, H].
-        down: likewise [H, I].
-        bias: of "gate", "up" and "down" of an expert, [I], [I] and [H] float64, exact; None where
-            there are none.
+        weight: gives "gate" [I, H], "up" [I, H] or "down" [H, I] of an expert, float64; asked once
+            for each, of experts that are used.
+        gated: whether experts have a gate.
+        bias: likewise gives a bias, [I], [I] or [H] float64, exact; None if there are none.
         activate: the function of gate and up, as `activation` gives it; by default that of silu.
 
     Returns:
         output [M, H] float64, and the bound [M, H] float64 on |evaluation - output|; infinite where
         an evaluation in float32 may overflow.
     """
-    x, weight = hidden.double(), topk_weights.double()
+    x = hidden.double()
     value, magnitude, error = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
-    weights = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
     activate = activate or activation("silu")
 
     def linear(projection: str, rows: Bounded, e: int) -> Bounded:
-        y = project(rows, weights[projection](e))
+        y = project(rows, weight(projection, e))
         return y if bias is None else shift(y, bias(projection, e))
 
     for e in sorted(set(topk_ids.flatten().tolist())):
@@ -231,9 +227,9 @@ def evaluate_layer(
             continue
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         rows = exact(x[token])
-        gated = None if gate is None else linear("gate", rows, e)
-        y = linear("down", activate(gated, linear("up", rows, e)), e)
-        w = weight[token, slot, None]
+        gate = linear("gate", rows, e) if gated else None
+        y = linear("down", activate(gate, linear("up", rows, e)), e)
+        w = topk_weights.double()[token, slot, None]
         value.index_add_(0, token, w * y.value)
         magnitude.index_add_(0, token, w.abs() * y.magnitude)
         error.index_add_(0, token, w.abs() * y.error + _TINY)

@@ -36,8 +36,8 @@ from moequant.formats import (
 from moequant.formats.squares import TILE_ROWS
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
+from moequant.verification.differences import compare_tensors, find_difference
 from moequant.verification.findings import WeightChecks
-from moequant.verification.identity import compare_tensors, find_difference
 from moequant.verification.report import Problem, WeightCheck
 from moequant.weights.encoded import read_places
 from moequant.weights.source_weights import check_bias, read_stored

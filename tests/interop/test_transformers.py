@@ -222,9 +222,9 @@ def test_the_runtime_equals_transformers_own_block(converted, loaded, name, form
         (ours, (ours_gate, ours_up, ours_down)),
         (theirs, (gate_up[:, :half], gate_up[:, half:], down)),
     ):
-        gate, up, down_ = ((lambda e, w=w: w[e].double()) for w in matrices)
+        decoded_by = dict(zip(PROJECTIONS, matrices, strict=True))
         expected, bound = evaluate_layer(
-            hidden.double(), ids, weights.double(), gate=gate, up=up, down=down_
+            hidden.double(), ids, weights.double(), lambda p, e, w=decoded_by: w[p][e].double()
         )
         # The worst case of all roundings stays far below any mistake in weights or routing.
         assert bound.max() < 0.01 * expected.abs().max()

@@ -59,7 +59,7 @@ def test_routers_and_biases_are_never_convertible(saved):
 
 def test_the_table_says_of_every_model_type_how_it_is_tested(models):
     """By what is done with the class of transformers; docs/architectures.md prints it."""
-    said = {how: set() for how in ("class", "by_hand", "read")}
+    said = {how: set() for how in ("class", "by_hand")}
     for architecture in architectures():
         assert architecture.tested.keys() <= {*said, "not_loaded"}
         for model_type in architecture.model_types:
@@ -67,7 +67,7 @@ def test_the_table_says_of_every_model_type_how_it_is_tested(models):
             said[how[0] if how else "class"].add(model_type)
     own = {m for m, case in models.items() if case.config.model_type == m}
     as_saved = {m for m in own if models[m].released.__name__ == "as_it_is"}
-    assert said == {"class": as_saved, "by_hand": {*models} - as_saved, "read": set()}
+    assert said == {"class": as_saved, "by_hand": {*models} - as_saved}
 
 
 @pytest.mark.parametrize("architecture", architectures(), ids=lambda a: a.name)

@@ -48,9 +48,7 @@ class Layer:
             self.hidden if hidden is None else hidden,
             self.ids if ids is None else ids,
             self.topk_weights if topk_weights is None else topk_weights,
-            gate=decoded["gate"].__getitem__,
-            up=decoded["up"].__getitem__,
-            down=decoded["down"].__getitem__,
+            lambda projection, e: decoded[projection][e],
         )
         if dtype != torch.float32:  # which the sum is already in
             info = torch.finfo(dtype)

@@ -5,7 +5,7 @@ import torch
 
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.headers import dtype_name
-from moequant.verification.identity import find_difference
+from moequant.verification.differences import find_difference
 
 
 def compare(found, wanted, chunk=None):

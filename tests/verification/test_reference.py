@@ -31,12 +31,11 @@ def generator():
 
 def test_a_layer_of_one_by_one_matrices_is_as_computed_by_hand():
     weights = {"gate": [2.0, -1.0], "up": [3.0, 0.5], "down": [0.25, 4.0]}
-    experts = {k: lambda e, v=v: torch.tensor([[v[e]]]).double() for k, v in weights.items()}
     output, bound = evaluate_layer(
         torch.tensor([[1.5], [-2.0], [7.0]]),
         torch.tensor([[0, 1], [1, -1], [-1, -1]]),
         torch.tensor([[0.75, 0.25], [1.0, 9.0], [1.0, 1.0]]),
-        **experts,
+        lambda projection, e: torch.tensor([[weights[projection][e]]]).double(),
     )
     expected = [
         0.75 * 0.25 * silu(3.0) * 4.5 + 0.25 * 4.0 * silu(-1.5) * 0.75,
@@ -52,13 +51,13 @@ def test_a_layer_of_one_by_one_matrices_is_as_computed_by_hand():
 def test_only_experts_that_are_used_are_asked_for_and_once():
     asked = []
 
-    def one(e):
-        asked.append(e)
+    def one(projection, e):
+        asked.append((projection, e))
         return torch.ones(1, 1).double()
 
     ids = torch.tensor([[3, 7], [7, -1]])
-    evaluate_layer(torch.ones(2, 1), ids, torch.ones(2, 2), gate=one, up=one, down=one)
-    assert asked == [3, 3, 3, 7, 7, 7]
+    evaluate_layer(torch.ones(2, 1), ids, torch.ones(2, 2), one)
+    assert asked == [(p, e) for e in (3, 7) for p in ("gate", "up", "down")]
 
 
 def test_a_sum_that_accumulates_its_worst_error_stays_within_the_bound():
@@ -91,9 +90,7 @@ def test_a_weighted_sum_that_accumulates_its_worst_error_stays_within_the_bound(
         torch.ones(1, 1),
         torch.zeros(1, T).long(),
         weights,
-        gate=lambda _: one,
-        up=lambda _: one,
-        down=lambda _: one,
+        lambda projection, e: one,
     )
     lost = (output - total.double()).abs()
     assert 0.4 * bound < lost <= bound
@@ -194,9 +191,7 @@ def test_biases_are_added_before_the_function_and_before_the_router_s_weight():
         torch.tensor([[2.0]]),
         torch.tensor([[0]]),
         torch.tensor([[0.25]]),
-        gate=lambda _: one,
-        up=lambda _: one,
-        down=lambda _: one,
+        lambda projection, e: one,
         bias=lambda projection, e: torch.tensor([biases[projection] + e]).double(),
     )
     assert output.item() == pytest.approx(0.25 * (silu(2.5) * 1.0 + 10.0), rel=1e-14)
