@@ -28,7 +28,7 @@ from moequant.storage.files import WORK_FOLDER
 from moequant.storage.lock import exclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -142,7 +142,15 @@ class Journal:
         """
         read = filter(None, map(parse_line, self._read_lines()))
         entries = {entry.file: entry for entry in read if entry.file in files}
-        places = self._places(entries, progress)
+        places: dict[str, Path | None] = {}
+        if entries:
+            progress.start("checking finished shards", sum(e.bytes for e in entries.values()))
+            with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
+                found = pool.map(self.locate, entries.values())
+                for entry, place in zip(entries.values(), found, strict=True):
+                    places[entry.file] = place
+                    progress.advance(entry.bytes, entry.file)
+            progress.finish()
         self.shards.mkdir(exist_ok=True)
         for path in self.shards.iterdir():
             if path not in places.values():
@@ -154,22 +162,6 @@ class Journal:
         if self._read_lines() != lines:
             replace_file(self._lines, b"".join(lines))
         return finished
-
-    def _places(
-        self, entries: Mapping[str, FinishedShard], progress: Progress
-    ) -> dict[str, Path | None]:
-        def locate(shard: FinishedShard) -> Path | None:
-            place = self.locate(shard)
-            progress.advance(shard.bytes, shard.file)
-            return place
-
-        if not entries:
-            return {}
-        progress.start("checking finished shards", sum(e.bytes for e in entries.values()))
-        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
-            places = dict(zip(entries, pool.map(locate, entries.values()), strict=True))
-        progress.finish()
-        return places
 
     def locate(self, shard: FinishedShard) -> Path | None:
         """The path of a finished shard: in the work folder or, during a commit, the output."""

@@ -84,18 +84,13 @@ def working_bytes(unit: Unit) -> int:
         # In a stack, weights are joined and transposed, with a float32 tile in between.
         return 3 * unit.source_bytes + 2 * unit.result_bytes + _decoding_bytes(unit.weights)
     format = get_format(unit.format)
-    if _stays(unit):
+    stored = {weight.stored_format for weight in unit.weights}
+    if unit.lossless and stored == {unit.format} and not format.has_global_scale:
+        # Codes and scales are written as they are stored.
         return _reading_bytes(unit.weights, as_stored=True) + unit.result_bytes
     workspace = max(format.workspace_bytes(weight.info.shape) for weight in unit.weights)
     # A second copy of the results exists while tiles are joined and codes are encoded.
     return _reading_bytes(unit.weights) + unit.result_bytes + workspace
-
-
-def _stays(unit: Unit) -> bool:
-    """Whether codes and scales are written as they are stored, whatever they hold."""
-    stored = {weight.stored_format for weight in unit.weights}
-    shares_scale = get_format(unit.format).has_global_scale
-    return unit.lossless and stored == {unit.format} and not shares_scale
 
 
 def _decoding_bytes(weights: Sequence[Weight]) -> int:

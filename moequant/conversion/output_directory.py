@@ -59,7 +59,12 @@ def is_work_left(
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True
     record = read_record(output)
-    if record.get("plan_sha256") != plan_sha256 or not _is_of(record, source()):
+    recorded = record.get("source")
+    if (
+        record.get("plan_sha256") != plan_sha256
+        or not isinstance(recorded, dict)
+        or not source().items() <= recorded.items()
+    ):
         holds = f"a conversion{_formats_of(record)} with other settings or of another source"
         raise MoequantError(
             f"{output}: not empty; holds {holds if record else f'no readable {RECORD_FILE}'}; "
@@ -136,11 +141,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_places(output: Path, files: Iterable[str]) -> None:
-    """Check that no folder or file blocks the path of an output file.
-
-    Raises:
-        MoequantError: one does.
-    """
+    """Check that no folder or file blocks the path of an output file; raises MoequantError."""
     for file in files:
         path = output / file
         inner = [parent for parent in path.parents if output in parent.parents]
@@ -155,11 +156,7 @@ def check_places(output: Path, files: Iterable[str]) -> None:
 
 
 def check_space(output: Path, needed_bytes: int) -> None:
-    """Check that the disk has enough space; `output` need not exist yet.
-
-    Raises:
-        MoequantError: it has not.
-    """
+    """Check that the disk has enough space; `output` need not exist yet; raises MoequantError."""
     there = next(path for path in (output, *output.absolute().parents) if path.exists())
     free_bytes = shutil.disk_usage(there).free
     if free_bytes < needed_bytes:
@@ -167,11 +164,6 @@ def check_space(output: Path, needed_bytes: int) -> None:
             f"{output}: {free_bytes:,} bytes free, but {needed_bytes:,} are needed; free space or "
             "choose another disk, then run the command again"
         )
-
-
-def _is_of(record: Mapping[str, Any], source: Mapping[str, Any]) -> bool:
-    recorded = record.get("source")
-    return isinstance(recorded, dict) and source.items() <= recorded.items()
 
 
 def _check_whole(output: Path, record: Mapping[str, Any]) -> None:

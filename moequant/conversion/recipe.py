@@ -27,7 +27,7 @@ from moequant.errors import MoequantError, RecipeError, UnsupportedError
 from moequant.formats import WRITABLE, get_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from moequant.models import TensorRole
 
@@ -56,9 +56,17 @@ def parse_size(text: str) -> int:
     return size_bytes
 
 
-def _regex(text: str) -> str:
-    compile_regex(text)
-    return text
+def _accepted_by(check: Callable[[str], object]) -> AfterValidator:
+    """A validator that calls `check`; pydantic reports its error."""
+
+    def validate(text: str) -> str:
+        try:
+            check(text)
+        except MoequantError as error:
+            raise ValueError(str(error)) from None
+        return text
+
+    return AfterValidator(validate)
 
 
 def _layer_slice(text: str) -> str:
@@ -71,19 +79,6 @@ def _integer(value: object) -> object:
     if type(value) is not int:
         raise ValueError(f"{show(value)} is not a number")
     return value
-
-
-def _dialect(name: str) -> str:
-    try:
-        get_dialect(name)
-    except MoequantError as error:
-        raise ValueError(str(error)) from None
-    return name
-
-
-def _size(text: str) -> str:
-    parse_size(text)
-    return text
 
 
 class _Strict(BaseModel):
@@ -102,7 +97,7 @@ class Rule(_Strict):
     """
 
     roles: tuple[Literal["routed_experts", "shared_experts", "dense_mlp", "attention"], ...] = ()
-    match: Annotated[str, AfterValidator(_regex)] | None = None
+    match: Annotated[str, _accepted_by(compile_regex)] | None = None
     layers: Annotated[str, AfterValidator(_layer_slice)] | None = None
     format: str
     options: dict[str, str] = {}
@@ -146,8 +141,8 @@ class OutputSettings(_Strict):
         max_shard_size: maximum size of a shard, unless a single tensor is larger.
     """
 
-    dialect: Annotated[str, AfterValidator(_dialect)] | None = None
-    max_shard_size: Annotated[str, AfterValidator(_size)] = "5GB"
+    dialect: Annotated[str, _accepted_by(get_dialect)] | None = None
+    max_shard_size: Annotated[str, _accepted_by(parse_size)] = "5GB"
 
 
 class Recipe(_Strict):
@@ -181,11 +176,7 @@ class Recipe(_Strict):
         )
 
     def with_output(self, *, dialect: str | None, max_shard_size: str | None) -> Recipe:
-        """This recipe with another dialect or shard size, if given.
-
-        Raises:
-            RecipeError: not a size.
-        """
+        """This recipe with another dialect or shard size, if given; raises RecipeError."""
         given = {"dialect": dialect, "max_shard_size": max_shard_size}
         changed = {key: value for key, value in given.items() if value is not None}
         try:
@@ -196,10 +187,7 @@ class Recipe(_Strict):
 
     def rule_for(self, name: str, role: TensorRole, layer_count: int) -> Rule | None:
         """The first rule that matches, or None."""
-        for rule in self.rules:
-            if rule.matches(name, role, layer_count):
-                return rule
-        return None
+        return next((rule for rule in self.rules if rule.matches(name, role, layer_count)), None)
 
 
 def _layers(text: str, layer_count: int) -> range:

@@ -62,11 +62,7 @@ def claims_of(plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
-    """The recipe in a moequant.json.
-
-    Raises:
-        RecipeError: it is not a valid recipe.
-    """
+    """The recipe in a moequant.json; raises RecipeError."""
     try:
         return Recipe.model_validate(record.get("recipe"))
     except ValidationError as error:

@@ -46,11 +46,7 @@ def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, 
 
 
 def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
-    """Check that the source still has the `source_state` of `before`.
-
-    Raises:
-        CheckpointError: a file has changed.
-    """
+    """Check that the source still has the `source_state` of `before`; raises CheckpointError."""
     for file, state in before.items():
         found = FixedFile.at(checkpoint.path / file)
         if [found.size_bytes, found.mtime_ns] != state:

@@ -47,11 +47,7 @@ class Weight:
         return N * K * DTYPES[self.info.dtype].itemsize if self.stored_format else 0
 
     def check_dtype(self) -> None:
-        """Check that a plain weight is BF16, FP16 or FP32.
-
-        Raises:
-            UnsupportedError: it has another dtype.
-        """
+        """Check that a plain weight is BF16, FP16 or FP32; raises UnsupportedError."""
         if DTYPES.get(self.info.dtype) not in SOURCE_DTYPES:
             raise UnsupportedError(
                 f"{self.info.name}: stored as {self.info.dtype}, but must be BF16, F16 or F32; use "

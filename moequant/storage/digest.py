@@ -82,7 +82,9 @@ class GrowingDigest:
             while self._digested < min(self._whole, last):
                 kept = self._kept.pop(self._digested, None)
                 if kept is None:
-                    self._read_back(self._next_kept(min(self._whole, last)))
+                    with self._noting:
+                        stop = min(self._whole, last, *self._kept)
+                    self._read_back(stop)
                 else:
                     memory, release = kept
                     self._sha256.update(memory)
@@ -104,10 +106,6 @@ class GrowingDigest:
             self._beyond[start] = stop
         while self._whole in self._beyond:
             self._whole = self._beyond.pop(self._whole)
-
-    def _next_kept(self, stop: int) -> int:
-        with self._noting:
-            return min(stop, *self._kept, stop)
 
     def _begin_flush(self) -> None:
         """Start flushing what was digested since the last call, on Linux; `fsync` reports errors.

@@ -121,11 +121,7 @@ def is_inner_name(name: str) -> bool:
 
 
 def entries(folder: Path) -> list[Path]:
-    """The entries of `folder`, sorted.
-
-    Raises:
-        CheckpointError: it cannot be listed.
-    """
+    """The entries of `folder`, sorted; raises CheckpointError."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:

@@ -42,16 +42,13 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
                 "give a hub repo id that is no directory here"
             )
         return path
-    if isinstance(source, Path) or is_file or _reads_like_path(source):
+    reads_like_path = str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
+    if isinstance(source, Path) or is_file or reads_like_path:
         raise CheckpointError(
             f"{source}: no such directory; give the directory that holds {CONFIG_FILE}"
             + ("" if isinstance(source, Path) else ", or a hub repo id such as owner/name")
         )
     return _download(source, revision)
-
-
-def _reads_like_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.count("/") > 1
 
 
 def _download(repo_id: str, revision: str | None) -> Path:
