@@ -180,43 +180,36 @@ def _bench_format(
     for tool in against:
         runs[tool, 1] = [_convert(tool, place, source, format=format, workers=1)[0]]
     floor = _least(floors)
+    conversions = []
+    for (tool, count), found in runs.items():
+        best = _least(found)  # of one tool, so that `how` is the same in all
+        # Other tools compute no digests.
+        digest = floor["sha256_cpu_seconds"] if tool == _OURS else 0.0
+        conversions.append(
+            {
+                "tool": tool,
+                "workers": count,
+                **best,
+                "cpu_seconds_beyond_floor": best["cpu_seconds"] - floor["cpu_seconds"] - digest,
+                "weights_per_cpu_second": source.weights / best["cpu_seconds"],
+                "gb_per_cpu_second": input_bytes / 1e9 / best["cpu_seconds"],
+                "gb_per_second": input_bytes / 1e9 / best["seconds"],
+                "seconds_over_floor": best["seconds"] / floor["seconds"],
+                "rounds": found,
+            }
+        )
     return {
         "format": format,
         "input_bytes": input_bytes,
         "output_bytes": output_bytes,
         "floor": {**floor, "rounds": floors},
-        "conversions": [
-            {
-                "tool": tool,
-                "workers": count,
-                # Other tools compute no digests.
-                "cpu_seconds_beyond_floor": min(run["cpu_seconds"] for run in found)
-                - floor["cpu_seconds"]
-                - (floor["sha256_cpu_seconds"] if tool == _OURS else 0.0),
-                **_summary(found, floor, input_bytes, source.weights),
-            }
-            for (tool, count), found in runs.items()
-        ],
+        "conversions": conversions,
     }
 
 
 def _least(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The smallest of each figure."""
     return {key: min(run[key] for run in rounds) for key in rounds[0]}
-
-
-def _summary(
-    rounds: list[dict[str, Any]], floor: Mapping[str, float], input_bytes: int, weights: int
-) -> dict[str, Any]:
-    best = _least(rounds)  # of one tool, so that `how` is the same in all
-    return {
-        **best,
-        "weights_per_cpu_second": weights / best["cpu_seconds"],
-        "gb_per_cpu_second": input_bytes / 1e9 / best["cpu_seconds"],
-        "gb_per_second": input_bytes / 1e9 / best["seconds"],
-        "seconds_over_floor": best["seconds"] / floor["seconds"],
-        "rounds": rounds,
-    }
 
 
 def _convert(

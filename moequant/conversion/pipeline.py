@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.conversion.commit import commit
-from moequant.conversion.executors import LOCAL, choose_executor
 from moequant.conversion.finished_shard import Share, shares
 from moequant.conversion.items import stored_in
 from moequant.conversion.journal import Journal
@@ -26,6 +25,7 @@ from moequant.conversion.plan import Plan, plan_checkpoint
 from moequant.conversion.recipe import Recipe, load_recipe
 from moequant.conversion.record import copied_sidecars
 from moequant.conversion.requantization_error import RequantizationError, merged_errors
+from moequant.conversion.run import write_shards
 from moequant.conversion.source_identity import (
     check_unchanged,
     content_digests,
@@ -54,11 +54,14 @@ from moequant.weights.converted import described_architectures
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from moequant.conversion.executors import WriteShards
     from moequant.conversion.finished_shard import FinishedShard
     from moequant.progress import Progress
     from moequant.quantizers import Choice
 
+    WriteShards = Callable[..., Iterator[FinishedShard]]
+
+LOCAL = "local"
+RAY = "ray"
 DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
@@ -189,6 +192,30 @@ def convert(
         raise refusal
     with explained(target, "written"):
         return _convert(work, workers, progress or SilentProgress())
+
+
+def choose_executor(text: str) -> WriteShards:
+    """The function that writes shards, for "local", "ray" or "ray:ADDRESS"; see `run.write_shards`.
+
+    Raises:
+        UnsupportedError: an unknown executor, or Ray is not installed.
+    """
+    name, colon, address = text.partition(":")
+    if text == LOCAL:
+        return write_shards
+    if name != RAY or (colon and not address):
+        raise UnsupportedError(
+            f"executor {text!r}, but must be {LOCAL}, {RAY} or {RAY}:ADDRESS, such as "
+            f"{RAY}:10.0.0.1:6379 or {RAY}:auto"
+        )
+    try:
+        from moequant.conversion.cluster import write_shards_on_ray
+    except ImportError as error:
+        raise UnsupportedError(
+            f"executor {text!r}: Ray cannot be imported here ({error}); install it with "
+            "pip install 'moequant[ray]'"
+        ) from error
+    return partial(write_shards_on_ray, address=address or None)
 
 
 @contextmanager

@@ -90,11 +90,6 @@ class Arena:
         """Free all tensors, which must no longer be used, and keep the memory for reuse."""
         size_bytes = self.size_bytes
         self._used = 0
-        self.reserve(size_bytes)
-
-    def reserve(self, size_bytes: int) -> None:
-        """Grow to `size_bytes`, before the first tensor; sizes of tensors are rounded up."""
-        assert self._used == 0, self._used
         if size_bytes > self._kept_bytes:
             # Free the old memory before allocating the new.
             self._keep(0)

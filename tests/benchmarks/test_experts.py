@@ -20,8 +20,9 @@ from moequant.benchmarks.experts import (
     calc_diff,
     check_output,
     checked_tokens,
+    floor_us,
+    work_of,
 )
-from moequant.benchmarks.floor import floor_us, work_of
 from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
 from moequant.errors import NumericsError, UnsupportedError

@@ -22,8 +22,8 @@ from click.testing import CliRunner
 
 from moequant.cli import cli
 from moequant.conversion import convert
-from moequant.conversion.executors import choose_executor
 from moequant.conversion.finished_shard import UsedQuantizer
+from moequant.conversion.pipeline import choose_executor
 from moequant.conversion.run import write_shards
 from moequant.conversion.units import Unit
 from moequant.errors import MoequantError
