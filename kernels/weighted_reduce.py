@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -43,22 +43,14 @@ def weighted_reduce(
     if tokens == 0:
         return None
     block = next(block for most, block in _BLOCKS if tokens <= most)
-    shared: dict[str, Any] = {
-        "H": H,
-        "TOPK": topk_weights.shape[1],
-        "BLOCK": block,
-        "OVERLAP": (overlap := overlaps_launches(out.device)),
-        "num_warps": 4 if block > 256 else 2,
-        "overlap": overlap,
-    }
-    grid = (tokens, -(-H // block))
-    if bias is None:
-        return launch(reduce_tokens, grid, rows, row_of_slot, topk_weights, out, **shared)
-    assert row_end is not None
-    E = row_end.shape[0]
+    overlap = overlaps_launches(out.device)
+    if bias is None or row_end is None:
+        bias, row_end, E = rows, row_of_slot, 0  # of which nothing is read
+    else:
+        E = row_end.shape[0]
     return launch(
-        reduce_biased_tokens,
-        grid,
+        reduce_tokens,
+        (tokens, -(-H // block)),
         rows,
         row_of_slot,
         topk_weights,
@@ -66,8 +58,13 @@ def weighted_reduce(
         bias,
         row_end,
         E=E,
-        E_PAD=triton.next_power_of_2(E),
-        **shared,
+        E_PAD=triton.next_power_of_2(max(E, 1)),
+        H=H,
+        TOPK=topk_weights.shape[1],
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=4 if block > 256 else 2,
+        overlap=overlap,
     )
 
 
@@ -77,24 +74,6 @@ def reduce_tokens(
     row_of_slot,
     topk_weights,
     out,
-    H: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program: BLOCK columns of one token."""
-    reduce_token(
-        rows, row_of_slot, topk_weights, out, rows, row_of_slot, 0, 1, H, TOPK, BLOCK, False,
-        OVERLAP,
-    )  # fmt: skip
-
-
-@triton.jit
-def reduce_biased_tokens(
-    rows,
-    row_of_slot,
-    topk_weights,
-    out,
     bias,
     row_end,
     E: tl.constexpr,
@@ -104,29 +83,7 @@ def reduce_biased_tokens(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The same with a bias of each expert."""
-    reduce_token(
-        rows, row_of_slot, topk_weights, out, bias, row_end, E, E_PAD, H, TOPK, BLOCK, True, OVERLAP
-    )
-
-
-@triton.jit
-def reduce_token(
-    rows,
-    row_of_slot,
-    topk_weights,
-    out,
-    bias,
-    row_end,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    H: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """The body of both."""
+    """One program: BLOCK columns of one token; with a bias where E is not 0."""
     token = tl.program_id(0).to(tl.int64)
     wait_for_inputs(OVERLAP)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -136,7 +93,7 @@ def reduce_token(
         weight = tl.load(topk_weights + token * TOPK + t).to(tl.float32)
         inside = col < tl.where(row >= 0, H, 0)
         x = tl.load(rows + row * H + col, mask=inside, other=0.0).to(tl.float32)
-        if BIAS:
+        if E > 0:
             expert = expert_of_row(row, row_end, E, E_PAD)
             x += tl.load(bias + expert * H + col, mask=inside, other=0.0).to(tl.float32)
         total += tl.where(row >= 0, weight, 0.0) * x
