@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ def command(
     out = Output(as_json=as_json, quiet=quiet)
     shapes = parse_shapes(shape)
     with out.progress() as progress:
-        result = tune(
+        document = tune(
             shapes,
             tokens,
             format=format,
@@ -70,7 +69,7 @@ def command(
             path=output,
             progress=progress,
         )
-    out.result(asdict(result), _show)
+    out.result(document, _show)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ its scale is that of a whole row, which no unit of work of the first GEMM knows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moequant.kernels.calls import part_tokens
@@ -15,7 +16,6 @@ from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
 from moequant.kernels.sm90.quantize_permute import rows_a_program
 from moequant.kernels.sm90.tiling import Tiling, Tilings
 from moequant.kernels.sm90_w4a8.layout import PANEL_BYTES, panels
-from moequant.kernels.sm90_w4a8.sm90_w4a8_grouped_gemm import W4a8GemmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,23 @@ class W4a8Tilings(Tilings):
 
     def _gathers(self, rows: int, pair: bool) -> bool:
         return rows in self.gather_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class W4a8GemmConfig(GemmConfig):
+    """A GEMM with INT4 panels."""
+
+    path = Path(__file__).with_name("sm90_w4a8_grouped_gemm.cu")
+    a_in_registers = True
+
+    @property
+    def classes(self) -> list[int]:
+        """See `GemmConfig.classes`."""
+        least = 8 if self.rows <= 32 else 16
+        return [n for n in W4a8Tilings.rows if least <= n <= self.rows]
+
+    def _stage_bytes(self) -> int:
+        return 2 * PANEL_BYTES + self.rows * 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ unless another is faster by more than runs differ. Each is checked before it is 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,52 +31,6 @@ if TYPE_CHECKING:
 _MARGIN = 0.99
 """Of the time of the tiling that calls have now, what another must stay under: medians of 20
 replays differ by up to half a percent from run to run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A tiling that was timed, and the microseconds of a call with it."""
-
-    tiling: dict[str, Any]
-    time_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """One number of tokens of a layer.
-
-    Attributes:
-        shape: what the layer was called.
-        format: of its weights.
-        tokens: M.
-        before: the tiling that calls had.
-        after: the one that was kept, the same or a faster one.
-        tried: every tiling that was timed, the fastest first.
-    """
-
-    shape: str
-    format: str
-    tokens: int
-    before: Tried
-    after: Tried
-    tried: list[Tried]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningResult:
-    """What a run found.
-
-    Attributes:
-        gpu: its name.
-        tables: the table written, by format.
-        refusals: why a format of a layer was left out.
-        cells: one for each format, layer and number of tokens.
-    """
-
-    gpu: str
-    tables: dict[str, str]
-    refusals: dict[str, str]
-    cells: list[Tuned]
 
 
 class TunedLayer:
@@ -139,7 +93,7 @@ def tune(
     device: torch.device | str = "cuda",
     path: Path | None = None,
     progress: Progress | None = None,
-) -> TuningResult:
+) -> dict[str, Any]:
     """Time the candidates for every M, and write the fastest to a table that calls look into.
 
     The table is written after each M, so what was found until then outlives an interruption.
@@ -153,6 +107,12 @@ def tune(
         path: of the table of one format; by default the user's, which calls prefer to the one that
             moequant brings.
         progress: told of every M.
+
+    Returns:
+        A JSON document: `gpu`, the `tables` written by format, `refusals` of formats of layers that
+        were left out, and `cells`: for each `shape`, `format` and number of `tokens` the tiling
+        `before` and `after`, and all that were `tried`, the fastest first, each with the
+        microseconds of a call.
 
     Raises:
         UnsupportedError: no such device, no backend there that has tilings, more tokens than are
@@ -191,15 +151,30 @@ def tune(
         # Before any is kept, which those of near numbers of tokens would start from.
         for M, tilings in [(M, tuner.tilings(M, topk)) for M in tokens]:
             us = layer.times_us(M, tilings)
-            cell, kept = _chosen(name, each, M, tilings[0], us)
-            tuner.keep(M, topk, kept, cell.after.time_us, tables[each])
-            cells.append(cell)
+            kept = _fastest(tilings[0], us)
+            tuner.keep(M, topk, kept, us[kept], tables[each])
+            tried = {
+                t: {"tiling": asdict(t), "time_us": us[t]} for t in sorted(us, key=us.__getitem__)
+            }
+            cells.append(
+                {
+                    "shape": name,
+                    "format": each,
+                    "tokens": M,
+                    "before": tried[tilings[0]],
+                    "after": tried[kept],
+                    "tried": list(tried.values()),
+                }
+            )
             report.advance(1, f"{name} in {each}, {M} tokens")
         del layer, tuner  # before the next takes as much memory
     report.finish()
-    written = {each: str(table) for each, table in tables.items()}
-    gpu = torch.cuda.get_device_name(place)
-    return TuningResult(gpu=gpu, tables=written, refusals=refusals, cells=cells)
+    return {
+        "gpu": torch.cuda.get_device_name(place),
+        "tables": {each: str(table) for each, table in tables.items()},
+        "refusals": refusals,
+        "cells": cells,
+    }
 
 
 def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> None:
@@ -235,19 +210,7 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
         check_writable(table)
 
 
-def _chosen(
-    shape: str, format: str, tokens: int, now: Any, us: Mapping[Any, float]
-) -> tuple[Tuned, Any]:
-    """What is said of a cell, and the tiling that is kept."""
-    order = sorted(us, key=us.__getitem__)
-    kept = order[0] if us[order[0]] < _MARGIN * us[now] else now
-    tried = {tiling: Tried(tiling=asdict(tiling), time_us=us[tiling]) for tiling in order}
-    cell = Tuned(
-        shape=shape,
-        format=format,
-        tokens=tokens,
-        before=tried[now],
-        after=tried[kept],
-        tried=list(tried.values()),
-    )
-    return cell, kept
+def _fastest(now: Any, us: Mapping[Any, float]) -> Any:
+    """The tiling that is kept: `now`, unless another is faster by more than runs differ."""
+    best = min(us, key=us.__getitem__)
+    return best if us[best] < _MARGIN * us[now] else now

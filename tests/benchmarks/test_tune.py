@@ -86,13 +86,13 @@ def test_a_faster_tiling_is_kept_and_calls_have_it(fake):
     faster = other_than(1, before)
     fake.us = {(1, faster): 80.0, (1, before): 90.0}
     result = tune_fp8({"small": SMALL}, [1, 64])
-    first, second = result.cells
-    assert (first.shape, first.tokens, second.tokens) == ("small", 1, 64)
-    assert (first.before.time_us, first.after.time_us) == (90.0, 80.0)
-    assert Tiling(**first.after.tiling) == faster
-    assert [tried.time_us for tried in first.tried][:3] == [80.0, 90.0, 100.0]
-    assert len(first.tried) == len(FAMILY.candidates(problem(1)))
-    assert second.before == second.after
+    first, second = result["cells"]
+    assert (first["shape"], first["tokens"], second["tokens"]) == ("small", 1, 64)
+    assert (first["before"]["time_us"], first["after"]["time_us"]) == (90.0, 80.0)
+    assert Tiling(**first["after"]["tiling"]) == faster
+    assert [tried["time_us"] for tried in first["tried"]][:3] == [80.0, 90.0, 100.0]
+    assert len(first["tried"]) == len(FAMILY.candidates(problem(1)))
+    assert second["before"] == second["after"]
     assert FAMILY.choose(problem(1)) == faster
     assert FAMILY.choose(problem(64)) == FAMILY.default(problem(64))
 
@@ -100,9 +100,9 @@ def test_a_faster_tiling_is_kept_and_calls_have_it(fake):
 def test_a_tiling_that_is_faster_by_less_than_runs_differ_is_not_kept(fake):
     before = FAMILY.default(problem(1))
     fake.us = {(1, other_than(1, before)): 99.5}
-    (cell,) = tune_fp8({"small": SMALL}, [1]).cells
-    assert cell.after == cell.before
-    assert Tiling(**cell.after.tiling) == before
+    (cell,) = tune_fp8({"small": SMALL}, [1])["cells"]
+    assert cell["after"] == cell["before"]
+    assert Tiling(**cell["after"]["tiling"]) == before
     assert FAMILY.choose(problem(1)) == before
 
 
@@ -110,9 +110,9 @@ def test_the_tiling_that_a_table_gives_is_what_others_have_to_beat(fake):
     table = Tiling(rows=32, split13=4)
     assert table not in FAMILY.candidates(problem(1))
     FAMILY.write(problem(1), table, 1.0)
-    (cell,) = tune_fp8({"small": SMALL}, [1]).cells
-    assert Tiling(**cell.before.tiling) == table
-    assert len(cell.tried) == len(FAMILY.candidates(problem(1))) + 1
+    (cell,) = tune_fp8({"small": SMALL}, [1])["cells"]
+    assert Tiling(**cell["before"]["tiling"]) == table
+    assert len(cell["tried"]) == len(FAMILY.candidates(problem(1))) + 1
     assert FAMILY.choose(problem(1)) == table
 
 
@@ -120,8 +120,8 @@ def test_what_one_number_of_tokens_finds_is_not_what_the_next_starts_from(fake):
     near = 9  # within what a tiling of 8 holds for
     before = FAMILY.default(problem(near))
     fake.us = {(8, other_than(8, before)): 10.0}
-    cells = tune_fp8({"small": SMALL}, [8, near]).cells
-    assert Tiling(**cells[1].before.tiling) == before
+    cells = tune_fp8({"small": SMALL}, [8, near])["cells"]
+    assert Tiling(**cells[1]["before"]["tiling"]) == before
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -130,7 +130,7 @@ def test_a_table_is_extended(fake, tmp_path, named):
     far = Tiling(rows=64)
     path = FAMILY.write(problem(999), far, 5.0, path)
     result = tune_fp8({"small": SMALL, "other": OTHER}, [1, 512], path=path if named else None)
-    assert result.tables == {"fp8_block": str(path)}
+    assert result["tables"] == {"fp8_block": str(path)}
     assert named or path.parent == tmp_path / "cache" / "tunings"
     shapes = json.loads(path.read_text())["shapes"]
     assert [shape["experts"] for shape in shapes] == [8, 128]
@@ -174,8 +174,8 @@ def test_a_broken_table_of_the_users_is_tuned_again(fake):
     path = FAMILY.write(problem(1), Tiling(rows=64), 5.0)
     path.write_text("{")
     tables._tables.cache_clear()
-    (cell,) = tune_fp8({"small": SMALL}, [1]).cells
-    assert Tiling(**cell.before.tiling) == FAMILY.default(problem(1))
+    (cell,) = tune_fp8({"small": SMALL}, [1])["cells"]
+    assert Tiling(**cell["before"]["tiling"]) == FAMILY.default(problem(1))
     assert FAMILY.choose(problem(1)) == FAMILY.default(problem(1))
 
 
@@ -204,11 +204,11 @@ def test_more_tokens_than_run_at_once_are_refused_before_any_are_timed(fake):
 def test_by_default_every_format_with_tilings_is_tuned_into_a_table_of_its_own(fake, tmp_path):
     odd = replace(SMALL, hidden=4160)
     result = tune({"small": SMALL, "odd": odd}, [1])
-    cells = [(cell.shape, cell.format) for cell in result.cells]
+    cells = [(cell["shape"], cell["format"]) for cell in result["cells"]]
     assert cells == [("small", "fp8_block"), ("small", "w4a8"), ("odd", "fp8_block")]
-    assert result.refusals == {"odd, w4a8": "K is no multiple of 128"}
+    assert result["refusals"] == {"odd, w4a8": "K is no multiple of 128"}
     folder = tmp_path / "cache" / "tunings"
-    assert result.tables == {name: str(folder / f"{name}_a_gpu.json") for name in FAMILIES}
+    assert result["tables"] == {name: str(folder / f"{name}_a_gpu.json") for name in FAMILIES}
     assert sorted(path.name for path in folder.iterdir()) == [
         "fp8_block_a_gpu.json",
         "w4a8_a_gpu.json",
@@ -218,8 +218,8 @@ def test_by_default_every_format_with_tilings_is_tuned_into_a_table_of_its_own(f
 
 
 def test_a_format_that_is_named_is_tuned_or_refused(fake):
-    (cell,) = tune({"small": SMALL}, [1], format="w4a8").cells
-    assert cell.format == "w4a8"
+    (cell,) = tune({"small": SMALL}, [1], format="w4a8")["cells"]
+    assert cell["format"] == "w4a8"
     with pytest.raises(UnsupportedError, match="no multiple of 128"):
         tune({"odd": replace(SMALL, hidden=4160)}, [1], format="w4a8")
     with pytest.raises(UnsupportedError, match="no backend that runs here has tilings"):

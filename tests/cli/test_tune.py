@@ -33,7 +33,7 @@ def test_what_was_found_is_shown(run, monkeypatch, tmp_path):
 
     def found(rows, us, **rest):
         tiling = {"rows": rows, "split13": 2, "split2": 1, "pair": False, "gather": False}
-        return tune.Tried(tiling={**tiling, **rest}, time_us=us)
+        return {"tiling": {**tiling, **rest}, "time_us": us}
 
     slow, fast = found(16, 20.04), found(8, 10.0, gather=True)
 
@@ -41,10 +41,15 @@ def test_what_was_found_is_shown(run, monkeypatch, tmp_path):
         assert (list(shapes), tokens) == (["qwen3-30b", "8x256x128x2"], [1, 8])
         assert (format, backend) == ("fp8_block", "x")
         shown = {"shape": "qwen3-30b", "format": "fp8_block", "before": slow}
-        cell = tune.Tuned(**shown, tokens=1, after=fast, tried=[fast, slow])
-        same = tune.Tuned(**shown, tokens=8, after=slow, tried=[slow])
-        tables, refusals = {"fp8_block": str(path)}, {"8x256x128x2, w4a8": "odd"}
-        return tune.TuningResult(gpu="a GPU", tables=tables, refusals=refusals, cells=[cell, same])
+        return {
+            "gpu": "a GPU",
+            "tables": {"fp8_block": str(path)},
+            "refusals": {"8x256x128x2, w4a8": "odd"},
+            "cells": [
+                {**shown, "tokens": 1, "after": fast, "tried": [fast, slow]},
+                {**shown, "tokens": 8, "after": slow, "tried": [slow]},
+            ],
+        }
 
     monkeypatch.setattr(tune, "tune", fake)
     arguments = ["tune", "--shape", "qwen3-30b,8x256x128x2", "--tokens", "1,8"]
