@@ -178,7 +178,7 @@ def test_batches_do_so_too(act_fn):
 def test_no_weight_is_there_twice(act_fn):
     module = FusedExperts(weights_of(ODD, act_fn), backend="deepgemm")
     module(*inputs(ODD, 4))
-    w13 = module.packed().kernel_weights.w13
+    w13 = module.packed().tensors["w13_qdata"]
     assert module.weights.up.qdata.untyped_storage().data_ptr() == w13.untyped_storage().data_ptr()
 
 
