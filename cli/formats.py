@@ -80,15 +80,15 @@ def _describe(format: Format) -> dict[str, Any]:
 
 def _quantizers() -> Iterator[dict[str, Any]]:
     """Whether each quantizer runs here, or why not. Every quantizer supports every format."""
-    from moequant.quantizers import NativeQuantizer, TorchQuantizer, choose_quantizer
+    from moequant.quantizers import NativeQuantizer, Quantizer, choose_quantizer
 
     chosen = choose_quantizer()
-    for quantizer in (NativeQuantizer, TorchQuantizer):
+    for quantizer in (NativeQuantizer, Quantizer):
         by_default = quantizer is type(chosen.quantizer)
         yield {
             "quantizer": quantizer.name,
             "summary": quantizer.summary,
-            "runs": by_default or quantizer is TorchQuantizer,
+            "runs": by_default or quantizer is Quantizer,
             "by_default": by_default,
             "reason": chosen.reason if quantizer is NativeQuantizer else None,
         }

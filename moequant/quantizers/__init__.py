@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from moequant.errors import UnsupportedError
 from moequant.quantizers.base import Job, Quantizer, UnavailableError
 from moequant.quantizers.native import NativeQuantizer
-from moequant.quantizers.tiles import TorchQuantizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,12 +49,12 @@ def choose_quantizer(jobs: Iterable[Job] = (), *, comparing: bool = False) -> Ch
         UnsupportedError: MOEQUANT_QUANTIZER names no quantizer.
     """
     wanted = os.environ.get(_VARIABLE, "")
-    if wanted not in ("", NativeQuantizer.name, TorchQuantizer.name):
+    if wanted not in ("", NativeQuantizer.name, Quantizer.name):
         raise UnsupportedError(
-            f"{_VARIABLE}={wanted}, but must be {NativeQuantizer.name} or {TorchQuantizer.name}"
+            f"{_VARIABLE}={wanted}, but must be {NativeQuantizer.name} or {Quantizer.name}"
         )
-    if wanted == TorchQuantizer.name:
-        return Choice(quantizer=TorchQuantizer(), reason=f"{_VARIABLE}={wanted}")
+    if wanted == Quantizer.name:
+        return Choice(quantizer=Quantizer(), reason=f"{_VARIABLE}={wanted}")
     try:
         quantizer = _native()
         for format, options, stored in jobs:
@@ -63,7 +62,7 @@ def choose_quantizer(jobs: Iterable[Job] = (), *, comparing: bool = False) -> Ch
             if comparing and not format.is_plain:
                 quantizer.prepare_comparing(stored, format.name)
     except UnavailableError as error:
-        return Choice(quantizer=TorchQuantizer(), reason=str(error))
+        return Choice(quantizer=Quantizer(), reason=str(error))
     return Choice(quantizer=quantizer)
 
 
@@ -78,6 +77,5 @@ __all__ = [
     "Job",
     "NativeQuantizer",
     "Quantizer",
-    "TorchQuantizer",
     "choose_quantizer",
 ]

@@ -1,9 +1,8 @@
-"""The interface of quantizers, the implementations of `moequant.formats`."""
+"""The quantizer that runs the reference functions, which faster ones derive from."""
 
 from __future__ import annotations
 
 import mmap
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -59,15 +58,15 @@ def _ask_for_huge_pages(memory: mmap.mmap, size_bytes: int) -> int:
     return huge_bytes
 
 
-class Quantizer(ABC):
-    """Computes the same bytes as `Format.quantize_fused`, in CPU memory.
+class Quantizer:
+    """Runs `Format.quantize_fused`, in CPU memory.
 
     It also decodes quantized weights and computes requantization errors, with exactly the results
-    of `dequantize` and `signal_and_noise` of `moequant.formats`.
+    of `dequantize` and `signal_and_noise` of `moequant.formats`. Derived ones give the same bytes.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
+    name: ClassVar[str] = "torch"
+    summary: ClassVar[str] = "the reference functions, in torch operations"
     """How it computes, in words."""
 
     def allocate(self, size_bytes: int) -> Tensor:
@@ -87,7 +86,6 @@ class Quantizer(ABC):
         huge_bytes = _ask_for_huge_pages(memory, size_bytes)
         return torch.frombuffer(memory, dtype=torch.uint8, count=max(size_bytes, huge_bytes))
 
-    @abstractmethod
     def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
         """Compile kernels for a `Job`; afterwards several threads may use them.
 
@@ -95,15 +93,6 @@ class Quantizer(ABC):
             UnavailableError: it does not work on this machine.
         """
 
-    @abstractmethod
-    def prepare_decoding(self, stored: str, dtype: torch.dtype) -> None:
-        """Compile kernels to `decode` weights of the format `stored` to `dtype`.
-
-        Raises:
-            UnavailableError: as `prepare`.
-        """
-
-    @abstractmethod
     def prepare_comparing(self, before: Stored, after: Stored) -> None:
         """Compile kernels to `compare` weights stored like this; `prepare` includes its job's.
 
@@ -111,7 +100,6 @@ class Quantizer(ABC):
             UnavailableError: as `prepare`.
         """
 
-    @abstractmethod
     def quantize_fused(
         self,
         format: Format,
@@ -136,6 +124,7 @@ class Quantizer(ABC):
             UnsupportedError: an unsupported shape or dtype.
             NonFiniteError: a weight has NaN or Inf; the message has its name, index and value.
         """
+        return format.quantize_fused(self._numbers(weights, names, scratch), options, names=names)
 
     def decode(
         self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty

@@ -6,7 +6,6 @@ scale if there is one, rounded again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,36 +30,13 @@ if TYPE_CHECKING:
     from moequant.quantizers.vectors import Function, Value
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Code:
-    """Bits on disk and in memory, and the number they stand for.
-
-    Attributes:
-        element: what is loaded.
-        decode: i32, of `element` widened with zeros, or float to float32.
-    """
-
-    element: str
-    decode: Callable[[Value], Value]
-
-    def number(self, stored: Value) -> Value:
-        """Loaded codes as float32."""
-        return self.decode(stored if stored.type.is_float else stored.to("i32"))
-
-
-_E4M3 = _Code(element="i8", decode=decode_e4m3)
-_E8M0 = _Code(element="i8", decode=decode_e8m0)
-_BF16 = _Code(element="i16", decode=lambda bits: widen_bfloat16(bits.to("i16")))
-_F32 = _Code(element="float", decode=lambda number: number)
-
-
-_SCALES = {
-    torch.float32: _F32,
-    torch.bfloat16: _BF16,
-    torch.float8_e4m3fn: _E4M3,
-    torch.float8_e8m0fnu: _E8M0,
+_SCALES: dict[torch.dtype, tuple[str, Callable[[Value], Value]]] = {
+    torch.float32: ("float", lambda number: number),
+    torch.bfloat16: ("i16", widen_bfloat16),
+    torch.float8_e4m3fn: ("i8", lambda code: decode_e4m3(code.to("i32"))),
+    torch.float8_e8m0fnu: ("i8", lambda code: decode_e8m0(code.to("i32"))),
 }
-"""What scales are in the memory that `operand_of` gives."""
+"""By dtype: what is loaded, and how that becomes float32."""
 _DECODERS = {"e2m1": decode_e2m1, "e4m3": decode_e4m3, "int4": decode_int4}
 """By element: codes of one byte, or of 16 codes two a byte, to float32."""
 
@@ -97,9 +73,9 @@ class Encoded(Source):
         """The LEAST_RUN weights from the `index`-th on, which share a scale: float32."""
         format = self._format
         at = index >> f.parameter(f"{self._operand}shift")
-        scales = _SCALES[format.scale_dtype]
-        stored = f.load(Type(scales.element), f.parameter(f"{self._operand}scale"), at)
-        scale = scales.number(stored).splat(LEAST_RUN)
+        element, decode = _SCALES[format.scale_dtype]
+        stored = f.load(Type(element), f.parameter(f"{self._operand}scale"), at)
+        scale = decode(stored).splat(LEAST_RUN)
         if format.codes_per_byte == 2:
             codes = unpack_nibbles(f.load(Type("i8", LEAST_RUN // 2), base, index >> 1))
         else:

@@ -15,14 +15,12 @@ Where these differ from the reference in more than the order of independent oper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from moequant.formats.e8m0 import EXPONENTS, ROUND_UP_BITS
 from moequant.formats.elements import (
-    E2M1_FLOAT32_MAX,
     E2M1_MAX,
     E4M3_FLOAT32_MAX,
     E4M3_MAX,
@@ -45,7 +43,6 @@ from moequant.quantizers.base import UnavailableError
 from moequant.quantizers.elements import (
     E2M1,
     E4M3,
-    Minifloat,
     encode_int4,
     encode_near_int4,
     float_bits,
@@ -87,45 +84,8 @@ _ROWS = 16
 enough for a processor not to wait for each row's scale; also how far ahead weights are fetched."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _GroupElement:
-    """What `_grouped` encodes.
-
-    Attributes:
-        minifloat: encodes magnitudes.
-        exponent: of the largest power of two it holds.
-        rounding: by rule, what is added to the bits of amax, so that the exponent moves up.
-        largest_weight: weights beyond are held to it.
-        sign: which bit of a code is the sign.
-        packed: whether two codes share a byte.
-    """
-
-    minifloat: Minifloat
-    exponent: int
-    rounding: Mapping[str, int]
-    largest_weight: float
-    sign: int
-    packed: bool
-
-
-_ELEMENTS = {
-    "e2m1": _GroupElement(
-        minifloat=E2M1,
-        exponent=EXPONENTS["e2m1"],
-        rounding=ROUND_UP_BITS["e2m1"],
-        largest_weight=E2M1_FLOAT32_MAX,
-        sign=3,
-        packed=True,
-    ),
-    "e4m3": _GroupElement(
-        minifloat=E4M3,
-        exponent=EXPONENTS["e4m3"],
-        rounding=ROUND_UP_BITS["e4m3"],
-        largest_weight=E4M3_FLOAT32_MAX,
-        sign=7,
-        packed=False,
-    ),
-}
+_MINIFLOATS = {"e2m1": E2M1, "e4m3": E4M3}
+"""Of the elements that `_grouped` encodes."""
 
 
 def amax(source: Source) -> Function:
@@ -212,14 +172,14 @@ def _reciprocal(power: Value) -> Value:
 
 def e8m0_groups(format: Format, source: Source, options: Mapping[str, str]) -> Function:
     """Elements with an E8M0 scale for groups of columns, found by a rule of `ROUND_UP_BITS`."""
-    rule = options["scale_rule"]
-    element = _ELEMENTS[format.element.name]
-    up = element.rounding["even" if rule == "mse" else rule]
+    rule, element = options["scale_rule"], format.element.name
+    up = ROUND_UP_BITS[element]["even" if rule == "mse" else rule]
+    exponent = EXPONENTS[element]
     f = new_kernel()
 
     def scale_of(amax: Value) -> Value:
         # The byte of 2**0 is 127, and of a float32's field too.
-        byte = ((amax + up) >> 23).smax(element.exponent) - element.exponent
+        byte = ((amax + up) >> 23).smax(exponent) - exponent
         return f.constant(byte.type, 127).where(amax.equals(0), byte)
 
     def power(byte: Value) -> Value:
@@ -242,13 +202,12 @@ def e8m0_groups(format: Format, source: Source, options: Mapping[str, str]) -> F
     return _grouped(
         f,
         source,
-        element,
-        group=format.block[1],
+        format,
         scale_of=scale_of,
         search=least_squares if rule == "mse" else None,
         factor=reciprocal,
         scaled=lambda w, factor: w * factor,
-        scales=scales if element.packed else None,
+        scales=scales if element == "e2m1" else None,
     )
 
 
@@ -283,8 +242,7 @@ def nvfp4(format: Format, source: Source, options: Mapping[str, str]) -> Functio
     return _grouped(
         f,
         source,
-        _ELEMENTS[format.element.name],
-        group=16,
+        format,
         scale_of=scale_of,
         search=least_squares if options["search"] == "mse" else None,
         factor=lambda code: E4M3.decode(code) * g.splat(code.type.lanes),
@@ -311,9 +269,8 @@ def _spread(numbers: Value, lanes: int) -> list[Value]:
 def _grouped(
     f: Function,
     source: Source,
-    element: _GroupElement,
+    format: Format,
     *,
-    group: int,
     scale_of: Callable[[Value], Value],
     search: Callable[[list[Value], Value], Value] | None,
     factor: Callable[[Value], Value],
@@ -325,8 +282,7 @@ def _grouped(
     Args:
         f: to be written.
         source: of the weights.
-        element: what codes are.
-        group: weights that share a scale.
+        format: says what codes are, and how many weights share a scale.
         scale_of: bytes of scales, i32, from the bits of the groups' largest magnitudes.
         search: better bytes, from the groups' clamped magnitudes and the bytes; if any.
         factor: from bytes, what magnitudes are scaled by.
@@ -335,24 +291,26 @@ def _grouped(
             enough bits.
     """
     w, qdata, scale = (f.parameter(name) for name in ("w", "qdata", "scale"))
+    group, limit = format.block[1], format.element.float32_max
+    minifloat, sign = _MINIFLOATS[format.element.name], format.element.bits - 1
 
     def encode(first: Value, count: int) -> Value:
         starts = [(first + i) * group for i in range(count)]
         stored = [source.load(f, w, start, group) for start in starts]
         maxima = _maxima([source.magnitude(one) for one in stored])
-        byte = scale_of(_clamped(source.float(maxima), element.largest_weight).bitcast("i32"))
+        byte = scale_of(_clamped(source.float(maxima), limit).bitcast("i32"))
         if search is not None:
             values = [source.float(one) for one in stored]
-            byte = search([_clamped(one, element.largest_weight) for one in values], byte)
+            byte = search([_clamped(one, limit) for one in values], byte)
         f.store(byte.to("i8"), scale, first)
         factors = factor(byte)
         together = min(count, _STRIP // group)
         for i in range(0, count, together):
             own = [lane for lane in range(i, i + together) for _ in range(group)]
             strip = source.float(source.load(f, w, starts[i], len(own)))
-            x = scaled(_clamped(strip, element.largest_weight), factors.pick(own))
-            codes = element.minifloat.encode(x) | sign_bit(strip, element.sign)
-            if element.packed:
+            x = scaled(_clamped(strip, limit), factors.pick(own))
+            codes = minifloat.encode(x) | sign_bit(strip, sign)
+            if format.codes_per_byte == 2:
                 f.store(pack_nibbles(codes), qdata, starts[i] // 2)
             else:
                 f.store(codes.to("i8"), qdata, starts[i])

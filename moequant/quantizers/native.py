@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from moequant.formats import Format, StoredWeight
     from moequant.quantizers.base import Allocator
+
+    _LikelyScales = dict[Hashable, tuple[float, bool]]
 
 _Key = tuple[str, tuple[tuple[str, str], ...], Stored]
 
@@ -56,7 +58,7 @@ class NativeQuantizer(Quantizer):
         self._kernels: dict[_Key, _Kernels] = {}
         self._decoders: dict[tuple[str, torch.dtype], jit.Kernel] = {}
         self._comparers: dict[tuple[Stored, Stored], jit.Kernel] = {}
-        self._likely = _LikelyScales()
+        self._likely: _LikelyScales = {}
 
     def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
         """As Quantizer; kernels are compared with the reference before they are used."""
@@ -74,7 +76,8 @@ class NativeQuantizer(Quantizer):
             return
         text = decoding.decode(_source(stored, "w_"), dtype_text(dtype)).text()
         kernel = jit.compile_kernel(text)
-        check_decoding(stored, dtype, partial(_decode, kernel), self._processor)
+        run = partial(_decode, kernel, dtype=dtype, empty=torch.empty)
+        check_decoding(stored, dtype, run, self._processor)
         self._decoders[stored, dtype] = kernel
 
     def prepare_comparing(self, before: Stored, after: Stored) -> None:
@@ -101,7 +104,10 @@ class NativeQuantizer(Quantizer):
             amax=jit.compile_kernel(amax(source).text()),
             quantize=jit.compile_kernel(quantizing_kernel(format, source, options).text()),
         )
-        run = partial(_run, [made], likely=_LikelyScales())
+
+        def run(w: StoredWeight) -> QuantizedWeight:
+            return _run([made], format, [w], options, ["probe"], torch.empty, likely={})[0]
+
         check_bytes(format, options, stored, run, self._processor)
         return made
 
@@ -157,59 +163,60 @@ class _Kernels:
     quantize: jit.Kernel
 
 
-class _Task(NamedTuple):
+class _Task:
     """One weight of a fused set.
 
-    Attributes:
+    Args:
         kernels: the kernels for its storage.
         w: the weight.
-        operand: the weight as an operand.
-        format: name of the format to quantize to.
-        qdata: output codes.
-        scale: output scales.
+        format: the format to quantize to.
         name: name of the weight for error messages.
+        empty: allocator of the result.
     """
 
-    kernels: _Kernels
-    w: StoredWeight
-    operand: Operand
-    format: str
-    qdata: Tensor
-    scale: Tensor
-    name: str
+    def __init__(
+        self, kernels: _Kernels, w: StoredWeight, format: Format, name: str, empty: Allocator
+    ) -> None:
+        self.name = name
+        self._kernels, self._w, self._format = kernels, w, format
+        self._operand = operand_of(w)
+        specs = format.specs(w.shape, name)
+        self._qdata, self._scale = (
+            empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale")
+        )
 
     def find_largest(self) -> float:
         """The largest magnitude."""
-        bits = self.kernels.amax(*self.operand.arguments(), *self.w.shape, *_NOTHING, 0)
+        bits = self._kernels.amax(*self._operand.arguments(), *self._w.shape, *_NOTHING, 0)
         return self._magnitude(bits)
 
     def fill(self, global_scale: float) -> float:
         """Write codes and scales for a global scale (0 for none); returns the largest magnitude."""
-        count = scratch_count(get_format(self.format), self.scale.shape[-1])
+        count = scratch_count(self._format, self._scale.shape[-1])
         scratch = torch.empty(count, dtype=torch.float32) if count else None
-        result = Operand(self.qdata, self.scale, global_scale=global_scale)
+        result = Operand(self._qdata, self._scale, global_scale=global_scale)
         address = 0 if scratch is None else scratch.data_ptr()
-        bits = self.kernels.quantize(
-            *self.operand.arguments(), *self.w.shape, *result.arguments(), address
+        bits = self._kernels.quantize(
+            *self._operand.arguments(), *self._w.shape, *result.arguments(), address
         )
         return self._magnitude(bits)
 
     def result(self, global_scale: Tensor | None) -> QuantizedWeight:
         """The weight that `fill` wrote last."""
         return QuantizedWeight(
-            format=self.format,
-            qdata=self.qdata,
-            scale=self.scale,
+            format=self._format.name,
+            qdata=self._qdata,
+            scale=self._scale,
             global_scale=global_scale,
-            shape=self.w.shape,
+            shape=self._w.shape,
         )
 
     def _magnitude(self, bits: int) -> float:
-        w, name = self.w, self.name
-        if bits >= self.kernels.source.infinity:
+        w, name = self._w, self.name
+        if bits >= self._kernels.source.infinity:
             check_values(dequantize(w) if isinstance(w, QuantizedWeight) else w, name)
             raise UnavailableError(f"{name}: magnitude {bits:#x}, but every weight is finite")
-        return self.kernels.source.number(bits)
+        return self._kernels.source.number(bits)
 
 
 def _run(
@@ -222,80 +229,43 @@ def _run(
     *,
     likely: _LikelyScales,
 ) -> list[QuantizedWeight]:
-    """Quantize a fused set, each weight with the kernels for its storage."""
-    tasks = []
-    for own, w, name in zip(kernels, weights, names, strict=True):
-        specs = format.specs(w.shape, name)
-        qdata, scale = (empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale"))
-        tasks.append(
-            _Task(
-                kernels=own,
-                w=w,
-                operand=operand_of(w),
-                format=format.name,
-                qdata=qdata,
-                scale=scale,
-                name=name,
-            )
-        )
+    """Quantize a fused set, each weight with the kernels for its storage.
+
+    Finding the largest weight takes a third of the time, and powers of two rarely change from
+    expert to expert. So if the last two sets of these shapes had the same global scale, this one is
+    quantized with it, and again if its own largest weight needs another scale.
+    """
+    tasks = [
+        _Task(own, w, format, name, empty)
+        for own, w, name in zip(kernels, weights, names, strict=True)
+    ]
     if not format.has_global_scale:
         for task in tasks:
             task.fill(0.0)
         return [task.result(None) for task in tasks]
     scale_of = partial(_global_scale, format, tuple(options.items()))
     kind = format.name, *(w.shape for w in weights)
-    tried = likely.get(kind) or scale_of(max(task.find_largest() for task in tasks))
-    needed = scale_of(max(task.fill(tried.number) for task in tasks))
-    if needed.number != tried.number:
+    last, repeated = likely.get(kind, (0.0, False))
+    tried = last if repeated else scale_of(max(task.find_largest() for task in tasks))
+    needed = scale_of(max(task.fill(tried) for task in tasks))
+    if needed != tried:
         for task in tasks:
-            task.fill(needed.number)
-    likely.note(kind, needed)
-    # A clone, because the cached tensor must not change.
-    global_scale = needed.tensor.clone()
+            task.fill(needed)
+    likely[kind] = needed, needed == last
+    # The device is named because `torch.set_default_device` may have set another.
+    global_scale = torch.tensor(needed, dtype=torch.float32, device="cpu")
     return [task.result(global_scale) for task in tasks]
 
 
-class _LikelyScales:
-    """Predicts the global scale of a fused set from the sets before it.
-
-    Finding the largest weight takes a third of the time, and powers of two rarely change from
-    expert to expert. If the last two sets had the same scale, the next one is quantized with it,
-    and again if its own largest weight needs another scale.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[Hashable, tuple[_GlobalScale, bool]] = {}
-
-    def get(self, kind: Hashable) -> _GlobalScale | None:
-        """The predicted scale for sets of this kind; None if there is none."""
-        last, repeated = self._last.get(kind, (None, False))
-        return last if repeated else None
-
-    def note(self, kind: Hashable, scale: _GlobalScale) -> None:
-        """Record the global scale of a set."""
-        last, _ = self._last.get(kind, (None, False))
-        self._last[kind] = scale, last is not None and last.number == scale.number
-
-
-class _GlobalScale(NamedTuple):
-    """The global scale of a fused set, as a tensor and as a number."""
-
-    tensor: Tensor
-    number: float
-
-
 @lru_cache(maxsize=1 << 12)
-def _global_scale(
-    format: Format, options: tuple[tuple[str, str], ...], largest: float
-) -> _GlobalScale:
+def _global_scale(format: Format, options: tuple[tuple[str, str], ...], largest: float) -> float:
     """The global scale for weights with this largest magnitude.
 
     Cached, because a dozen torch operations on one number take a tenth of the quantizer's time, and
     the largest weights of a model's experts have few distinct values.
     """
     w = torch.tensor([[largest]], dtype=torch.float32, device="cpu")
-    scale = format.global_scale([w], dict(options))
-    return _GlobalScale(scale, scale.item())
+    return format.global_scale([w], dict(options)).item()
 
 
 def _decode(

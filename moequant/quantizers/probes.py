@@ -6,16 +6,11 @@ tests can cover.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.formats import (
-    QuantizedWeight,
-    dequantize,
-    get_format,
-    signal_and_noise,
-)
+from moequant.formats import QuantizedWeight, dequantize, get_format, signal_and_noise
 from moequant.quantizers.base import UnavailableError
 
 if TYPE_CHECKING:
@@ -24,29 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.formats import Format, StoredWeight
-    from moequant.quantizers.base import Allocator, Stored
+    from moequant.quantizers.base import Stored
 
 _SHAPE = (64, 1024)
 _ODD = 40503
 """An odd factor: multiples modulo 2**16 are a permutation that mixes magnitudes."""
 
 
-class Run(Protocol):
-    """Quantizes as `Quantizer.quantize_fused` does."""
-
-    def __call__(
-        self,
-        format: Format,
-        weights: Sequence[StoredWeight],
-        options: Mapping[str, str],
-        names: Sequence[str],
-        empty: Allocator,
-    ) -> list[QuantizedWeight]:
-        """The weights, quantized."""
-
-
 def check_bytes(
-    format: Format, options: Mapping[str, str], stored: Stored, run: Run, where: str
+    format: Format,
+    options: Mapping[str, str],
+    stored: Stored,
+    run: Callable[[StoredWeight], QuantizedWeight],
+    where: str,
 ) -> None:
     """Quantize every finite 16-bit pattern, and common magnitudes, by `run` and the reference.
 
@@ -58,7 +43,7 @@ def check_bytes(
     for w in _probes(stored):
         numbers = dequantize(w) if isinstance(w, QuantizedWeight) else w
         (wanted,) = format.quantize_fused([numbers], options, names=["probe"])
-        (found,) = run(format, [w], options, ["probe"], torch.empty)
+        found = run(w)
         if not all(_same_bytes(found.tensors()[k], t) for k, t in wanted.tensors().items()):
             raise UnavailableError(
                 f"{format.name}{_of(stored)}, compiled for {where}, gives other bytes than the "
@@ -69,7 +54,7 @@ def check_bytes(
 def check_decoding(
     stored: str,
     dtype: torch.dtype,
-    run: Callable[[QuantizedWeight, torch.dtype, Allocator], tuple[Tensor, bool]],
+    run: Callable[[QuantizedWeight], tuple[Tensor, bool]],
     where: str,
 ) -> None:
     """Decode every code, with scales of all magnitudes, by `run` and the reference.
@@ -78,7 +63,7 @@ def check_decoding(
         UnavailableError: a byte differs; the message has `where`.
     """
     for q in _encoded(stored):
-        found, is_finite = run(q, dtype, torch.empty)
+        found, is_finite = run(q)
         wanted = dequantize(q).to(dtype)
         if not _same_bytes(found, wanted) or is_finite != bool(wanted.isfinite().all()):
             raise UnavailableError(

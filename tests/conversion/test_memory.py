@@ -145,13 +145,13 @@ FREED = """
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from moequant.quantizers.tiles import TorchQuantizer
+from moequant.quantizers import Quantizer
 
 def resident_bytes():
     return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 def allocated(size_bytes):
-    return TorchQuantizer().allocate(size_bytes).fill_(1)
+    return Quantizer().allocate(size_bytes).fill_(1)
 
 with ThreadPoolExecutor(4) as pool:
     list(pool.map(bytes, [1] * 4))

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from moequant.quantizers.tiles import TorchQuantizer
+from moequant.quantizers import Quantizer
 
 MIB = 1 << 20
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
     [0, 1, MIB - 1, MIB, 3 * MIB // 2 - 1, 3 * MIB // 2, 2 * MIB, 6 * MIB + 4096, 8 * MIB - 1],
 )
 def test_memory_is_as_much_as_was_asked_for_or_little_more(size_bytes: int) -> None:
-    memory = TorchQuantizer().allocate(size_bytes)
+    memory = Quantizer().allocate(size_bytes)
     assert memory.dtype == torch.uint8
     assert size_bytes <= len(memory) <= size_bytes + MIB // 2
     assert (memory.fill_(7) == 7).all()
@@ -26,7 +26,7 @@ def test_memory_is_as_much_as_was_asked_for_or_little_more(size_bytes: int) -> N
 
 def test_memory_is_good_where_there_are_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE", raising=False)
-    memory = TorchQuantizer().allocate(2 * MIB - 1)
+    memory = Quantizer().allocate(2 * MIB - 1)
     assert len(memory) == 2 * MIB - 1
     assert (memory.fill_(7) == 7).all()
 
@@ -39,4 +39,4 @@ def test_too_little_memory_is_not_taken_for_a_fault_of_a_file(
 
     monkeypatch.setattr("mmap.mmap", refuse)
     with pytest.raises(MemoryError, match="4194304 bytes: Cannot allocate memory"):
-        TorchQuantizer().allocate(4 * MIB)
+        Quantizer().allocate(4 * MIB)
