@@ -7,7 +7,7 @@ import pytest
 from moequant.conversion import Recipe, load_recipe, shipped_recipes
 from moequant.conversion.recipe import Rule, field_path, parse_size
 from moequant.errors import RecipeError, UnsupportedError
-from moequant.formats import CONVERTIBLE
+from moequant.formats import CONVERTIBLE, WRITABLE
 from moequant.models import TensorRole
 
 EXPERT = TensorRole(role="routed_experts", layer=3, expert=0, projection="gate")
@@ -91,7 +91,7 @@ def test_match_is_over_the_whole_name():
         ("[[rules]]\nroles = ['router']\nformat = 'fp8_block'", "roles"),
         (
             "[[rules]]\nroles = ['attention']\nformat = 'fp9'",
-            "unknown format 'fp9'.*w4a8, fp8_channel, mxfp8, bf16, keep",
+            f"unknown format 'fp9'.*{', '.join(WRITABLE)}, keep",
         ),
         (
             "[[rules]]\nroles = ['attention']\nformat = 'fp8_block'\noptions.scale = 'x'",
