@@ -44,13 +44,9 @@ _FLOORS_A_ROUND = 3
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """The checkpoint that is converted.
+    """The checkpoint that is converted, and number and size of its experts' weights.
 
-    Attributes:
-        path: its directory.
-        format: the format of its experts; None for BF16.
-        weights: number of the experts' weights.
-        expert_bytes: size of the experts.
+    `format` is the format of its experts; None for BF16.
     """
 
     path: Path

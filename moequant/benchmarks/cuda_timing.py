@@ -72,9 +72,7 @@ def time_interleaved(
 ) -> dict[Name, Time]:
     """Time of one call of each contender: a graph of all its calls, replayed REPLAYS times.
 
-    Args:
-        contenders: calls by name; they take TURNS turns.
-        rests: whether the GPU rests for REST_S before a turn; otherwise it is warm.
+    They take TURNS turns. With `rests`, the GPU rests for REST_S before a turn; else it is warm.
     """
     graphs = {name: capture(calls) for name, calls in contenders.items()}
     if not rests:

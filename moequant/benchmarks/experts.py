@@ -161,17 +161,10 @@ def checked_tokens(tokens: int, device: torch.device) -> Tensor:
 def check_output(
     who: str, got: Tensor, want: Tensor, pick: Tensor, *, most: float = _OUR_CALC_DIFF
 ) -> None:
-    """Compare an output with the reference, which is known for some tokens.
-
-    Args:
-        who: name for the error.
-        got: the output [M, H].
-        want: the reference [tokens picked, H].
-        pick: indices of these tokens.
-        most: limit of `calc_diff`.
+    """Compare the output `got` [M, H] with the reference `want`, which is known for tokens `pick`.
 
     Raises:
-        NumericsError: a value is not finite, or the difference is larger.
+        NumericsError: a value is not finite, or `calc_diff` is larger than `most`; names `who`.
     """
     diff = calc_diff(got[pick], want)
     if not (diff <= most and bool(got.isfinite().all())):

@@ -166,12 +166,7 @@ def _check_dequantized_together(
 def check_whole_layers(formats: Mapping[str, str], roles: Mapping[str, TensorRole]) -> None:
     """Check that all experts of a layer get one format, because engines run them in one kernel.
 
-    Args:
-        formats: format by name of weight, without kept weights.
-        roles: the role of every tensor.
-
-    Raises:
-        RecipeError: two experts differ.
+    `formats` has the format of every weight that is not kept. Raises RecipeError.
     """
     first: dict[int | None, tuple[str, str]] = {}
     for name, role in roles.items():

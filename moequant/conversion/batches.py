@@ -25,12 +25,7 @@ _TURNS = 4
 
 
 class Batches:
-    """A thread-safe queue of items.
-
-    Args:
-        items: in file order.
-        workers: number of workers.
-    """
+    """A thread-safe queue of `items`, which are in file order, for `workers` threads."""
 
     def __init__(self, items: Sequence[Item], workers: int) -> None:
         self._left = deque(enumerate(items))

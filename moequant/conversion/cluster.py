@@ -58,11 +58,9 @@ class ClusterJob:
     """What a worker needs to make the plan again, and what it compares; hashable for `_open`.
 
     Attributes:
-        source: absolute path of the source's directory.
-        output: absolute path of the output directory.
+        source: absolute path, as that of `output`.
         recipe: the recipe as JSON.
         architecture: the user's description as JSON; null if the built-in table is used.
-        plan_sha256: the expected digest of the plan.
         source_state: `Checkpoint.file_state` as JSON.
         torch: version of torch.
         workers: threads per task.
@@ -138,8 +136,7 @@ def write_shards_on_ray(
 def write_shard(job: ClusterJob, file: str) -> tuple[FinishedShard, str]:
     """A task: write one shard to a file name of its own, and fsync it.
 
-    Returns:
-        The shard, not recorded yet, with quantizer and machine; and its name in the work folder.
+    Returns the shard with its machine, not recorded yet; and its name in the work folder.
     """
     source, plan, choice = _open(job)
     attempt = _Attempt(Path(job.output))
@@ -262,11 +259,7 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Check within five seconds that something listens at HOST:PORT; Ray would try for minutes.
-
-    Raises:
-        MoequantError: nothing listens there.
-    """
+    """Check within five seconds that something listens at HOST:PORT; Ray would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -277,11 +270,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_fits(workers: int) -> None:
-    """Check that a machine has enough CPUs for a task; Ray would wait forever without a message.
-
-    Raises:
-        MoequantError: no machine has.
-    """
+    """Check that a machine has enough CPUs for a task; Ray would wait forever without a message."""
     most = max((int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]), default=0)
     if workers > most:
         raise MoequantError(

@@ -66,11 +66,9 @@ def parse_line(line: bytes) -> FinishedShard | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The shards of a conversion that one quantizer made.
+    """The shards of a conversion that one quantizer made; name and reason as `UsedQuantizer`.
 
     Attributes:
-        name: name of the quantizer.
-        reason: why it is not the fastest one; None if it is.
         shards: names of the files, in order.
         hosts: machines of a cluster, sorted; empty for the one that started the conversion.
     """

@@ -94,15 +94,11 @@ def plan_items(
     once. Biases of converted experts are copied and checked for NaN and Inf.
     """
     item_of = {w.info.name: u for u in units for w in u.weights}
-    left = [
-        info
-        for name, info in source.weights.items()
-        if isinstance(info, EncodedInfo) and name not in item_of and name not in unchanged
-    ]
     plain: dict[str, list[EncodedInfo]] = {}
-    for weight in left:
-        format = assigned.dequantized.get(weight.name, _BESIDE_QUANTIZED)
-        plain.setdefault(format, []).append(weight)
+    for name, info in source.weights.items():
+        if isinstance(info, EncodedInfo) and name not in item_of and name not in unchanged:
+            format = assigned.dequantized.get(name, _BESIDE_QUANTIZED)
+            plain.setdefault(format, []).append(info)
     for format, infos in plain.items():
         dequantizing = dequantizing_units(infos, source.model, format, stacked=stacked)
         item_of |= {w.info.name: unit for unit in dequantizing for w in unit.weights}

@@ -100,11 +100,7 @@ class Journal:
                 raise
 
     def check_work_folder(self) -> None:
-        """Check that the work folder is a folder, and its entries files; no links, no pipes.
-
-        Raises:
-            MoequantError: an entry is something else.
-        """
+        """Check that the work folder is a folder, and its entries files; no links, no pipes."""
         for folder in (self.folder, self.shards, self.staged):
             if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
                 kind = "link" if folder.is_symlink() else "file"

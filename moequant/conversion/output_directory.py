@@ -27,11 +27,7 @@ def is_work_left(
 ) -> bool:
     """Whether there is work to do; False if the same conversion is already finished.
 
-    Args:
-        journal: journal of the output directory.
-        plan_sha256: digest of the plan.
-        source: computes digests of the source's contents; called only if needed.
-        overwrite: whether an existing output may be replaced.
+    `source` computes digests of the source's contents, and is called only if needed.
 
     Raises:
         MoequantError: the directory contains something else, and `overwrite` is False.
@@ -102,11 +98,7 @@ def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
 
 
 def check_apart(source: Checkpoint, output: Path) -> None:
-    """Check that neither of source and output contains the other, or a file the source links to.
-
-    Raises:
-        MoequantError: one does.
-    """
+    """Check that neither of source and output contains the other, or a file the source links to."""
     # Not Path.resolve, which fails for a cycle of links.
     one, other = (Path(os.path.realpath(path)) for path in (source.path, output))
     if _lies_in(one, other) or _lies_in(other, one):

@@ -22,14 +22,11 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class GrowingDigest:
-    """SHA-256 of the file up to the first gap.
+    """SHA-256 of the file that is open for reading as `fd`, up to the first gap.
 
     Ranges may be written in any order and from any thread. Those before the first gap are digested
     from the memory they were written from, or read back. Digested ranges are flushed to disk in the
     background, which leaves little for `fsync`.
-
-    Args:
-        fd: descriptor of the file, open for reading.
     """
 
     def __init__(self, fd: int) -> None:
@@ -70,10 +67,7 @@ class GrowingDigest:
     def catch_up(self, at_most_bytes: int) -> bool:
         """Digest up to the first gap; does nothing if another thread is digesting.
 
-        Ranges in memory are digested as a whole, even beyond the limit.
-
-        Returns:
-            Whether the limit was reached.
+        Returns whether the limit was reached; ranges in memory are digested even beyond it.
         """
         if not self._digesting.acquire(blocking=False):
             return False

@@ -39,15 +39,11 @@ _DIRECT_WRITES = 2
 
 
 class OutputFile:
-    """A file that is being written, and its digest.
+    """A file that is being written, and its digest; each of its bytes is written exactly once.
 
     Several threads may write at once, but not during `finish` and `abort`, because a closed
     descriptor may be reused for another file. An existing file at `path` is overwritten. Every
     OSError becomes a MoequantError with advice.
-
-    Args:
-        path: the file's path.
-        size_bytes: its final size; every byte is written exactly once.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:

@@ -78,12 +78,9 @@ def _reference_count(count: int, last: Callable[[], None]) -> Callable[[], None]
 
 
 class ShardWriter(OutputFile):
-    """A safetensors file that is being written; see `OutputFile`.
+    """A safetensors file that is being written, with `header` and `slots` from `lay_out`.
 
-    Args:
-        path: a temporary name, which the caller renames when the file is finished.
-        header: as `lay_out` returns it.
-        slots: as `lay_out` returns them.
+    `path` is a temporary name; the caller renames the file when it is finished.
     """
 
     def __init__(self, path: Path, header: bytes, slots: Mapping[str, TensorInfo]) -> None:
@@ -110,10 +107,8 @@ class ShardWriter(OutputFile):
     ) -> None:
         """Write whole tensors, with one call for those that are adjacent in memory.
 
-        Args:
-            tensors: tensors by name.
-            release: called when digest and disk no longer need the tensors' memory, which must not
-                change until then. If None, the memory is not needed after the call.
+        `release` is called when digest and disk no longer need the tensors' memory, which must not
+        change until then. If it is None, the memory is not needed after the call.
         """
         pieces = [(self.position(n), t.nbytes, self._checked(n, t)) for n, t in tensors.items()]
         runs: list[tuple[int, list[Tensor]]] = []
