@@ -30,19 +30,15 @@ from moequant.weights.source_weights import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from concurrent.futures import Executor
     from typing import Literal
 
     from torch import Tensor
 
     from moequant.conversion import Unit
     from moequant.models import MoeConfig, TensorRole
-    from moequant.progress import Progress
-    from moequant.storage.checkpoint import Checkpoint
-    from moequant.verification.findings import Findings
+    from moequant.verification.findings import Findings, Verification
     from moequant.verification.serving import Serving
     from moequant.weights.converted import ConvertedCheckpoint
-    from moequant.weights.source_weights import WeightInfo
 
     Layers = Literal["all"] | int
 
@@ -94,51 +90,45 @@ def choose_layers(layers: Sequence[int], wanted: Layers) -> list[int]:
 
 
 def check_layers(
-    source: Checkpoint,
-    originals: Mapping[str, WeightInfo],
+    run: Verification,
     converted: ConvertedCheckpoint,
-    formats: Mapping[int, str],
-    *,
+    layers: Iterable[int],
     serving: Serving | None,
-    pool: Executor,
-    progress: Progress,
-    findings: Findings,
 ) -> tuple[LayerCheck, ...]:
-    """Run some experts of every layer in `formats`, which gives the format by layer.
+    """Run some experts of each of `layers`, one layer after the other, in a thread of the pool.
 
-    One layer runs at a time, with one intra-op thread: in a thread of `pool`. Arguments are as in
-    `check_weights`; `originals` are the source's weights by name, and `serving` says where layers
-    run too, if not on the CPU reference alone.
+    Args:
+        run: what is verified.
+        converted: the converted checkpoint, under the config that it should have.
+        layers: their indices.
+        serving: where the layers run too; None for the CPU reference alone.
 
     Raises:
         CheckpointError: the source cannot be read.
         UnsupportedError: no backend runs a layer where it is served.
     """
-    moe = converted.moe
+    moe, layers = converted.moe, list(layers)
     batch = _make_batch(moe)
     expert_bytes = len(moe.projections) * moe.hidden * moe.intermediate * len(batch.experts)
-    progress.start("layers", expert_bytes * len(formats))
+    run.progress.start("layers", expert_bytes * len(layers))
     reader = LayerReader(converted, torch.device("cpu"))
 
-    def run(layer: int) -> LayerCheck | None:
-        check = None
+    def check(layer: int) -> LayerCheck | None:
+        found = None
         try:
-            experts = FusedExperts(
-                reader.read(layer, batch.experts),
-                backend=REFERENCE,
-                expert_map=batch.expert_map,
-            )
+            weights = reader.read(layer, batch.experts)
+            experts = FusedExperts(weights, backend=REFERENCE, expert_map=batch.expert_map)
         except MoequantError as error:
-            findings.add("layers", f"layer {layer}", str(error))
+            run.findings.add("layers", f"layer {layer}", str(error))
         else:
-            check = _measure(source, originals, converted, layer, batch, experts, serving)
-            _judge(check, findings)
-        progress.advance(expert_bytes, f"layer {layer}")
-        return check
+            found = _measure(run, converted, layer, batch, experts, serving)
+            _judge(found, run.findings)
+        run.progress.advance(expert_bytes, f"layer {layer}")
+        return found
 
-    checks = [pool.submit(run, layer).result() for layer in formats]
-    progress.finish()
-    return tuple(check for check in checks if check is not None)
+    checks = [run.pool.submit(check, layer).result() for layer in layers]
+    run.progress.finish()
+    return tuple(found for found in checks if found is not None)
 
 
 def experts_run(moe: MoeConfig) -> int:
@@ -195,8 +185,7 @@ def _make_batch(moe: MoeConfig) -> _Batch:
 
 
 def _measure(
-    source: Checkpoint,
-    originals: Mapping[str, WeightInfo],
+    run: Verification,
     converted: ConvertedCheckpoint,
     layer: int,
     batch: _Batch,
@@ -215,7 +204,8 @@ def _measure(
 
     def original(projection: str, expert: int) -> Tensor:
         name = converted.architecture.expert_tensor(layer, expert, projection)
-        return read_weights(source, [originals[name]])[0].double()
+        info = run.expected.original.weights[name]
+        return read_weights(run.source, [info])[0].double()
 
     def evaluate(weight: Callable[[str, int], Tensor]) -> tuple[Tensor, Tensor]:
         return evaluate_layer(

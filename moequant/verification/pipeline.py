@@ -15,7 +15,7 @@ from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
 from moequant.verification.expectation import expect_by_config, expect_by_record
-from moequant.verification.findings import Findings
+from moequant.verification.findings import Findings, Verification
 from moequant.verification.folder import existing_directory
 from moequant.verification.layers import (
     DEFAULT_LAYERS,
@@ -35,16 +35,13 @@ from moequant.weights.converted import ConvertedCheckpoint
 from moequant.weights.source_model import read_source, source_config
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
     from pathlib import Path
 
     import torch
 
     from moequant.progress import Progress
-    from moequant.verification.expectation import Expectation
     from moequant.verification.layers import Layers
     from moequant.verification.serving import Serving
-    from moequant.verification.stored import StoredCheckpoint
 
 
 def verify(
@@ -132,38 +129,27 @@ def verify(
         },
     )
     if expected is not None:
-        check_structure(source, stored, expected, findings)
+        check_structure(stored, expected, findings)
         with worker_pool(workers) as pool:
-            report = _compare(
-                report,
-                source,
-                stored,
-                expected,
-                layers,
-                serving,
-                pool,
-                progress or SilentProgress(),
-                findings,
+            run = Verification(
+                source=source,
+                stored=stored,
+                expected=expected,
+                pool=pool,
+                progress=progress or SilentProgress(),
+                findings=findings,
             )
+            report = _compare(run, report, layers, serving)
     return replace(report, problems=tuple(findings.problems), problem_count=findings.count)
 
 
-def _compare(
-    report: Report,
-    source: Checkpoint,
-    stored: StoredCheckpoint,
-    expected: Expectation,
-    layers: Layers,
-    serving: Serving | None,
-    pool: Executor,
-    progress: Progress,
-    findings: Findings,
-) -> Report:
+def _compare(run: Verification, report: Report, layers: Layers, serving: Serving | None) -> Report:
     """Compare the data of tensors and run layers; the report with what was measured."""
+    expected = run.expected
     model, units = expected.model, expected.units
     # Under the config it should have; what config.json says was checked on its own.
     converted = ConvertedCheckpoint(
-        checkpoint=stored.checkpoint,
+        checkpoint=run.stored.checkpoint,
         dialect=expected.dialect,
         architecture=model.architecture,
         moe=model.moe,
@@ -174,14 +160,9 @@ def _compare(
     if serving is not None:
         serving.check(converted, chosen, experts=experts_run(model.moe))
     choice = choose_quantizer(quantizer_jobs(expected.items), comparing=True)
-    weights = check_weights(
-        source,
-        stored,
-        expected,
-        quantizer=choice.quantizer,
-        pool=pool,
-        progress=progress,
-        findings=findings,
+    weights = check_weights(run, choice.quantizer)
+    prepared = check_prepared(
+        converted, formats, pool=run.pool, progress=run.progress, findings=run.findings
     )
     return replace(
         report,
@@ -199,17 +180,6 @@ def _compare(
         formats=weights.summaries(),
         worst_weights=tuple(weights.worst),
         requantization_errors=tuple(weights.requantization_errors),
-        prepared=check_prepared(
-            converted, formats, pool=pool, progress=progress, findings=findings
-        ),
-        layers=check_layers(
-            source,
-            expected.original.weights,
-            converted,
-            chosen,
-            serving=serving,
-            pool=pool,
-            progress=progress,
-            findings=findings,
-        ),
+        prepared=prepared,
+        layers=check_layers(run, converted, chosen, serving),
     )

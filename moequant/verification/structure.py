@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from moequant.verification.stored import StoredCheckpoint
 
 
-def check_structure(
-    source: Checkpoint, stored: StoredCheckpoint, expected: Expectation, findings: Findings
-) -> None:
+def check_structure(stored: StoredCheckpoint, expected: Expectation, findings: Findings) -> None:
     """Compare headers, index and config.json with what is expected."""
     _check_tensors(stored, expected, findings)
     if expected.plan is not None:

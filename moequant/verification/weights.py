@@ -44,18 +44,16 @@ from moequant.weights.source_weights import check_bias, read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from concurrent.futures import Executor
 
     from torch import Tensor
 
     from moequant.conversion import Weight
     from moequant.formats import StoredWeight
-    from moequant.progress import Progress
     from moequant.quantizers import Quantizer
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.verification.expectation import Expectation
-    from moequant.verification.findings import Findings
+    from moequant.verification.findings import Verification
     from moequant.verification.stored import StoredCheckpoint
 
 
@@ -75,26 +73,12 @@ class _Result:
         self.problems.append(Problem(check="weights", name=name, message=str(message)))
 
 
-def check_weights(
-    source: Checkpoint,
-    stored: StoredCheckpoint,
-    expected: Expectation,
-    *,
-    quantizer: Quantizer,
-    pool: Executor,
-    progress: Progress,
-    findings: Findings,
-) -> WeightChecks:
-    """Compare every tensor, except those that `check_tensors` found missing or misshapen.
+def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
+    """Compare every tensor, except those that `check_structure` found missing or misshapen.
 
     Args:
-        source: the source.
-        stored: the converted checkpoint.
-        expected: its expected content.
+        run: what is verified.
         quantizer: converts the source's weights again.
-        pool: its threads work on a tensor or a unit each, with one intra-op thread.
-        progress: receives the progress.
-        findings: collects the problems.
 
     Returns:
         The errors of converted weights.
@@ -102,14 +86,15 @@ def check_weights(
     Raises:
         CheckpointError: a file cannot be read or changes meanwhile, or the source holds NaN or Inf.
     """
-    comparison = _Comparison(source, stored, expected, quantizer)
+    expected, progress = run.expected, run.progress
+    comparison = _Comparison(run.source, run.stored, expected, quantizer)
     own, biases = threading.local(), expected.biases()
 
     def check(item: Unit | TensorInfo) -> _Result:
         result = _Result()
         if not isinstance(item, Unit):
             if item.name in biases:
-                check_bias(source, item)
+                check_bias(run.source, item)
             comparison.check_copy(item, result)
             progress.advance(item.size_bytes, item.name)
             return result
@@ -123,9 +108,9 @@ def check_weights(
         return result
 
     checks = WeightChecks()
-    progress.start("weights", sum(info.size_bytes for info in source.tensors.values()))
-    for result in pool.map(check, (*expected.copies, *expected.items)):
-        findings.extend(result.problems)
+    progress.start("weights", sum(info.size_bytes for info in run.source.tensors.values()))
+    for result in run.pool.map(check, (*expected.copies, *expected.items)):
+        run.findings.extend(result.problems)
         for weight in result.checks:
             checks.add(weight)
         checks.add_requantization_errors(result.requantization_errors)
