@@ -80,7 +80,7 @@ class ActFn:
                 f"activation function {self.name!r}, but the runtime computes {', '.join(NAMES)}"
             )
         if self.name in GATED_ONLY and not self.gated:
-            raise UnsupportedError(f"activation function {self.name} is gated, always")
+            raise UnsupportedError(f"activation function {self.name} is always gated")
         if self.name == "swiglustep" and self.limit is None:
             raise UnsupportedError("activation function swiglustep clamps, so it needs a limit")
         if not isinstance(self.gated, bool):

@@ -119,10 +119,10 @@ def test_nan_and_infinity_are_not_hidden():
     ("arguments", "message"),
     [
         ({"name": "tanh"}, "'tanh', but the runtime computes silu, gelu"),
-        ({"name": "swigluoai", "gated": False}, "swigluoai is gated"),
+        ({"name": "swigluoai", "gated": False}, "swigluoai is always gated"),
         ({"name": "silu", "alpha": 2.0}, r"alpha 2.0: activation function silu has none"),
-        ({"name": "swiglustep", "limit": 7.0, "gated": False}, "swiglustep is gated"),
-        ({"name": "situ", "gated": False}, "situ is gated"),
+        ({"name": "swiglustep", "limit": 7.0, "gated": False}, "swiglustep is always gated"),
+        ({"name": "situ", "gated": False}, "situ is always gated"),
         ({"name": "swiglustep"}, "swiglustep clamps, so it needs a limit"),
         ({"name": "gelu", "beta": 0.0}, r"beta 0.0: activation function gelu has none; .* at 1.0"),
         ({"name": "swigluoai", "linear_beta": 2.0}, r"linear_beta 2.0: .* leave it at None"),

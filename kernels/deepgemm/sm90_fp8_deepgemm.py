@@ -216,7 +216,7 @@ def _alignment_setter(deep_gemm: Any, found: int) -> Callable[[int], None]:
         if setter is not None:
             return setter
     raise UnsupportedError(
-        f"the alignment of deep_gemm's contiguous layout is {found}, but these experts want "
+        f"the alignment of deep_gemm's contiguous layout is {found}, but these experts need "
         f"{ALIGNMENT}, and this release of deep_gemm has no {name}; set it back to {ALIGNMENT} "
         "where it was changed, or use the backend sm90_fp8_block"
     )

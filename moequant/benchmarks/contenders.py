@@ -43,7 +43,7 @@ def check_known(names: Iterable[str]) -> None:
     for name in names:
         if name not in contender_names():
             known = ", ".join(contender_names())
-            raise UnsupportedError(f"there is nothing called {name!r} to time; there are {known}")
+            raise UnsupportedError(f"unknown {name!r}; use one of: {known}")
 
 
 def make_contender(name: str, weights: ExpertWeights) -> Experts:
@@ -77,7 +77,7 @@ def capturable(experts: FusedExperts) -> FusedExperts:
 def _grouped_mm(weights: ExpertWeights) -> Experts:
     gate, up, down, act_fn = weights.gate, weights.up, weights.down, weights.act_fn
     if gate is None or act_fn not in (SILU, SWIGLUOAI):
-        raise UnsupportedError(f"grouped_mm is timed with gated {SILU} or {SWIGLUOAI} alone")
+        raise UnsupportedError(f"grouped_mm is timed only with gated {SILU} or {SWIGLUOAI}")
     biases = [bias for bias in (weights.gate_bias, weights.up_bias) if bias is not None]
     if len(biases) == 1:
         raise UnsupportedError("grouped_mm is timed with biases of gate and up, or of neither")

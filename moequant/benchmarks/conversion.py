@@ -110,7 +110,9 @@ def _check_tools(names: Sequence[str]) -> None:
         if name not in others:
             raise UnsupportedError(f"{name} is not known; there is: {', '.join(others)}")
         if find_spec(name) is None:
-            raise UnsupportedError(f"{name} is not installed beside moequant: pip install {name}")
+            raise UnsupportedError(
+                f"{name} is not installed in moequant's environment: pip install {name}"
+            )
 
 
 def _check_source(
@@ -122,7 +124,7 @@ def _check_source(
         )
     if source_format is not None and against:
         raise UnsupportedError(
-            f"{', '.join(against)} is timed on BF16 alone; leave out --source-format"
+            f"{', '.join(against)} is timed only on BF16; leave out --source-format"
         )
 
 

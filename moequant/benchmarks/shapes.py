@@ -57,13 +57,13 @@ def parse_shape(text: str) -> LayerShape:
     match = re.fullmatch("x".join([r"([1-9]\d{0,11})"] * 4), text)
     if match is None:
         raise UnsupportedError(
-            f"there is no shape {text!r}; use {', '.join(SHAPES)}, all, or sizes such as "
-            "128x2048x768x8 (experts x hidden x intermediate x experts a token)"
+            f"unknown shape {text!r}; use {', '.join(SHAPES)}, all, or sizes such as "
+            "128x2048x768x8 (experts x hidden x intermediate x experts per token)"
         )
     experts, hidden, intermediate, topk = map(int, match.groups())
     shape = LayerShape(experts, hidden, intermediate, topk)
     if shape.topk > shape.experts:
         raise UnsupportedError(
-            f"shape {text}: {shape.topk} experts a token of {shape.experts}; at most all"
+            f"shape {text}: {shape.topk} experts per token, but only {shape.experts} experts"
         )
     return shape

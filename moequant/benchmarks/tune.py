@@ -184,7 +184,7 @@ def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> No
         for name, shape in shapes.items():
             if (part := part_tokens(M, shape.topk)) != M:
                 raise UnsupportedError(
-                    f"{M} tokens of {name} run in parts of {part}; tune at most so many"
+                    f"{M} tokens of {name} run in parts of {part}; tune at most that many"
                 )
 
 
@@ -205,7 +205,7 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
             table.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MoequantError(
-                f"{table.parent}: cannot be made: {error.strerror}; name another file for the table"
+                f"{table.parent}: cannot be created: {error.strerror}; name another table"
             ) from error
         check_writable(table)
 

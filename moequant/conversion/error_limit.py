@@ -56,8 +56,8 @@ def beyond_limit(format: str, signal: float, noise: float) -> str | None:
         return None
     error = f"{noise / signal:.0%}" if signal else "all"
     return (
-        f"off by {error} in {format}, which is off by {ordinary:.1%} on ordinary weights, and "
-        f"{LIMIT * ordinary:.0%} is the limit. It is too small for the scales of the format, or "
-        "beside the weights it shares a global scale with. Keep the experts of its layer "
+        f"off by {error} in {format}; ordinary weights are off by {ordinary:.1%}, and the limit is "
+        f"{LIMIT * ordinary:.0%}. It is too small for the scales of the format, or compared with "
+        "weights that share its global scale. Keep the experts of its layer "
         '(format = "keep" in a recipe), or choose another format'
     )

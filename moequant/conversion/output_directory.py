@@ -103,7 +103,7 @@ def check_apart(source: Checkpoint, output: Path) -> None:
     one, other = (Path(os.path.realpath(path)) for path in (source.path, output))
     if _lies_in(one, other) or _lies_in(other, one):
         raise MoequantError(
-            f"{output}: lies in the source {source.path} or contains it; choose another directory"
+            f"{output}: is inside the source {source.path} or contains it; choose another directory"
         )
     # One file per folder, because there may be thousands of files.
     linked = (file.path.resolve() for file in source.files.values())

@@ -74,13 +74,13 @@ def warnings_of_source(
     if back:
         warnings.append(
             f"{len(back)} weights that no rule converts, such as {back[0].name}, are stored as "
-            f"{', '.join(dict.fromkeys(info.format for info in back))}; they become BF16, for the "
-            "engines of this dialect do not all read them so"
+            f"{', '.join(dict.fromkeys(info.format for info in back))}; they become BF16, "
+            "because not all engines of this dialect read these formats"
         )
     if source.dropped:
         warnings.append(
             f"{len(source.dropped)} calibrated scales of activations or of the KV cache, such as "
-            f"{source.dropped[0].name}, are left out: what is written quantizes weights alone"
+            f"{source.dropped[0].name}, are not copied: in the output, only weights are quantized"
         )
     return warnings
 
@@ -102,7 +102,7 @@ def warnings_of_experts_apart(items: Iterable[Item], model: Model) -> list[str]:
     if model.architecture.stacked is None or not apart:
         return []
     return [
-        f"{len(apart)} weights of experts, such as {apart[0]}, stay one by one, where the plain "
-        f"release of {model.architecture.name} stacks them and transformers may look for stacks: "
-        "they are not quantized, or the architecture does not say stacked.transposed"
+        f"{len(apart)} expert weights, such as {apart[0]}, stay separate, but the BF16 release of "
+        f"{model.architecture.name} stacks them and transformers may expect stacks: they are not "
+        "quantized, or the architecture has no stacked.transposed"
     ]

@@ -128,7 +128,7 @@ def unpack_ue8m0(
         return scale.view(torch.float8_e8m0fnu).float()
     if dtype in (torch.float8_e8m0fnu, torch.uint8):
         return scale.view(dtype)
-    raise UnsupportedError(f"{name}: packed UE8M0 holds no {dtype} scales")
+    raise UnsupportedError(f"{name}: packed UE8M0 cannot hold {dtype} scales")
 
 
 def _exponent_bytes(scale: Tensor, name: str) -> Tensor:
@@ -136,7 +136,7 @@ def _exponent_bytes(scale: Tensor, name: str) -> Tensor:
     if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):
         return scale.view(torch.uint8)
     if scale.dtype != torch.float32:
-        raise UnsupportedError(f"{name}: packed UE8M0 holds no {scale.dtype} scales")
+        raise UnsupportedError(f"{name}: packed UE8M0 cannot hold {scale.dtype} scales")
     codes = scale.to(torch.float8_e8m0fnu)
     inexact = codes.float() != scale
     if inexact.any():

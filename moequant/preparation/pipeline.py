@@ -167,7 +167,7 @@ def _check_replaceable(folder: Path) -> None:
     """Ask, before weights are read, whether what is there is a folder, which alone is replaced."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise MoequantError(
-            f"{folder}: there already, and no folder; remove it, and run moequant prepare again"
+            f"{folder}: exists and is not a folder; remove it and run moequant prepare again"
         )
 
 

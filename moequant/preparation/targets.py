@@ -46,5 +46,5 @@ def backends_for(format: str, target: str) -> list[Backend]:
     """
     get_format(format)
     if target not in TARGETS:
-        raise UnsupportedError(f"no target is called {target!r}; there are: {', '.join(TARGETS)}")
+        raise UnsupportedError(f"unknown target {target!r}; use one of: {', '.join(TARGETS)}")
     return [b for b in REGISTRY.values() if format in b.serves(target)]

@@ -101,8 +101,8 @@ def check_scheme(scheme: str, *, static: bool) -> None:
         )
     if scheme == "fp8_static" and not static:
         raise UnsupportedError(
-            "activations in fp8_static have one scale that is given, and there is none; give "
-            "static_scale, or use fp8_token, which computes one for every token"
+            "fp8_static needs static_scale; give it, or use fp8_token, which computes a scale for "
+            "every token"
         )
 
 

@@ -57,7 +57,7 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
     """
     if tokens.scheme != workload.activations:
         raise UnsupportedError(
-            f"the tokens are in {tokens.scheme}, but these experts are fed {workload.activations}; "
+            f"the tokens are in {tokens.scheme}, but these experts take {workload.activations}; "
             "quantize them by that scheme"
         )
     E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1:2]
@@ -218,12 +218,11 @@ def finalize_batched(rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
 
 def _check_capacity(counts: Tensor, capacity: int) -> None:
     if (counts < 0).any():
-        raise UnsupportedError(f"counts has {int(counts.min())}, but a count is at least 0")
+        raise UnsupportedError(f"counts has {int(counts.min())}, but must be at least 0")
     over = counts > capacity
     if over.any():
         expert = int(over.nonzero()[0])
         raise UnsupportedError(
-            f"expert {expert} has {int(counts[expert])} tokens, but there is room for {capacity} "
-            "of each; raise the capacity: the number of tokens is always enough where none has an "
-            "expert twice"
+            f"expert {expert} has {int(counts[expert])} tokens, but the capacity is {capacity}; "
+            "raise it: the number of tokens is enough unless a token has an expert twice"
         )

@@ -55,7 +55,7 @@ def run_experts(
     )
     if hidden_scale is not None and not packed.takes_quantized:
         raise UnsupportedError(
-            f"backend {packed.backend.name!r} takes no hidden states that are quantized; give them "
+            f"backend {packed.backend.name!r} does not take quantized hidden states; give them "
             "without hidden_scale, or name another backend"
         )
     tokens, topk = topk_ids.shape

@@ -133,7 +133,7 @@ def _check_quantized(hidden_states: Tensor, hidden_scale: Tensor | None, scheme:
         )
     if hidden_scale is not None and scheme == "none":
         raise UnsupportedError(
-            "hidden_scale is given, but these experts are fed activations that are not quantized; "
+            "hidden_scale is given, but these experts take activations that are not quantized; "
             "give hidden_states in bfloat16, float16 or float32, and no scale"
         )
 
@@ -160,7 +160,7 @@ def check_expert_map(
         index = int(unknown.nonzero()[0])
         raise UnsupportedError(
             f"expert_map[{index}] is {int(expert_map[index])}, but the experts here are 0 to "
-            f"{experts - 1}, and -1 stands for one that is elsewhere"
+            f"{experts - 1}, and -1 is for an expert elsewhere"
         )
 
 

@@ -77,7 +77,7 @@ def scheme_of(format: str, activations: str, *, static: bool) -> str:
         UnsupportedError: `activations` is neither.
     """
     if activations not in ("format", "none"):
-        raise UnsupportedError(f'activations is {activations!r}, but it is "format" or "none"')
+        raise UnsupportedError(f'activations is {activations!r}, but must be "format" or "none"')
     if activations == "none":
         return "none"
     return "fp8_static" if static else get_format(format).activations

@@ -134,8 +134,8 @@ class PreparedCheckpoint:
         home = folder.resolve().parent
         if home.name != PREPARED_FOLDER:
             raise CheckpointError(
-                f"{folder}: lies in {home}, but a prepared folder is read where it was written, in "
-                f"CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
+                f"{folder}: is in {home}, but a prepared folder is read only where it was written, "
+                f"in CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
             )
         converted = ConvertedCheckpoint.open(home.parent, architecture=architecture)
         return cls(folder=folder, manifest=manifest, converted=converted)
@@ -150,7 +150,7 @@ class PreparedCheckpoint:
         entry = self.manifest.layers.get(layer)
         if entry is None:
             have = ", ".join(map(str, self.manifest.layers))
-            raise CheckpointError(f"{self.folder}: no layer {layer}; prepared are {have}")
+            raise CheckpointError(f"{self.folder}: no layer {layer}; prepared layers: {have}")
         layout = self._layout(layer, entry)
         self._check_originals(layer, entry)
         file = LayerFile.open(self.folder, layer, entry)

@@ -45,9 +45,9 @@ def tokens_of(mode: str, max_tokens: int) -> list[int]:
         UnsupportedError: no mode is called that, or `max_tokens` is less than 1.
     """
     if mode not in MODES:
-        raise UnsupportedError(f"mode is {mode!r}, but it is one of: {', '.join(MODES)}")
+        raise UnsupportedError(f"mode is {mode!r}, but must be one of: {', '.join(MODES)}")
     if max_tokens < 1:
-        raise UnsupportedError(f"max_tokens is {max_tokens}, but a call has at least one token")
+        raise UnsupportedError(f"max_tokens is {max_tokens}, but must be at least 1")
     if mode == "skip":
         return []
     if mode == "full":

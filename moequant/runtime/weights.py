@@ -181,7 +181,7 @@ def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
     if format not in RUNNABLE:
         get_format(format)
         raise UnsupportedError(
-            f"no experts run in {format}, but in {', '.join(RUNNABLE)}; convert them"
+            f"experts cannot run in {format}, only in {', '.join(RUNNABLE)}; convert them"
         )
 
 
@@ -225,7 +225,7 @@ def _check_input_scales(scales: dict[str, Tensor], format: str, experts: int) ->
         )
     if len(scales) == 1:
         raise CheckpointError(
-            f"{next(iter(scales))} alone is given; gate_up_input_scale and down_input_scale go "
+            f"only {next(iter(scales))} is given; gate_up_input_scale and down_input_scale go "
             "together"
         )
     for name, scale in scales.items():

@@ -244,7 +244,7 @@ def _no_weights(path: Path, names: Iterable[str]) -> CheckpointError | Unsupport
     if pickles:
         return UnsupportedError(
             f"{path}: weights in {pickles[0]}, but only safetensors are read, since unpickling "
-            "runs code; write them anew with transformers: "
+            "runs code; save them again with transformers: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     return CheckpointError(f"{path}: no *.safetensors file; fetch the weights")

@@ -72,7 +72,7 @@ MAX_NAME = 250
 _INT64_MAX = 2**63 - 1
 _MAX_DIMS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_REMEDY = "fetch the file again, or write it anew with safetensors"
+_REMEDY = "fetch the file again, or save it again with safetensors"
 
 
 class TensorInfo(NamedTuple):

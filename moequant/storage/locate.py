@@ -89,10 +89,10 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
         return f"no revision {revision!r} on the hub; give a branch, a tag or a full commit hash"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return (
-            "no such directory, so it was taken for a hub repository; but the hub is out of reach, "
-            f"and revision {revision or 'main'} is not (completely) in the hub cache. Check the "
-            f"name, connect (HF_HUB_OFFLINE unset), or run `hf download {repo_id}` where there is "
-            "a network"
+            "no such directory, so it was looked up as a hub repository, but the hub cannot be "
+            f"reached, and revision {revision or 'main'} is not (completely) in the hub cache. "
+            "Check the name, connect (HF_HUB_OFFLINE unset), or run "
+            f"`hf download {repo_id}` where there is a network"
         )
     return (
         f"cannot be fetched: {type(error).__name__}: {error}; run the same command again to fetch "

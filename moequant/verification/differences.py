@@ -56,7 +56,7 @@ def _explain(found: list[Any], wanted: list[Any]) -> str:
     lacking, besides = wanted_counts - counts, counts - wanted_counts
     parts = [f"lacks {_list(lacking)}"] if lacking else []
     if besides:
-        parts.append(f"holds {_list(besides)} besides")
+        parts.append(f"also has {_list(besides)}")
     return " and ".join(parts) or "its items are in another order than expected"
 
 

@@ -68,12 +68,12 @@ def check_integrity(
         MoequantError: `workers` is less than 1.
     """
     if workers < 1:
-        raise MoequantError(f"workers = {workers}, but at least one has to do the work")
+        raise MoequantError(f"workers = {workers}, but must be at least 1")
     path = existing_directory(converted)
     if not (path / RECORD_FILE).exists():
         raise CheckpointError(
-            f"{path / RECORD_FILE}: not there, and without it nobody knows the digests; for a "
-            "checkpoint of another tool: moequant verify CONVERTED --against SOURCE"
+            f"{path / RECORD_FILE}: missing, and the digests are in it; verify a checkpoint of "
+            "another tool with moequant verify CONVERTED --against SOURCE"
         )
     record = read_document(FixedFile.at(path / RECORD_FILE))
     findings = Findings()
@@ -81,8 +81,7 @@ def check_integrity(
         findings.add(
             "files",
             WORK_FOLDER,
-            "an unfinished conversion that is to take the place of this one; the same command "
-            "again finishes it",
+            "an unfinished conversion that will replace this one; the same command finishes it",
         )
     recorded = [*_recorded(record, findings), *_recorded_prepared(path, findings)]
     files = _open_files(path, recorded, findings)

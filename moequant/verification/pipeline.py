@@ -84,7 +84,7 @@ def verify(
         MoequantError: `layers` or `workers` is not as above; a device or backend for no layer.
     """
     if workers < 1:
-        raise MoequantError(f"workers = {workers}, but at least one has to do the work")
+        raise MoequantError(f"workers = {workers}, but must be at least 1")
     if layers != "all" and not (isinstance(layers, int) and layers >= 0):
         raise MoequantError(f'layers = {layers!r}, but must be a number of layers or "all"')
     serving = serving_on(device, backend, runs_layers=layers != 0)

@@ -125,7 +125,7 @@ def _compare_files(named: Counter[str], present: set[str], findings: Findings) -
             "files", file, "no index entry leads here, yet some loaders read it; remove it"
         )
     for file in sorted(named.keys() - present, key=natural_key):
-        findings.add("files", file, f"missing, and the index puts {named[file]} tensors into it")
+        findings.add("files", file, f"missing, but the index lists {named[file]} tensors in it")
 
 
 def _compare_with_safetensors(
@@ -141,7 +141,7 @@ def _compare_with_safetensors(
         return
     ours = {name: (info.dtype, info.shape) for name, info in header.items()}
     for name in sorted(ours.items() ^ seen.items(), key=str):
-        findings.add("files", path.name, f"safetensors reads another header than we do: {name}")
+        findings.add("files", path.name, f"the safetensors library reads another header: {name}")
 
 
 def _tensors(headers: Headers, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
@@ -161,7 +161,7 @@ def _check_weight_map(weight_map: Mapping[str, str], headers: Headers, findings:
             if weight_map.get(name) != file:
                 elsewhere.add(name)
                 says = f"the index says {weight_map[name]}" if name in weight_map else "not indexed"
-                findings.add("index", name, f"lies in {file}, but {says}")
+                findings.add("index", name, f"is in {file}, but {says}")
     for name, file in weight_map.items():
         if file in headers and name not in headers[file] and name not in elsewhere:
             findings.add("index", name, f"not in {file}, where the index puts it")

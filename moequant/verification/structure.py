@@ -125,7 +125,7 @@ def check_sidecars(
         if file not in copied_files:
             if same:
                 findings.add(
-                    "sidecars", str(file), "speaks of the source's quantization; remove it"
+                    "sidecars", str(file), "describes the source's quantization; remove it"
                 )
         elif not copied:
             findings.add("sidecars", str(file), "missing; the source has it")

@@ -182,7 +182,7 @@ def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None
         elif find_source_dialect(quantization_config, ()) is None:
             reason = f"moequant does not read quantization_config.quant_method = {method}"
         else:
-            reason = f"no weight that config.json describes ({method}) has it for a part"
+            reason = f"it belongs to no weight that config.json describes ({method})"
         raise UnsupportedError(
             f"{name}: stored as {info.dtype}, so this checkpoint is quantized, and {reason}. Take "
             "the unquantized release of this model, or one in a dialect that moequant reads: "

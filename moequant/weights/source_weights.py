@@ -135,5 +135,5 @@ def check_bias(source: Checkpoint, info: TensorInfo) -> None:
         index = bad[0].tolist()
         raise NonFiniteError(
             f"{info.name}: {values[tuple(index)].item()} at index {index}; experts that are "
-            "converted have biases without it. Mend the source checkpoint or fetch it again"
+            "converted have biases without it. Correct the source checkpoint or fetch it again"
         )

@@ -97,8 +97,8 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     assert set(backends()) < set(contender_names())
     for name, reason in (
         ("vllm", "blocks of 128 x 128, not in mxfp4"),
-        ("cutlas", "nothing called 'cutlas'"),
-        ("sm90_fp8_block", "runs fp8_block alone"),
+        ("cutlas", "unknown 'cutlas'"),
+        ("sm90_fp8_block", "runs only fp8_block"),
         ("torch_reference", "waits for the device, which no CUDA graph captures"),
         ("naive_batched", "waits for the device, which no CUDA graph captures"),
     ):
@@ -123,7 +123,7 @@ def test_grouped_mm_computes_what_the_experts_do_without_quantized_activations(a
 def test_grouped_mm_is_of_the_two_functions_it_is_written_for():
     weights = random_experts(SMALL, "mxfp4", CPU)
     parts = {**weights.projections(), "gate": None}
-    with pytest.raises(UnsupportedError, match="timed with gated silu or swigluoai"):
+    with pytest.raises(UnsupportedError, match="timed only with gated silu or swigluoai"):
         make_contender("grouped_mm", ExpertWeights(**parts, act_fn=RELU2))
 
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(on_cpu, monkeypat
     for measure, reason in (
         (
             Measure(format="fp8_block", tokens=[1], against=["vlm"]),
-            "nothing called 'vlm' to time; there are ",
+            "unknown 'vlm'; use one of: ",
         ),
         (Measure(tokens=[1], format="w4a8"), "96"),
         (

@@ -137,7 +137,7 @@ def test_a_shape_is_wanted():
 def test_an_unknown_shape_is_refused():
     result = run("--shape", "all,qwen9")
     assert result.exit_code == 4
-    assert "there is no shape 'qwen9'" in result.stderr
+    assert "unknown shape 'qwen9'" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -160,4 +160,4 @@ def test_another_device_is_refused(device, message):
 def test_a_size_of_thousands_of_digits_is_no_shape():
     result = run("--shape", "9" * 5000 + "x1x1x1")
     assert result.exit_code == 4
-    assert "there is no shape" in result.stderr
+    assert "unknown shape" in result.stderr

@@ -17,7 +17,7 @@ def test_without_a_gpu_it_says_so(run):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--shape", "qwen9"], 4, "there is no shape 'qwen9'"),
+        (["--shape", "qwen9"], 4, "unknown shape 'qwen9'"),
         (["--shape", "qwen3-30b", "--tokens", "0"], 2, "is not a list such as 1,8,512"),
         ([], 2, "Missing option '--shape'"),
     ],

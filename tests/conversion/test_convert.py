@@ -662,7 +662,7 @@ def test_a_dry_run_says_that_the_output_would_be_refused(source, tmp_path):
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     for output, reason in (
         (tmp_path / "out", "not empty"),
-        (source / "inside", "lies in the source"),
+        (source / "inside", "is inside the source"),
     ):
         result = convert(source, output, format="mxfp4", dry_run=True)
         assert any(reason in refusal for refusal in result.refusals)

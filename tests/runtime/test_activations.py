@@ -222,7 +222,7 @@ def test_router_weight_on_input_comes_before_quantization(layers, format):
     [
         ("fp8_row", r"unknown activation scheme 'fp8_row'; use one of: fp8_group128, fp8_token"),
         ("", "unknown activation scheme ''"),
-        ("fp8_static", "there is none; give static_scale, or use fp8_token"),
+        ("fp8_static", "needs static_scale; give it, or use fp8_token"),
     ],
 )
 def test_an_unknown_scheme_or_a_static_one_without_its_scale_is_refused(scheme, message):

@@ -107,7 +107,7 @@ def test_the_largest_batch_is_capacity_enough():
 
 
 def test_an_expert_that_overflows_is_named_on_a_cpu():
-    with pytest.raises(UnsupportedError, match=r"expert 0 has 3 tokens, but there is room for 2"):
+    with pytest.raises(UnsupportedError, match=r"expert 0 has 3 tokens, but the capacity is 2"):
         prepare_batched(torch.zeros(5, 4), routing_of(IDS), experts=3, capacity=2, scheme="none")
 
 
@@ -238,8 +238,8 @@ def test_naive_batched_looks_at_no_row_beyond_the_counts(layers):
         ([5, 4, 256], [1] * 5, r"qdata is torch.float32 \[5, 4, 256\], but .* \[6, 4, 256\]"),
         ([7, 4, 256], [1] * 7, r"qdata is torch.float32 \[7, 4, 256\], but .* \[6, 4, 256\]"),
         ([6, 4, 256], [1] * 5, r"counts is torch.int32 \[5\], but .* \[6\]"),
-        ([6, 4, 256], [0, 4, 5, 0, 0, 0], r"expert 2 has 5 tokens, but there is room for 4"),
-        ([6, 4, 256], [0, 0, 0, -1, 0, 0], r"counts has -1, but a count is at least 0"),
+        ([6, 4, 256], [0, 4, 5, 0, 0, 0], r"expert 2 has 5 tokens, but the capacity is 4"),
+        ([6, 4, 256], [0, 0, 0, -1, 0, 0], r"counts has -1, but must be at least 0"),
     ],
 )
 def test_batches_that_do_not_fit_the_experts_are_refused(layers, qdata, counts, message):
@@ -259,7 +259,7 @@ def test_batches_that_do_not_fit_the_experts_are_refused(layers, qdata, counts, 
     [
         ("fp8_row", r"unknown activation scheme 'fp8_row'; use one of: fp8_group128, fp8_token"),
         ("", "unknown activation scheme ''"),
-        ("fp8_static", "there is none; give static_scale, or use fp8_token"),
+        ("fp8_static", "needs static_scale; give it, or use fp8_token"),
     ],
 )
 def test_batches_are_not_quantized_by_an_unknown_scheme_or_without_its_scale(scheme, message):

@@ -90,8 +90,8 @@ def check(got, weights, call, **options):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": "nvfp4", "activations": "none"}, "runs fp8_block alone"),
-        ({"activations": "none"}, "activations in fp8_group128 alone"),
+        ({"format": "nvfp4", "activations": "none"}, "runs only fp8_block"),
+        ({"activations": "none"}, "takes only activations in fp8_group128"),
         ({"hidden": 264}, "needs H to be a multiple of 16"),
         ({"intermediate": 100}, "needs I to be a multiple of 16"),
         ({"experts": 0}, "needs at least one expert"),

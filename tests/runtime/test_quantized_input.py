@@ -99,7 +99,7 @@ def test_compiled_calls_take_them_too(case):
         ({"hidden_scale": torch.ones(12, 2)}, r"hidden_scale is \[12, 2\]"),
         ({"hidden_scale": torch.ones(13, 2).half()}, "hidden_scale is torch.float16"),
         ({"hidden_scale": torch.ones(13, 2, device="meta")}, "hidden_scale is on meta"),
-        ({"activations": "none"}, "fed activations that are not quantized; give hidden_states in"),
+        ({"activations": "none"}, "take activations that are not quantized; give hidden_states in"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(layers, change, message):
@@ -168,7 +168,7 @@ def test_a_fused_backend_that_takes_none_refuses_them(layers, monkeypatch):
     layer = layers.make()
     x = quantize_activations(layer.hidden, "fp8_group128")
     module = FusedExperts(layer.weights, backend="takes_none")
-    with pytest.raises(UnsupportedError, match="'takes_none' takes no hidden states that are qu"):
+    with pytest.raises(UnsupportedError, match="'takes_none' does not take quantized hidden"):
         module(x.qdata, *layer.call[1:], hidden_scale=x.scale)
 
 

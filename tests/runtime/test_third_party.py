@@ -100,7 +100,7 @@ def test_an_installed_backend_runs_when_named(layers, install):
         ("twos", "Misnamed", "calls itself 'ones'; both names must be one"),
         ("name", "Nameless", "calls itself None; both names must be one"),
         ("nowhere", "ByDefaultNowhere", "has default_on None; it must be a tuple"),
-        ("torch_reference", "Zeros", "its name is another backend's"),
+        ("torch_reference", "Zeros", "another backend has this name"),
         ("undecided", "Undecided", r"cannot say whether it runs this: RuntimeError\('driver is"),
     ],
 )
@@ -118,7 +118,7 @@ def test_of_two_packages_with_one_name_the_first_has_it(layers, install, monkeyp
     monkeypatch.setattr(third_party, "entry_points", lambda group: points)
     assert isinstance(backends.backends()["zeros"], Zeros)
     with pytest.raises(
-        UnsupportedError, match=r"zeros \(.*:Other\): its name is another backend's"
+        UnsupportedError, match=r"zeros \(.*:Other\): another backend has this name"
     ):
         FusedExperts(layers.make().weights, backend="nothing")
 

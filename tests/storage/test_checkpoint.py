@@ -619,7 +619,7 @@ def test_hub_cache_serves_without_network(tmp_path: Path) -> None:
     found, absent, revision = done.stdout.splitlines()
     assert found == f"{snapshot} [1.0, 1.0] tokenizer.json"
     assert absent.startswith(
-        "owner/absent: no such directory, so it was taken for a hub repository"
+        "owner/absent: no such directory, so it was looked up as a hub repository"
     )
     assert "revision main is not (completely) in the hub cache" in absent
     assert "owner/name" in revision

@@ -25,14 +25,14 @@ def test_keys_are_named_with_their_path():
 
 
 def test_a_list_says_what_it_lacks_and_holds():
-    assert diff([128, 64], [128, 128]) == [("c", "lacks 128 and holds 64 besides")]
+    assert diff([128, 64], [128, 128]) == [("c", "lacks 128 and also has 64")]
     assert diff(["x"], ["x", "y", "y"]) == [("c", 'lacks "y"')]
     assert diff([1, 2], [2, 1]) == [("c", "its items are in another order than expected")]
 
 
 def test_long_lists_are_cut():
     (difference,) = diff(list("abcdef"), [])
-    assert difference == ("c", 'holds "a", "b", "c" and 3 more besides')
+    assert difference == ("c", 'also has "a", "b", "c" and 3 more')
 
 
 def test_numbers_are_compared_by_value_and_booleans_are_no_numbers():
@@ -41,7 +41,7 @@ def test_numbers_are_compared_by_value_and_booleans_are_no_numbers():
     assert diff({"a": nan, "b": [nan]}, {"a": other_nan, "b": [other_nan]}) == []
     assert diff(nan, 1.0) == [("c", "nan, expected 1.0")]
     assert diff(True, 1) == [("c", "True, expected 1")]
-    assert diff([True], [1]) == [("c", "lacks 1 and holds true besides")]
+    assert diff([True], [1]) == [("c", "lacks 1 and also has true")]
 
 
 def test_another_type_is_a_difference():

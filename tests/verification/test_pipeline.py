@@ -382,7 +382,7 @@ def test_a_wrong_file_in_the_index_is_named(source, converted):
     wrong = next(p.name for p in sorted(folder.glob("*.safetensors")) if p.name != right)
     edit_json(folder, INDEX, lambda index: index["weight_map"].update({ROUTER: wrong}))
     found = problems(verify(folder, against=source), "index")
-    assert found == {ROUTER: f"lies in {right}, but the index says {wrong}"}
+    assert found == {ROUTER: f"is in {right}, but the index says {wrong}"}
 
 
 def test_a_wrong_total_size_is_named(source, converted):

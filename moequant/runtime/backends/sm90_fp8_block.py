@@ -61,9 +61,9 @@ class Sm90Fp8Block(Backend):
 def why_not_fp8_block(workload: Workload) -> str | None:
     """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
     if workload.format != "fp8_block":
-        return "runs fp8_block alone"
+        return "runs only fp8_block"
     if workload.activations != "fp8_group128":
-        return "multiplies by activations in fp8_group128 alone"
+        return "takes only activations in fp8_group128"
     for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
         if size % _ROW_MULTIPLE:
             return f"needs {name} to be a multiple of {_ROW_MULTIPLE}"

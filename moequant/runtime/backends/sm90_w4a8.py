@@ -94,9 +94,9 @@ class Sm90W4a8(Backend):
     def supports(self, workload: Workload) -> str | None:
         """Wants w4a8, its activations, SM90, triton and NVRTC."""
         if workload.format != "w4a8":
-            return "runs w4a8 alone"
+            return "runs only w4a8"
         if workload.activations != "fp8_token":
-            return "multiplies by activations in fp8_token alone"
+            return "takes only activations in fp8_token"
         if workload.experts == 0:
             return "needs at least one expert"
         if workload.device.type != "cuda":

@@ -48,7 +48,7 @@ def load_third_party(taken: frozenset[str]) -> dict[str, Backend]:
 
 def _load(point: EntryPoint, taken: frozenset[str]) -> Backend:
     if point.name in taken:
-        return Unavailable(f"{point.name} ({point.value})", "its name is another backend's")
+        return Unavailable(f"{point.name} ({point.value})", "another backend has this name")
     # Another package's code: whatever it raises is that backend's reason, not ours to end with.
     try:
         backend = point.load()()

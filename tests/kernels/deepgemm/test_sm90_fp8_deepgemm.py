@@ -175,7 +175,7 @@ def test_a_release_that_sets_the_alignment_in_its_extension_module_alone(monkeyp
 def test_another_alignment_that_cannot_be_set_is_refused(monkeypatch):
     monkeypatch.setattr(Library, "alignment", 64)
     monkeypatch.delattr(Library, "set_mk_alignment_for_contiguous_layout")
-    with pytest.raises(UnsupportedError, match=r"layout is 64, but these experts want 128"):
+    with pytest.raises(UnsupportedError, match=r"layout is 64, but these experts need 128"):
         run_experts(pack(weights_of()), *call_of())
 
 
