@@ -32,13 +32,16 @@ from moequant.weights.source_weights import places_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Executor
 
     from moequant.conversion import Plan, Unit
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, Place
+    from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
+    from moequant.verification.stored import StoredCheckpoint
     from moequant.weights.source_model import SourceModel
     from moequant.weights.source_weights import WeightInfo
 
@@ -110,6 +113,27 @@ class Expectation:
         """Where each tensor of a converted module lies, by the dialect's name for it."""
         model = self.model
         return stored_places(model.architecture, model.moe, self.dialect, module, format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What the checks of one verification share.
+
+    Attributes:
+        source: the source.
+        stored: the converted checkpoint.
+        expected: its expected content.
+        pool: threads with one intra-op thread each, which work on a tensor, unit or layer.
+        progress: receives the progress.
+        findings: collects the problems.
+    """
+
+    source: Checkpoint
+    stored: StoredCheckpoint
+    expected: Expectation
+    pool: Executor
+    progress: Progress
+    findings: Findings
 
 
 def expect_by_record(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.conversion import merged_errors
@@ -12,14 +11,9 @@ from moequant.verification.report import FormatSummary, Problem, WeightCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from concurrent.futures import Executor
 
     from moequant.conversion import RequantizationError
-    from moequant.progress import Progress
-    from moequant.storage.checkpoint import Checkpoint
-    from moequant.verification.expectation import Expectation
     from moequant.verification.report import Check
-    from moequant.verification.stored import StoredCheckpoint
 
 KEPT_PROBLEMS = 50
 """Problems of one check that a report spells out."""
@@ -60,27 +54,6 @@ class Findings:
 def cut(text: str) -> str:
     """Shorten a text from an untrusted file."""
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "..."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verification:
-    """What the checks of one verification share.
-
-    Attributes:
-        source: the source.
-        stored: the converted checkpoint.
-        expected: its expected content.
-        pool: threads with one intra-op thread each, which work on a tensor, unit or layer.
-        progress: receives the progress.
-        findings: collects the problems.
-    """
-
-    source: Checkpoint
-    stored: StoredCheckpoint
-    expected: Expectation
-    pool: Executor
-    progress: Progress
-    findings: Findings
 
 
 class WeightChecks:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from moequant.conversion import Unit
     from moequant.models import MoeConfig, TensorRole
-    from moequant.verification.findings import Findings, Verification
+    from moequant.verification.expectation import Verification
+    from moequant.verification.findings import Findings
     from moequant.verification.serving import Serving
     from moequant.weights.converted import ConvertedCheckpoint
 

@@ -14,8 +14,8 @@ from moequant.quantizers.worker_pool import worker_pool
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
-from moequant.verification.expectation import expect_by_config, expect_by_record
-from moequant.verification.findings import Findings, Verification
+from moequant.verification.expectation import Verification, expect_by_config, expect_by_record
+from moequant.verification.findings import Findings
 from moequant.verification.folder import existing_directory
 from moequant.verification.layers import (
     DEFAULT_LAYERS,

@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from moequant.quantizers import Quantizer
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
-    from moequant.verification.expectation import Expectation
-    from moequant.verification.findings import Verification
+    from moequant.verification.expectation import Expectation, Verification
     from moequant.verification.stored import StoredCheckpoint
 
 
