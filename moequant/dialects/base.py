@@ -210,7 +210,6 @@ class Unquantized(Dialect):
     """
 
     name = "plain"
-    summary = "no quantization: every engine that loads the model in BF16"
     encodings = {}  # noqa: RUF012
 
 

@@ -129,8 +129,9 @@ class Encoding:
 
     def specs(self, module: str, shape: _Shape) -> dict[str, TensorSpec]:
         """Dtype and shape of each tensor that `encode` returns for a weight [N, K], by name."""
-        parts = dict(self.format.specs(shape, module))
-        parts["scale"] = replace(parts["scale"], dtype=self._scale_dtypes[0])
+        parts = self.format.specs(shape, module)
+        if self._scale_dtypes[0] != self.format.scale_dtype:
+            parts = {**parts, "scale": replace(parts["scale"], dtype=self._scale_dtypes[0])}
         return dict(zip(self._names(module), self._specs(parts, shape), strict=True))
 
     def encode(

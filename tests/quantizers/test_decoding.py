@@ -37,21 +37,15 @@ READ = [name for name, fmt in REGISTRY.items() if "read" in fmt.uses]
 every_stored = pytest.mark.parametrize("stored", READ)
 every_format = pytest.mark.parametrize("fmt", CONVERTIBLE.values(), ids=CONVERTIBLE)
 # N and K: one block, several, ragged, runs of 16, 32 and 64 columns that share a scale.
-SHAPES = {
-    "fp8_block": [(128, 128), (130, 1152), (3, 16), (257, 48), (5, 2880)],
-    "fp8_channel": [(128, 128), (130, 1152), (3, 16), (257, 48), (5, 2880)],
-    "nvfp4": [(128, 128), (130, 1152), (3, 16), (257, 48)],
-    "mxfp4": [(128, 128), (130, 1152), (3, 32), (257, 96)],
-    "mxfp8": [(128, 128), (130, 1152), (3, 32), (257, 96)],
-    "w4a8": [(128, 128), (130, 1152), (3, 256)],
-    "int4": [(128, 128), (130, 1152), (3, 32), (257, 96)],
-}
-STORED_SHAPES = [(stored, shape) for stored, shapes in SHAPES.items() for shape in shapes]
-every_stored_shape = pytest.mark.parametrize(("stored", "shape"), STORED_SHAPES, ids=str)
+SHAPES = [(128, 128), (130, 1152), (3, 16), (3, 32), (3, 256), (257, 48), (257, 96), (5, 2880)]
 
 
 def takes(fmt, shape):
     return fmt.ragged or shape[1] % fmt.block[1] == 0
+
+
+STORED_SHAPES = [(name, shape) for name in READ for shape in SHAPES if takes(REGISTRY[name], shape)]
+every_stored_shape = pytest.mark.parametrize(("stored", "shape"), STORED_SHAPES, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -77,22 +71,15 @@ def random_weight(stored, shape, seed=0):
         codes = torch.randint(0, 256, (N, K // 2), generator=generator, dtype=torch.uint8)
     else:
         codes = codes.view(torch.float8_e4m3fn)
-    columns = {
-        "nvfp4": 16,
-        "mxfp4": 32,
-        "mxfp8": 32,
-        "w4a8": 128,
-        "int4": 32,
-        "fp8_channel": K,
-    }.get(stored)
-    extents = (N, K // columns) if columns else (-(-N // 128), -(-K // 128))
-    scale = torch.rand(extents, generator=generator) * 2.0**-6 + 2.0**-8
-    if stored == "nvfp4":
-        return weight(stored, codes, scale.to(torch.float8_e4m3fn), torch.tensor(0.3))
-    if stored in ("mxfp4", "mxfp8"):
+    fmt = REGISTRY[stored]
+    rows, columns = fmt.block
+    extents = -(-N // rows), -(-K // min(columns, K))
+    if fmt.scale_dtype == torch.float8_e8m0fnu:
         scale = torch.randint(110, 130, extents, generator=generator, dtype=torch.uint8)
-        return weight(stored, codes, scale.view(torch.float8_e8m0fnu))
-    return weight(stored, codes, scale.bfloat16() if stored == "w4a8" else scale)
+        return weight(stored, codes, scale.view(fmt.scale_dtype))
+    scale = torch.rand(extents, generator=generator) * 2.0**-6 + 2.0**-8
+    global_scale = torch.tensor(0.3) if fmt.has_global_scale else None
+    return weight(stored, codes, scale.to(fmt.scale_dtype), global_scale)
 
 
 def float_scales():
@@ -108,32 +95,22 @@ def every_byte(rows):
 
 def exhaustive(stored):
     """Every byte of codes under every scale that there is, or every exponent of one."""
-    if stored == "fp8_channel":
-        scale = float_scales()
-        return [weight(stored, every_byte(len(scale)).view(torch.float8_e4m3fn), scale)]
-    if stored == "fp8_block":
-        scale = float_scales()[::61]
-        codes = every_byte(128 * len(scale)).view(torch.float8_e4m3fn)
-        return [weight(stored, codes, scale.expand(-1, 2).contiguous())]
-    if stored == "mxfp8":
-        byte = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-        scale = byte[:, None].expand(-1, 8).contiguous().view(torch.float8_e8m0fnu)
-        return [weight(stored, every_byte(256).view(torch.float8_e4m3fn), scale)]
-    if stored == "mxfp4":
-        byte = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-        scale = byte[:, None].expand(-1, 16).contiguous().view(torch.float8_e8m0fnu)
-        return [weight(stored, every_byte(256), scale)]
-    if stored == "nvfp4":
-        byte = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-        scale = byte[:, None].expand(-1, 32).contiguous().view(torch.float8_e4m3fn)
-        globals_ = (2.0**-126, 2.0**-20, 0.3, 1.0, 2.0**110, math.inf)
-        return [weight(stored, every_byte(256), scale, torch.tensor(g)) for g in globals_]
-    if stored == "int4":
-        scale = float_scales()
-        return [weight(stored, every_byte(len(scale)), scale.expand(-1, 4).contiguous())]
-    patterns = torch.arange(0, 1 << 16, 16, dtype=torch.int32).to(torch.int16)
-    scale = patterns.view(torch.bfloat16).reshape(-1, 1)
-    return [weight(stored, every_byte(len(scale)), scale.expand(-1, 4).contiguous())]
+    fmt = REGISTRY[stored]
+    rows, columns = fmt.block
+    if fmt.scale_dtype == torch.float32:
+        scale = float_scales()[:: 61 if rows > 1 else 1]
+    elif fmt.scale_dtype == torch.bfloat16:
+        patterns = torch.arange(0, 1 << 16, 16, dtype=torch.int32).to(torch.int16)
+        scale = patterns.view(torch.bfloat16).reshape(-1, 1)
+    else:
+        scale = torch.arange(256).to(torch.uint8)[:, None].view(fmt.scale_dtype)
+    K = 256 * fmt.codes_per_byte
+    codes = every_byte(rows * len(scale)).view(fmt.qdata_dtype)
+    scale = scale.expand(-1, -(-K // min(columns, K))).contiguous()
+    if not fmt.has_global_scale:
+        return [weight(stored, codes, scale)]
+    globals_ = (2.0**-126, 2.0**-20, 0.3, 1.0, 2.0**110, math.inf)
+    return [weight(stored, codes, scale, torch.tensor(g)) for g in globals_]
 
 
 def decode_anything(quantizer, q, dtype):

@@ -6,6 +6,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
+
 from moequant.formats import RUNNABLE, get_format
 from moequant.formats.base import WHOLE
 from moequant.kernels.portable.weights import END_EXPERT, END_ROW, Experts, Kind, projection
@@ -17,7 +19,6 @@ from moequant.runtime.backends.planned import PlannedExperts
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
-    import torch
     from torch import Tensor
 
     from moequant.formats import Format, QuantizedWeight
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from moequant.runtime.workload import Workload
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
+_SCALE_COLUMNS = {
+    torch.float32: (128, WHOLE),
+    torch.bfloat16: (128,),
+    torch.float8_e8m0fnu: (32,),
+    torch.float8_e4m3fn: (16,),
+}
+"""How many columns may share a scale, by its dtype: what the kernels decode."""
+DECODED = [n for n, f in RUNNABLE.items() if f.block[1] in _SCALE_COLUMNS[f.scale_dtype]]
 
 
 class TritonExperts(PlannedExperts):
@@ -75,12 +84,12 @@ class TritonPortable(Backend):
 
     def serves(self, target: str) -> Collection[str]:
         """See `Backend.serves`."""
-        return RUNNABLE
+        return DECODED
 
 
 def why_not_portable(workload: Workload) -> str | None:
     """Why the kernels do not run `workload`; None where they do."""
-    if workload.format not in RUNNABLE:
+    if workload.format not in DECODED:
         return f"cannot decode {workload.format}"
     if workload.activations not in SCHEMES:
         return f"cannot quantize activations to {workload.activations}"
