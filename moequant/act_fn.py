@@ -1,4 +1,4 @@
-"""What lies between the two GEMMs of an expert: the activation function, in float32.
+"""Activation functions of experts, evaluated in float32 between the two GEMMs.
 
 | name | gated | not gated |
 |---|---|---|
@@ -10,8 +10,8 @@
 | situ | saturate(gate, beta) * sigmoid(gate) * saturate(up, linear_beta) | - |
 | relu2 | relu(gate)**2 * up | relu(up)**2 |
 
-saturate(x, b) is b * tanh(x / b). `limit` clamps what goes in: the argument of the function from
-above, but in swiglustep its result; a gated up on both sides.
+saturate(x, b) is b * tanh(x / b). `limit` clamps the argument of the function from above (in
+swiglustep its result), and a gated up on both sides.
 
 Sources: vLLM's `apply_moe_activation`, where swigluoai with a beta is SWIGLUOAI_UNINTERLEAVE;
 gpt-oss for swigluoai, Step-3.5 for swiglustep, Kimi-K3's `SituAndMul` for situ.
@@ -28,15 +28,46 @@ import torch
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-NAMES = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "relu2")
+
+def _times_sigmoid(x: Tensor, z: Tensor) -> Tensor:
+    # Written out: torch's own silu and sigmoid round differently in the last elements of a vector
+    # loop, so that a value would depend on its position.
+    return x / (1 + torch.exp(-z))
+
+
+def _saturate(x: Tensor, bound: float) -> Tensor:
+    return bound * torch.tanh(x / bound)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor, ActFn], Tensor]] = {
+    "silu": lambda x, f: _times_sigmoid(x, x),
+    "gelu": lambda x, f: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))),
+    # (1 + tanh(z)) / 2 is sigmoid(2 z).
+    "gelu_tanh": lambda x, f: _times_sigmoid(
+        x, math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
+    ),
+    "swigluoai": lambda x, f: _times_sigmoid(x, f.alpha * x),
+    "swiglustep": lambda x, f: _times_sigmoid(x, x).clamp(max=f.limit),
+    "situ": lambda x, f: _times_sigmoid(_saturate(x, f.beta), x),
+    "relu2": lambda x, f: x.relu().square(),
+}
+NAMES = tuple(_FUNCTIONS)
 GATED_ONLY = ("swigluoai", "swiglustep", "situ")
-"""Those that are not defined without a gate."""
+"""Functions that are not defined without a gate."""
 
-
+_NUMBERS = {
+    "limit": (None, NAMES),
+    "alpha": (1.0, ("swigluoai",)),
+    "beta": (1.0, ("swigluoai", "situ")),
+    "linear_beta": (None, ("situ",)),
+}
+"""Default of each number, and the functions that have it."""
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-"""Of the numbers below, which kernels compute with: normal ones of float32."""
+"""Kernels compute with normal float32 numbers only."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -47,17 +78,18 @@ def _is_number(value: object) -> TypeGuard[float]:
 class ActFn:
     """An activation function of experts.
 
-    One that a config.json describes may have any name and numbers; `check` says whether we compute
-    it, and `ExpertWeights` asks.
+    One read from config.json may have any name and numbers; `check` says whether the runtime
+    computes it.
 
     Attributes:
-        name: one of NAMES, else the name that config.json has for it.
-        gated: whether it multiplies by up; else there is no gate, and it is of up.
-        limit: clamps gate, or swiglustep's function of it, to at most this, and a gated up to
-            +-this; None does not. swiglustep needs one.
+        name: one of NAMES, else the name in config.json.
+        gated: whether the function of gate multiplies up; else there is no gate, and it is the
+            function of up.
+        limit: upper bound of gate, or of swiglustep's function of it, and bound of a gated up on
+            both sides; None for no bound. swiglustep needs one.
         alpha: factor within the sigmoid of swigluoai; 1 for the others.
-        beta: of swigluoai, what is added to up; of situ, the bound of gate; 1 for the others.
-        linear_beta: of situ, the bound of up, or None, which leaves up as it is.
+        beta: summand of up in swigluoai, bound of gate in situ; 1 for the others.
+        linear_beta: bound of up in situ; None for no bound.
     """
 
     name: str
@@ -68,12 +100,12 @@ class ActFn:
     linear_beta: float | None = None
 
     def check(self) -> None:
-        """Refuse what we do not compute.
+        """Check that the runtime computes this function.
 
         Raises:
-            UnsupportedError: no function is called that, one that is always gated is not, a number
-                is given to a function that has none such, one is no number or none that float32
-                holds, or a bound is not positive.
+            UnsupportedError: an unknown name, a function without the gate it needs, a number that
+                the function does not have or float32 does not hold, or a bound that is not
+                positive.
         """
         if self.name not in NAMES:
             raise UnsupportedError(
@@ -85,32 +117,23 @@ class ActFn:
             raise UnsupportedError("activation function swiglustep clamps, so it needs a limit")
         if not isinstance(self.gated, bool):
             raise UnsupportedError(f"gated is {self.gated!r}, but it must be True or False")
-        self._check_number("alpha", self.alpha, 1.0, of=("swigluoai",))
-        self._check_number("beta", self.beta, 1.0, of=("swigluoai", "situ"))
-        self._check_number("linear_beta", self.linear_beta, None, of=("situ",))
-        bounds = {"limit": self.limit, "linear_beta": self.linear_beta}
-        if self.name == "situ":
-            bounds["beta"] = self.beta
-        for field, bound in bounds.items():
-            if bound is not None and not (_is_number(bound) and _LEAST <= bound <= _MOST):
-                absent = "" if field == "beta" else ", or None"
+        for field, (absent, functions) in _NUMBERS.items():
+            value = getattr(self, field)
+            if value is None and absent is None:
+                continue
+            is_bound = absent is None or (field, self.name) == ("beta", "situ")
+            least = _LEAST if is_bound else -_MOST
+            if not (_is_number(value) and least <= value <= _MOST):
+                or_none = ", or None" if absent is None else ""
                 raise UnsupportedError(
-                    f"{field} is {bound!r}, but it must be positive, and finite in float32{absent}"
+                    f"{field} is {value!r}, but it must be {'positive' if is_bound else 'a number'}"
+                    f", and finite in float32{or_none}"
                 )
-
-    def _check_number(
-        self, field: str, value: float | None, absent: float | None, *, of: tuple[str, ...]
-    ) -> None:
-        if value is None and absent is None:
-            return
-        if not (_is_number(value) and -_MOST <= value <= _MOST):
-            raise UnsupportedError(
-                f"{field} is {value!r}, but it must be a number, finite in float32"
-            )
-        if self.name not in of and value != absent:
-            raise UnsupportedError(
-                f"{field} {value}: activation function {self.name} has none; leave it at {absent}"
-            )
+            if self.name not in functions and value != absent:
+                raise UnsupportedError(
+                    f"{field} {value}: activation function {self.name} has none; leave it at "
+                    f"{absent}"
+                )
 
     def __call__(self, gate: Tensor | None, up: Tensor) -> Tensor:
         """The function of float32 `gate` and `up` of one shape; `gate` is None if not gated."""
@@ -122,76 +145,22 @@ class ActFn:
         return y if gate is None else y * self._factor(up)
 
     def _factor(self, up: Tensor) -> Tensor:
-        """What a gated function makes of up."""
+        """The factor that a gated function makes of up."""
         if self.name == "swigluoai":
             return up + self.beta
         return up if self.linear_beta is None else _saturate(up, self.linear_beta)
 
     def __str__(self) -> str:
-        parts: list[str] = [self.name]
-        if not self.gated:
-            parts.append("not gated")
-        if self.limit is not None:
-            parts.append(f"limit {self.limit:g}")
-        if self.alpha != 1.0:
-            parts.append(f"alpha {self.alpha:g}")
-        if self.beta != 1.0:
-            parts.append(f"beta {self.beta:g}")
-        if self.linear_beta is not None:
-            parts.append(f"linear_beta {self.linear_beta:g}")
+        parts = [self.name] if self.gated else [self.name, "not gated"]
+        numbers = ((field, getattr(self, field), absent) for field, (absent, _) in _NUMBERS.items())
+        parts += [f"{field} {value:g}" for field, value, absent in numbers if value != absent]
         return ", ".join(parts)
 
 
 SILU = ActFn(name="silu")
 SWIGLUOAI = ActFn(name="swigluoai", alpha=1.702, limit=7.0)
-"""gpt-oss's; the numbers are of its released configuration and code."""
+"""Of gpt-oss; numbers from its released configuration and code."""
 SITU = ActFn(name="situ", beta=4.0, linear_beta=25.0)
-"""Kimi-K3's; the numbers are of its config.json."""
+"""Of Kimi-K3; numbers from its config.json."""
 RELU2 = ActFn(name="relu2", gated=False)
-"""Nemotron-H's."""
-
-
-def _silu(x: Tensor, act_fn: ActFn) -> Tensor:
-    # Written out: torch's own silu and sigmoid round differently in the last elements of a vector
-    # loop, so that a value would depend on where it lies.
-    return _silu_of(x, act_fn.alpha * x)
-
-
-def _silu_of(x: Tensor, z: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-z))
-
-
-def _gelu(x: Tensor, act_fn: ActFn) -> Tensor:
-    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
-
-
-def _gelu_tanh(x: Tensor, act_fn: ActFn) -> Tensor:
-    # (1 + tanh(z)) / 2 is sigmoid(2 z).
-    return _silu_of(x, math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
-
-
-def _swiglustep(x: Tensor, act_fn: ActFn) -> Tensor:
-    return _silu(x, act_fn).clamp(max=act_fn.limit)
-
-
-def _situ(x: Tensor, act_fn: ActFn) -> Tensor:
-    return _silu_of(_saturate(x, act_fn.beta), x)
-
-
-def _saturate(x: Tensor, bound: float) -> Tensor:
-    return bound * torch.tanh(x / bound)
-
-
-def _relu2(x: Tensor, act_fn: ActFn) -> Tensor:
-    return x.relu().square()
-
-
-_FUNCTIONS = {
-    "silu": _silu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "swigluoai": _silu,
-    "swiglustep": _swiglustep,
-    "situ": _situ,
-    "relu2": _relu2,
-}
+"""Of Nemotron-H."""

@@ -126,7 +126,10 @@ def test_nan_and_infinity_are_not_hidden():
         ({"name": "swiglustep"}, "swiglustep clamps, so it needs a limit"),
         ({"name": "gelu", "beta": 0.0}, r"beta 0.0: activation function gelu has none; .* at 1.0"),
         ({"name": "swigluoai", "linear_beta": 2.0}, r"linear_beta 2.0: .* leave it at None"),
-        ({"name": "swigluoai", "beta": float("inf")}, "beta is inf, but it must be a number, fin"),
+        (
+            {"name": "swigluoai", "beta": float("inf")},
+            "beta is inf, but it must be a number, and fin",
+        ),
         ({"name": "situ", "beta": 0.0}, "beta is 0.0, but it must be positive, and finite"),
         ({"name": "situ", "linear_beta": -1.0}, "linear_beta is -1.0, .* positive, .* or None"),
         ({"name": "silu", "limit": 0.0}, r"limit is 0.0, but it must be positive"),
