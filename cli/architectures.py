@@ -24,6 +24,11 @@ def describe_architectures() -> list[dict[str, Any]]:
 
 
 def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
+    from moequant.conversion.output_dialect import choose_dialect
+    from moequant.formats import CONVERTIBLE
+    from moequant.models import CONVERTIBLE_ROLES
+
+    unlisted = (*CONVERTIBLE_ROLES, *_COMMON_KEPT)
     by_hand = architecture.tested.get("by_hand", {})
     not_loaded = architecture.tested.get("not_loaded", {})
 
@@ -40,8 +45,8 @@ def _rows(architecture: Architecture) -> Iterator[dict[str, Any]]:
             "experts": list(architecture.names),
             "layout": _layout(architecture),
             "gated": architecture.gated,
-            "dialects": dict(_dialects(architecture)),
-            "kept": [role for role in architecture.roles if _is_listed_as_kept(role)],
+            "dialects": {f: choose_dialect(None, [f], architecture).name for f in CONVERTIBLE},
+            "kept": [role for role in architecture.roles if role not in unlisted],
             "tested": "class" if by_class else "by hand",
             "notes": {t: by_hand[t] for t in listed if t in by_hand},
             "transformers_loads": loaded,
@@ -68,21 +73,6 @@ def _layout(architecture: Architecture) -> str:
         if stacked.biased:
             words.append("biases")
     return ", ".join(words if architecture.gated else [*words, "no gate"])
-
-
-def _dialects(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Each format and the dialect it is written in by default."""
-    from moequant.conversion.output_dialect import choose_dialect
-    from moequant.formats import CONVERTIBLE
-
-    for format in CONVERTIBLE:
-        yield format, choose_dialect(None, [format], architecture).name
-
-
-def _is_listed_as_kept(role: str) -> bool:
-    from moequant.models import CONVERTIBLE_ROLES
-
-    return role not in (*CONVERTIBLE_ROLES, *_COMMON_KEPT)
 
 
 def show_architectures(out: Output, document: Mapping[str, Any]) -> None:

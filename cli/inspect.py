@@ -69,7 +69,7 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
         "top_k": moe.top_k,
         "hidden": moe.hidden,
         "intermediate": moe.intermediate,
-        "activation": moe.activation,
+        "activation": moe.act_fn.name,
         "files": checkpoint.file_bytes,
         "tensors": len(rows),
         "bytes": sum(info.size_bytes for info, _, _ in rows),

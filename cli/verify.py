@@ -155,62 +155,54 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
         out.line(f"{count(counts['dequantized'], 'weight')} dequantized to BF16.")
     if report["prepared"]:
         out.line(f"Prepared for {' and '.join(report['prepared'])}, with the same weights.")
-    if report["formats"]:
-        out.line()
-        out.table(
-            ["format", ">weights", ">SQNR", ">error", ">worst", "worst weight"],
-            [
-                (
-                    summary["format"],
-                    str(summary["weights"]),
-                    _number(summary["sqnr_db"], "{:.2f} dB"),
-                    _number(summary["relative_error"], "{:.3%}"),
-                    _number(summary["worst"]["relative_error"], "{:.3%}"),
-                    summary["worst"]["name"],
-                )
-                for summary in report["formats"]
-            ],
-        )
+    _table(
+        out,
+        report["formats"],
+        {
+            "format": "{0[format]}",
+            ">weights": "{0[weights]}",
+            ">SQNR": "{0[sqnr_db]:.2f} dB",
+            ">error": "{0[relative_error]:.3%}",
+            ">worst": "{0[worst][relative_error]:.3%}",
+            "worst weight": "{0[worst][name]}",
+        },
+    )
     if report["requantization_errors"]:
         out.line()
         show_requantization_errors(out, report["requantization_errors"])
-    if report["layers"]:
-        _show_layers(out, report["layers"])
-
-
-def _show_layers(out: Output, layers: Sequence[Mapping[str, Any]]) -> None:
-    out.line()
-    out.table(
-        [">layer", "format", ">experts", ">error", ">with its activations", ">runtime / bound"],
-        [
-            (
-                str(layer["layer"]),
-                layer["format"],
-                str(layer["experts"]),
-                _number(layer["layer_error"], "{:.3%}"),
-                _number(layer["quantized_activations_error"], "{:.3%}"),
-                _number(layer["runtime_error"], "{:.2g}"),
-            )
-            for layer in layers
-        ],
+    _table(
+        out,
+        report["layers"],
+        {
+            ">layer": "{0[layer]}",
+            "format": "{0[format]}",
+            ">experts": "{0[experts]}",
+            ">error": "{0[layer_error]:.3%}",
+            ">with its activations": "{0[quantized_activations_error]:.3%}",
+            ">runtime / bound": "{0[runtime_error]:.2g}",
+        },
     )
-    served = [layer for layer in layers if layer["backend_error"] is not None]
-    if served:
+    _table(
+        out,
+        [layer for layer in report["layers"] if layer["backend_error"] is not None],
+        {
+            ">layer": "{0[layer]}",
+            "backend": "{0[backend]}",
+            "device": "{0[device]}",
+            ">off from the CPU reference": "{0[backend_error]:.3%}",
+        },
+    )
+
+
+def _table(out: Output, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print a table, if it has rows; each column's title has the template of its cells."""
+    if rows:
         out.line()
-        out.table(
-            [">layer", "backend", "device", ">off from the CPU reference"],
-            [
-                (
-                    str(layer["layer"]),
-                    layer["backend"],
-                    layer["device"],
-                    _number(layer["backend_error"], "{:.3%}"),
-                )
-                for layer in served
-            ],
-        )
+        out.table([*columns], [[_cell(form, row) for form in columns.values()] for row in rows])
 
 
-def _number(value: float | None, form: str) -> str:
-    """The number as text; a dash for None, such as the SQNR of a weight without error."""
-    return "-" if value is None else form.format(value)
+def _cell(form: str, row: Mapping[str, Any]) -> str:
+    try:
+        return form.format(row)
+    except TypeError:  # a number that is None, such as the SQNR of a weight without error
+        return "-"

@@ -39,11 +39,6 @@ class MoeConfig:
     act_fn: ActFn
     limited: tuple[tuple[int, ActFn], ...] = ()
 
-    @property
-    def activation(self) -> str:
-        """Name of the function between the GEMMs, of layers that do not clamp on their own."""
-        return self.act_fn.name
-
     def act_fn_of(self, layer: int) -> ActFn:
         """The function between the GEMMs of a layer."""
         return dict(self.limited).get(layer, self.act_fn)

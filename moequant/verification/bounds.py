@@ -3,14 +3,10 @@
 Given the scale s of its block, an element of the weight may differ from its code * s
 
 * by half a step of the element type at that magnitude, times s;
-* or by clipping to the largest code, as far as common rules for s allow:
-
-| format | codes end at | weights, in s, at | because |
-|---|---|---|---|
-| most | the element's ends | the same | s is amax over the largest number, or that rounded up |
-| nvfp4 | 6 | 6 (1 + u / s) | s is amax / 6 rounded to E4M3, u half a unit in its last place |
-| others | the element's ends | `Format.reach` | their files say it |
-
+* or by clipping to the largest code, as far as common rules for s clip: most choose s as amax over
+  the largest number of the element, or that rounded up, and clip nothing. The scale of nvfp4 is
+  amax / 6 rounded to E4M3, so that weights up to 6 (s + u) are clipped, u half a unit in the last
+  place of s. Other formats say in `Format.reach` how far;
 * or by more clipping, if the squared error of its block is within the limit relative to our
   quantizer with default options: tools that search for scales clip where it reduces the error.
 

@@ -27,8 +27,8 @@ from moequant.storage.files import (
 from moequant.storage.folder import is_inner_name
 from moequant.storage.reader import FixedFile
 from moequant.verification.findings import Findings, cut
-from moequant.verification.folder import check_nothing_added, existing_directory
 from moequant.verification.report import IntegrityReport
+from moequant.verification.stored import check_nothing_added, existing_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -16,7 +16,6 @@ from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
 from moequant.verification.expectation import Verification, expect_by_config, expect_by_record
 from moequant.verification.findings import Findings
-from moequant.verification.folder import existing_directory
 from moequant.verification.layers import (
     DEFAULT_LAYERS,
     check_layers,
@@ -28,7 +27,7 @@ from moequant.verification.prepared import check_prepared
 from moequant.verification.reference import FUNCTIONS
 from moequant.verification.report import Report
 from moequant.verification.serving import serving_on
-from moequant.verification.stored import read_stored
+from moequant.verification.stored import existing_directory, read_stored
 from moequant.verification.structure import check_shards, check_sidecars, check_structure
 from moequant.verification.weights import check_weights
 from moequant.weights.converted import ConvertedCheckpoint

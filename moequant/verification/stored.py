@@ -1,12 +1,14 @@
-"""The readable files of a converted checkpoint.
+"""The folder of a converted checkpoint, and the files in it that can be read.
 
 `Checkpoint.open` stops at the first fault. Verification continues and lists all faults.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -15,18 +17,22 @@ from moequant.errors import CheckpointError
 from moequant.storage.checkpoint import Checkpoint, natural_key
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
+from moequant.storage.folder import check_is_checkpoint, sidecar_files, weight_files
 from moequant.storage.headers import read_header
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Set
 
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
     from moequant.verification.report import Check
 
     Headers = Mapping[str, Mapping[str, TensorInfo]]
+
+
+# Notes and model cards may be added; no engine reads them.
+_NOTES = (".md", ".png", ".jpg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,25 @@ class StoredCheckpoint:
     has_record: bool
     has_config: bool
     lost: frozenset[str]
+
+
+def existing_directory(converted: str | Path) -> Path:
+    """The directory of a converted checkpoint.
+
+    Raises:
+        CheckpointError: there is none, a conversion into it is unfinished, or it holds what was
+            prepared.
+    """
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    path = Path(os.path.expanduser(converted))  # noqa: PTH111
+    try:
+        found = path.is_dir()
+    except OSError as error:  # a name too long, a parent we may not look into
+        raise CheckpointError(f"{path}: {error.strerror}; name the converted checkpoint") from error
+    if not found:
+        raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
+    check_is_checkpoint(path)
+    return path
 
 
 def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
@@ -175,3 +200,15 @@ def _check_total_size(
     wanted = sum(info.size_bytes for info in tensors.values())
     if found != wanted:
         findings.add("index", INDEX_FILE, f"total_size is {found!r}, the tensors take {wanted}")
+
+
+def check_nothing_added(path: Path, known: Set[str], message: str, findings: Findings) -> None:
+    """Add a problem with `message` for each file but `known` ones that an engine may read."""
+    try:
+        found = [*sidecar_files(path), *weight_files(path)]
+    except CheckpointError as error:
+        findings.add("sidecars", str(path), str(error))
+        return
+    for file in sorted(found, key=lambda file: natural_key(str(file))):
+        if str(file) not in known and file.suffix not in _NOTES:
+            findings.add("sidecars", str(file), message)

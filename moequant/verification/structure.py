@@ -13,7 +13,7 @@ from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import sidecar_files
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
-from moequant.verification.folder import check_nothing_added
+from moequant.verification.stored import check_nothing_added
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -157,7 +157,7 @@ def test_a_file_says_what_a_model_is(own):
     model = read_model(CONFIG, singles(), [architecture])
     assert model.layers == (0,)
     moe = model.moe
-    assert (moe.experts, moe.top_k, moe.intermediate, moe.activation) == (2, 1, 6, "silu")
+    assert (moe.experts, moe.top_k, moe.intermediate, moe.act_fn.name) == (2, 1, 6, "silu")
     assert architecture.classify("net.0.ffn.pick.weight").role == "router"
     assert architecture.classify("net.final_norm.weight").role == "norm"
     assert architecture.classify("model.embed_tokens.weight").role == "embedding"
