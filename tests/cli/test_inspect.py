@@ -187,4 +187,4 @@ def test_a_prepared_folder_that_was_moved_says_where_it_belongs(run, prepared, t
     moved = shutil.copytree(prepared, tmp_path / "sm100")
     result = run("inspect", moved)
     assert result.exit_code == 3
-    assert "is read where it was written, in CONVERTED/moequant-prepared" in result.stderr
+    assert "is read only where it was written, in CONVERTED/moequant-prepared" in result.stderr
