@@ -58,7 +58,7 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
     "--against", metavar="NAME,...", default="",
     help="Also time other backends, grouped_mm (torch in BF16) or vllm.",
 )  # fmt: skip
-@click.option("--stages", is_flag=True, help="Also time each kernel launch by itself.")
+@click.option("--stages", is_flag=True, help="Also time each kernel launch separately.")
 @click.option("--host", is_flag=True, help="Also time the host side of an eager call.")
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@click.command("prepare", short_help="Write kernel-ready tensors beside a converted checkpoint.")
+@click.command("prepare", short_help="Write the tensors that kernels read.")
 @click.argument("converted", type=options.DIRECTORY)
 @options.target_option
 @options.overwrite_option

@@ -1,4 +1,4 @@
-"""Time conversions on a CPU, beside a floor and beside other tools.
+"""Time conversions on a CPU, and compare with a floor and other tools.
 
 The floor is a plain read of the source's weight files through one buffer, and a plain write of as
 many bytes as the output has, fsynced: one thread, nothing computed. It is measured in turn with the

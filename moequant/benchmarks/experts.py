@@ -1,4 +1,4 @@
-"""Time the fused experts of layers on a GPU, beside other implementations and a floor.
+"""Time fused experts on a GPU, and compare with other implementations and a floor.
 
 A cell is a layer and a number of tokens. Its calls rotate over 8, 4 or 2 inputs, each with its own
 routing, captured in one graph, so that data left in the L2 cache helps the next call only as much
@@ -16,7 +16,7 @@ as it would in use. Contenders take turns. The result is a JSON document:
         tflops        operations over our time
         floor_us      see `floor_us`
         share_of_floor  floor over our time; 1 is the limit
-        stages_us     of each of our launches by itself, if asked for; else null
+        stages_us     of each of our launches, timed separately, if asked for; else null
         host_us       of an eager call of ours on the host, if asked for; else null
 """
 
@@ -90,7 +90,7 @@ class Measure:
         format: format of the weights.
         backend: backend of FusedExperts; by default the best for the device.
         against: names of `moequant.benchmarks.contenders`.
-        stages: whether to time each launch by itself; of backends that have stages.
+        stages: whether to time each launch separately, if the backend has stages.
         host: whether to time the host side of eager calls.
     """
 

@@ -39,7 +39,7 @@ def timed_tiling(experts: FusedExperts, tokens: int, topk: int) -> dict[str, int
 
 
 def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str, float]:
-    """Microseconds of each launch of a call, or of its first part, by itself.
+    """Microseconds of each launch of a call, or of its first part, timed separately.
 
     In a call they overlap. The GEMMs' are with that of a launch which sets their counter to 0.
     """

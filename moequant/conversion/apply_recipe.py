@@ -217,7 +217,7 @@ def _unit(
         weights=tuple(Weight(info=tensors[n], role=roles[n].role) for n in names),
         format=format,
         options=options,
-        # Who names options wants the quantizer's numbers.
+        # Naming options asks for the quantizer's numbers.
         lossless=not any(rule.options for rule in rules),
     )
 

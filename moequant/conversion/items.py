@@ -47,8 +47,8 @@ def unchanged_weights(
 
     Those whose dialect and `quantization_config` are the output's and describe them as they are
     stored: an engine that loads them from the source then loads them from the output. Others become
-    BF16, which every engine loads beside any format. A rule that gives them a format of the dialect
-    keeps them quantized, without an error if it is the format they have.
+    BF16, which every engine loads together with any format. A rule that gives them a format of the
+    dialect keeps them quantized, without an error if it is the format they have.
 
     | stored | stays in the same dialect | because |
     |---|---|---|

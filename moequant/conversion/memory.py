@@ -77,7 +77,7 @@ class MemoryBound:
 
 
 def working_bytes(unit: Unit) -> int:
-    """What converting a unit, or a tile of it, takes beside its batch's results."""
+    """What converting a unit, or a tile of it, takes in addition to its batch's results."""
     if len(unit.tiles) > 1:
         return working_bytes(unit.tiles[0])
     if unit.is_plain:

@@ -1,4 +1,4 @@
-"""convert(): the function behind `moequant convert`."""
+"""convert(), which `moequant convert` calls."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def convert(
         own = described_architectures(path, architecture)
         plan = plan_checkpoint(checkpoint, chosen, own)
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
-    # Now, so that a file that cannot come along is found before anything is written.
+    # Now, so that a file that cannot be copied is found before anything is written.
     sidecars = copied_sidecars(checkpoint)
     for file in sidecars:
         FixedFile.at(path / file).read(0, 0)

@@ -95,7 +95,7 @@ class Unit:
     def tiles(self) -> tuple[Unit, ...]:
         """Units of some rows each, to be converted one after the other; itself if it is small.
 
-        Only a weight that is dequantized into a tensor of its own is taken apart.
+        Only a weight that is dequantized into a separate tensor is split.
         """
         info = self.weights[0].info
         if not self.is_plain or self.stack is not None or not isinstance(info, EncodedInfo):

@@ -102,7 +102,7 @@ class Dialect:
     def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Inverse of `to_disk`; also accepts variants of other writers, as the encoding says.
 
-        `tensors` may contain other modules' tensors. On the meta device they stand for headers.
+        `tensors` may contain other modules' tensors. Tensors on the meta device represent headers.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong dtype or shape.
@@ -165,7 +165,7 @@ class Dialect:
         Args:
             quantization_config: the entry of config.json; None where there is none.
             config: config.json.
-            read: a JSON file beside config.json, by name; None where it is not there.
+            read: reads a JSON file next to config.json by name; None if it does not exist.
 
         Raises:
             CheckpointError: that file is malformed.

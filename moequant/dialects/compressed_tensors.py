@@ -60,7 +60,7 @@ class _Scheme:
     format: str
     """The library's name of the encoding."""
     strategies: tuple[str, ...] = ()
-    """Strategies of weights beside the one in `weights` with which sources are read too."""
+    """Other strategies of weights, besides that in `weights`, with which sources are read."""
     any_group: bool = False
     """Whether groups of any size are read."""
 

@@ -88,9 +88,9 @@ def _count_ways(pattern: str) -> int:
     for token in _TOKEN.finditer(pattern):
         match token.lastgroup:
             case "comment":
-                pass  # A quantifier behind it is of what stands before it.
+                pass  # A following quantifier applies to what is before it.
             case "reference":
-                return _TOO_MANY  # What it stands for is compared each time.
+                return _TOO_MANY  # The text it refers to is compared each time.
             case "verbose":
                 return _TOO_MANY  # Its comments may hide anything.
             case "open":

@@ -1,1 +1,1 @@
-"""How a kernel wants the bytes: lossless permutations, each with its inverse."""
+"""Byte orders that kernels read: lossless permutations, each with its inverse."""

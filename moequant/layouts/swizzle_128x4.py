@@ -28,7 +28,7 @@ def swizzled_shape(rows: int, cols: int) -> tuple[int, int]:
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Reorder scales into 128x4 tiles, each matrix of a batch by itself.
+    """Reorder scales into 128x4 tiles, each matrix of a batch separately.
 
     Args:
         scale: [..., R, C] of any one-byte dtype.
@@ -97,6 +97,6 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int, *, name: str = "scale") ->
 
 def _swap_in_words(tiles: Tensor) -> Tensor:
     """Swap axes -4 and -2 of uint8 [..., 4], whose last four bytes move as one int32."""
-    # clone, not contiguous(): an int32 view of bytes wants an offset that is a multiple of 4.
+    # clone, not contiguous(): an int32 view of bytes needs an offset that is a multiple of 4.
     words = tiles.clone(memory_format=torch.contiguous_format).view(torch.int32)
     return words.transpose(-4, -2).contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Kernel-ready copies of a converted checkpoint, beside the portable files."""
+"""Copies of a converted checkpoint in the layouts that kernels read."""
 
 from moequant.preparation.pipeline import PreparationResult, prepare
 from moequant.runtime.prepared import PreparedCheckpoint

@@ -1,4 +1,4 @@
-"""prepare(): the one function behind `moequant prepare`."""
+"""prepare(), which `moequant prepare` calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prepare(
     Args:
         converted: a converted checkpoint.
         target: "sm90" (Hopper) or "sm100" (Blackwell).
-        overwrite: write anew even if the folder fits.
+        overwrite: write again even if the folder fits.
         architecture: a TOML file that describes the checkpoint's architecture; needed only where
             neither moequant.json nor our table does.
         progress: told what is done.

@@ -5,7 +5,7 @@ limits, one for each code above 0, and the code of a weight is how many of them 
 are turned so that each lane stays with one group: limits are then computed for many groups at once
 and compared with all weights of these groups.
 
-This is exact if `unit`, the weight that E2M1's 1 stands for, has at most 4 significant bits:
+This is exact if `unit`, the weight that E2M1's 1 represents, has at most 4 significant bits:
 
 * The edges halfway between neighbouring values of E2M1 have at most 3 significant bits, so
   edge * unit has at most 7 and is an exact float32, among the denormals too if unit is a multiple
@@ -60,7 +60,7 @@ def encode_bfloat16(
         blocks: how many.
         group: weights that share a scale, 16 or 32.
         scales: from the bits of groups' largest magnitudes as float32 the bytes of their scales,
-            i32, and what a code of value 1 stands for: float32 of at most 4 significant bits.
+            i32, and what a code of value 1 represents: float32 of at most 4 significant bits.
 
     Returns:
         The bits of the largest magnitude, i16; of NaN and Inf too.
@@ -91,7 +91,7 @@ def encode_bfloat16(
 
 
 class _TurnedBlocks:
-    """Columns of two blocks, their signs apart."""
+    """Columns of two blocks, with separate signs."""
 
     def __init__(self, f: Function) -> None:
         self._f = f

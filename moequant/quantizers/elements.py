@@ -30,7 +30,7 @@ class Minifloat:
 
     Args:
         exponent: bits of the exponent.
-        mantissa: bits behind the point.
+        mantissa: bits after the point.
         least: exponent of the smallest normal number.
         largest: the largest finite number.
     """
@@ -136,7 +136,7 @@ def encode_int4(x: Value) -> Value:
 def encode_near_int4(x: Value) -> Value:
     """`encode_int4` of the multiple of 2**-17 nearest to each x.
 
-    So a product of float32 with a reciprocal stands for a quotient by a number of 8 bits, if x has
+    So a product of float32 with a reciprocal replaces a quotient by a number of 8 bits, if x has
     11 or less: it is off by 2**-20 at most, the quotients next to a tie by 2**-15 at least.
     """
     # From 64 to 128 float32 has such steps; and positive ones are in the order of their bits.

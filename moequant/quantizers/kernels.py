@@ -6,7 +6,7 @@ has written by then is of no use.
 
 Where these differ from the reference in more than the order of independent operations:
 
-* products with the reciprocal of a power of two stand for quotients: the reciprocal is a normal
+* products with the reciprocal of a power of two replace quotients: the reciprocal is a normal
   float32, so both are the same real number, rounded once;
 * so do products with other reciprocals where the few bits of a weight rule out another code;
 * signs are put aside: rounding to nearest is symmetric, and so are quotients by positive numbers;
@@ -287,7 +287,7 @@ def _grouped(
         search: better bytes, from the groups' clamped magnitudes and the bytes; if any.
         factor: from bytes, what magnitudes are scaled by.
         scaled: what is encoded, from clamped magnitudes and the factor of each.
-        scales: of weights in BF16, as `e2m1` wants them, if codes are E2M1 and scales have few
+        scales: of weights in BF16, as `e2m1` takes them, if codes are E2M1 and scales have few
             enough bits.
     """
     w, qdata, scale = (f.parameter(name) for name in ("w", "qdata", "scale"))

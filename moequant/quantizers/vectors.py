@@ -260,12 +260,12 @@ class Function:
         return self.emit(result, f"call {result} @{name}({values})")
 
     def load(self, type: Type, base: Value, index: Value) -> Value:
-        """Read a `type` at `base`, `index` of its elements behind; aligned to one element."""
+        """Read a `type` at `base`, offset by `index` elements; aligned to one element."""
         address = self._address(base, index, type.element)
         return self.emit(type, f"load {type}, ptr {address.text}, align {type.bits // 8}")
 
     def store(self, value: Value, base: Value, index: Value) -> None:
-        """Write `value` at `base`, `index` of its elements behind; aligned to one element."""
+        """Write `value` at `base`, offset by `index` elements; aligned to one element."""
         address = self._address(base, index, value.type.element)
         self._lines.append(
             f"  store {value.typed}, ptr {address.text}, align {value.type.bits // 8}"

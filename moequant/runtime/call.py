@@ -104,7 +104,7 @@ def parts_of(tokens: int, max_tokens: int) -> int:
 
 
 def part_bounds(tokens: int, parts: int) -> list[tuple[int, int]]:
-    """First token of each part, and the one behind its last; sizes differ by at most one."""
+    """First token of each part, and the one after its last; sizes differ by at most one."""
     size, longer = divmod(tokens, parts)
     begins = [i * size + min(i, longer) for i in range(parts + 1)]
     return list(pairwise(begins))

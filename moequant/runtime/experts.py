@@ -38,7 +38,7 @@ class FusedExperts(nn.Module):
     of its layout: `w13_qdata`, `w2_scale` and so on. So they are part of `state_dict`, which can be
     saved with safetensors, and move between devices as any module's do, but keep their dtypes:
     `.half()` on a model around this module leaves codes and scales alone. Moved to a device whose
-    backend reads another layout, or given another `backend`, they are packed anew by the next call.
+    backend reads another layout, or given another `backend`, the next call packs them again.
 
     Streams and threads: a call runs on the current stream of the device. Calls on several streams
     or from several threads do not disturb each other, since each pair of a thread and a stream has
@@ -50,7 +50,7 @@ class FusedExperts(nn.Module):
     workspace from the graph's memory. `moequant warm-up` compiles ahead.
 
     Under torch.compile a call is one operator, moequant::fused_experts, that the graph keeps whole.
-    It names the module by a number, so code that is compiled for one layer is compiled anew for the
+    It names the module by a number, so code compiled for one layer is compiled again for the
     next, up to torch's recompile_limit: compile the whole model, or set
     torch._dynamo.config.allow_unspec_int_on_nn_module. torch.export is refused: what it saved would
     hold the number, and not the experts.
@@ -58,7 +58,7 @@ class FusedExperts(nn.Module):
     Args:
         weights: the experts here; or what `pack_experts` made of them.
         backend: name of a backend; by default the best that runs them on their device.
-        activations: "format" quantizes activations as the format's GEMM does, in front of either
+        activations: "format" quantizes activations as the format's GEMM does, before either
             GEMM; "none" never does.
         expert_map: [global experts] int32 or int64, where the router's ids are not the indices of
             `weights`: index of each id, or -1 for an expert that is not here and contributes
@@ -284,7 +284,7 @@ class FusedExperts(nn.Module):
         return {name: self._buffer(name) for name in self._names}
 
     def _make_ready(self, activations: str) -> _Ready:
-        """Choose a backend for the experts where they are now, and pack them anew if need be."""
+        """Choose a backend for the experts where they are now, and pack them again if necessary."""
         tensors = self._tensors()
         device = tensors[self._names[0]].device
         own = select(self._workload_for(self.activations, tensors, device), self.backend)
@@ -356,7 +356,7 @@ class FusedExperts(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
-        # Lets go of the tensors left behind.
+        # Releases the old tensors.
         self._ready = {a: r for a, r in self._ready.items() if r.fits(self._buffers, r.asked)}
         return self
 

@@ -45,7 +45,7 @@ def check_inputs(
     """Check the arguments of a call; reads no values.
 
     Args:
-        workload: H and device of the experts, and how they are fed.
+        workload: H and device of the experts, and the scheme of their activations.
         hidden_states: [M, H].
         topk_weights: [M, T].
         topk_ids: [M, T].

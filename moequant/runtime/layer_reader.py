@@ -51,7 +51,7 @@ Those of all experts go to the device together."""
 class LayerReader:
     """Reads from one checkpoint to one device, through one buffer.
 
-    Beside the tensors themselves the host holds that buffer (none for a CPU) and, of formats that
+    In addition to the tensors the host holds that buffer (none for a CPU) and, of formats that
     are decoded, a few experts.
 
     Args:
@@ -82,7 +82,7 @@ class LayerReader:
     ) -> PackedExperts:
         """The experts `experts`, at least one, of a layer that holds experts, in this order.
 
-        Those of a prepared folder are copied as they lie in the file, and packed anew only for a
+        Those of a prepared folder are copied as they are in the file, and packed again only for a
         backend that reads another layout; others are packed on the device.
 
         Args:

@@ -63,8 +63,8 @@ def load_experts(
     Bytes go from the files to the device through a pinned buffer of fixed size; what a dialect or a
     prepared layout permutes is put in order there. The host holds no tensor of a layer.
 
-    Several layers come as a dict, for a model wants all of them at once; all arguments are checked
-    before the first byte is read. To hold one at a time, call once for each.
+    Several layers come as a dict; all arguments are checked before the first byte is read. To hold
+    one at a time, call once for each.
 
     Args:
         checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one; of

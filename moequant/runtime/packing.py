@@ -66,7 +66,7 @@ def workload_of(weights: ExpertWeights, activations: str) -> Workload:
 
 
 def scheme_of(format: str, activations: str, *, static: bool) -> str:
-    """The scheme that "format" or "none" stands for.
+    """The scheme that "format" or "none" means.
 
     Args:
         format: of the weights.

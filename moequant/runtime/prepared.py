@@ -192,7 +192,7 @@ class PreparedCheckpoint:
         return known[found]
 
     def _check_originals(self, layer: int, entry: PreparedLayer) -> None:
-        """Refuse a layer made from other weights than those that lie beside it now.
+        """Refuse a layer made from other weights than the checkpoint has now.
 
         Files of the same size and modification time are taken to be the same. If only the times
         differ, as after a copy or a download, the layer's portable weights are read and their

@@ -62,7 +62,7 @@ class Manifest(_Strict):
         originals: [size, modification time in ns] of every weight file of the converted checkpoint
             before it was read. Where all are the same now, so are the weights, as make has it.
             Other names or sizes: the folder is stale. Other times alone, as after a copy or a
-            download: `originals_sha256` of the layer that is read decides; `prepare` writes anew.
+            download: `originals_sha256` of the layer that is read decides; `prepare` writes again.
         layers: by layer number.
     """
 

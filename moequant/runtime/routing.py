@@ -62,11 +62,11 @@ def route(
 
     Args:
         topk_weights: [M, T] float32, bfloat16 or float16.
-        topk_ids: [M, T] int32 or int64, the router's choice; -1 stands for no expert.
+        topk_ids: [M, T] int32 or int64, the router's choice; -1 means no expert.
         experts: E, the number of experts here.
         expert_map: [global experts] int32 or int64: index here of each id, or -1; by default an id
-            is the index. An index that is no expert's stands for none.
-        check: whether to refuse ids out of range, which waits for the device; else they stand for
+            is the index. An index that is no expert's means none.
+        check: whether to refuse ids out of range, which waits for the device; else they mean
             no expert.
 
     Raises:

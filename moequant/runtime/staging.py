@@ -47,7 +47,7 @@ class Read:
         file: where they are.
         start: offset of the first of them.
         target: contiguous, on the device or on the host.
-        what: for whoever asked.
+        what: passed through to the caller.
     """
 
     file: FixedFile
@@ -81,7 +81,7 @@ class Staging:
     def stream(self, reads: Iterable[Read]) -> Generator[Read, None, None]:
         """Fill every target; yields each read, in order, once its bytes are queued for the device.
 
-        Reads are asked for a few slots ahead. Those that lie one behind the other in a file should
+        Reads are asked for a few slots ahead. Those that follow each other in a file should
         come so.
 
         Raises:

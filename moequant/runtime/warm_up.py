@@ -98,8 +98,8 @@ def warm_up(
 def _call(experts: FusedExperts, tokens: int, topk: int, dtype: torch.dtype) -> None:
     """Call with ids and maps of every dtype, with a map and without, and every dtype of weights.
 
-    The kernels that read ids are compiled apart for each pair of ids and map, the one that reads
-    router weights for each of their dtypes: so six calls cover all.
+    Kernels that read ids are compiled for each pair of dtypes of ids and map, the one that reads
+    router weights for each of their dtypes, so six calls cover all.
     """
     workload = experts.packed().workload
     device, E = workload.device, workload.experts

@@ -33,10 +33,10 @@ class ExpertWeights:
         down_bias: [E, H], likewise, before the router's weight.
         act_fn: the function between the GEMMs.
         gate_up_input_scale: [1] or [E] float32, for fp8_tensor: the static scale of the activations
-            that gate and up are fed. Of those of several experts the largest counts for all, as in
-            vLLM, and must be positive: tokens are quantized before they go to experts. None, and
-            every token has a scale of its own.
-        down_input_scale: likewise of what down is fed; both are given, or none.
+            that are the input of gate and up. Of several, the largest is used for all experts, as
+            in vLLM, because tokens are quantized before they go to experts; it must be positive.
+            If None, every token has its own scale.
+        down_input_scale: the same for the input of down; both are given, or none.
 
     Raises:
         CheckpointError: shapes that contradict each other, or parts that are not what the format
@@ -100,7 +100,7 @@ class ExpertWeights:
         return {name: value for name, value in values.items() if value is not None}
 
     def static_scale(self, of: Literal["gate_up", "down"]) -> Tensor | None:
-        """The static scale, [1], of what gate and up, or down, are fed; None for none."""
+        """The static scale, [1], of the input of gate and up, or of down; None for none."""
         scale = self.gate_up_input_scale if of == "gate_up" else self.down_input_scale
         return None if scale is None else scale.amax(0, keepdim=True)
 

@@ -42,7 +42,7 @@ def open_direct(path: Path, fd: int) -> int | None:
 
 
 def write_direct(fd: int, position: int, view: memoryview) -> int:
-    """Write `view` at `position`; returns the bytes written, none if the disk wants other sizes."""
+    """Write `view` at `position`; returns the bytes written, none if the disk needs other sizes."""
     try:
         return os.pwrite(fd, view, position)
     except OSError as error:

@@ -60,7 +60,7 @@ def write_all(fd: int, position: int, view: memoryview) -> None:
 
 
 def write_file(path: Path, chunks: Iterable[memoryview], how: int = os.O_TRUNC) -> None:
-    """Write a file anew, or append to it with O_APPEND, and fsync it.
+    """Write a new file, or append to it with O_APPEND, and fsync it.
 
     Raises OSError, which may leave an incomplete file.
     """

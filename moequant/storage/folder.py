@@ -103,7 +103,7 @@ def weight_files(root: Path) -> list[Path]:
 
 
 def is_adapter(name: Path) -> bool:
-    """Whether a file belongs to an adapter, which is loaded beside the weights."""
+    """Whether a file belongs to an adapter, which is loaded with the weights."""
     return name.name == ADAPTER_CONFIG_FILE or name.name.startswith("adapter_model.")
 
 

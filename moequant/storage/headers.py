@@ -84,7 +84,7 @@ class TensorInfo(NamedTuple):
         shape: extents, in elements.
         file: name of its file, relative to the checkpoint; empty for a file that is being written.
         start: offset of the first byte in the file.
-        stop: offset behind the last byte in the file.
+        stop: offset after the last byte in the file.
     """
 
     name: str

@@ -49,7 +49,7 @@ LINEAR_ROLES = (*CONVERTIBLE_ROLES, "lm_head")
 """Roles whose two-dimensional weights are linear layers to every engine, so that config.json must
 speak of them."""
 _NEVER_CONVERTED = ("router", "shared_expert_gate", "embedding")
-# What tools that load and save a model write anew; no engine computes anything else by them.
+# Keys that tools rewrite when they load and save a model; no engine computes anything else by them.
 _REWRITTEN_KEYS = ("transformers_version", "_name_or_path")
 
 
@@ -86,7 +86,7 @@ class Expectation:
 
     @property
     def model(self) -> Model:
-        """What the source is, apart from how its weights are stored."""
+        """What the source is, except how its weights are stored."""
         return self.original.model
 
     @property

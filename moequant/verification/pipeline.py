@@ -1,4 +1,4 @@
-"""verify(): the function behind `moequant verify`."""
+"""verify(), which `moequant verify` calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def verify(
             description in moequant.json, which the report names, then the built-in table.
         layers: how many expert layers to run, spread evenly, or "all"; the default of three means
             the first, a middle one and the last.
-        device: where these layers run too, beside the CPU reference.
+        device: where these layers also run, besides the CPU reference.
         backend: name of the backend that runs them there; the default is the best on `device`,
             which on the CPU is the reference itself.
         workers: number of units compared in parallel.

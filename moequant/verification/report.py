@@ -186,7 +186,7 @@ class IntegrityReport(Outcome):
     Attributes:
         files: number of files that were read.
         bytes: their total size.
-        record: what moequant.json says of the conversion apart from digests; None if it is no text.
+        record: what moequant.json says of the conversion, except digests; None if it is no text.
     """
 
     files: int

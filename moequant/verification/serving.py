@@ -9,7 +9,7 @@ of the difference is limited by what is left of it:
   Each rounding costs 2**-9 / sqrt(3) of the norm, and errors of mixed sign add up as squares: five
   roundings, of gate, up, their product, an expert's result and the output, make 2**-9 * 1.3. The
   limit is three times that.
-* Where activations are quantized to E4M3, an error d in front of the quantization between the GEMMs
+* Where activations are quantized to E4M3, an error d before the quantization between the GEMMs
   changes a code with probability d / ulp, and each change costs an ulp, of 2**-3.5 on average:
   sqrt(d * ulp). Tensor cores add FP8 products with about 14 bits, and gate and up may be rounded to
   bfloat16. That makes d = 2**-9 each and 1.9 % together. 16 tokens change few codes, so that the

@@ -1,4 +1,4 @@
-"""Names, shapes, dtypes, config and files that come along, against what is expected."""
+"""Names, shapes, dtypes, config and copied files, compared with what is expected."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _check_plan(stored: StoredCheckpoint, plan: Plan, findings: Findings) -> Non
 def check_sidecars(
     source: Checkpoint, path: Path, findings: Findings, *, by_moequant: bool
 ) -> None:
-    """Tokenizer and other files came along bit for bit, and no older quantization's config did."""
+    """Tokenizer and other files were copied bit for bit, and no older quantization's config."""
     copied_files, sidecars = copied_sidecars(source), sidecar_files(source.path)
     for file in sidecars:
         # A model card speaks of one checkpoint; other tools write their own.

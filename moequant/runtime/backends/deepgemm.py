@@ -31,7 +31,7 @@ class DeepGemmExperts(PlannedExperts):
     """See `DeepGemm`."""
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """The rows that DeepGEMM is given, by which it chooses among its kernels by itself."""
+        """The rows that DeepGEMM is given, by which it chooses among its kernels."""
         from moequant.kernels.calls import part_tokens
         from moequant.kernels.deepgemm.sm90_fp8_deepgemm import ALIGNMENT
         from moequant.kernels.routing import max_rows
@@ -65,7 +65,7 @@ class DeepGemm(Backend):
     experts: ClassVar[type[PackedExperts]] = DeepGemmExperts
 
     def supports(self, workload: Workload) -> str | None:
-        """Wants fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""
+        """Needs fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""
         reason = why_not_fp8_block(workload)
         return _why_not_on(workload.device) if reason is None else reason
 

@@ -88,7 +88,7 @@ class BatchedExperts(_RoutedExperts):
     def run_batches(self, tokens: BatchedTokens) -> Tensor:
         """Every expert's result for its tokens, not yet weighted.
 
-        Nothing waits for a CUDA device: there a count beyond C is taken for C.
+        Nothing waits for a CUDA device: there a count beyond C counts as C.
 
         Args:
             tokens: at most C tokens of H columns for each of the E experts.

@@ -32,7 +32,7 @@ class Sm90Fp8Block(Backend):
     default_on = ("cuda",)
 
     def supports(self, workload: Workload) -> str | None:
-        """Wants fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
+        """Needs fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
         reason = why_not_fp8_block(workload)
         return why_not_sm90_nvrtc(workload.device) if reason is None else reason
 

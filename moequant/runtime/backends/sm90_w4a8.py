@@ -81,7 +81,7 @@ class Sm90W4a8(Backend):
 
     So a weight counts as its code times its scale, exactly. Activations are quantized to FP8 per
     token, hidden states as `quantize_activations` does. The result of the activation function is
-    rounded to bfloat16 in front of that, as is an expert's result, whatever the dtype of the hidden
+    rounded to bfloat16 before that, as is an expert's result, whatever the dtype of the hidden
     states; the sum over a token's experts is float32. Every activation function, with biases or
     without. Runs of one call are bitwise equal. Nothing is read on the host: an id that is out of
     range contributes nothing, like -1, and raises no error.
@@ -92,7 +92,7 @@ class Sm90W4a8(Backend):
     layout = W4a8Panels()
 
     def supports(self, workload: Workload) -> str | None:
-        """Wants w4a8, its activations, SM90, triton and NVRTC."""
+        """Needs w4a8, its activations, SM90, triton and NVRTC."""
         if workload.format != "w4a8":
             return "runs only w4a8"
         if workload.activations != "fp8_token":

@@ -196,7 +196,7 @@ def stack_biases(weights: ExpertWeights, rows: int) -> dict[str, Tensor]:
 
     Args:
         weights: the experts here.
-        rows: of gate's and of up's part of w13; what is behind I is 0.
+        rows: of gate's and of up's part of w13; rows after I are 0.
     """
     tensors = {}
     gate, up, down = weights.gate_bias, weights.up_bias, weights.down_bias

@@ -24,7 +24,7 @@ GROUP = "moequant.backends"
 
 
 class Unavailable(Backend):
-    """Stands for a backend that could not be loaded, and says why."""
+    """In place of a backend that could not be loaded; says why."""
 
     default_on = ()
 

@@ -48,5 +48,5 @@ class TritonBatched(Backend):
     experts = TritonBatchedExperts
 
     def supports(self, workload: Workload) -> str | None:
-        """Wants a CUDA device of SM80 or newer, and triton."""
+        """Needs a CUDA device of SM80 or newer, and triton."""
         return why_not_portable(workload)

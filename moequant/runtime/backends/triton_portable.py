@@ -79,7 +79,7 @@ class TritonPortable(Backend):
     experts = TritonExperts
 
     def supports(self, workload: Workload) -> str | None:
-        """Wants a CUDA device of SM80 or newer, and triton."""
+        """Needs a CUDA device of SM80 or newer, and triton."""
         return why_not_portable(workload)
 
     def serves(self, target: str) -> Collection[str]:
