@@ -21,13 +21,8 @@ class LayerShape:
     act_fn: ActFn = SILU
     biased: bool = False
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """E, H, I, T."""
-        return self.experts, self.hidden, self.intermediate, self.topk
-
     def __str__(self) -> str:
-        return "x".join(map(str, self.sizes))
+        return f"{self.experts}x{self.hidden}x{self.intermediate}x{self.topk}"
 
 
 SHAPES = {

@@ -135,7 +135,8 @@ def _retire_old_output(output: Path, keep: set[str]) -> None:
     for file in (*files, *shards, RECORD_FILE):
         path = output / file
         # A record may have been edited: remove no folder, and nothing outside the output.
-        if (path.is_file() or path.is_symlink()) and _lies_in(output, path):
+        inside = path.parent.resolve().is_relative_to(output.resolve())
+        if inside and (path.is_file() or path.is_symlink()):
             path.unlink()
             if file == CONFIG_FILE:
                 fsync_directory(output)
@@ -145,11 +146,6 @@ def _retire_old_output(output: Path, keep: set[str]) -> None:
     elif prepared.exists():
         shutil.rmtree(prepared)
     fsync_directory(output)
-
-
-def _lies_in(folder: Path, path: Path) -> bool:
-    """Whether `path` itself, not the target of a link, is in `folder`."""
-    return path.parent.resolve().is_relative_to(folder.resolve())
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:

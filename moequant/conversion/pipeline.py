@@ -381,7 +381,9 @@ def _resume_or_begin(
         _check_room(work, state, finished, freed_bytes=0)
         return finished
     if journal.exists and not work.overwrite:
-        changed = _changed_file(recorded.get("source_state"), state)
+        before = recorded.get("source_state")
+        known = before if isinstance(before, dict) else {}
+        changed = next((file for file, now in state.items() if known.get(file) != now), "")
         raise MoequantError(
             f"{work.checkpoint.path / changed}: changed since the conversion into {journal.output} "
             "began; start over with --overwrite"
@@ -412,11 +414,6 @@ def _check_room(
     shard_bytes = sum(shard.size_bytes for shard in shards if shard.file not in finished)
     sidecar_bytes = sum(state[file][0] for file in sidecars)
     check_space(output, shard_bytes + sidecar_bytes - freed_bytes)
-
-
-def _changed_file(before: Any, now: Mapping[str, Any]) -> str:
-    known = before if isinstance(before, dict) else {}
-    return next((file for file, state in now.items() if known.get(file) != state), "")
 
 
 def _choose_recipe(format: str | None, recipe: Recipe | str | Path | None) -> Recipe:

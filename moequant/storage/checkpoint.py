@@ -203,9 +203,10 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
         weight_map = _read_weight_map(path / INDEX_FILE)
         files = sorted(set(weight_map.values()), key=natural_key)
         if SINGLE_FILE in names and SINGLE_FILE not in files:
+            more = f" and {len(files) - 1} more" if files[1:] else ""
             raise CheckpointError(
                 f"{path}: holds both {SINGLE_FILE}, which transformers loads, and {INDEX_FILE} "
-                f"with {files[0]}{_and_more(files[1:])}, which engines load; move away the one "
+                f"with {files[0]}{more}, which engines load; move away the one "
                 "that is not to be read"
             )
         _check_all_there(path, weight_map, files)
@@ -233,10 +234,6 @@ def _check_all_there(path: Path, weight_map: dict[str, str], files: Sequence[str
             f"{path / missing[0]}: missing, but {INDEX_FILE} says that it holds {tensor!r}; files "
             f"missing: {len(missing)} of {len(files)}. Fetch them again"
         )
-
-
-def _and_more(files: Sequence[str]) -> str:
-    return f" and {len(files)} more" if files else ""
 
 
 def _no_weights(path: Path, names: Iterable[str]) -> CheckpointError | UnsupportedError:

@@ -104,7 +104,8 @@ class GrowingDigest:
     def _begin_flush(self) -> None:
         """Start flushing what was digested since the last call, on Linux; `fsync` reports errors.
 
-        `posix_fadvise` would also work, but synchronizes all processors.
+        Without it, a conversion without direct writes takes up to a fifth longer. `posix_fadvise`
+        would also work, but synchronizes all processors.
         """
         if (flush := libc_function("sync_file_range")) is not None:
             count = ctypes.c_int64(self._digested - self._flushed)

@@ -28,7 +28,7 @@ FAMILY = FAMILIES["fp8_block"]
 
 
 def problem(tokens, shape=SMALL):
-    E, H, I, T = shape.sizes
+    E, H, I, T = shape.experts, shape.hidden, shape.intermediate, shape.topk
     return TuningProblem(
         gpu=GPU, sms=132, experts=E, hidden=H, intermediate=I, topk=T, tokens=tokens
     )
