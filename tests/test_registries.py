@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -66,6 +68,22 @@ def test_every_format_has_a_kernel_of_the_native_quantizer():
 def test_the_native_quantizer_decodes_every_format(format):
     # Compares what it compiles with the reference.
     NativeQuantizer().prepare_decoding(format, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "| format | element |",
+        "| format | `qdata` |",
+        "| format | options |",
+        "| format | dialect | tensor |",
+        "| dialect | format | `quant_method` |",
+    ],
+)
+def test_tables_of_the_page_of_formats_have_every_format(head):
+    page = (Path(__file__).parents[1] / "docs/formats.md").read_text("utf-8")
+    table = page[page.index(head) :].split("\n\n")[0]
+    assert [format for format in CONVERTIBLE if f"`{format}`" not in table] == []
 
 
 def test_exceptions_are_about_what_there_is():

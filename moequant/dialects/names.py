@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG, names_field
@@ -103,7 +104,9 @@ class ModulePatterns:
         """
         patterns: dict[str, list[str]] = {}
         left = dict(formats)
-        for widen in (self._in_all_layers, self._in_one_layer, str):
+        all_layers = partial(self._siblings, fixed_numbers=0)
+        one_layer = partial(self._siblings, fixed_numbers=1)
+        for widen in (all_layers, one_layer, str):
             matched: dict[str, dict[str, str]] = {}
             for module, format in left.items():
                 matched.setdefault(widen(module), {})[module] = format
@@ -115,12 +118,6 @@ class ModulePatterns:
                 else:
                     patterns.setdefault(one, []).append(pattern)
         return {format: sorted(patterns[format]) for format in sorted(patterns)}
-
-    def _in_all_layers(self, module: str) -> str:
-        return self._siblings(module, fixed_numbers=0)
-
-    def _in_one_layer(self, module: str) -> str:
-        return self._siblings(module, fixed_numbers=1)
 
     def _siblings(self, module: str, *, fixed_numbers: int) -> str:
         """A pattern for a module and its siblings, wherever numbers after the first differ."""
