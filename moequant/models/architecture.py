@@ -308,10 +308,15 @@ class Architecture:
         # Sets, because a hostile list may have as many entries as there are layers.
         if listed := _layers(config, rule.get("listed")):
             return tuple(layer for layer in layers if layer in listed)
-        first = _integer(config, rule.get("first"), default=0, minimum=0)
-        last = _integer(config, rule.get("last"), default=-1, minimum=-1)
-        step = _integer(config, rule.get("step"), default=1, minimum=1)
-        phase = _integer(config, rule.get("phase"), default=0, minimum=0)
+
+        def number(name: str, default: int, minimum: int = 0) -> int:
+            key = rule.get(name, "")
+            if (value := config.get(key)) is None:
+                return default
+            return self._integer(value, key, minimum, f"sparse.{name}")
+
+        first, last = number("first", 0), number("last", -1, minimum=-1)
+        step, phase = number("step", 1, minimum=1), number("phase", 0)
         dense = _layers(config, rule.get("except"))
         offset = rule.get("offset", 0) - phase
         return tuple(
@@ -359,10 +364,14 @@ class Architecture:
         if value is None and default is not None:
             return default
         minimum = 1 if default is None else 0
+        return self._integer(
+            value, " or ".join(self._keys[quantity]), minimum, f"config.{quantity}"
+        )
+
+    def _integer(self, value: Any, where: str, minimum: int, key: str) -> int:
         if type(value) is not int or not minimum <= value <= _MAX_SIZE:
             needed = f"an integer from {minimum} to {_MAX_SIZE}"
-            where = " or ".join(self._keys[quantity])
-            raise self._invalid(where, value, needed, f"config.{quantity}")
+            raise self._invalid(where, value, needed, key)
         return value
 
 
@@ -433,12 +442,3 @@ def _list(config: Mapping[str, Any], key: str | None) -> list[Any] | tuple[Any, 
     if not isinstance(listed, list | tuple):
         raise CheckpointError(f"config.json: {key} is not a list")
     return listed
-
-
-def _integer(config: Mapping[str, Any], key: str | None, *, default: int, minimum: int) -> int:
-    value: Any = default if key is None or config.get(key) is None else config[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise CheckpointError(
-            f"config.json: {key} is {show(value)}, not an integer of at least {minimum}"
-        )
-    return value

@@ -54,10 +54,6 @@ def _expert_pattern(pattern: str) -> str:
     return pattern
 
 
-def _stack_pattern(pattern: str) -> str:
-    return _named(pattern, ("layer",))
-
-
 def _role_pattern(pattern: str) -> str:
     if not pattern or pattern.count("*") > _MAX_STARS:
         raise ValueError(f"{pattern!r} is empty, or has more than {_MAX_STARS} *")
@@ -83,7 +79,7 @@ _Number = Annotated[float | int, Field(gt=0, lt=1_000_000)]
 _Role = Annotated[str, Field(min_length=1), AfterValidator(_role_name)]
 _Name = Annotated[str, Field(min_length=1)]
 _Names = Annotated[list[_Name], Field(min_length=1)]
-_StackPattern = Annotated[str, AfterValidator(_stack_pattern)]
+_StackPattern = Annotated[str, AfterValidator(lambda pattern: _named(pattern, ("layer",)))]
 
 
 class _Sparse(_Strict):

@@ -7,7 +7,7 @@ Otherwise another tool wrote the checkpoint, and config.json gives the format of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from moequant.conversion import (
     DEFAULT_WORKERS,
@@ -78,11 +78,6 @@ class Expectation:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
     config: Mapping[str, Any]
-
-    @property
-    def method(self) -> Literal["bytes", "bounds"]:
-        """How weights are compared with the source."""
-        return "bounds" if self.plan is None else "bytes"
 
     @property
     def model(self) -> Model:

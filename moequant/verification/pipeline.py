@@ -166,7 +166,7 @@ def _compare(run: Verification, report: Report, layers: Layers, serving: Serving
     return replace(
         report,
         dialect=expected.dialect.name,
-        method=expected.method,
+        method="bounds" if expected.plan is None else "bytes",
         quantizer=UsedQuantizer(name=choice.quantizer.name, reason=choice.reason)
         if units
         else None,

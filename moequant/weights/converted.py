@@ -84,14 +84,14 @@ class ConvertedCheckpoint:
 
     def expert_layers(self) -> tuple[int, ...]:
         """Layers that hold experts; multi-token-prediction layers only if they are there."""
-        present = (layer for layer in self.moe.optional_layers if self._holds_experts(layer))
-        return (*self.moe.sparse_layers, *present)
 
-    def _holds_experts(self, layer: int) -> bool:
-        beginnings = [f"{self.expert_module(layer, 0, 'down')}."]
-        if self.architecture.stacked is not None:
-            beginnings.append(self.architecture.stacked.tensor(layer, "down"))
-        return any(name.startswith(tuple(beginnings)) for name in self.checkpoint.tensors)
+        def is_present(layer: int) -> bool:
+            begins = [f"{self.expert_module(layer, 0, 'down')}."]
+            if self.architecture.stacked is not None:
+                begins.append(self.architecture.stacked.tensor(layer, "down"))
+            return any(name.startswith(tuple(begins)) for name in self.checkpoint.tensors)
+
+        return (*self.moe.sparse_layers, *filter(is_present, self.moe.optional_layers))
 
     def expert_module(self, layer: int, expert: int, projection: str) -> str:
         """The module of one expert's gate, up or down."""

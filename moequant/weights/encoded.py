@@ -49,7 +49,10 @@ class EncodedWeight:
         """The bytes to read, by the dialect's names; errors as `read_places` and `decode`."""
         if not self.places:
             self.decode({})  # which says what is missing
-        return {name: locate(checkpoint, place) for name, place in self.places.items()}
+        return {
+            name: checkpoint.locate(place.tensor, _rows(checkpoint, place))
+            for name, place in self.places.items()
+        }
 
     def pick(self, read: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is this weight's of the tensors that were read where `locate` says."""
@@ -90,11 +93,6 @@ class EncodedInfo(EncodedWeight):
         return "F32"
 
 
-def locate(checkpoint: Checkpoint, place: Place) -> TensorRange:
-    """The bytes to read for what lies at `place`; errors as `read_places`."""
-    return checkpoint.locate(place.tensor, _rows(checkpoint, place))
-
-
 def read_places(
     checkpoint: Checkpoint, places: Sequence[Place], arena: Arena | None = None
 ) -> list[Tensor]:
@@ -113,7 +111,7 @@ def read_places(
 
 
 def pick(tensor: Tensor, place: Place, arena: Arena | None = None) -> Tensor:
-    """What is at `place`, contiguous, of the bytes that `locate` found."""
+    """What is at `place`, contiguous, of the bytes that were read for it."""
     if place.expert is not None and place.height is None:
         tensor = tensor[0]
     if place.rows is not None:

@@ -272,7 +272,7 @@ DAMAGES = {
     "a step of zero": (
         config_says(decoder_sparse_step=0),
         3,
-        r"decoder_sparse_step is 0, not an int",
+        r"decoder_sparse_step is 0, but architecture .* needs an integer from 1",
     ),
     "an activation that is a number": (config_says(hidden_act=5), 3, r"hidden_act is 5"),
     "pickled weights": (
