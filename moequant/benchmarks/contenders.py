@@ -66,7 +66,7 @@ def capturable(experts: FusedExperts) -> FusedExperts:
         UnsupportedError: their backend synchronizes with the device.
     """
     packed = experts.packed()
-    if not packed.capturable:
+    if packed.waits_for_device:
         raise UnsupportedError(
             f"backend {packed.backend.name!r} waits for the device, which no CUDA graph captures: "
             "it is not timed"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moequant.benchmarks.cuda_timing import time_interleaved
 from moequant.errors import UnsupportedError
+from moequant.runtime.backends import PackedExperts
 from moequant.runtime.call import parts_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def check_has_stages(experts: FusedExperts) -> None:
     Raises:
         UnsupportedError: their backend does not say what it launches.
     """
-    if not experts.packed().has_stages:
+    if type(experts.packed()).stages is PackedExperts.stages:
         raise UnsupportedError(
             f"backend {experts.chosen_backend()!r} does not say which launches a call has; leave "
             "the stages out, or name another backend"

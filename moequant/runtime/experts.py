@@ -247,7 +247,7 @@ class FusedExperts(nn.Module):
         if expert_map is None:
             expert_map = self._buffers["_expert_map"]
         else:
-            reads = not packed.capturable and not capturing(packed.workload.device)
+            reads = packed.waits_for_device and not capturing(packed.workload.device)
             self._check_map(expert_map, values=reads)
         return run_experts(
             packed,

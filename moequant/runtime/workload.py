@@ -17,7 +17,8 @@ class Workload:
 
     Attributes:
         format: name of the format of the weights.
-        activations: a scheme of `moequant.runtime.activations`.
+        activations: a scheme of `moequant.runtime.activations`, where `FusedExperts` has "format",
+            for the scheme that the format has, or "none".
         experts: E, on this device.
         hidden: H.
         intermediate: I.

@@ -2,9 +2,10 @@
 
 A `Backend` says what it runs and packs weights; what it returns, `PackedExperts`, runs them. A call
 is prepare (quantize activations, route, permute), the two GEMMs of every expert with what lies
-between them, and finalize (weight, reduce). A fused backend implements all of it in `run`;
-`StandardExperts` and `BatchedExperts` implement `run` around GEMMs over sorted rows and over a
-batch per expert.
+between them, and finalize (weight, reduce). A fused backend implements all of it in `run`, by
+itself or as a `PlannedExperts` (planned.py), which gives it scratch memory and contiguous inputs.
+`StandardExperts` and `BatchedExperts` (routed.py) implement `run` around GEMMs over sorted rows and
+over a batch per expert.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ class PackedExperts(ABC):
 
     takes_quantized: ClassVar[bool] = True
     """Whether `run` takes hidden states that are quantized."""
-    capturable: ClassVar[bool] = True
-    """Whether it never waits for the device, so that `moequant bench` can time it in a graph."""
-    has_stages: ClassVar[bool] = False
-    """Whether it has `stages`."""
+    waits_for_device: ClassVar[bool] = False
+    """Whether `run` reads on the host what the device computes, unless a CUDA graph is captured.
+
+    Then `expert_map` is checked on the host too, and `moequant bench` does not time the backend.
+    """
     tuner: Tuner | None = None
     """Its tilings, where there is a choice for `moequant tune`."""
 
@@ -99,22 +101,28 @@ class PackedExperts(ABC):
     ) -> None:
         """Write every token's output to `out`, on the current stream.
 
-        Shapes, dtypes and devices are checked by the caller, which is `moequant.runtime.call`.
+        Shapes, dtypes and devices are checked by the caller, which is `moequant.runtime.call`; it
+        also multiplies the input by router weights where that is asked for. M and T may be 0. But
+        for `out` and `workspace`, tensors may have any strides.
 
         Args:
-            hidden_states: [M, H]; float8_e4m3fn with a `hidden_scale`.
+            hidden_states: [M, H] bfloat16, float16 or float32; float8_e4m3fn with a `hidden_scale`.
             topk_weights: [M, T] float32, bfloat16 or float16.
-            topk_ids: [M, T] int32 or int64; -1 contributes nothing.
+            topk_ids: [M, T] int32 or int64; -1 contributes nothing. An id out of range does not
+                either where nothing is read on the host, and is an UnsupportedError where it is.
             out: [M, H] contiguous, bfloat16, float16 or float32.
-            workspace: uint8, at least `workspace_bytes`, with any contents; the next call on this
-                stream may overwrite it.
+            workspace: uint8, contiguous, at a multiple of 16 bytes, at least `workspace_bytes`,
+                with any contents; the next call on this stream may overwrite it.
             expert_map: [global experts] int32 or int64, index here or -1; None where ids are
                 indices.
             hidden_scale: float32 scales of `hidden_states`, quantized by `workload.activations`.
         """
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
-        """Bytes of scratch memory that `run` needs for [tokens, topk] token-expert pairs."""
+        """Bytes of `workspace` that `run` needs for [tokens, topk] token-expert pairs.
+
+        0, if it takes scratch memory from torch's allocator.
+        """
         return 0
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
@@ -129,8 +137,8 @@ class PackedExperts(ABC):
     ) -> Mapping[str, Callable[[], object]]:
         """Run a call, and return its launches by name, to be timed one by one.
 
-        For `moequant bench experts --stages`. Of more tokens than are run at once, those of a first
-        part.
+        For `moequant bench experts --stages`, which is refused for experts that do not override
+        this. Of more tokens than are run at once, those of a first part.
         """
         raise NotImplementedError
 
@@ -143,16 +151,19 @@ class Backend(ABC):
     """What it runs, where, and in which layout; one file, and one line in REGISTRY."""
 
     name: ClassVar[str]
-    default_on: ClassVar[tuple[str, ...]]
-    """Types of device it is chosen on by default; on others it runs only when named."""
+    default_on: ClassVar[tuple[str, ...]] = ()
+    """Types of device, "cpu" or "cuda", it is chosen on by default; on others only when named."""
     layout: ClassVar[Layout] = STACKED
     """How its kernels read weights."""
     experts: ClassVar[type[PackedExperts]]
-    """What `load` makes."""
+    """What `load` makes; not needed where `load` is overridden."""
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:
-        """None if it can run `workload`; otherwise the reason, as a short phrase."""
+        """None if it can run `workload`; otherwise the reason, as a short phrase: "needs SM90".
+
+        It is asked about any workload: every format, scheme and device, also one that is not there.
+        """
 
     def serves(self, target: str) -> Collection[str]:
         """Formats that `moequant prepare` packs in `layout` for `target`, one of TARGETS.

@@ -61,7 +61,6 @@ class DeepGemm(Backend):
     """
 
     name = "deepgemm"
-    default_on = ()
     experts: ClassVar[type[PackedExperts]] = DeepGemmExperts
 
     def supports(self, workload: Workload) -> str | None:

@@ -18,8 +18,16 @@ class Layout(ABC):
     """A lossless arrangement of weights as named tensors.
 
     The tensors are what a `FusedExperts` holds, what its `state_dict` saves and what
-    `moequant prepare` writes. The first dimension of each is that of the experts, so that a layer
-    can be packed and written expert by expert.
+    `moequant prepare` writes. Their names are free, but for two, by which the runtime sees what
+    there is:
+
+        w2_bias          if and only if the experts have a `down_bias`
+        w13_input_scale  [1] or [E] float32, if and only if there is a `gate_up_input_scale`
+
+    `stack_biases` and `unstack_biases` of `moequant.runtime.backends.stacked` are for layouts that
+    do not permute biases. The first dimension of every tensor but the static scales is that of the
+    experts, and no expert's part depends on the others, so that a layer can be packed and written
+    expert by expert.
     """
 
     name: ClassVar[str]
@@ -30,7 +38,8 @@ class Layout(ABC):
     def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
         """The tensors of `weights`, by name, on their device.
 
-        Works on any device, "meta" included, which shows dtypes and shapes.
+        Contiguous. Works on any device and for any E, "meta" and 0 included: "meta" shows dtypes
+        and shapes.
 
         Raises:
             UnsupportedError: the layout does not hold weights of this format or these sizes.
@@ -38,7 +47,10 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
-        """The inverse of `pack`, bit for bit: the weights in `tensors`, as views where it can be.
+        """The inverse of `pack`: the weights in `tensors`, as views where it can be.
+
+        Codes and scales have the same bits. Biases may come back in float32, and as zeros where one
+        of gate and up had none.
 
         Args:
             tensors: as `pack` makes them.

@@ -47,7 +47,6 @@ class NaiveBatched(Backend):
     """
 
     name = "naive_batched"
-    default_on = ()
     experts = NaiveBatchedExperts
 
     def supports(self, workload: Workload) -> str | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class _RoutedExperts(PackedExperts):
     """Routes and quantizes. Ids are checked on the host, but within a capture."""
 
-    capturable: ClassVar[bool] = False
+    waits_for_device: ClassVar[bool] = True
 
     @abstractmethod
     def _weighted(self, x: Activations, routing: Routing) -> Tensor:
@@ -83,7 +83,10 @@ class BatchedExperts(_RoutedExperts):
 
     @abstractmethod
     def _run_batches(self, tokens: BatchedTokens) -> Tensor:
-        """As `run_batches`, for tokens that were checked."""
+        """As `run_batches`, for tokens that were checked. The one method that a backend overrides.
+
+        C may be 0.
+        """
 
     def run_batches(self, tokens: BatchedTokens) -> Tensor:
         """Every expert's result for its tokens, not yet weighted.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 class Sm90Experts(PackedExperts):
     """Experts that `kernel_weights` runs, which has their tilings too."""
 
-    has_stages = True
-
     def __init__(
         self,
         backend: Backend,

@@ -26,8 +26,6 @@ GROUP = "moequant.backends"
 class Unavailable(Backend):
     """In place of a backend that could not be loaded; says why."""
 
-    default_on = ()
-
     def __init__(self, name: str, reason: str) -> None:
         self.name = name  # type: ignore[misc]
         self.reason = reason

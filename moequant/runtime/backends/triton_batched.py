@@ -44,7 +44,6 @@ class TritonBatched(Backend):
     """
 
     name = "triton_batched"
-    default_on = ()
     experts = TritonBatchedExperts
 
     def supports(self, workload: Workload) -> str | None:
