@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
 from moequant.runtime import FusedExperts, experts, pack_experts
-from moequant.runtime.backends import batched, naive_batched, standard, torch_reference
+from moequant.runtime.backends import naive_batched, routed, torch_reference
 from moequant.runtime.backends.naive_batched import NaiveBatchedExperts
 from moequant.runtime.call import run_experts
 
@@ -23,7 +23,7 @@ HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0
 
 @pytest.fixture
 def captured(monkeypatch):
-    for module in (experts, standard, batched, naive_batched, torch_reference):
+    for module in (experts, routed, naive_batched, torch_reference):
         monkeypatch.setattr(module, "capturing", lambda device: True)
 
 
