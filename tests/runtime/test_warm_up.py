@@ -81,7 +81,7 @@ def test_a_mode_chooses_among_the_tokens(mode, most, tokens):
 
 
 def test_a_mode_that_is_none_is_refused():
-    with pytest.raises(UnsupportedError, match="'sparse', but it is one of: full, relax, skip"):
+    with pytest.raises(UnsupportedError, match="'sparse', but must be one of: full, relax, skip"):
         tokens_of("sparse", 5)
 
 
@@ -131,7 +131,7 @@ def test_every_dtype_of_ids_weights_and_maps_is_called(layers, compiles, monkeyp
 @pytest.mark.parametrize("mode", ["full", "relax", "skip"])
 @pytest.mark.parametrize("max_tokens", [0, -1])
 def test_a_call_has_a_token(mode, max_tokens):
-    with pytest.raises(UnsupportedError, match=f"max_tokens is {max_tokens}, but a call has"):
+    with pytest.raises(UnsupportedError, match=f"max_tokens is {max_tokens}, but must be at"):
         tokens_of(mode, max_tokens)
 
 
