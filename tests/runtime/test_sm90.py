@@ -110,8 +110,8 @@ every_tiling = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": "nvfp4", "activations": "none"}, "runs .* alone"),
-        ({"activations": "none"}, "activations in .* alone"),
+        ({"format": "nvfp4", "activations": "none"}, "runs only "),
+        ({"activations": "none"}, "takes only activations in "),
         ({"experts": 0}, "needs at least one expert"),
         ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
