@@ -165,7 +165,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_timed(
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "tunings"  # beneath a file there is no folder, for root neither
     monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(folder.parent))
-    with pytest.raises(MoequantError, match=r"tunings: cannot be made: Not a directory"):
+    with pytest.raises(MoequantError, match=r"tunings: cannot be created: Not a directory"):
         tune_fp8({"small": SMALL}, [1], path=folder / "t.json" if named else None)
     assert fake.asked == []
 
