@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from moequant.storage.writer import ShardWriter
 from moequant.weights.source_weights import check_bias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -100,6 +100,15 @@ def _without_leftovers(journal: Journal, shards: Sequence[PlannedShard]) -> Iter
         raise
 
 
+class _Filling(NamedTuple):
+    """A shard whose data is being written, while shards before it are `finishing`."""
+
+    writer: ShardWriter
+    left: Batches
+    errors: dict[int, list[RequantizationError]]
+    finishing: Sequence[Future[FinishedShard]]
+
+
 class _Run(threading.local):
     """What the shards of one conversion share; each thread has its own memory."""
 
@@ -141,14 +150,19 @@ class _Run(threading.local):
         """
         partial_file = self._journal.partial(shard.file)
         writer = ShardWriter(partial_file, shard.header, shard.pieces)
-        left = Batches(shard.items, workers)
-        errors: dict[int, list[RequantizationError]] = {}
+        filling = _Filling(writer, Batches(shard.items, workers), {}, finishing)
+        work: list[Future[None]] = []
         try:
-            work = partial(self._work, writer, left, errors, finishing)
-            _run_all(pool, [work] * workers, left)
+            work += [pool.submit(self._work, filling) for _ in range(workers)]
+            done, _ = wait(work, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
         except BaseException:
+            filling.left.drop()
+            wait(work)
             writer.abort()
             raise
+        errors = filling.errors
         return writer, tuple(merged_errors(error for i in sorted(errors) for error in errors[i]))
 
     def finish(
@@ -178,20 +192,15 @@ class _Run(threading.local):
         self._journal.record(finished)
         return finished
 
-    def _work(
-        self,
-        writer: ShardWriter,
-        left: Batches,
-        errors: dict[int, list[RequantizationError]],
-        finishing: Sequence[Future[FinishedShard]],
-    ) -> None:
-        """Take batch after batch until none is left; requantization errors go to `errors`."""
+    def _work(self, filling: _Filling) -> None:
+        """Take batch after batch until none is left."""
+        writer, left = filling.writer, filling.left
         while True:
-            self._keep_pace(writer, finishing)
+            self._keep_pace(filling)
             batch = left.take()
             if not batch:
                 return
-            self._make(batch, writer, errors)
+            self._make(batch, filling)
             # One worker digests while the others work, but only as long as a few workers need to
             # keep up, because many would wait for it.
             size_bytes = sum(item.source_bytes for _, item in batch)
@@ -200,44 +209,37 @@ class _Run(threading.local):
             for _, item in batch:
                 self._progress.advance(item.source_bytes, item.name)
 
-    def _keep_pace(self, writer: ShardWriter, finishing: Sequence[Future[FinishedShard]]) -> None:
+    def _keep_pace(self, filling: _Filling) -> None:
         """Wait while too much memory waits for digest and disk.
 
         With one shard at a time, being ahead of the digest gains nothing, and the data would go
         through the page cache and be read back. More workers continue with the next shard.
         """
+        writer = filling.writer
         while self._one_digest and not self._results.has_room:
             # All other workers may be waiting, too, so this one must help.
             if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
-            if not writer.is_behind and all(one.done() for one in finishing):
+            if not writer.is_behind and all(one.done() for one in filling.finishing):
                 # What waits lies beyond a gap that only remaining items fill: parts of stacks and
                 # tensors of odd sizes are not written in the file's order.
                 return
             self._results.wait_for_room(_PAUSE_SECONDS)
 
-    def _make(
-        self,
-        batch: Sequence[tuple[int, Item]],
-        writer: ShardWriter,
-        errors: dict[int, list[RequantizationError]],
-    ) -> None:
+    def _make(self, batch: Sequence[tuple[int, Item]], filling: _Filling) -> None:
         number, item = batch[0]
+        writer = filling.writer
         if isinstance(item, Unit) and len(item.tiles) > 1:
-            errors[number] = [self._convert_in_tiles(item, writer)]
+            filling.errors[number] = [self._convert_in_tiles(item, writer)]
         elif isinstance(item, Unit):
-            self._convert(batch, writer, errors)
+            self._convert(batch, filling)
         else:
             if item.is_bias:
                 check_bias(self._source, item.info)
             self._copy(item, writer)
 
-    def _convert(
-        self,
-        batch: Sequence[tuple[int, Item]],
-        writer: ShardWriter,
-        errors: dict[int, list[RequantizationError]],
-    ) -> None:
+    def _convert(self, batch: Sequence[tuple[int, Item]], filling: _Filling) -> None:
+        writer = filling.writer
         units = [(number, item) for number, item in batch if isinstance(item, Unit)]
         assert len(units) == len(batch), batch
         position = writer.position(units[0][1].first_tensor(self._plan.dialect))
@@ -252,7 +254,7 @@ class _Run(threading.local):
             )
             # `Batches` gives such units a batch of their own.
             assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name
-            errors[number] = converted.requantization_errors
+            filling.errors[number] = converted.requantization_errors
             tensors |= converted.tensors
         self._write(replace(converted, tensors=tensors), memory, writer)
 
@@ -368,19 +370,3 @@ class _ResultBuffers:
             self._left_bytes -= memory.size_bytes - shared_bytes
             self._kept.append(memory)
             self._changed.notify_all()
-
-
-def _run_all(
-    pool: ThreadPoolExecutor,
-    work: Iterable[Callable[[], None]],
-    left: Batches,
-) -> None:
-    """Do all of `work`; on the first error, drop what is `left` and wait for the rest."""
-    futures = [pool.submit(one) for one in work]
-    try:
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-    finally:
-        left.drop()
-        wait(futures)
