@@ -59,7 +59,7 @@ def command(architectures: bool, markdown: bool, as_json: bool) -> None:
 def _describe(format: Format) -> dict[str, Any]:
     from moequant.dialects import default_dialect
     from moequant.formats.base import WHOLE
-    from moequant.preparation.targets import backends_for
+    from moequant.preparation.layers import backends_for
     from moequant.runtime.backends import TARGETS
 
     bits = 8 * sum(spec.size_bytes for spec in format.specs(_SHAPE).values())

@@ -10,7 +10,7 @@ import torch
 from moequant import dialects
 from moequant.formats import CONVERTIBLE, REGISTRY, quantize
 from moequant.models import architectures
-from moequant.preparation.targets import backends_for
+from moequant.preparation.layers import backends_for
 from moequant.quantizers import NativeQuantizer
 from moequant.quantizers.kernels import KERNELS
 from moequant.runtime.activations import SCHEMES, quantize_activations

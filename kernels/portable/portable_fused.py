@@ -38,8 +38,7 @@ def kernels_for(experts: Experts, tokens: int, topk: int) -> Hashable:
     """Equal for calls that run the same kernels.
 
     Those of the sort and of the reduction are compiled for powers of two of the token-expert pairs,
-    for the upper half of what can be sorted, and apart for numbers of pairs that are multiples of
-    16.
+    for the upper half of what can be sorted, and separately for multiples of 16 pairs.
     """
     tokens = part_tokens(tokens, topk)
     pairs = tokens * topk

@@ -127,17 +127,18 @@ def grouped_gemm(
         slot_of_row: [R] int32 where row r of the work reads row slot_of_row[r] // topk of `x`.
         topk: T.
     """
-    facts = weight.kind
     N, K = weight.rows, weight.columns
     first = weight if gate is None else gate
     device = x.qdata.device
     overlap = overlaps_launches(device)
-    config = config_for(weight, x, out, tile_rows=work.tile_rows, gated=gate is not None)
+    block_n, block_k, warps, stages = config_for(
+        weight, x, out, tile_rows=work.tile_rows, gated=gate is not None
+    )
     if work.max_tiles == 0:
         return
-    w_apart, scale_apart, end_apart, bias_apart = weight.apart
-    assert first.apart[:3] == weight.apart[:3], "gate and up lie in tensors of the same strides"
-    experts_gemm[(work.max_tiles * triton.cdiv(N, config.block_n),)](
+    w_stride, scale_stride, end_stride, bias_stride = weight.strides
+    assert first.strides[:3] == weight.strides[:3], "gate and up lie in tensors of the same strides"
+    experts_gemm[(work.max_tiles * triton.cdiv(N, block_n),)](
         x.qdata,
         _or(x.scale, x.qdata),
         _or(slot_of_row, work.count),
@@ -145,29 +146,29 @@ def grouped_gemm(
         work.count,
         first.qdata,
         first.scale,
-        first.end,
-        _or(first.bias, first.end),
+        _or(first.end, first.scale),
+        _or(first.bias, first.scale),
         weight.qdata,
         weight.scale,
-        weight.end,
-        _or(weight.bias, weight.end),
+        _or(weight.end, weight.scale),
+        _or(weight.bias, weight.scale),
         out.qdata,
         _or(out.scale, out.qdata),
         work.max_tiles,
         work.capacity,
         N=N,
         K=K,
-        ELEMENT=facts.element,
-        CODES_A_BYTE=facts.codes_per_byte,
-        SCALE_COLUMNS=facts.scale_columns,
-        SCALE_ROWS=facts.scale_rows,
-        END_ROWS=facts.end_rows,
-        W_APART=w_apart,
-        SCALE_APART=scale_apart,
-        END_APART=end_apart,
-        GATE_BIAS_APART=first.apart[3],
-        BIAS_APART=bias_apart,
-        W_SPLIT=facts.split,
+        ELEMENT=weight.element,
+        CODES_A_BYTE=weight.codes_per_byte,
+        SCALE_COLUMNS=weight.scale_columns,
+        SCALE_ROWS=weight.scale_rows,
+        END_ROWS=0 if weight.end is None else weight.end.dim(),
+        W_STRIDE=w_stride,
+        SCALE_STRIDE=scale_stride,
+        END_STRIDE=end_stride,
+        GATE_BIAS_STRIDE=first.strides[3],
+        BIAS_STRIDE=bias_stride,
+        W_SPLIT=_SPLIT.get(weight.qdata.dtype, 1),
         X_SCHEME=x.scheme,
         SPLIT=_SPLIT.get(x.qdata.dtype, 1),
         OUT_SCHEME=out.scheme,
@@ -182,36 +183,24 @@ def grouped_gemm(
         TOPK=topk if slot_of_row is not None else 0,
         BATCHED=work.tiles is None,
         BLOCK_M=work.tile_rows,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         NATIVE=has_native_e4m3(device),
         OVERLAP=overlap,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        num_warps=warps,
+        num_stages=stages,
         launch_pdl=overlap,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """How a program is cut out.
+def config_for(
+    weight: Projection, x: Rows, out: Rows, *, tile_rows: int, gated: bool
+) -> tuple[int, int, int, int]:
+    """Columns of the result and of the weights a step, warps, and stages of a program's pipeline.
 
-    Attributes:
-        block_n: columns of the result.
-        block_k: columns of the weights a step.
-        warps: of a program.
-        stages: of its pipeline.
+    The fastest tried on an H200 with the sizes of Qwen3-30B, of those that fit every device.
     """
-
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-
-
-def config_for(weight: Projection, x: Rows, out: Rows, *, tile_rows: int, gated: bool) -> Config:
-    """The fastest tried on an H200 with the sizes of Qwen3-30B, of those that fit every device."""
-    element = weight.kind.element
+    element = weight.element
     many = tile_rows > 32
     if out.scheme == "fp8_group128":
         block_n, block_k, warps = 128, 128, 8
@@ -224,7 +213,7 @@ def config_for(weight: Projection, x: Rows, out: Rows, *, tile_rows: int, gated:
         block_k = 64
     if element == "fp32":
         block_n, block_k = 64, 32
-    return Config(block_n=block_n, block_k=block_k, warps=warps, stages=2 if split else 3)
+    return block_n, block_k, warps, 2 if split else 3
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -258,11 +247,11 @@ def experts_gemm(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     END_ROWS: tl.constexpr,
-    W_APART: tl.constexpr,
-    SCALE_APART: tl.constexpr,
-    END_APART: tl.constexpr,
-    GATE_BIAS_APART: tl.constexpr,
-    BIAS_APART: tl.constexpr,
+    W_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    END_STRIDE: tl.constexpr,
+    GATE_BIAS_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
     W_SPLIT: tl.constexpr,
     X_SCHEME: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -324,24 +313,24 @@ def experts_gemm(
             xt = decode_e4m3(xt, NATIVE).to(tl.bfloat16)
         up_sum = add_product(
             up_sum, xt, up, up_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
-            CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_APART, SCALE_APART, W_SPLIT, X_SCHEME, SPLIT,
-            BLOCK_N, BLOCK_K, NATIVE,
+            CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_STRIDE, SCALE_STRIDE, W_SPLIT, X_SCHEME,
+            SPLIT, BLOCK_N, BLOCK_K, NATIVE,
         )  # fmt: skip
         if GATED:
             gate_sum = add_product(
                 gate_sum, xt, gate, gate_scale, x_scale, expert, source, live, n, k0, N, K, ELEMENT,
-                CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_APART, SCALE_APART, W_SPLIT, X_SCHEME,
+                CODES_A_BYTE, SCALE_COLUMNS, SCALE_ROWS, W_STRIDE, SCALE_STRIDE, W_SPLIT, X_SCHEME,
                 SPLIT, BLOCK_N, BLOCK_K, NATIVE,
             )  # fmt: skip
 
     y = finished(
-        up_sum, up_end, up_bias, x_scale, expert, source, live, n, N, END_ROWS, END_APART,
-        BIAS_APART, X_SCHEME, BIAS,
+        up_sum, up_end, up_bias, x_scale, expert, source, live, n, N, END_ROWS, END_STRIDE,
+        BIAS_STRIDE, X_SCHEME, BIAS,
     )  # fmt: skip
     if GATED:
         gate_sum = finished(
-            gate_sum, gate_end, gate_bias, x_scale, expert, source, live, n, N, END_ROWS, END_APART,
-            GATE_BIAS_APART, X_SCHEME, GATE_BIAS,
+            gate_sum, gate_end, gate_bias, x_scale, expert, source, live, n, N, END_ROWS,
+            END_STRIDE, GATE_BIAS_STRIDE, X_SCHEME, GATE_BIAS,
         )  # fmt: skip
     if ACT != "":
         y = act_fn(gate_sum, y, ACT, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
@@ -374,8 +363,8 @@ def add_product(
     CODES_A_BYTE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    W_APART: tl.constexpr,
-    SCALE_APART: tl.constexpr,
+    W_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
     W_SPLIT: tl.constexpr,
     X_SCHEME: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -388,7 +377,7 @@ def add_product(
     Weights are [BLOCK_N, BLOCK_K] as they are, or in bfloat16, times scales exact in it.
     """
     inside_n = (n < N)[:, None]
-    at_row = weight + (expert * W_APART + n)[:, None] * (K // CODES_A_BYTE)
+    at_row = weight + (expert * W_STRIDE + n)[:, None] * (K // CODES_A_BYTE)
     byte = (k0 // CODES_A_BYTE + tl.arange(0, BLOCK_K // CODES_A_BYTE))[None, :]
     data = tl.load(at_row + byte, mask=inside_n & (byte < K // CODES_A_BYTE), other=0)
     if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
@@ -397,7 +386,7 @@ def add_product(
         w = decode_e4m3(data, NATIVE)
         if SCALE_COLUMNS == 32:
             spread = spread_scale(
-                scale, expert, n, k0, SCALE_APART, N, K, SCALE_COLUMNS, SCALE_COLUMNS, BLOCK_N,
+                scale, expert, n, k0, SCALE_STRIDE, N, K, SCALE_COLUMNS, SCALE_COLUMNS, BLOCK_N,
                 BLOCK_K, NATIVE,
             )  # fmt: skip
             w *= spread
@@ -411,7 +400,7 @@ def add_product(
     else:
         tl.static_assert(ELEMENT == "e2m1")
         spread = spread_scale(
-            scale, expert, n, k0, SCALE_APART, N, K, SCALE_COLUMNS, SCALE_COLUMNS // 2, BLOCK_N,
+            scale, expert, n, k0, SCALE_STRIDE, N, K, SCALE_COLUMNS, SCALE_COLUMNS // 2, BLOCK_N,
             BLOCK_K, NATIVE,
         )  # fmt: skip
         if IN_PYTHON:
@@ -427,7 +416,7 @@ def add_product(
         part = dot_exact(w, xt, zero, W_SPLIT, SPLIT, IN_PYTHON)
         block = k0 // 128
         if SCALE_COLUMNS == 128:
-            scale_row = expert * SCALE_APART + n // SCALE_ROWS
+            scale_row = expert * SCALE_STRIDE + n // SCALE_ROWS
             at = scale + scale_row * tl.cdiv(K, 128) + block
             part *= tl.load(at, mask=n < N, other=0).to(tl.float32)[:, None]
         if X_SCHEME == "fp8_group128":
@@ -442,7 +431,7 @@ def spread_scale(
     expert,
     n,
     k0,
-    SCALE_APART: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
@@ -454,7 +443,7 @@ def spread_scale(
     """The scale of each byte of codes, float32: E4M3 of 16 columns, E8M0 of 32; BYTES share one."""
     GROUPS: tl.constexpr = BLOCK_K // SCALE_COLUMNS
     group = (k0 // SCALE_COLUMNS + tl.arange(0, GROUPS))[None, :]
-    at_group = scale + (expert * SCALE_APART + n)[:, None] * (K // SCALE_COLUMNS) + group
+    at_group = scale + (expert * SCALE_STRIDE + n)[:, None] * (K // SCALE_COLUMNS) + group
     inside = (n < N)[:, None] & (group < K // SCALE_COLUMNS)
     code = tl.load(at_group, mask=inside, other=0)
     group_scale = decode_e4m3(code, NATIVE) if SCALE_COLUMNS == 16 else decode_e8m0(code)
@@ -474,20 +463,20 @@ def finished(
     n,
     N: tl.constexpr,
     END_ROWS: tl.constexpr,
-    END_APART: tl.constexpr,
-    BIAS_APART: tl.constexpr,
+    END_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
     X_SCHEME: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     """The sum times the scales of the whole of it, plus bias."""
     if END_ROWS == 1:
-        total *= tl.load(end + expert * END_APART)
+        total *= tl.load(end + expert * END_STRIDE)
     if END_ROWS == 2:
-        total *= tl.load(end + expert * END_APART + n, mask=n < N, other=0)[:, None]
+        total *= tl.load(end + expert * END_STRIDE + n, mask=n < N, other=0)[:, None]
     if X_SCHEME == "fp8_token":
         total *= tl.load(x_scale + source, mask=live, other=0)[None, :]
     if BIAS:
-        total += tl.load(bias + expert * BIAS_APART + n, mask=n < N, other=0).to(tl.float32)[
+        total += tl.load(bias + expert * BIAS_STRIDE + n, mask=n < N, other=0).to(tl.float32)[
             :, None
         ]
     return total

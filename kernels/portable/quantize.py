@@ -46,7 +46,7 @@ def quantize_rows(
     overlap = overlaps_launches(x.device)
     rows = "all"
     if row_of_slot is not None:
-        rows = "slots"
+        rows = "sorted"
     elif counts is not None:
         rows = "batched"
     quantize_row[(programs,)](
@@ -89,7 +89,7 @@ def quantize_row(
     """One program: one row."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    if ROWS == "slots":
+    if ROWS == "sorted":
         row = tl.load(row_of_slot + row).to(tl.int64)
         if row < 0:
             return

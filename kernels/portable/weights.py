@@ -18,8 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,61 +25,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """The constants of a kind.
-
-    Attributes:
-        element: what a code is: "bf16", "fp16", "fp32", "e4m3", "e2m1" or "int4".
-        scale_columns: columns that share an element of `Projection.scale`; 0 where K is not cut.
-        scale_rows: rows that do.
-        end_rows: elements of the scale of the whole sum: 0 for none, 1 an expert, 2 a row.
-    """
-
-    element: str
-    scale_columns: int = 0
-    scale_rows: int = 1
-    end_rows: int = 0
-
-    @property
-    def codes_per_byte(self) -> int:
-        """2 for elements of four bits."""
-        return 2 if self.element in ("e2m1", "int4") else 1
-
-    @property
-    def split(self) -> int:
-        """How many bfloat16 a code is the sum of."""
-        return {"fp16": 2, "fp32": 3}.get(self.element, 1)
-
-    @property
-    def is_bytes(self) -> bool:
-        """Whether a kernel is given codes as bytes."""
-        return self.element in ("e4m3", "e2m1", "int4")
-
-
-END_EXPERT, END_ROW = 1, 2
-
-
-@dataclass(frozen=True, kw_only=True)
 class Projection:
     """One of the matrices of E experts.
 
-    Each expert's part of a tensor is contiguous; experts may lie further apart, as those of gate do
-    in a tensor that holds gate over up.
+    Each expert's part of a tensor is contiguous; the stride between experts may be larger, as
+    that of gate is in a tensor that holds gate over up.
 
     Attributes:
-        kind: how it lies in memory.
+        element: what a code is: "bf16", "fp16", "fp32", "e4m3", "e2m1" or "int4".
         qdata: [E, N, K] bfloat16, float16 or float32, or uint8 codes [E, N, K] or [E, N, K / 2],
             the even column in the low nibble.
         scale: [E, ceil(N / scale_rows), ceil(K / scale_columns)], bytes where it is of 8 bits; any
             tensor where scale_columns is 0.
-        end: float32 [E] or [E, N]; any tensor where end_rows is 0.
+        scale_rows: rows that share a scale.
+        scale_columns: columns that do.
+        end: float32 [E] or [E, N], the scale of the whole sum, or None.
         bias: float32 or bfloat16 [E, N], or None.
     """
 
-    kind: Kind
+    element: str
     qdata: Tensor
     scale: Tensor
-    end: Tensor
+    scale_rows: int
+    scale_columns: int
+    end: Tensor | None
     bias: Tensor | None
 
     @property
@@ -97,43 +64,22 @@ class Projection:
     @property
     def columns(self) -> int:
         """K."""
-        return self.qdata.shape[2] * self.kind.codes_per_byte
+        return self.qdata.shape[2] * self.codes_per_byte
 
     @property
-    def apart(self) -> tuple[int, int, int, int]:
+    def codes_per_byte(self) -> int:
+        """2 for elements of four bits."""
+        return 2 if self.element in ("e2m1", "int4") else 1
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
         """From one expert to the next: rows of qdata and of scale, elements of end and of bias."""
         return (
             self.qdata.stride(0) // self.qdata.shape[2],
             self.scale.stride(0) // self.scale.shape[-1],
-            self.end.stride(0),
+            0 if self.end is None else self.end.stride(0),
             0 if self.bias is None else self.bias.stride(0),
         )
-
-
-def projection(
-    kind: Kind,
-    qdata: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Projection:
-    """A matrix from its parts as `QuantizedWeight` has them; views. Each expert is contiguous.
-
-    Args:
-        kind: how they lie in memory.
-        qdata: codes [E, N, K], or [E, N, K / 2] where they are of four bits.
-        scale: the format's.
-        global_scale: [E] float32, where the format has one.
-        bias: [E, N] or None.
-    """
-    if kind.is_bytes:
-        qdata = qdata.view(torch.uint8)
-    if scale.dtype.itemsize == 1:
-        scale = scale.view(torch.uint8)
-    end = scale if global_scale is None else global_scale
-    if kind.end_rows:
-        end = end.float().reshape(*qdata.shape[: kind.end_rows])
-    return Projection(kind=kind, qdata=qdata, scale=scale, end=end, bias=bias)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -419,10 +419,10 @@ def _check_same_model(model: PreTrainedModel, converted: ConvertedCheckpoint) ->
     config = model.config.to_dict()
     found = converted.architecture.read_config(config)
     for field, label in _COMPARED.items():
-        has, wanted = getattr(found, field), getattr(converted.moe, field)
-        if has != wanted:
+        has, expected = getattr(found, field), getattr(converted.moe, field)
+        if has != expected:
             raise UnsupportedError(
-                f"{path}: {label} {_text(wanted)}, but the model has {_text(has)}; use a "
+                f"{path}: {label} {_text(expected)}, but the model has {_text(has)}; use a "
                 "checkpoint converted from this model"
             )
 
@@ -442,11 +442,11 @@ def _check_blocks(
             f"{type(model).__name__}: its router {routing}, which FusedExperts does not support; "
             "load this checkpoint with transformers or an engine, or call `load_experts` yourself"
         )
-    wanted = converted.moe.sparse_layers
-    if tuple(blocks) != wanted:
+    expected = converted.moe.sparse_layers
+    if tuple(blocks) != expected:
         raise UnsupportedError(
             f"{type(model).__name__}: a module `experts` in layers "
-            f"{_text(tuple(blocks)) or 'none'}, but the checkpoint has them in {_text(wanted)}; "
+            f"{_text(tuple(blocks)) or 'none'}, but the checkpoint has them in {_text(expected)}; "
             "build the model with transformers 5"
         )
     for layer, block in blocks.items():

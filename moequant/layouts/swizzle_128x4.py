@@ -75,11 +75,11 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int, *, name: str = "scale") ->
         raise UnsupportedError(
             f"{name}: the 128x4 layout holds one-byte scales, not {swizzled.dtype}"
         )
-    wanted = swizzled_shape(rows, cols)
-    if swizzled.shape[-2:] != wanted:
+    expected = swizzled_shape(rows, cols)
+    if swizzled.shape[-2:] != expected:
         raise CheckpointError(
             f"{name}: swizzled scales are {list(swizzled.shape[-2:])}, but {[rows, cols]} make "
-            f"{list(wanted)}; prepare the checkpoint again"
+            f"{list(expected)}; prepare the checkpoint again"
         )
     *lead, padded_rows, padded_cols = swizzled.shape
     # [row tile, column tile, r % 32, r // 32 % 4, c % 4]

@@ -1,11 +1,13 @@
-"""One layer from its portable weights to its kernel-ready file, an expert at a time."""
+"""A layer from its portable weights to its kernel-ready file, an expert at a time."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import TYPE_CHECKING
 
-from moequant.formats import stack
+from moequant.errors import UnsupportedError
+from moequant.formats import get_format, stack
+from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.prepared_manifest import PreparedLayer, add_originals
 from moequant.runtime.weights import ExpertWeights
@@ -21,8 +23,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.progress import Progress
-    from moequant.runtime.backends import Layout
+    from moequant.runtime.backends import Backend, Layout
     from moequant.weights.converted import ConvertedCheckpoint
+
+
+def layout_for(format: str, target: str) -> Layout:
+    """The layout of the first backend that serves `target` in `format`.
+
+    Raises:
+        UnsupportedError: no such format, no such target, or no backend there takes the format.
+    """
+    serving = backends_for(format, target)
+    if serving:
+        return serving[0].layout
+    able = [t for t in TARGETS if backends_for(format, t)]
+    raise UnsupportedError(
+        f"no backend on {target} reads prepared experts in {format}; it can be prepared for "
+        f"{' and '.join(able) or 'no target'}"
+    )
+
+
+def backends_for(format: str, target: str) -> list[Backend]:
+    """The backends that serve `target` in `format`, best first.
+
+    Raises:
+        UnsupportedError: no such format, or no such target.
+    """
+    get_format(format)
+    if target not in TARGETS:
+        raise UnsupportedError(f"unknown target {target!r}; use one of: {', '.join(TARGETS)}")
+    return [b for b in REGISTRY.values() if format in b.serves(target)]
 
 
 def packed_experts(
@@ -30,7 +60,7 @@ def packed_experts(
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of each expert of a layer, [1, ...], as `layout` packs them.
 
-    `digest` is told of the portable weights they were made from.
+    The portable weights they are made from are added to `digest`.
 
     Raises:
         CheckpointError: a weight cannot be read.

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from moequant._version import __version__
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
-from moequant.preparation.layers import write_layer
-from moequant.preparation.targets import layout_for
+from moequant.preparation.layers import layout_for, write_layer
 from moequant.progress import SilentProgress
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.prepared_manifest import Manifest, read_manifest
@@ -63,7 +62,7 @@ def prepare(
         overwrite: write again even if the folder fits.
         architecture: a TOML file that describes the checkpoint's architecture; needed only where
             neither moequant.json nor our table does.
-        progress: told what is done.
+        progress: receives the progress.
 
     Raises:
         ArchitectureError: the file `architecture` is none.
@@ -96,9 +95,8 @@ def _expert_layouts(converted: ConvertedCheckpoint, target: str) -> dict[int, La
     for layer in converted.expert_layers():
         format = converted.format_of_experts(layer)
         if format is not None:
-            layouts[layer] = layout_for(
-                converted.moe, format, target, act_fn=act_fn_of(converted, layer)
-            )
+            layouts[layer] = layout_for(format, target)
+            act_fn_of(converted, layer)  # refuses a function that is not computed
     if not layouts:
         raise UnsupportedError(
             f"{converted.checkpoint.path}: no routed experts were converted, so there is nothing "
@@ -120,14 +118,14 @@ def _fitting_manifest(
     except CheckpointError:
         return None
     made = {n: e.packed_as for n, e in manifest.layers.items()}
-    wanted = {
+    expected = {
         n: (converted.format_of_experts(n), layout.name, layout.version)
         for n, layout in layouts.items()
     }
     written = {n: (e.bytes, e.mtime_ns) for n, e in manifest.layers.items()}
     fits = (
         manifest.target == target
-        and made == wanted
+        and made == expected
         and manifest.originals == converted.checkpoint.file_state()
         and written == {n: (file.size_bytes, file.mtime_ns) for n, file in files.items()}
     )

@@ -73,12 +73,19 @@ def quantize_activations(
     Raises:
         UnsupportedError: no scheme is called that, or "fp8_static" without a scale.
     """
-    check_scheme(scheme, static=static_scale is not None)
+    if scheme not in SCHEMES:
+        raise UnsupportedError(
+            f"unknown activation scheme {scheme!r}; use one of: {', '.join(SCHEMES)}"
+        )
     if scheme == "none":
         return Activations(scheme=scheme, qdata=x, scale=None)
     x = x.float()
     if scheme == "fp8_static":
-        assert static_scale is not None
+        if static_scale is None:
+            raise UnsupportedError(
+                "fp8_static needs static_scale; give it, or use fp8_token, which computes a scale "
+                "for every token"
+            )
         scale = static_scale.expand(x.shape[0], 1).contiguous()
         return Activations(scheme=scheme, qdata=encode_e4m3(x / scale), scale=scale)
     block = _block(scheme, x.shape[1])
@@ -87,23 +94,6 @@ def quantize_activations(
     scale = torch.where(amax == 0, 1.0, divide(amax, E4M3_MAX).clamp(min=_FP32_SMALLEST))
     qdata = encode_e4m3(x / expand_blocks(scale, block, x.shape))
     return Activations(scheme=scheme, qdata=qdata, scale=scale)
-
-
-def check_scheme(scheme: str, *, static: bool) -> None:
-    """Check that activations can be quantized by `scheme`; `static`: whether a scale is given.
-
-    Raises:
-        UnsupportedError: no scheme is called that, or "fp8_static" without a scale.
-    """
-    if scheme not in SCHEMES:
-        raise UnsupportedError(
-            f"unknown activation scheme {scheme!r}; use one of: {', '.join(SCHEMES)}"
-        )
-    if scheme == "fp8_static" and not static:
-        raise UnsupportedError(
-            "fp8_static needs static_scale; give it, or use fp8_token, which computes a scale for "
-            "every token"
-        )
 
 
 def scale_columns(scheme: str, K: int) -> int | None:

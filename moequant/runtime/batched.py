@@ -62,19 +62,16 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
         )
     E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1:2]
     groups = scale_columns(tokens.scheme, H)
-    wanted: dict[str, tuple[Tensor | None, tuple[torch.dtype, ...], list[int]]] = {
-        "qdata": (
-            tokens.qdata,
-            HIDDEN_DTYPES if groups is None else (QUANTIZED_DTYPE,),
-            [E, *C, H],
-        ),
-        "counts": (tokens.counts, (torch.int32,), [E]),
+    needed: dict[str, tuple[tuple[torch.dtype, ...], list[int]]] = {
+        "qdata": (HIDDEN_DTYPES if groups is None else (QUANTIZED_DTYPE,), [E, *C, H]),
+        "counts": ((torch.int32,), [E]),
     }
     if groups is not None:
-        wanted["scale"] = tokens.scale, (torch.float32,), [E, *C, groups]
+        needed["scale"] = (torch.float32,), [E, *C, groups]
     elif tokens.scale is not None:
         raise UnsupportedError("scale is given, but the scheme none has no scales; leave it out")
-    for name, (tensor, dtypes, shape) in wanted.items():
+    for name, (dtypes, shape) in needed.items():
+        tensor: Tensor | None = getattr(tokens, name)
         if tensor is None:
             raise UnsupportedError(f"{name} is None, but {tokens.scheme} needs {shape}")
         if list(tensor.shape) != shape or tensor.dtype not in dtypes:

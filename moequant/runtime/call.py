@@ -8,7 +8,6 @@ its size outside of the capture, which compiles kernels.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,8 @@ from moequant.runtime.routing import weight_input
 from moequant.runtime.workspace import shared_workspace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moequant.runtime.backends import PackedExperts
@@ -85,26 +86,24 @@ def run_experts(
             hidden_scale=hidden_scale,
         )
         return out
-    for begin, end in part_bounds(tokens, parts):
+    scales: Sequence[Tensor | None] = [None] * parts
+    if hidden_scale is not None:
+        scales = hidden_scale.tensor_split(parts)
+    tensors = (hidden_states, topk_weights, topk_ids, out)
+    split = zip(*(t.tensor_split(parts) for t in tensors), scales, strict=True)
+    for hidden, weights, ids, result, scale in split:
         packed.run(
-            hidden_states[begin:end],
-            topk_weights[begin:end],
-            topk_ids[begin:end],
-            out=out[begin:end],
+            hidden,
+            weights,
+            ids,
+            out=result,
             workspace=workspace,
             expert_map=expert_map,
-            hidden_scale=None if hidden_scale is None else hidden_scale[begin:end],
+            hidden_scale=scale,
         )
     return out
 
 
 def parts_of(tokens: int, max_tokens: int) -> int:
-    """How many parts of at most `max_tokens` tokens a call is run in."""
+    """How many parts of at most `max_tokens` tokens a call is run in; sizes differ by at most 1."""
     return max(-(-tokens // max_tokens), 1)
-
-
-def part_bounds(tokens: int, parts: int) -> list[tuple[int, int]]:
-    """First token of each part, and the one after its last; sizes differ by at most one."""
-    size, longer = divmod(tokens, parts)
-    begins = [i * size + min(i, longer) for i in range(parts + 1)]
-    return list(pairwise(begins))

@@ -42,15 +42,7 @@ def check_inputs(
     weight_on_input: bool,
     hidden_scale: Tensor | None = None,
 ) -> None:
-    """Check the arguments of a call; reads no values.
-
-    Args:
-        workload: H and device of the experts, and the scheme of their activations.
-        hidden_states: [M, H].
-        topk_weights: [M, T].
-        topk_ids: [M, T].
-        weight_on_input: whether the router's weight multiplies the input.
-        hidden_scale: where hidden states come quantized, their scales.
+    """Check the arguments of a call, see `FusedExperts.forward`; reads no values.
 
     Raises:
         UnsupportedError: a dtype, shape or device that no backend takes; or router weights that
@@ -141,13 +133,7 @@ def _check_quantized(hidden_states: Tensor, hidden_scale: Tensor | None, scheme:
 def check_expert_map(
     expert_map: Tensor, *, experts: int, device: torch.device, values: bool
 ) -> None:
-    """Check an expert_map of E = `experts` experts on `device`.
-
-    Args:
-        expert_map: [global experts].
-        experts: E.
-        device: of the experts.
-        values: whether to look at the indices too, which waits for the device.
+    """Check an expert_map of `experts` experts on `device`; with `values`, wait for its indices.
 
     Raises:
         UnsupportedError: another dtype, shape or device, or an index that is no expert's.
@@ -191,8 +177,8 @@ def _check(
 ) -> None:
     _check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
-        wanted = ", ".join(str(dtype) for dtype in dtypes)
-        raise UnsupportedError(f"{name} is {tensor.dtype}, but must be one of: {wanted}")
+        expected = ", ".join(str(dtype) for dtype in dtypes)
+        raise UnsupportedError(f"{name} is {tensor.dtype}, but must be one of: {expected}")
     if tensor.dim() != dimensions:
         raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {_SHAPES[name]}")
     if tensor.device != device:

@@ -85,11 +85,7 @@ class LayerReader:
         Those of a prepared folder are copied as they are in the file, and packed again only for a
         backend that reads another layout; others are packed on the device.
 
-        Args:
-            layer: index of the layer.
-            experts: their ids.
-            backend: name of a backend; by default the best that can run them there.
-            activations: see `FusedExperts`.
+        Backend and activations are chosen as for `FusedExperts`.
 
         Raises:
             CheckpointError: as `read`; or a prepared layer is stale.
@@ -226,7 +222,9 @@ class LayerReader:
 
         def reads() -> Iterator[Read]:
             for unit in units:
-                ranges = sorted(unit.ranges.items(), key=lambda item: _position(item[1]))
+                ranges = sorted(
+                    unit.ranges.items(), key=lambda item: (item[1].info.file, item[1].info.start)
+                )
                 for key, where in ranges:
                     unit.tensors[key] = self._target(where, unit.places.get(key))
                     last = len(unit.tensors) == len(ranges)
@@ -270,7 +268,7 @@ class _Unit:
     """Tensors that are read together, and the weights that they are decoded to.
 
     Attributes:
-        weights: the weights; none where tensors are wanted as they are.
+        weights: the weights; none if tensors are read as they are.
         ranges: what is read, by keys that are the same for all experts of a layer.
         row: place of an expert among those that are read.
         places: tensors that are there already and shall be filled, by key.
@@ -325,7 +323,3 @@ def _kept_as_read(
         for part, decoded in q.tensors().items()
         if decoded.data_ptr() == tensor.data_ptr() and decoded.shape == tensor.shape
     }
-
-
-def _position(where: TensorRange) -> tuple[str, int]:
-    return where.info.file, where.info.start

@@ -66,12 +66,7 @@ def workload_of(weights: ExpertWeights, activations: str) -> Workload:
 
 
 def scheme_of(format: str, activations: str, *, static: bool) -> str:
-    """The scheme that "format" or "none" means.
-
-    Args:
-        format: of the weights.
-        activations: which.
-        static: whether static scales of activations came with the weights.
+    """The scheme that "format" or "none" means; `static`: whether there are static scales.
 
     Raises:
         UnsupportedError: `activations` is neither.

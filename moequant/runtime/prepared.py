@@ -121,11 +121,7 @@ class PreparedCheckpoint:
 
     @classmethod
     def open(cls, folder: Path, *, architecture: str | Path | None = None) -> PreparedCheckpoint:
-        """Read the manifest and the headers of the originals.
-
-        Args:
-            folder: where it lies.
-            architecture: as for `ConvertedCheckpoint.open`.
+        """Read the manifest and the headers of the originals; see `ConvertedCheckpoint.open`.
 
         Raises:
             CheckpointError: no manifest, or the originals are not where they must be.

@@ -106,12 +106,12 @@ def permute(routing: Routing, experts: int) -> Permutation:
     """Sort the token-expert pairs by expert; the order is deterministic."""
     M, T = routing.expert.shape
     key = routing.expert.masked_fill(routing.expert == NOWHERE, experts).flatten()
-    sorted_key, slot = key.sort(stable=True)
-    row = torch.empty_like(slot)
-    row[slot] = torch.arange(M * T, device=slot.device)
+    sorted_key, pair = key.sort(stable=True)
+    row = torch.empty_like(pair)
+    row[pair] = torch.arange(M * T, device=pair.device)
     return Permutation(
-        token=slot // max(T, 1),
-        offsets=torch.searchsorted(sorted_key, torch.arange(experts + 1, device=slot.device)),
+        token=pair // max(T, 1),
+        offsets=torch.searchsorted(sorted_key, torch.arange(experts + 1, device=pair.device)),
         row=row.reshape(M, T),
     )
 

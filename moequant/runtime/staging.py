@@ -88,7 +88,7 @@ class Staging:
             CheckpointError: a file cannot be read, or is no longer the same.
         """
         most = len(self._slots) or THREADS
-        chunks = _chunks(reads, self._slot_bytes) if self._slots else map(_Chunk.of, reads)
+        chunks = _chunks(reads, self._slot_bytes if self._slots else None)
         pending: deque[tuple[_Chunk, _Slot | None, Future[None]]] = deque()
         with ThreadPoolExecutor(THREADS) as pool:
             try:
@@ -104,44 +104,23 @@ class Staging:
                     future.cancel()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """What a chunk holds of a target.
-
-    Attributes:
-        read: whose target.
-        at: offset in the chunk.
-        to: offset in the target.
-        size_bytes: how much.
-    """
-
-    read: Read
-    at: int
-    to: int
-    size_bytes: int
-
-
 @dataclass(kw_only=True, slots=True)
 class _Chunk:
-    """Bytes of a file that are read at once: at most a slot.
+    """Bytes of a file that are read at once: at most a slot, or those of one read in place.
 
     Attributes:
         file: where they are.
         start: offset of the first of them.
         size_bytes: how many.
-        parts: what is in them.
+        parts: offsets in the chunk, and the uint8 that the bytes from there on fill.
+        ends: the reads whose last bytes are in it.
     """
 
     file: FixedFile
     start: int
     size_bytes: int = 0
-    parts: list[_Part] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, read: Read) -> _Chunk:
-        """The bytes of one read, which are not limited to a slot."""
-        part = _Part(read=read, at=0, to=0, size_bytes=read.target.nbytes)
-        return cls(file=read.file, start=read.start, size_bytes=part.size_bytes, parts=[part])
+    parts: list[tuple[int, Tensor]] = field(default_factory=list)
+    ends: list[Read] = field(default_factory=list)
 
     def takes(self, file: FixedFile, position: int, slot_bytes: int) -> bool:
         """Whether the bytes from `position` on may follow, at least one of them."""
@@ -149,24 +128,34 @@ class _Chunk:
         near = self.size_bytes <= behind <= self.size_bytes + _GAP_BYTES
         return file is self.file and near and behind < slot_bytes
 
+    def add(self, position: int, target: Tensor, most_bytes: int) -> int:
+        """Take the bytes from `position` on for `target` until the chunk is full; how many."""
+        at = position - self.start
+        part = target[: most_bytes - at]
+        self.parts.append((at, part))
+        self.size_bytes = at + part.nbytes
+        return part.nbytes
 
-def _chunks(reads: Iterable[Read], slot_bytes: int) -> Iterator[_Chunk]:
-    """The bytes of all reads, in order, in as few chunks as neighbours allow."""
+
+def _chunks(reads: Iterable[Read], slot_bytes: int | None) -> Iterator[_Chunk]:
+    """The bytes of all reads, in order, in as few chunks as neighbours allow; None: one a read."""
     chunk: _Chunk | None = None
     for read in reads:
-        done, size_bytes = 0, read.target.nbytes
+        # A scalar has no last dimension to view as bytes.
+        target, done = read.target.reshape(-1).view(torch.uint8), 0
         while True:
             position = read.start + done
-            if chunk is None or not chunk.takes(read.file, position, slot_bytes):
+            if (
+                chunk is None
+                or slot_bytes is None
+                or not chunk.takes(read.file, position, slot_bytes)
+            ):
                 if chunk is not None:
                     yield chunk
                 chunk = _Chunk(file=read.file, start=position)
-            at = position - chunk.start
-            taken = min(size_bytes - done, slot_bytes - at)
-            chunk.parts.append(_Part(read=read, at=at, to=done, size_bytes=taken))
-            chunk.size_bytes = at + taken
-            done += taken
-            if done == size_bytes:
+            done += chunk.add(position, target[done:], slot_bytes or target.nbytes)
+            if done == target.nbytes:
+                chunk.ends.append(read)
                 break
     if chunk is not None:
         yield chunk
@@ -190,12 +179,8 @@ class _Slot:
 
     def send(self, chunk: _Chunk) -> None:
         """Copy what the chunk holds to where it belongs."""
-        for part in chunk.parts:
-            # A scalar has no last dimension to view as bytes.
-            target = part.read.target.reshape(-1).view(torch.uint8)
-            target[part.to : part.to + part.size_bytes].copy_(
-                self._buffer[part.at : part.at + part.size_bytes], non_blocking=True
-            )
+        for at, part in chunk.parts:
+            part.copy_(self._buffer[at : at + part.nbytes], non_blocking=True)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self._device))
 
@@ -203,7 +188,7 @@ class _Slot:
 def _fill(chunk: _Chunk, slot: _Slot | None) -> None:
     """Read a chunk into a slot, or, without one, to where it belongs."""
     if slot is None:
-        chunk.file.read_into(chunk.start, tensor_bytes(chunk.parts[0].read.target))
+        chunk.file.read_into(chunk.start, tensor_bytes(chunk.parts[0][1]))
     else:
         slot.fill(chunk)
 
@@ -213,6 +198,4 @@ def _land(chunk: _Chunk, slot: _Slot | None, filled: Future[None]) -> Iterator[R
     filled.result()
     if slot is not None:
         slot.send(chunk)
-    for part in chunk.parts:
-        if part.to + part.size_bytes == part.read.target.nbytes:
-            yield part.read
+    yield from chunk.ends

@@ -75,7 +75,7 @@ def warm_up(
         tokens: each M that may come; M of equal kernels are run once.
         topk: T.
         dtype: of the hidden states.
-        progress: told of every set of kernels.
+        progress: receives the progress, one step per set of kernels.
 
     Returns:
         The M that were run, one for each set of kernels; none where the backend compiles nothing.
@@ -145,7 +145,7 @@ def warm_up_checkpoint(
         device: where the experts will run.
         backend: name of a backend; by default the best there.
         architecture: as `load_experts` takes it.
-        progress: told of every set of kernels.
+        progress: receives the progress, one step per set of kernels.
 
     Returns:
         What was run for each format; nothing with "skip".

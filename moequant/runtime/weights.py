@@ -159,13 +159,13 @@ class ExpertWeights:
 
 def _check_types(weights: ExpertWeights) -> None:
     for name, value in vars(weights).items():
-        wanted: type = QuantizedWeight if name in ("gate", "up", "down") else torch.Tensor
+        expected: type = QuantizedWeight if name in ("gate", "up", "down") else torch.Tensor
         if name == "act_fn":
-            wanted = ActFn
+            expected = ActFn
         absent = value is None and name not in ("up", "down", "act_fn")
-        if not absent and not isinstance(value, wanted):
+        if not absent and not isinstance(value, expected):
             raise UnsupportedError(
-                f"{name} is {type(value).__name__}, but must be {wanted.__name__}"
+                f"{name} is {type(value).__name__}, but must be {expected.__name__}"
             )
 
 
@@ -193,11 +193,11 @@ def _check_shapes(weights: dict[str, QuantizedWeight]) -> None:
             f"{first} is {shape}, but experts are [E, I, H] with I and H at least 1"
         )
     experts, intermediate, hidden = shape
-    for name, wanted in (("up", shape), ("down", [experts, hidden, intermediate])):
-        if list(weights[name].shape) != wanted:
+    for name, expected in (("up", shape), ("down", [experts, hidden, intermediate])):
+        if list(weights[name].shape) != expected:
             raise CheckpointError(
                 f"{name} is {list(weights[name].shape)}, but {first} is {shape}, so {name} must be "
-                f"{wanted}"
+                f"{expected}"
             )
 
 
@@ -205,11 +205,11 @@ def _check_bias(name: str, bias: Tensor, weights: dict[str, QuantizedWeight]) ->
     projection = name.removesuffix("_bias")
     if projection not in weights:
         raise CheckpointError(f"{name} is given, but there is no {projection}")
-    wanted = list(weights[projection].shape[:2])
-    if list(bias.shape) != wanted:
+    expected = list(weights[projection].shape[:2])
+    if list(bias.shape) != expected:
         raise CheckpointError(
             f"{name} is {list(bias.shape)}, but {projection} is {list(weights[projection].shape)}, "
-            f"so {name} must be {wanted}"
+            f"so {name} must be {expected}"
         )
     if bias.dtype not in BIAS_DTYPES:
         raise CheckpointError(f"{name} is {bias.dtype}, but must be float32 or bfloat16")

@@ -11,9 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError
-from moequant.preparation.layers import packed_experts
-from moequant.preparation.targets import layout_for
-from moequant.runtime.layer_reader import act_fn_of
+from moequant.preparation.layers import layout_for, packed_experts
 from moequant.runtime.prepared import LayerFile
 from moequant.runtime.prepared_manifest import read_manifest
 from moequant.storage.checkpoint import natural_key
@@ -47,7 +45,7 @@ def check_prepared(
         converted: the portable weights.
         formats: format by layer whose experts are converted.
         pool: its threads work on a layer each.
-        progress: told what is done.
+        progress: receives the progress.
         findings: where problems go.
 
     Returns:
@@ -60,10 +58,7 @@ def check_prepared(
     for folder in folders:
         try:
             manifest = read_manifest(folder)
-            layouts = {
-                n: layout_for(converted.moe, f, folder.name, act_fn=act_fn_of(converted, n))
-                for n, f in formats.items()
-            }
+            layouts = {n: layout_for(f, folder.name) for n, f in formats.items()}
         except MoequantError as error:
             findings.add("prepared", folder.name, str(error))
             continue
@@ -102,7 +97,7 @@ def _check_manifest(
             for n, e in manifest.layers.items()
         },
     }
-    wanted = {
+    expected = {
         "target": folder.name,
         "originals": {f: state[:1] for f, state in converted.checkpoint.file_state().items()},
         "layers": {
@@ -110,7 +105,7 @@ def _check_manifest(
             for n, x in layouts.items()
         },
     }
-    for place, message in differences(found, wanted, f"{folder.name}/{MANIFEST_FILE}"):
+    for place, message in differences(found, expected, f"{folder.name}/{MANIFEST_FILE}"):
         findings.add("prepared", place, message)
     known = {MANIFEST_FILE, *(entry.file for entry in manifest.layers.values())}
     for name in sorted({entry.name for entry in folder.iterdir()} - known):
@@ -132,10 +127,10 @@ def _check_layer(
         file = LayerFile.open(folder, layer, entry)
         if sha256_of(folder / entry.file) != entry.sha256:
             return f"its SHA-256 is not the one in {MANIFEST_FILE}"
-        for expert, wanted in enumerate(packed_experts(converted, layer, layouts[layer], digest)):
+        for expert, expected in enumerate(packed_experts(converted, layer, layouts[layer], digest)):
             if expert == 0:
-                file.check(wanted, experts=moe.experts)
-            for name, tensor in wanted.items():
+                file.check(expected, experts=moe.experts)
+            for name, tensor in expected.items():
                 difference = compare_tensors(file.read(name, expert), tensor)
                 if difference is not None:
                     return f"{name} of expert {expert}: {difference}"

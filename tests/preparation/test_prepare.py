@@ -15,7 +15,7 @@ from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.preparation import PreparedCheckpoint, prepare
 from moequant.runtime import load_experts
-from moequant.runtime.backends import REGISTRY, TARGETS, Layout
+from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.storage.folder import is_prepared_folder
 from moequant.storage.headers import read_header
 from moequant.storage.lock import exclusive
@@ -80,27 +80,14 @@ def test_a_target_that_no_backend_serves_is_refused(own):
     assert not (path / "moequant-prepared").exists()
 
 
-class WideColumns(Layout):
-    """Refuses every weight of fewer than 4096 columns."""
-
-    name = "wide"
-    version = 1
-
-    def pack(self, weights):
-        raise UnsupportedError("needs H of 4096 at least")
-
-    def unpack(self, tensors, workload):
-        raise AssertionError
-
-
-def test_a_backend_whose_layout_does_not_hold_the_sizes_is_passed_over(own, monkeypatch):
+def test_a_format_that_no_backend_of_the_target_serves_is_refused(own, monkeypatch):
     path = own("fp8_block")
-    monkeypatch.setattr(REGISTRY["sm90_fp8_block"], "layout", WideColumns(), raising=False)
-    assert prepare(path, target="sm90").manifest.layers[0].layout == "stacked"
-    monkeypatch.setattr(REGISTRY["triton"], "layout", WideColumns(), raising=False)
-    said = "no backend on sm90 reads prepared experts in fp8_block; sm90_fp8_block: needs H of 4096"
+    for name in ("sm90_fp8_block", "triton"):
+        kind = type(REGISTRY[name])
+        monkeypatch.setattr(kind, "serves", lambda self, target: ["fp8_block"][: target != "sm90"])
+    said = "no backend on sm90 reads prepared experts in fp8_block; it can be prepared for sm100"
     with pytest.raises(UnsupportedError, match=said):
-        prepare(path, target="sm90", overwrite=True)
+        prepare(path, target="sm90")
 
 
 def test_a_second_run_finds_the_folder_whole_and_a_damaged_one_is_made_again(own):

@@ -16,7 +16,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, quantize, stack
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
-from moequant.preparation.targets import backends_for
+from moequant.preparation.layers import backends_for
 from moequant.runtime import load_experts
 from moequant.runtime.backends import TARGETS
 from moequant.runtime.layer_reader import LayerReader
@@ -124,7 +124,7 @@ def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
         read_into(self, start, buffer)
 
     def counted_send(self, chunk):
-        sent.append(sum(part.size_bytes for part in chunk.parts))
+        sent.append(sum(part.nbytes for _, part in chunk.parts))
         send(self, chunk)
 
     monkeypatch.setattr(FixedFile, "read_into", counted_read)

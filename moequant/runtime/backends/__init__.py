@@ -13,8 +13,7 @@ from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
 from moequant.runtime.backends.sm90_w4a8 import Sm90W4a8
 from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
-from moequant.runtime.backends.triton_batched import TritonBatched
-from moequant.runtime.backends.triton_portable import TritonPortable
+from moequant.runtime.backends.triton_portable import TritonBatched, TritonPortable
 from moequant.runtime.workload import Workload
 
 REGISTRY: dict[str, Backend] = {

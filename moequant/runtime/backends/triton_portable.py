@@ -10,21 +10,22 @@ import torch
 
 from moequant.formats import RUNNABLE, get_format
 from moequant.formats.base import WHOLE
-from moequant.kernels.portable.weights import END_EXPERT, END_ROW, Experts, Kind, projection
+from moequant.kernels.portable.weights import Experts, Projection
 from moequant.runtime.activations import SCHEMES
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_capable
 from moequant.runtime.backends.planned import PlannedExperts
+from moequant.runtime.backends.routed import BatchedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
     from torch import Tensor
 
-    from moequant.formats import Format, QuantizedWeight
+    from moequant.formats import QuantizedWeight
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.portable.portable_fused import PortablePlan
-    from moequant.kernels.portable.weights import Projection
+    from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
@@ -87,6 +88,38 @@ class TritonPortable(Backend):
         return DECODED
 
 
+class TritonBatchedExperts(BatchedExperts):
+    """See `TritonBatched`."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
+        super().__init__(backend, tensors, workload=workload)
+        self._experts = portable_experts(self.weights(), workload.activations)
+
+    def _run_batches(self, tokens: BatchedTokens) -> Tensor:
+        from moequant.kernels.portable.portable_fused import batched_experts
+
+        codes = tokens.qdata if tokens.scale is None else tokens.qdata.view(torch.uint8)
+        scale = None if tokens.scale is None else tokens.scale.contiguous()
+        return batched_experts(self._experts, codes.contiguous(), scale, tokens.counts)
+
+
+class TritonBatched(Backend):
+    """The kernels of `triton` on the batches of an expert-parallel dispatch.
+
+    Results are bfloat16, or float32 for float16 and float32 tokens that are not quantized. Nothing
+    is read on the host.
+    """
+
+    name = "triton_batched"
+    experts = TritonBatchedExperts
+
+    def supports(self, workload: Workload) -> str | None:
+        """Needs a CUDA device of SM80 or newer, and triton."""
+        return why_not_portable(workload)
+
+
 def why_not_portable(workload: Workload) -> str | None:
     """Why the kernels do not run `workload`; None where they do."""
     if workload.format not in DECODED:
@@ -100,36 +133,36 @@ def why_not_portable(workload: Workload) -> str | None:
     return _why_not_on(workload.device)
 
 
-def kind_of(format: Format) -> Kind:
-    """How weights of a format lie in memory."""
-    rows, columns = format.block
-    end = END_EXPERT if format.has_global_scale else 0
-    if columns == WHOLE:
-        end = END_ROW if rows == 1 else END_EXPERT
-    return Kind(
-        element=format.element.name,
-        scale_columns=0 if columns == WHOLE else columns,
-        scale_rows=1 if columns == WHOLE else rows,
-        end_rows=end,
-    )
-
-
 def portable_experts(weights: ExpertWeights, activations: str) -> Experts:
     """The weights as `moequant.kernels.portable` takes them: views."""
-
-    def part(q: QuantizedWeight, bias: Tensor | None) -> Projection:
-        return projection(kind_of(get_format(q.format)), q.qdata, q.scale, q.global_scale, bias)
-
     static = activations == "fp8_static"
     return Experts(
-        gate=None if weights.gate is None else part(weights.gate, weights.gate_bias),
-        up=part(weights.up, weights.up_bias),
-        down=part(weights.down, weights.down_bias),
+        gate=None if weights.gate is None else _projection(weights.gate, weights.gate_bias),
+        up=_projection(weights.up, weights.up_bias),
+        down=_projection(weights.down, weights.down_bias),
         act_fn=weights.act_fn,
         # What differs is the quantization alone.
         activations="fp8_token" if static else activations,
         up_static=weights.static_scale("gate_up") if static else None,
         down_static=weights.static_scale("down") if static else None,
+    )
+
+
+def _projection(q: QuantizedWeight, bias: Tensor | None) -> Projection:
+    format = get_format(q.format)
+    rows, columns = format.block
+    of_rows = columns == WHOLE
+    return Projection(
+        element=format.element.name,
+        qdata=q.qdata.view(torch.uint8) if format.element.bits <= 8 else q.qdata,
+        scale=q.scale.view(torch.uint8) if q.scale.itemsize == 1 else q.scale,
+        scale_rows=1 if of_rows else rows,
+        scale_columns=0 if of_rows else columns,
+        # The scale of a row, of which there are N, or of the matrix.
+        end=q.scale.float().reshape(q.qdata.shape[: 2 if rows == 1 else 1])
+        if of_rows
+        else q.global_scale,
+        bias=bias,
     )
 
 
