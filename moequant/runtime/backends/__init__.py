@@ -8,9 +8,11 @@ from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.naive_batched import NaiveBatched
+from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts, StandardExperts
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
 from moequant.runtime.backends.sm90_w4a8 import Sm90W4a8
+from moequant.runtime.backends.stacked import STACKED
 from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
 from moequant.runtime.backends.triton_portable import TritonBatched, TritonPortable
@@ -40,11 +42,13 @@ def backends() -> dict[str, Backend]:
 
 __all__ = [
     "REGISTRY",
+    "STACKED",
     "TARGETS",
     "Backend",
     "BatchedExperts",
     "Layout",
     "PackedExperts",
+    "PlannedExperts",
     "StandardExperts",
     "Workload",
     "backends",

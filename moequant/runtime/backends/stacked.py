@@ -1,4 +1,4 @@
-"""Gate over up in one tensor, row-major: the layout of all backends but `sm90_w4a8`.
+"""Gate over up in one tensor, row-major: the layout of backends that name no other.
 
     w13_qdata         [E, 2 * Ip, K]      gate in rows 0 to I, up in rows Ip to Ip + I
     w13_scale         [E, 2 * S, ...]     the S rows of gate's scales, then those of up's
