@@ -47,8 +47,8 @@ def command(output: str, as_json: bool, quiet: bool) -> None:
     _claim(folder)
     source = folder / "source"
     write_demo_checkpoint(source)
-    # Of one intra-op thread: the matrices are too small for a second one to help, and on a busy
-    # machine threads wait for each other: a 3 s demo took 70 s.
+    # One intra-op thread: the matrices are too small for a second one to help, and on a busy
+    # machine threads wait for each other (a 3 s demo took 70 s).
     with out.progress() as progress, worker_pool(1) as pool:
         rows = [
             pool.submit(_run, source, folder / format, format, progress).result()

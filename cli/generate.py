@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _MAX_DIGITS = 18
-"""Of an id; a longer one does not fit in int64."""
+"""Most digits of an id; more do not fit in int64."""
 
 
 def _parse_ids(

@@ -195,7 +195,7 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
 
 
 def _table(out: Output, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print a table, if it has rows; each column's title has the template of its cells."""
+    """Print a table, if it has rows; `columns` gives the template of cells by column title."""
     if rows:
         out.line()
         out.table([*columns], [[_cell(form, row) for form in columns.values()] for row in rows])

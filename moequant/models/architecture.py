@@ -77,7 +77,7 @@ class Architecture:
         self.name: str = table["name"]
         self.origin = origin
         self.definition: Mapping[str, Any] | None = None if origin is None else dict(table)
-        """The entry as moequant.json records it; None for an architecture of our own table."""
+        """The entry as moequant.json records it; None if it is from the built-in table."""
         self.model_types: tuple[str, ...] = tuple(table["model_types"])
         self.flat_model_types: tuple[str, ...] = tuple(table.get("flat_model_types", ()))
         """Those whose config.json has no `section`, if the tensors have the names given here."""
@@ -281,7 +281,7 @@ class Architecture:
         return tuple(limited)
 
     def _number(self, config: Mapping[str, Any], quantity: str, default: float | None) -> Any:
-        """A number that config.json may leave out; the table's own default goes before ours."""
+        """A number from config.json, else the default in the table, else `default`."""
         value: Any = self._value(config, quantity)
         if value is None:
             return self._act_fn.get(quantity, default)

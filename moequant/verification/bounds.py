@@ -102,10 +102,10 @@ def find_out_of_bound(
     decoded, scale = dequantize(q), spread(_block_scale(q))
     error, magnitude = (w - decoded).abs(), w.abs()
     allowance = _ALLOWANCE * magnitude
-    # A zero scale leaves no codes to choose from, and no quotient.
+    # With a zero scale there is only the code 0, and no quotient.
     in_steps = torch.where(scale > 0, magnitude / scale, 0.0)
     end = _toward(w, codes) * scale
-    # Written so that NaN, which compares false, is beyond its bound.
+    # Negated, because comparisons with NaN are false and NaN must be out of bound.
     nearest = error <= element.half_step(in_steps) * scale + allowance
     bad = ~(nearest & (magnitude <= end + allowance))
     if bad.any():
@@ -132,7 +132,7 @@ def find_out_of_bound(
 
 
 def _toward(w: Tensor, ends: tuple[float, float]) -> Tensor:
-    """Magnitude of the end of a range that lies on each weight's side of zero."""
+    """Magnitude of the end of a range that has the sign of each weight."""
     lowest, highest = ends
     return torch.where(w < 0, -lowest, highest)
 

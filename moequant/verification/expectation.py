@@ -90,12 +90,12 @@ class Expectation:
         return (*self.units, *self.dequantized)
 
     def biases(self) -> set[str]:
-        """Names of copies in which NaN and Inf are refused, for their experts are converted."""
+        """Names of copied biases of converted experts, in which NaN and Inf are refused."""
         names = [weight.info.name for item in self.items for weight in item.weights]
         return biases_of(names, self.model.roles)
 
     def formats(self) -> dict[str, str]:
-        """Format by module that is quantized: converted, or left as the source has it."""
+        """Format by quantized module, converted or copied as quantized in the source."""
         copied = {info.name for info in self.copies}
         left = {
             info.module: info.format
@@ -228,7 +228,7 @@ def expect_by_config(
 def _dequantized(
     original: SourceModel, formats: Mapping[str, str], stored: Checkpoint, *, plain: bool
 ) -> Iterator[Unit]:
-    """Quantized weights of the source that are plain in the result."""
+    """Units for quantized weights of the source that are plain in the checkpoint."""
     infos = [
         info
         for name, info in original.weights.items()

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from moequant.verification.report import Check
 
 KEPT_PROBLEMS = 50
-"""Problems of one check that a report spells out."""
+"""Problems of one check that a report contains; the others are counted."""
 MOST_CHARACTERS = 2000
-"""Of a name or a message in a report."""
+"""Longest name or message in a report."""
 KEPT_WEIGHTS = 20
-"""Weights that a report names."""
+"""Number of weights listed as the worst ones."""
 
 
 class Findings:

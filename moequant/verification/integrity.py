@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 4 << 20
 _KEYS = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
-"""Of moequant.json, for the report."""
+"""Keys of moequant.json that the report repeats."""
 
 
 class _Recorded(NamedTuple):
@@ -94,7 +94,7 @@ def check_integrity(
             if fault is not None:
                 findings.add("record", *fault)
     task.finish()
-    # The record may have been edited: what is no text might be NaN, which JSON cannot hold.
+    # The record may have been edited: a value that is no text may be NaN, which JSON cannot hold.
     said = {key: record.get(key) for key in _KEYS}
     return IntegrityReport(
         converted=str(converted),

@@ -146,7 +146,7 @@ def _compare(run: Verification, report: Report, layers: Layers, serving: Serving
     """Compare the data of tensors and run layers; the report with what was measured."""
     expected = run.expected
     model, units = expected.model, expected.units
-    # Under the config it should have; what config.json says was checked on its own.
+    # With the config that it should have; config.json itself was checked with the structure.
     converted = ConvertedCheckpoint(
         checkpoint=run.stored.checkpoint,
         dialect=expected.dialect,

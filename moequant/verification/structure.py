@@ -46,7 +46,7 @@ def _check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Fi
             found = tensors[name].dtype, tensors[name].shape
             if found != wanted:
                 findings.add("tensors", name, f"{_show(*found)}, expected {_show(*wanted)}")
-        # Of a lost one, the file it is in was named already.
+        # For tensors of an unreadable file, the file was reported.
         elif name not in stored.lost:
             findings.add("tensors", name, f"missing, expected {_show(*wanted)}")
     for name in tensors:
@@ -86,7 +86,7 @@ def check_shards(path: Path, record: Mapping[str, Any], findings: Findings) -> N
     for file, wanted in shards.items():
         if file not in present:
             findings.add("record", file, f"missing, but {RECORD_FILE} records it")
-        # A pipe or a folder was named when it was to be read.
+        # A pipe or a folder was reported when headers were read.
         elif (path / file).is_file():
             found = {"bytes": (path / file).stat().st_size, "sha256": sha256_of(path / file)}
             for place, message in differences(found, wanted, file):

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BYTES = 8 << 20
-"""Of copied tensors, compared at once."""
+"""Bytes of a copied tensor that are compared at once."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class _Comparison:
             result.add(next(iter(scales)), f"global scales differ within a fused set: {listed}")
 
     def _is_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor is there with this dtype and shape; else it was named before."""
+        """Whether a tensor has this dtype and shape; if not, `check_structure` reported it."""
         info = self.stored.checkpoint.tensors.get(name)
         return info is not None and (info.dtype, info.shape) == (dtype, shape)
 
@@ -225,7 +225,7 @@ class _Comparison:
             for name, tensor in tensors.items():
                 if name in wanted and (difference := compare_tensors(tensor, wanted[name])):
                     result.add(name, difference)
-            # What is lost, missing or misshapen was named before.
+            # Tensors that are lost, missing or misshapen were reported before.
             if any(
                 place.tensor in self.stored.lost or (name in wanted and name not in tensors)
                 for name, place in places.items()
@@ -274,7 +274,7 @@ class _Comparison:
             row += len(x)
         if beyond is not None:
             result.add(name, beyond)
-        # Without noise there are no decibels to lose from; the bound of every element still holds.
+        # A reference without noise has no SQNR to compare with; the bound of elements still holds.
         if check.reference_noise and check.lost_db is not None and not check.lost_db <= MAX_LOST_DB:
             result.add(
                 name,

@@ -56,13 +56,13 @@ class ConvertedCheckpoint:
 
         Args:
             path: its directory.
-            architecture: a TOML file that describes its architecture; by default what moequant.json
-                records is asked, then our table.
+            architecture: a TOML file that describes its architecture; the default is the
+                description in moequant.json, then the built-in table.
 
         Raises:
-            ArchitectureError: the file `architecture`, or what is recorded, is no description.
+            ArchitectureError: the file `architecture`, or the record, is invalid.
             CheckpointError: not a checkpoint, or one without a `quantization_config`.
-            UnsupportedError: an architecture or a quantization we do not know.
+            UnsupportedError: an unknown architecture or quantization.
         """
         checkpoint = Checkpoint.open(path)
         own = described_architectures(path, architecture)
@@ -111,8 +111,8 @@ class ConvertedCheckpoint:
         """Role and format of the converted weights that a tensor holds a part of, or None.
 
         Raises:
-            UnsupportedError: config.json gives it a scheme that we have no format for, or no rule
-                of the architecture explains what it looks like.
+            UnsupportedError: config.json gives it an unknown scheme, or it looks like an expert
+                but matches no pattern of the architecture.
         """
         if stacked := self._part_of_stack(name):
             return stacked
@@ -133,7 +133,7 @@ class ConvertedCheckpoint:
             return None
         for format in self.dialect.carried:
             for suffix in self.dialect.encoding(format).suffixes:
-                # The name without is that of the plain stack.
+                # Without the suffix, it is the name of the plain stack.
                 stack = name.removesuffix(f"_{suffix}")
                 role = self.architecture.classify(stack) if stack != name else None
                 if role is not None and role.role == ROUTED_EXPERTS:
@@ -143,8 +143,8 @@ class ConvertedCheckpoint:
     def encoded(self, module: str) -> EncodedWeight:
         """Where the tensors of a converted module lie.
 
-        Tensors of its own that are not there are left out: some are optional, and the dialect says
-        which one it misses. Of tensors that stack experts, each must be there.
+        Tensors that are missing are left out: some are optional, and the dialect reports the
+        others. Tensors that stack experts are all named.
 
         Raises:
             UnsupportedError: config.json says that the module is not quantized.
@@ -165,7 +165,7 @@ class ConvertedCheckpoint:
         """Read one converted weight.
 
         Raises:
-            CheckpointError: a tensor is missing, or not what the dialect says.
+            CheckpointError: a tensor is missing, or has another dtype or shape than it must have.
             UnsupportedError: config.json says that the module is not quantized.
         """
         return self.encoded(module).read(self.checkpoint)
@@ -182,10 +182,10 @@ class ConvertedCheckpoint:
         return q
 
     def check_expert(self, q: QuantizedWeight, layer: int, expert: int, projection: str) -> None:
-        """Refuse one expert's gate, up or down of another shape than config.json says.
+        """Check that an expert's gate, up or down has the shape in config.json.
 
         Raises:
-            CheckpointError: says both.
+            CheckpointError: it has another.
         """
         wanted = self.moe.shape(projection)
         if tuple(q.shape) != wanted:
@@ -202,7 +202,7 @@ class ConvertedCheckpoint:
             By projection, float32: gate and up [E, I], down [E, H].
 
         Raises:
-            CheckpointError: a bias is missing, or not of the shape config.json makes it.
+            CheckpointError: a bias is missing, or has another shape than config.json gives.
         """
         stacked = self.architecture.stacked
         if stacked is None or not stacked.biased:
@@ -225,10 +225,10 @@ class ConvertedCheckpoint:
 
 
 def described_architectures(path: Path, file: str | Path | None = None) -> tuple[Architecture, ...]:
-    """What a user's file describes, else what moequant.json of a directory records; else nothing.
+    """The architectures in a user's file, else the one in moequant.json, if any.
 
     Raises:
-        ArchitectureError: the file, or the record, is no description of an architecture.
+        ArchitectureError: the file, or the record, is invalid.
         CheckpointError: moequant.json cannot be read.
     """
     if file is not None:
@@ -243,7 +243,7 @@ def described_architectures(path: Path, file: str | Path | None = None) -> tuple
 def stored_places(
     architecture: Architecture, moe: MoeConfig, dialect: Dialect, module: str, format: str
 ) -> dict[str, Place]:
-    """Where each tensor of a converted module lies, by the name its dialect has for it."""
+    """Where each tensor of a converted module lies, by the dialect's name for it."""
     names = {suffix: f"{module}.{suffix}" for suffix in dialect.encoding(format).suffixes}
     role = architecture.classify(f"{module}.weight") if dialect.stacks else None
     if role is None or role.expert is None:

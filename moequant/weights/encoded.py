@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedWeight:
-    """A weight that several tensors hold: codes, scales and the like.
+    """A quantized weight on disk: codes, scales and the like.
 
     Attributes:
         module: its name without `.weight`.
-        format: name of what its numbers are in.
-        dialect: whose names and encoding it is in.
-        places: where each of its tensors lies, by the name the dialect has for it.
+        format: name of its format.
+        dialect: the dialect of its names and encoding.
+        places: where each of its tensors lies, by the dialect's name for it.
     """
 
     module: str
@@ -42,7 +42,7 @@ class EncodedWeight:
 
     @property
     def name(self) -> str:
-        """What the weight is called once it is decoded."""
+        """Name of the decoded weight."""
         return f"{self.module}.weight"
 
     def locate(self, checkpoint: Checkpoint) -> dict[str, TensorRange]:
@@ -55,11 +55,11 @@ class EncodedWeight:
         }
 
     def pick(self, read: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is this weight's of the tensors that were read where `locate` says."""
+        """The tensors of this weight, from those that were read where `locate` says."""
         return {name: pick(read[name], place) for name, place in self.places.items()}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """The weight, of what lies at each of its places, on any device.
+        """The weight, given its tensors on any device, by the dialect's names.
 
         Raises:
             CheckpointError: a tensor is missing, or codes and scales do not fit each other.
@@ -75,12 +75,12 @@ class EncodedWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedInfo(EncodedWeight):
-    """What is known of a quantized weight [N, K] of a source from headers.
+    """A quantized weight [N, K] of a source, as its headers describe it.
 
     Attributes:
         shape: N and K.
         parts: its tensors on disk; of a stack, the tensors that hold all experts.
-        size_bytes: what it alone takes in the file.
+        size_bytes: its size in the file, without the rest of a stack.
     """
 
     shape: tuple[int, int]
@@ -89,19 +89,19 @@ class EncodedInfo(EncodedWeight):
 
     @property
     def dtype(self) -> str:
-        """What it is decoded to, a safetensors name: float32 rounds no format that we read."""
+        """Safetensors name of float32, which represents every supported format exactly."""
         return "F32"
 
 
 def read_places(
     checkpoint: Checkpoint, places: Sequence[Place], arena: Arena | None = None
 ) -> list[Tensor]:
-    """Read what lies at each place, contiguous; what several of them share is read once.
+    """Read the tensor at each place, contiguous; an expert that several share is read once.
 
-    Into the memory of `arena`, if there is one.
+    The memory is that of `arena`, if given.
 
     Raises:
-        CheckpointError: as `Checkpoint.read`, or a tensor has not the extents it must have.
+        CheckpointError: as `Checkpoint.read`, or a stack has other extents than it must have.
         UnsupportedError: as `Checkpoint.read`.
     """
     wanted = {(place.tensor, place.expert): _rows(checkpoint, place) for place in places}
@@ -111,7 +111,7 @@ def read_places(
 
 
 def pick(tensor: Tensor, place: Place, arena: Arena | None = None) -> Tensor:
-    """What is at `place`, contiguous, of the bytes that were read for it."""
+    """The tensor at `place`, contiguous, from the rows that were read for it."""
     if place.expert is not None and place.height is None:
         tensor = tensor[0]
     if place.rows is not None:
@@ -126,7 +126,7 @@ def pick(tensor: Tensor, place: Place, arena: Arena | None = None) -> Tensor:
 
 
 def _rows(checkpoint: Checkpoint, place: Place) -> slice | None:
-    """What of its tensor's first dimension lies at `place`; None for all."""
+    """Range of the tensor's first dimension to read for `place`; None for all."""
     if place.expert is None:
         return None
     shape = checkpoint.info(place.tensor).shape

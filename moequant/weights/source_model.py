@@ -52,9 +52,9 @@ class SourceModel:
         model: its architecture, sizes and roles.
         weights: what is known of every tensor and weight, in natural order; experts one by one,
             quantized weights as what they decode to.
-        dialect: the dialect its quantized weights are in; None where it has none.
-        quantization_config: what config.json says of them; None where it has none.
-        dropped: tensors that nothing of a weight is in: calibrated scales of activations.
+        dialect: the dialect of its quantized weights; None if it has none.
+        quantization_config: the entry of config.json for them; None if it has none.
+        dropped: calibrated scales of activations, which are not copied.
     """
 
     model: Model
@@ -70,7 +70,7 @@ def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     Some dialects write a part of it elsewhere: at the top of config.json, or in another file.
 
     Raises:
-        CheckpointError: a file that says it is malformed.
+        CheckpointError: such a file is malformed.
     """
 
     def read(file: str) -> Mapping[str, Any] | None:
@@ -95,9 +95,9 @@ def quantization_config_of(config: Mapping[str, Any]) -> Mapping[str, Any] | Non
 def find_source_dialect(
     quantization_config: Mapping[str, Any] | None, names: Iterable[str]
 ) -> Dialect | None:
-    """The dialect that claims a source, or None.
+    """The dialect of a source with this `quantization_config`, or None.
 
-    Of several, the first of which a suffix is found among the `names` of tensors.
+    If several have such configs, it is the first whose suffixes occur in the `names` of tensors.
     """
     if quantization_config is None:
         return None
@@ -119,10 +119,10 @@ def read_source(
         own: architectures that a user's file or a record describes.
 
     Raises:
-        CheckpointError: experts are missing or not of the shapes config.json promises; codes
-            without scales or of other shapes; config.json contradicts the tensors.
-        UnsupportedError: an unknown architecture, an expert that no rule explains, or a
-            quantization that we cannot read; names the tensor or the field.
+        CheckpointError: experts or scales are missing or have other shapes than config.json gives,
+            or config.json contradicts the tensors.
+        UnsupportedError: an unknown architecture, an expert that matches no pattern, or an
+            unsupported quantization; names the tensor or the field.
     """
     quantization_config = quantization_config_of(config)
     dialect = find_source_dialect(quantization_config, tensors)
@@ -149,10 +149,10 @@ def read_source(
 def seen_as_source(
     checkpoint: Checkpoint, own: Sequence[Architecture] = ()
 ) -> ConvertedCheckpoint | None:
-    """What says of a tensor which quantized weight it is a part of; None of a plain checkpoint.
+    """A quantized source, to look up which weight a tensor is part of; None for a plain source.
 
     Raises:
-        UnsupportedError: an unknown architecture, or a quantization that we do not read.
+        UnsupportedError: an unknown architecture or quantization.
         CheckpointError: a field of config.json has the wrong type.
     """
     config = source_config(checkpoint)
@@ -172,7 +172,7 @@ def seen_as_source(
 
 
 def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None) -> None:
-    """Refuse quantized tensors that nothing says how to read: copied, they would lose meaning."""
+    """Refuse quantized tensors of unknown meaning, which copies without their config would lose."""
     for name, info in tensors.items():
         if info.dtype not in _QUANTIZED_DTYPES and not name.endswith(_QUANTIZED_NAMES):
             continue
@@ -198,7 +198,7 @@ def _is_of_activations(name: str, modules: set[str]) -> bool:
 def _in_place(
     tensors: Tensors, rest: Tensors, encoded: Mapping[str, EncodedInfo]
 ) -> dict[str, TensorInfo | EncodedInfo]:
-    """Natural order, each encoded weight where the first of its tensors stands."""
+    """Tensors and weights in natural order, each weight in place of the first of its tensors."""
     first: dict[str, list[EncodedInfo]] = {}
     for info in encoded.values():
         first.setdefault(info.parts[0].name, []).append(info)

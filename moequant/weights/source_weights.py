@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartInfo:
-    """What is known of a weight [N, K] that lies in a tensor with others.
+    """A plain weight [N, K] that is part of a stack, as its headers describe it.
 
     Attributes:
-        name: what it is called once it is converted.
+        name: its name once it is converted.
         dtype: safetensors name.
-        shape: N and K, however it lies.
-        place: where that is.
+        shape: N and K, also if it is stored transposed.
+        place: where it lies in the stack.
     """
 
     name: str
@@ -42,12 +42,12 @@ class PartInfo:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes it takes in the file."""
+        """Its size in the file."""
         return bit_count(self.dtype, self.shape) // 8
 
 
 WeightInfo = TensorInfo | PartInfo | EncodedInfo
-"""What is known of a weight that is read as a whole."""
+"""A tensor or weight of a source, as its headers describe it."""
 
 
 def unstacked(
@@ -75,9 +75,9 @@ def unstacked(
 def read_stored(
     checkpoint: Checkpoint, infos: Sequence[WeightInfo], arena: Arena | None = None
 ) -> list[StoredWeight]:
-    """Read weights [N, K], each contiguous; an expert that several of them share is read once.
+    """Read weights [N, K], each contiguous; an expert that several share is read once.
 
-    Into the memory of `arena`, if there is one.
+    The memory is that of `arena`, if given.
 
     Raises:
         CheckpointError: as `Checkpoint.read`, or codes and scales do not fit each other.
@@ -99,7 +99,7 @@ def read_stored(
 
 
 def decoded(weight: StoredWeight, arena: Arena | None = None) -> Tensor:
-    """The numbers of a weight [N, K]: as they are where they are plain, else float32."""
+    """A weight [N, K] as it is if it is plain, else dequantized to float32."""
     if not isinstance(weight, QuantizedWeight):
         return weight
     numbers = (arena or Arena()).empty(weight.shape, dtype=torch.float32)
@@ -115,7 +115,7 @@ def read_weights(
 
 
 def places_of(info: WeightInfo) -> Mapping[str, Place]:
-    """Where the tensors of a weight lie, by a name for each."""
+    """Where the tensors of a weight lie, each with its name."""
     if isinstance(info, EncodedInfo):
         return info.places
     return {info.name: info.place if isinstance(info, PartInfo) else Place(tensor=info.name)}
