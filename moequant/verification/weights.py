@@ -50,10 +50,8 @@ if TYPE_CHECKING:
     from moequant.conversion import Weight
     from moequant.formats import StoredWeight
     from moequant.quantizers import Quantizer
-    from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
-    from moequant.verification.expectation import Expectation, Verification
-    from moequant.verification.stored import StoredCheckpoint
+    from moequant.verification.expectation import Verification
 
 
 _CHUNK_BYTES = 8 << 20
@@ -86,7 +84,7 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
         CheckpointError: a file cannot be read or changes meanwhile, or the source holds NaN or Inf.
     """
     expected, progress = run.expected, run.progress
-    comparison = _Comparison(run.source, run.stored, expected, quantizer)
+    comparison = _Comparison(run, quantizer)
     own, biases = threading.local(), expected.biases()
 
     def check(item: Unit | TensorInfo) -> _Result:
@@ -121,15 +119,13 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
 class _Comparison:
     """Compares tensors and units; each method adds what it finds to a result."""
 
-    source: Checkpoint
-    stored: StoredCheckpoint
-    expected: Expectation
+    run: Verification
     quantizer: Quantizer
 
     def check_copy(self, info: TensorInfo, result: _Result) -> None:
         """Compare a tensor that is copied."""
         if self._is_stored(info.name, info.dtype, info.shape):
-            files = self.stored.checkpoint, self.source
+            files = self.run.stored.checkpoint, self.run.source
             chunks = (file.chunks(info.name, _CHUNK_BYTES) for file in files)
             difference = find_difference(zip(*chunks, strict=True), info.dtype, info.shape)
             if difference is not None:
@@ -137,7 +133,7 @@ class _Comparison:
 
     def check_dequantized(self, unit: Unit, result: _Result) -> None:
         """Compare a dequantized unit: the source's numbers, rounded to the plain format."""
-        dialect = self.expected.dialect
+        dialect = self.run.expected.dialect
         # It is one weight, or one expert's part of a stack.
         ((name, dtype, shape),) = unit_outputs(unit, dialect)
         is_stored = self._is_stored(name, dtype, shape)
@@ -146,7 +142,7 @@ class _Comparison:
         def pairs() -> Iterator[tuple[memoryview, memoryview]]:
             for number, tile in enumerate(unit.tiles):
                 converted = convert_unit(
-                    self.source, tile, dialect, self.quantizer, Arena(), Arena()
+                    self.run.source, tile, dialect, self.quantizer, Arena(), Arena()
                 )
                 errors.extend(converted.requantization_errors)
                 (wanted,) = converted.tensors.values()
@@ -155,7 +151,7 @@ class _Comparison:
                     position, height = unit.stack.expert, height if unit.stack.flat else 1
                 if is_stored:
                     rows = slice(position * height, (position + 1) * height)
-                    found = self.stored.checkpoint.read(name, rows)
+                    found = self.run.stored.checkpoint.read(name, rows)
                     yield tensor_bytes(found), tensor_bytes(wanted)
 
         if unit.stack is not None:
@@ -166,11 +162,11 @@ class _Comparison:
 
     def check_quantized(self, unit: Unit, arena: Arena, result: _Result) -> None:
         """Convert a unit again, in the memory of `arena`, and compare."""
-        dialect, quantizer = self.expected.dialect, self.quantizer
-        weights = read_stored(self.source, [weight.info for weight in unit.weights], arena)
+        dialect, quantizer = self.run.expected.dialect, self.quantizer
+        weights = read_stored(self.run.source, [weight.info for weight in unit.weights], arena)
         wanted: Mapping[str, Tensor] = {}
         references: Sequence[QuantizedWeight | None] = [None] * len(weights)
-        if self.expected.plan is None:
+        if self.run.expected.plan is None:
             names = [weight.info.name for weight in unit.weights]
             references = quantizer.quantize_fused(
                 get_format(unit.format), weights, unit.options, names=names, empty=arena.empty
@@ -190,13 +186,13 @@ class _Comparison:
                 error = requantization_error(weight, before, q, dialect=dialect, squares=squares)
                 result.requantization_errors.append(error)
         # Engines use the global scale of the first weight of a fused set for all of them.
-        if self.expected.plan is None and len(set(scales.values())) > 1:
+        if self.run.expected.plan is None and len(set(scales.values())) > 1:
             listed = " and ".join(f"{scale:.6g} of {name}" for name, scale in scales.items())
             result.add(next(iter(scales)), f"global scales differ within a fused set: {listed}")
 
     def _is_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor has this dtype and shape; if not, `check_structure` reported it."""
-        info = self.stored.checkpoint.tensors.get(name)
+        info = self.run.stored.checkpoint.tensors.get(name)
         return info is not None and (info.dtype, info.shape) == (dtype, shape)
 
     def _read(
@@ -211,7 +207,7 @@ class _Comparison:
 
         Its tensors are compared with those `wanted`, where these are known.
         """
-        files, expected = self.stored.checkpoint, self.expected
+        files, expected = self.run.stored.checkpoint, self.run.expected
         places = expected.places(weight.module, format)
         there = {
             name: place
@@ -227,7 +223,7 @@ class _Comparison:
                     result.add(name, difference)
             # Tensors that are lost, missing or misshapen were reported before.
             if any(
-                place.tensor in self.stored.lost or (name in wanted and name not in tensors)
+                place.tensor in self.run.stored.lost or (name in wanted and name not in tensors)
                 for name, place in places.items()
             ):
                 return None
