@@ -59,10 +59,11 @@ def _parse_ids(
 @click.option("--backend", metavar="NAME", help="Backend of the experts; by default the best.")
 @click.option(
     "--activations",
-    type=click.Choice(["format", "none"]),
+    type=click.Choice(["format", "none", "fp8_token"]),
     default="format",
     show_default=True,
-    help="format: quantize the experts' activations as the format's GEMM does; none: never.",
+    help="format: quantize the experts' activations as the format's GEMM does; none: never; "
+    "fp8_token: to FP8 with a scale per token.",
 )
 @click.option(
     "--temperature",
@@ -90,7 +91,7 @@ def command(
     max_new_tokens: int,
     device: str,
     backend: str | None,
-    activations: Literal["format", "none"],
+    activations: Literal["format", "none", "fp8_token"],
     temperature: float,
     seed: int,
     architecture: str | None,

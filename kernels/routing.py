@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moequant.kernels.launch import launch, overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import Relaunch, launch, overlaps_launches, wait_for_inputs
 
 TILE_FIELDS = 4
 """int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""
@@ -118,18 +118,22 @@ def chunks(slots: int) -> int:
 
 def sort_routing(
     topk_ids: Tensor, out: SortedRouting, grouping: Grouping, *, expert_map: Tensor | None = None
-) -> None:
+) -> Relaunch | None:
     """Sort `topk_ids` [M, T] int32 or int64 contiguous into `out`.
 
     Ids outside 0 to E - 1 (after `expert_map`, [global experts] int32 or int64) have no row.
+
+    Returns:
+        Of a single launch, see `launch`: its first arguments are `topk_ids`, and `expert_map` or
+        again `topk_ids`. None of several.
     """
     slots = topk_ids.numel()
     if slots == 0:
-        return
+        return None
     count_chunks(topk_ids, out, grouping, expert_map)
     arguments, constants = placing(topk_ids, out, grouping, expert_map)
     overlap = overlaps_launches(topk_ids.device)
-    launch(
+    placed = launch(
         place_slots,
         (chunks(slots),),
         *arguments,
@@ -138,6 +142,7 @@ def sort_routing(
         num_warps=8,
         overlap=overlap,
     )
+    return placed if slots <= ONE_LAUNCH_SLOTS else None
 
 
 def count_chunks(

@@ -124,7 +124,9 @@ class Fp8BlockWeights(Sm90Weights):
         config = Fp8GemmConfig(**common, extra=self.extra_rows(tiling), n_real=n_real)
         weight = self.w13 if first else self.w2
         scale = self.w13_scale if first else self.w2_scale
-        out, out_scale = (buffers.codes, buffers.codes_scale) if first else (buffers.y, None)
+        codes_scale = buffers.codes_scale
+        assert codes_scale is not None
+        out, out_scale = (buffers.between, codes_scale) if first else (buffers.y, None)
         assert weight.shape[1:] == (config.w_rows, config.K)
         assert scale.shape[1:] == (-(-config.w_rows // 128), -(-config.K // 128))
         assert weight.is_contiguous()
@@ -138,7 +140,7 @@ class Fp8BlockWeights(Sm90Weights):
                 tensor_map(out.view(torch.uint8), box=(16, 128)),
                 pointer(scale),
                 pointer(out_scale),
-                ctypes.c_int(buffers.codes_scale.stride(0)),
+                ctypes.c_int(codes_scale.stride(0)),
             ]
 
         return config, own

@@ -19,7 +19,7 @@
 
 #include "sm90/ptx.cuh"
 
-constexpr int SCALE_WARPS = 1;
+constexpr int SCALE_WARPS = 1, X_PARTS = 1;
 constexpr int MATH_REGISTERS = EXTRA > 0 ? 232 : 224, OTHER_REGISTERS = EXTRA > 0 ? 40 : 56;  // of a thread
 constexpr int W_SCALE_ROWS = (W_ROWS + 127) / 128;
 constexpr int X_SCALE_PITCH = (KBLOCKS + 3) / 4 * 4;  // GATHER: x_scale is [tokens, X_SCALE_PITCH]

@@ -84,12 +84,14 @@ class Sm90Weights(ABC):
     )
 
     family: ClassVar[Tilings]
-    quantizes_apart: ClassVar[bool]
+    quantizes: ClassVar[bool] = True
+    """Whether activations are FP8; else bfloat16, and the first GEMM gathers the hidden states."""
+    quantizes_apart: ClassVar[bool] = False
     """Whether the first GEMM leaves bfloat16, which a launch of its own quantizes."""
 
-    @abstractmethod
     def scale_shape(self, rows: int, columns: int, *, by_token: bool = False) -> tuple[int, ...]:
         """Of the scales of rows in the order of the experts, or of tokens as they come."""
+        return ()
 
     @abstractmethod
     def gemm(
@@ -276,21 +278,28 @@ class Buffers:
     Attributes:
         routing: the sorted routing.
         x: float8_e4m3fn [rows, H], the tokens in the order of the experts; or [M, H], as they
-            come, where the first GEMM gathers.
+            come, where the first GEMM gathers; None where hidden states are not quantized.
         x_scale: float32, of `x`: see `quantize_permute`.
-        act: bfloat16 [rows, Ip], what the first GEMM leaves, where that is quantized apart.
-        codes: float8_e4m3fn [rows, Ip], the same quantized.
+        act: bfloat16 [rows, Ip], what the first GEMM leaves, unless it quantizes that itself.
+        codes: float8_e4m3fn [rows, Ip], the same quantized; None where it is not.
         codes_scale: float32, of `codes`.
         y: bfloat16 [rows, H], the experts' results.
     """
 
     routing: SortedRouting
-    x: Tensor
-    x_scale: Tensor
+    x: Tensor | None
+    x_scale: Tensor | None
     act: Tensor | None
-    codes: Tensor
-    codes_scale: Tensor
+    codes: Tensor | None
+    codes_scale: Tensor | None
     y: Tensor
+
+    @property
+    def between(self) -> Tensor:
+        """What the first GEMM writes."""
+        written = self.codes if self.act is None else self.act
+        assert written is not None
+        return written
 
     @staticmethod
     def carve(
@@ -301,15 +310,26 @@ class Buffers:
         H, I = weights.hidden, weights.padded
         rows = max_rows(pairs, weights.experts, 1)
         first = tokens if tiling.gather else rows
-        x_scale = weights.scale_shape(first, H, by_token=tiling.gather)
-        apart = weights.quantizes_apart
+
+        def quantized(rows: int, columns: int, *, by_token: bool) -> tuple[Tensor, Tensor] | None:
+            if not weights.quantizes:
+                return None
+            shape = weights.scale_shape(rows, columns, by_token=by_token)
+            codes = arena.empty(rows, columns, dtype=torch.float8_e4m3fn)
+            return codes, arena.empty(*shape, dtype=torch.float32)
+
+        routing = arena.sorted_routing(pairs, weights.grouping(tiling))
+        x = quantized(first, H, by_token=tiling.gather)
+        apart = weights.quantizes_apart or not weights.quantizes
+        act = arena.empty(rows, I, dtype=torch.bfloat16) if apart else None
+        codes = quantized(rows, I, by_token=False)
         return Buffers(
-            routing=arena.sorted_routing(pairs, weights.grouping(tiling)),
-            x=arena.empty(first, H, dtype=torch.float8_e4m3fn),
-            x_scale=arena.empty(*x_scale, dtype=torch.float32),
-            act=arena.empty(rows, I, dtype=torch.bfloat16) if apart else None,
-            codes=arena.empty(rows, I, dtype=torch.float8_e4m3fn),
-            codes_scale=arena.empty(*weights.scale_shape(rows, I), dtype=torch.float32),
+            routing=routing,
+            x=x and x[0],
+            x_scale=x and x[1],
+            act=act,
+            codes=codes and codes[0],
+            codes_scale=codes and codes[1],
             y=arena.empty(rows, H, dtype=torch.bfloat16),
         )
 
@@ -349,7 +369,7 @@ class Sm90Plan:
                 "act": act_fn.name,
                 "gated": act_fn.gated,
                 "limited": act_fn.limit is not None,
-                "gather": topk if self.tiling.gather else 0,
+                "gather": topk if self.tiling.gather or not weights.quantizes else 0,
                 "routed": self._routed,
                 "split": self.tiling.split13,
                 "K": weights.hidden,
@@ -358,7 +378,7 @@ class Sm90Plan:
             x=b.x,
             x_scale=b.x_scale,
             units_taken=b.routing.units_taken[:1],
-            out=b.codes if b.act is None else b.act,
+            out=b.between,
             bias=weights.bias13,
         )
         self.down = self._gemm(
@@ -369,7 +389,7 @@ class Sm90Plan:
                 "K": weights.intermediate,
                 "n_out": weights.hidden,
             },
-            x=b.codes,
+            x=b.act if b.codes is None else b.codes,
             x_scale=b.codes_scale,
             units_taken=b.routing.units_taken[1:],
             out=b.y,
@@ -381,8 +401,11 @@ class Sm90Plan:
         weights: Sm90Weights,
         common: dict[str, Any],
         *,
+        x: Tensor | None,
+        x_scale: Tensor | None,
+        units_taken: Tensor,
+        out: Tensor,
         bias: Tensor | None,
-        **tensors: Tensor,
     ) -> GroupedGemm:
         common |= {
             "rows": self.tiling.rows,
@@ -392,12 +415,15 @@ class Sm90Plan:
         config, own = weights.gemm(common, self.buffers, self.tiling)
         return GroupedGemm(
             config,
+            x=x,
+            x_scale=x_scale,
             routing=self.buffers.routing,
+            units_taken=units_taken,
+            out=out,
             experts=weights.experts,
             bias=bias,
             act_fn=weights.act_fn,
             own=own,
-            **tensors,
         )
 
     def prepare(
@@ -415,6 +441,9 @@ class Sm90Plan:
         if self._routed:
             self.gate_up.route(topk_ids, expert_map)
         b = self.buffers
+        if b.x is None or b.x_scale is None:
+            self.gate_up.gather_from(hidden)
+            return sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
         if hidden_scale is not None:
             sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
             if self.tiling.gather:
@@ -432,7 +461,9 @@ class Sm90Plan:
     def quantize(self) -> Relaunch | None:
         """What the first GEMM leaves, where it does not quantize that itself."""
         b = self.buffers
-        return None if b.act is None else quantize_rows(b.act, b.routing, b.codes, b.codes_scale)
+        if b.act is None or b.codes is None or b.codes_scale is None:
+            return None
+        return quantize_rows(b.act, b.routing, b.codes, b.codes_scale)
 
     def __call__(
         self,
@@ -446,6 +477,9 @@ class Sm90Plan:
         """Run the experts on the current stream; see `Sm90Weights.run`, all tensors contiguous."""
         stream = stream_of(hidden.device)
         y, row_of_slot = self.buffers.y, self.buffers.routing.row_of_slot
+        gathered = self.buffers.x is None
+        if gathered:
+            hidden = _to_gather(hidden)
         kinds = None
         if hidden_scale is None:
             kinds = _kinds(hidden, topk_weights, topk_ids, out, expert_map)
@@ -455,7 +489,11 @@ class Sm90Plan:
                 if self._routed:
                     self.gate_up.route(topk_ids, expert_map)
                 ids_map = topk_ids if expert_map is None else expert_map
-                first(hidden, topk_ids, ids_map, stream=stream)
+                if gathered:
+                    self.gate_up.gather_from(hidden)
+                    first(topk_ids, ids_map, stream=stream)
+                else:
+                    first(hidden, topk_ids, ids_map, stream=stream)
                 self.gate_up(stream)
                 if between is not None:
                     between(stream=stream)
@@ -469,7 +507,7 @@ class Sm90Plan:
         reduced = weighted_reduce(y, row_of_slot, topk_weights, out)
         if kinds is not None and prepared is not None and reduced is not None:
             self._launches[kinds] = (
-                prepared.keeping_all_but(3),
+                prepared.keeping_all_but(2 if gathered else 3),
                 quantized,
                 reduced.keeping_all_but(4),
             )
@@ -491,11 +529,11 @@ class Sm90Plan:
             "prepare": lambda: self.prepare(hidden, topk_ids),
             "gate_up": lambda: again(self.gate_up),
         }
-        if b.act is not None:
+        if b.act is not None and b.codes is not None:
             stages["quantize"] = self.quantize
         stages["down"] = lambda: again(self.down)
         stages["reduce"] = lambda: weighted_reduce(b.y, routing.row_of_slot, topk_weights, out)
-        if topk_ids.numel() > FEW_SLOTS[group_of(b.x_scale)]:
+        if b.x_scale is not None and topk_ids.numel() > FEW_SLOTS[group_of(b.x_scale)]:
             stages["sort"] = lambda: sort_routing(topk_ids, routing, self.grouping)
         return stages
 
@@ -503,6 +541,13 @@ class Sm90Plan:
 def routed(tiling: Tiling, pairs: int) -> bool:
     """Whether the first GEMM finds its tiles by itself."""
     return tiling.rows == 8 and pairs <= ROUTED_SLOTS
+
+
+def _to_gather(hidden: Tensor) -> Tensor:
+    """Hidden states as a GEMM gathers them: bfloat16, at a multiple of 16 bytes."""
+    if hidden.dtype != torch.bfloat16:
+        return hidden.to(torch.bfloat16)
+    return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()
 
 
 def _kinds(

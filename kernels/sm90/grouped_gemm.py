@@ -69,6 +69,8 @@ class GemmConfig(ABC):
     """The source, whose kernel has the name of the file."""
     a_in_registers: ClassVar[bool]
     """Whether the first operand of WGMMA comes from registers."""
+    x_bytes: ClassVar[int] = 1
+    """Of an element of x: 1 for E4M3, 2 for bfloat16."""
 
     @property
     @abstractmethod
@@ -138,7 +140,10 @@ class GemmConfig(ABC):
 
     def source(self) -> str:
         """C++ without the macros."""
-        products = "".join(wgmma(n, a_in_registers=self.a_in_registers) for n in self.classes)
+        products = "".join(
+            wgmma(n, a_in_registers=self.a_in_registers, bf16=self.x_bytes == 2)
+            for n in self.classes
+        )
         return read_source(self.path).replace("//CLASSES", tile_classes(self.classes) + products)
 
 
@@ -193,8 +198,9 @@ class GroupedGemm:
 
     Args:
         config: the kernel.
-        x: float8_e4m3fn [rows, K], rows in the order of the experts; [M, K] if it gathers.
-        x_scale: float32, as the family has it.
+        x: [rows, K], rows in the order of the experts; [M, K] if it gathers; None if each call
+            says where the tokens are, see `gather_from`.
+        x_scale: float32, as the family has it; None for bfloat16.
         routing: tiles of at most `config.rows` rows.
         units_taken: int32 [1], 0 before each call.
         out: [rows, n_out].
@@ -208,8 +214,8 @@ class GroupedGemm:
         self,
         config: GemmConfig,
         *,
-        x: Tensor,
-        x_scale: Tensor,
+        x: Tensor | None,
+        x_scale: Tensor | None,
         routing: SortedRouting,
         units_taken: Tensor,
         out: Tensor,
@@ -218,14 +224,17 @@ class GroupedGemm:
         act_fn: ActFn,
         own: Callable[[], list[Any]],
     ) -> None:
-        assert x.stride(1) == 1
+        assert config.gather or x is not None
         assert out.is_contiguous()
         assert (bias is not None) == config.bias
         assert bias is None or (bias.is_contiguous() and bias.shape == (experts, config.w_rows))
-        bytes_of_x = x.view(torch.uint8)[:, : config.K]
-        maps = [tensor_map(bytes_of_x, box=(n, 128)) for n in config.classes]
+        maps = [TensorMap() for _ in config.classes]
+        if x is not None:
+            bytes_of_x = x.view(torch.uint8)[:, : config.K * config.x_bytes]
+            maps = [tensor_map(bytes_of_x, box=(n, 128)) for n in config.classes]
+        self._x = pointer(x)
         self._routing = RoutingArguments(map_size=-1, experts=experts)
-        index = x.device.index or 0
+        index = out.device.index or 0
         units = routing.tiles.shape[0] * -(-config.units_n // (1 + config.pair))
         self._launch = Launch(
             _kernel(config, index),
@@ -234,7 +243,7 @@ class GroupedGemm:
                 pointer(routing.tiles),
                 pointer(routing.tile_count),
                 pointer(units_taken),
-                pointer(x),
+                self._x,
                 pointer(x_scale),
                 pointer(routing.slot_of_row),
                 pointer(out),
@@ -247,6 +256,10 @@ class GroupedGemm:
                 *own(),
             ],
         )
+
+    def gather_from(self, x: Tensor) -> None:
+        """Where a gathering kernel finds the tokens of its next call, [M, K] contiguous."""
+        self._x.value = x.data_ptr()
 
     def route(self, topk_ids: Tensor, expert_map: Tensor | None) -> None:
         """Where a routed kernel finds the ids of its next call, contiguous int32 or int64."""

@@ -114,16 +114,19 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
           for (int i = 0; i < ROWS / 8; ++i) {
             const int row = i * 8 + odd * 4 + row_of_four;
             token_at[i] = 0;
-            if (i * 8 < rows) token_at[i] = (u32)(__ldcg(work.slot_of_row + unit.row + min(row, max(unit.rows - 1, 0))) / GATHER) * (u32)K;
+            if (i * 8 < rows) token_at[i] = (u32)(__ldcg(work.slot_of_row + unit.row + min(row, max(unit.rows - 1, 0))) / GATHER) * (u32)(K * X_PARTS);
           }
-          for (int k = 0; k < KBLOCKS; ++k) {
-            const int column = k * 128 + chunk * 16;
-            const bool within = column < K;
-            const u8* from = work.x + (within ? column : 0);
+          for (int k = k_begin; k < k_end; ++k) {
             barrier_wait(empty(s), parity);
 #pragma unroll
-            for (int i = 0; i < ROWS / 8; ++i)
-              if (i * 8 < rows) copy_16(to + s * X_BYTES + i * 1024, from + token_at[i], within ? 16 : 0);
+            for (int part = 0; part < X_PARTS; ++part) {
+              const int column = (k * X_PARTS + part) * 128 + chunk * 16;  // in bytes
+              const bool within = column < K * X_PARTS;
+              const u8* from = work.x + (within ? column : 0);
+#pragma unroll
+              for (int i = 0; i < ROWS / 8; ++i)
+                if (i * 8 < rows) copy_16(to + s * X_BYTES + part * ROWS * 128 + i * 1024, from + token_at[i], within ? 16 : 0);
+            }
             copies_arrive(full(s));
             if (++s == STAGES) s = 0, parity ^= 1;
           }

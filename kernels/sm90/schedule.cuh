@@ -1,5 +1,7 @@
 // How the CTAs of a grouped GEMM share its units of work, and their warps a ring of stages. A family's source
-// defines before: OFF_FULL, behind its stages, and SCRATCH_BYTES of its own behind the barriers.
+// defines before: OFF_FULL, behind its stages, SCRATCH_BYTES of its own behind the barriers, and X_PARTS, the bytes of
+// an element of x: a stage has 128 columns, so as many pieces of 128 bytes of a row, one piece of all rows behind the
+// other.
 //
 // Compile-time: ROWS (most rows of a tile), STAGES, SPLIT, PAIR, GATHER, ROUTED, EARLY, K, KBLOCKS (ceil(K / 128)),
 // UNITS_N (units along n). SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.

@@ -32,12 +32,13 @@ def tile_classes(sizes: list[int]) -> str:
     )
 
 
-def wgmma(n: int, *, a_in_registers: bool = False) -> str:
+def wgmma(n: int, *, a_in_registers: bool = False, bf16: bool = False) -> str:
     """A function `wgmma(d, a, b, accumulate)` for m64, `n` columns and k32 of E4M3.
 
     Args:
         n: a multiple of 8, at most 256.
         a_in_registers: `a` is four registers; else it is a descriptor, as `b` is.
+        bf16: k16 of bfloat16 instead; with `a_in_registers`.
     """
     count = n // 2
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -48,11 +49,14 @@ def wgmma(n: int, *, a_in_registers: bool = False) -> str:
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         parameter, a, b, inputs = "u64 a", f"%{count}", count + 1, '"l"(a)'
+    shape, tail = f"m64n{n}k32.f32.e4m3.e4m3", "1, 1"
+    if bf16:
+        shape, tail = f"m64n{n}k16.f32.bf16.bf16", "1, 1, 0"
     return (
         "__device__ __forceinline__ "
         f"void wgmma(float (&d)[{count}], {parameter}, u64 b, int on) {{\n"
         f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{b + 1}, 0;\\n"\n'
-        f'    "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, "\n'
-        f'    "{a}, %{b}, p, 1, 1;\\n}}" : {operands} : {inputs}, "l"(b), "r"(on));\n'
+        f'    "wgmma.mma_async.sync.aligned.{shape} {{{registers}}}, "\n'
+        f'    "{a}, %{b}, p, {tail};\\n}}" : {operands} : {inputs}, "l"(b), "r"(on));\n'
         "}\n"
     )

@@ -153,7 +153,7 @@ class Tilings(ABC):
         mean = slots / problem.experts
         likely = mean + 2 * mean**0.5
         rows = next((rows for rows in self.rows if likely <= rows), self.rows[-1])
-        pair = mean - 2 * mean**0.5 > 192
+        pair = bool(self.pair_rows) and mean - 2 * mean**0.5 > 192
         active = min(slots, problem.experts)
         return Tiling(
             rows=rows,

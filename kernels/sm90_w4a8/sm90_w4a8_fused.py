@@ -1,4 +1,4 @@
-"""W4A8 experts on SM90: INT4 weights with a scale per 128 columns, activations in FP8 per token.
+"""INT4 and MXFP4 experts on SM90 with activations in FP8 per token.
 
 The result of the activation function is rounded to bfloat16 and quantized by a launch of its own:
 its scale is that of a whole row, which no unit of work of the first GEMM knows.
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 from moequant.kernels.calls import part_tokens
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
+from moequant.kernels.sm90.panels import panels
 from moequant.kernels.sm90.quantize_permute import rows_a_program
 from moequant.kernels.sm90.tiling import Tiling, Tilings
-from moequant.kernels.sm90_w4a8.layout import PANEL_BYTES, panels
+from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_PANEL_BYTES = {"w4a8": int4_layout.PANEL_BYTES, "mxfp4": mxfp4_layout.PANEL_BYTES}
 
 
 class W4a8Tilings(Tilings):
@@ -41,8 +45,9 @@ class W4a8Tilings(Tilings):
 
 @dataclass(frozen=True, kw_only=True)
 class W4a8GemmConfig(GemmConfig):
-    """A GEMM with INT4 panels."""
+    """A GEMM with panels of weights in `format`, w4a8 or mxfp4."""
 
+    format: str
     path = Path(__file__).with_name("sm90_w4a8_grouped_gemm.cu")
     a_in_registers = True
 
@@ -52,17 +57,28 @@ class W4a8GemmConfig(GemmConfig):
         least = 8 if self.rows <= 32 else 16
         return [n for n in W4a8Tilings.rows if least <= n <= self.rows]
 
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel."""
+        return _PANEL_BYTES[self.format]
+
     def _stage_bytes(self) -> int:
-        return 2 * PANEL_BYTES + self.rows * 128
+        return 2 * self.panel_bytes + self.rows * 128
+
+    def defines(self) -> dict[str, int]:
+        """See `GemmConfig.defines`."""
+        return {**super().defines(), "MXFP4": int(self.format == "mxfp4")}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class W4a8Weights(Sm90Weights):
-    """Weights of E experts as `layout.pack` makes them.
+    """Weights of E experts in `format`, w4a8 or mxfp4, as the `pack` of its layout makes them.
 
-    `w13` is uint8 [E, panels, H / 128, PANEL_BYTES], `w2` [E, panels, I / 128, PANEL_BYTES], H and
-    I multiples of 128.
+    `w13` is uint8 [E, panels, ceil(H / 128), PANEL_BYTES], `w2` [E, panels, ceil(I / 128),
+    PANEL_BYTES].
     """
+
+    format: str = "w4a8"
 
     family = W4a8Tilings()
     quantizes_apart = True
@@ -75,9 +91,10 @@ class W4a8Weights(Sm90Weights):
         self, common: dict[str, Any], buffers: Buffers, tiling: Tiling
     ) -> tuple[GemmConfig, Callable[[], list[Any]]]:
         """See `Sm90Weights.gemm`."""
-        config = W4a8GemmConfig(**common)
+        config = W4a8GemmConfig(**common, format=self.format)
         weight = self.w2 if config.act is None else self.w13
-        shape = (panels(config.n_out, gated=config.gated), config.K // 128, PANEL_BYTES)
+        blocks = -(-config.K // 128)
+        shape = (panels(config.n_out, gated=config.gated), blocks, config.panel_bytes)
         assert weight.shape[1:] == shape
         assert weight.is_contiguous()
         return config, lambda: [pointer(weight)]

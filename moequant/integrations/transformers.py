@@ -61,7 +61,7 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     backend: str | None = None,
-    activations: Literal["format", "none"] = "format",
+    activations: Literal["format", "none", "fp8_token"] = "format",
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     architecture: str | Path | None = None,
@@ -77,8 +77,8 @@ def load_model(
         checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one.
         device: the device of the whole model.
         backend: name of the experts' backend; by default the best one for the device.
-        activations: "format" quantizes the experts' activations as the format's GEMM does; "none"
-            never does.
+        activations: "format" quantizes the experts' activations as the format's GEMM does, "none"
+            never does, "fp8_token" to FP8 with a scale per token.
         dtype: dtype of the rest of the model; by default the one in config.json.
         attn_implementation: as for `from_pretrained`.
         architecture: as for `load_experts`.
@@ -134,7 +134,7 @@ def replace_experts(
     checkpoint: str | Path,
     *,
     backend: str | None = None,
-    activations: Literal["format", "none"] = "format",
+    activations: Literal["format", "none", "fp8_token"] = "format",
     architecture: str | Path | None = None,
 ) -> None:
     """Replace the experts of a transformers model by those of a converted checkpoint.
@@ -226,7 +226,11 @@ def _blocks_by_layer(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _load(
-    reader: LayerReader, layer: int, *, backend: str | None, activations: Literal["format", "none"]
+    reader: LayerReader,
+    layer: int,
+    *,
+    backend: str | None,
+    activations: Literal["format", "none", "fp8_token"],
 ) -> ExpertsOfModel:
     everything = range(reader.converted.moe.experts)
     packed = reader.load(layer, everything, backend=backend, activations=activations)

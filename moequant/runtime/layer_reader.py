@@ -78,7 +78,7 @@ class LayerReader:
         experts: Sequence[int],
         *,
         backend: str | None = None,
-        activations: Literal["format", "none"] = "format",
+        activations: Literal["format", "none", "fp8_token"] = "format",
     ) -> PackedExperts:
         """The experts `experts`, at least one, of a layer that holds experts, in this order.
 

@@ -29,7 +29,7 @@ def load_experts(
     device: torch.device | str = "cpu",
     *,
     backend: str | None = None,
-    activations: Literal["format", "none"] = "format",
+    activations: Literal["format", "none", "fp8_token"] = "format",
     experts: Sequence[int] | None = None,
     architecture: str | Path | None = None,
 ) -> FusedExperts: ...
@@ -42,7 +42,7 @@ def load_experts(
     device: torch.device | str = "cpu",
     *,
     backend: str | None = None,
-    activations: Literal["format", "none"] = "format",
+    activations: Literal["format", "none", "fp8_token"] = "format",
     experts: Sequence[int] | None = None,
     architecture: str | Path | None = None,
 ) -> dict[int, FusedExperts]: ...
@@ -54,7 +54,7 @@ def load_experts(
     device: torch.device | str = "cpu",
     *,
     backend: str | None = None,
-    activations: Literal["format", "none"] = "format",
+    activations: Literal["format", "none", "fp8_token"] = "format",
     experts: Sequence[int] | None = None,
     architecture: str | Path | None = None,
 ) -> FusedExperts | dict[int, FusedExperts]:
@@ -72,7 +72,8 @@ def load_experts(
         layer: index of the layer, or of several.
         device: where to put them.
         backend: name of a backend; by default the best that can run them there.
-        activations: "format" quantizes activations as the format's GEMM does, "none" never does.
+        activations: "format" quantizes activations as the format's GEMM does, "none" never does,
+            "fp8_token" to FP8 with a scale per token, which makes MXFP4 faster on Hopper.
         experts: load only these, as one rank of an expert-parallel group does; the result then
             takes global ids and contributes nothing for the other experts.
         architecture: a TOML file that describes the checkpoint's architecture; needed only where

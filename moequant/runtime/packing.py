@@ -20,7 +20,7 @@ def pack_experts(
     weights: ExpertWeights,
     *,
     backend: str | None = None,
-    activations: Literal["format", "none"] = "format",
+    activations: Literal["format", "none", "fp8_token"] = "format",
 ) -> PackedExperts:
     """Pack weights for a backend, on the device they are on.
 
@@ -51,7 +51,7 @@ def workload_of(weights: ExpertWeights, activations: str) -> Workload:
     """What a backend is asked to run.
 
     Raises:
-        UnsupportedError: `activations` is neither "format" nor "none".
+        UnsupportedError: `activations` is none of "format", "none" and "fp8_token".
     """
     return Workload(
         format=weights.format,
@@ -66,13 +66,20 @@ def workload_of(weights: ExpertWeights, activations: str) -> Workload:
 
 
 def scheme_of(format: str, activations: str, *, static: bool) -> str:
-    """The scheme that "format" or "none" means; `static`: whether there are static scales.
+    """The scheme that "format" stands for, or the one that is named.
+
+    Args:
+        format: of the weights.
+        activations: which.
+        static: whether static scales of activations came with the weights.
 
     Raises:
-        UnsupportedError: `activations` is neither.
+        UnsupportedError: `activations` is none of these.
     """
-    if activations not in ("format", "none"):
-        raise UnsupportedError(f'activations is {activations!r}, but must be "format" or "none"')
-    if activations == "none":
-        return "none"
+    if activations not in ("format", "none", "fp8_token"):
+        raise UnsupportedError(
+            f'activations is {activations!r}, but must be "format", "none" or "fp8_token"'
+        )
+    if activations != "format":
+        return activations
     return "fp8_static" if static else get_format(format).activations

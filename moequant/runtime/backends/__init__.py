@@ -11,7 +11,8 @@ from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts, StandardExperts
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
-from moequant.runtime.backends.sm90_w4a8 import Sm90W4a8
+from moequant.runtime.backends.sm90_w4a8 import Sm90Mxfp4Fp8, Sm90W4a8
+from moequant.runtime.backends.sm90_w4a16 import Sm90W4a16
 from moequant.runtime.backends.stacked import STACKED
 from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
@@ -23,6 +24,8 @@ REGISTRY: dict[str, Backend] = {
     for b in (
         Sm90Fp8Block(),
         Sm90W4a8(),
+        Sm90Mxfp4Fp8(),
+        Sm90W4a16(),
         DeepGemm(),
         TritonPortable(),
         TorchReference(),

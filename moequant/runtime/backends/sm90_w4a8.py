@@ -1,14 +1,14 @@
-"""W4A8 on Hopper: the kernels of moequant.kernels.sm90_w4a8, five launches a call."""
+"""Four-bit weights x FP8 on Hopper: the kernels of moequant.kernels.sm90_w4a8."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight
-from moequant.kernels.sm90_w4a8 import layout
+from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
@@ -28,52 +28,72 @@ if TYPE_CHECKING:
 class W4a8Panels(Layout):
     """Codes and scales in the order in which the kernels' threads read them.
 
-    w13_panels  uint8 [E, panels, H / 128, PANEL_BYTES]  gate and up, or up alone
-    w2_panels   uint8 [E, panels, I / 128, PANEL_BYTES]
+    w13_panels  uint8 [E, panels, ceil(H / 128), PANEL_BYTES]  gate and up, or up alone
+    w2_panels   uint8 [E, panels, ceil(I / 128), PANEL_BYTES]
     w13_bias    float32 [E, 2 * I], gate over up, or [E, I]
     w2_bias     float32 [E, H]
 
-    As many bytes as the codes and scales have, but for half a panel where H / 128 is odd;
-    `moequant.kernels.sm90_w4a8.layout` describes a panel.
+    As many bytes as the codes and scales have, but for what fills the last panel and block;
+    `moequant.kernels.sm90_w4a8.int4_layout` and `mxfp4_layout` describe a panel.
     """
 
     name = "w4a8_panels"
     version = 1
+    format: ClassVar[str] = "w4a8"
+
+    def _pack(self, *weights: tuple[Tensor, Tensor]) -> Tensor:
+        return int4_layout.pack(*weights[0], *weights[1:])
+
+    def _unpack(
+        self, packed: Tensor, n_out: int, K: int, *, gated: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        return int4_layout.unpack(packed, n_out, gated=gated)
 
     def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
         """See `Layout.pack`."""
-        if weights.format != "w4a8":
+        if weights.format != self.format:
             raise UnsupportedError(
-                f"the layout {self.name} holds w4a8, but these weights are {weights.format}; "
-                "use another backend"
+                f"the layout {self.name} holds {self.format}, but these weights are "
+                f"{weights.format}; use another backend"
             )
-        gate, up, down = weights.gate, weights.up, weights.down
-        if gate is None:
-            w13 = layout.pack(up.qdata, up.scale)
-        else:
-            w13 = layout.pack(gate.qdata, gate.scale, (up.qdata, up.scale))
+        *first, down = ((q.qdata, q.scale) for q in weights.projections().values())
         biases = stack_biases(weights, weights.intermediate)
-        return {"w13_panels": w13, "w2_panels": layout.pack(down.qdata, down.scale), **biases}
+        return {"w13_panels": self._pack(*first), "w2_panels": self._pack(down), **biases}
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
         """See `Layout.unpack`; codes and scales are copies."""
         E, I, H = workload.experts, workload.intermediate, workload.hidden
         gated = workload.act_fn.gated
-        w13 = layout.unpack(tensors["w13_panels"], I, gated=gated)
-        (w2,) = layout.unpack(tensors["w2_panels"], H, gated=False)
+        w13 = self._unpack(tensors["w13_panels"], I, H, gated=gated)
+        w2 = self._unpack(tensors["w2_panels"], H, I, gated=False)
         names = ("gate", "up", "down") if gated else ("up", "down")
         parts = {
             name: QuantizedWeight(
-                format="w4a8",
+                format=self.format,
                 qdata=qdata,
                 scale=scale,
                 global_scale=None,
                 shape=torch.Size((E, H, I) if name == "down" else (E, I, H)),
             )
-            for name, (qdata, scale) in zip(names, [*w13, w2], strict=True)
+            for name, (qdata, scale) in zip(names, [*w13, *w2], strict=True)
         }
         biases = unstack_biases(tensors, I, gated=gated)
         return ExpertWeights.of(parts, workload.act_fn, **biases)
+
+
+class Mxfp4Panels(W4a8Panels):
+    """As `W4a8Panels`, of mxfp4: FP8 products want E8M0 scales folded into exponents."""
+
+    name = "mxfp4_fp8_panels"
+    format = "mxfp4"
+
+    def _pack(self, *weights: tuple[Tensor, Tensor]) -> Tensor:
+        return mxfp4_layout.pack(*weights[0], *weights[1:])
+
+    def _unpack(
+        self, packed: Tensor, n_out: int, K: int, *, gated: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        return mxfp4_layout.unpack(packed, n_out, K, gated=gated)
 
 
 class Sm90W4a8(Backend):
@@ -89,12 +109,12 @@ class Sm90W4a8(Backend):
 
     name = "sm90_w4a8"
     default_on = ("cuda",)
-    layout = W4a8Panels()
+    layout: ClassVar[W4a8Panels] = W4a8Panels()
 
     def supports(self, workload: Workload) -> str | None:
-        """Needs w4a8, its activations, SM90, triton and NVRTC."""
-        if workload.format != "w4a8":
-            return "runs only w4a8"
+        """Needs the format of its layout, activations in FP8 per token, SM90, triton and NVRTC."""
+        if workload.format != self.layout.format:
+            return f"runs only {self.layout.format}"
         if workload.activations != "fp8_token":
             return "takes only activations in fp8_token"
         if workload.experts == 0:
@@ -119,5 +139,22 @@ class Sm90W4a8(Backend):
             bias13=tensors.get("w13_bias"),
             bias2=tensors.get("w2_bias"),
             act_fn=workload.act_fn,
+            format=workload.format,
         )
         return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
+
+
+class Sm90Mxfp4Fp8(Sm90W4a8):
+    """MXFP4 x FP8 GEMMs, for `activations="fp8_token"`; otherwise as `Sm90W4a8`.
+
+    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for the 128 columns
+    of a row. That is exact where these four scales lie at most eleven octaves apart; weights of
+    which that is not so are refused when they are packed.
+    """
+
+    name = "sm90_mxfp4_fp8"
+    layout = Mxfp4Panels()
+
+    def serves(self, target: str) -> Collection[str]:
+        """None: prepared MXFP4 is for activations that are not quantized."""
+        return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from functools import partial
 from itertools import product
 
 import pytest
@@ -21,8 +22,11 @@ from moequant.kernels.sm90 import grouped_gemm
 from moequant.kernels.sm90.fused import Buffers, Sm90Plan, routed
 from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments
 from moequant.kernels.sm90.tiling import Tiling
-from moequant.kernels.sm90_w4a8.layout import PANEL_BYTES
+from moequant.kernels.sm90_w4a8 import mxfp4_layout
+from moequant.kernels.sm90_w4a8.int4_layout import PANEL_BYTES
 from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
+from moequant.kernels.sm90_w4a16.layout import panel_bytes
+from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import W4a16Weights
 
 SHARED_LIMIT = 227 * 1024
 H, I = 7168, 2048
@@ -59,7 +63,45 @@ def w4a8_weights(experts, hidden, intermediate, device="meta", **fields):
     )
 
 
-FAMILIES = {"fp8_block": fp8_weights, "w4a8": w4a8_weights}
+def mxfp4_weights(experts, hidden, intermediate, device="meta", **fields):
+    def panels(count, blocks):
+        shape = (experts, count, blocks, mxfp4_layout.PANEL_BYTES)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+    return W4a8Weights(
+        w13=panels(intermediate // 64, hidden // 128),
+        w2=panels(-(-hidden // 128), intermediate // 128),
+        hidden=hidden,
+        intermediate=intermediate,
+        format="mxfp4",
+        **fields,
+    )
+
+
+def w4a16_weights(format, experts, hidden, intermediate, device="meta", **fields):
+    def empty(*shape, dtype=torch.uint8):
+        return torch.empty(experts, *shape, dtype=dtype, device=device)
+
+    size = panel_bytes(format)
+    return W4a16Weights(
+        w13=empty(intermediate // 64, hidden // 128, size),
+        w13_factor=empty(2, dtype=torch.float32),
+        w2=empty(-(-hidden // 128), intermediate // 128, size),
+        w2_factor=empty(1, dtype=torch.float32),
+        hidden=hidden,
+        intermediate=intermediate,
+        format=format,
+        **fields,
+    )
+
+
+FAMILIES = {
+    "fp8_block": fp8_weights,
+    "w4a8": w4a8_weights,
+    "mxfp4_fp8": mxfp4_weights,
+    "nvfp4": partial(w4a16_weights, "nvfp4"),
+    "mxfp4": partial(w4a16_weights, "mxfp4"),
+}
 every_family = pytest.mark.parametrize("weights_of", FAMILIES.values(), ids=FAMILIES)
 
 
@@ -83,7 +125,7 @@ def configs(weights, tiling):
     gate_up = {
         "act": "silu",
         "gated": True,
-        "gather": 8 if tiling.gather else 0,
+        "gather": 8 if tiling.gather or not weights.quantizes else 0,
         "routed": tiling.rows == 8,
         "split": tiling.split13,
         "K": weights.hidden,
@@ -120,11 +162,11 @@ def test_a_source_is_whole(weights_of):
         assert "//CLASSES" not in source
         assert f"{config.path.stem}(" in source
         for n in config.classes:
-            assert f"m64n{n}k32" in source
+            assert f"m64n{n}k{32 // config.x_bytes}" in source
         assert "rows <= 16 ? 0 : rows <= 32 ? 1 : " in source
         # The preprocessor takes what is no macro for 0.
         conditions = " ".join(re.findall(r"^#(?:el)?if (.*?)(?://.*)?$", source, re.MULTILINE))
-        assert set(re.findall("[A-Za-z_]+", conditions)) <= {*config.defines(), "THREADS"}
+        assert set(re.findall(r"[A-Za-z_]\w*", conditions)) <= {*config.defines(), "THREADS"}
 
 
 @pytest.fixture
@@ -161,6 +203,8 @@ def test_a_kernel_is_launched_with_its_parameters(weights_of, launches, tiling):
     E, M, T = 4, 5, 2
     bias13, bias2 = torch.zeros(E, 2 * 256), torch.zeros(E, 384)
     weights = weights_of(E, 384, 256, "cpu", bias13=bias13, bias2=bias2)
+    if tiling.gather and not weights.family.gather_rows:
+        tiling = Tiling(rows=tiling.rows)
     workspace = torch.zeros(weights.workspace_bytes(M, T, tiling), dtype=torch.uint8)
     plan = Sm90Plan(weights, M, T, workspace=workspace, tiling=tiling)
     assert routed(tiling, M * T) == (tiling.rows == 8)
@@ -168,8 +212,8 @@ def test_a_kernel_is_launched_with_its_parameters(weights_of, launches, tiling):
     b = plan.buffers
     for (config, blocks, arguments), (x, scale, out, bias) in zip(
         launches,
-        [(b.x, b.x_scale, b.codes if b.act is None else b.act, bias13),
-         (b.codes, b.codes_scale, b.y, bias2)],
+        [(b.x, b.x_scale, b.between, bias13),
+         (b.between if b.codes is None else b.codes, b.codes_scale, b.y, bias2)],
         strict=True,
     ):  # fmt: skip
         assert blocks % config.cluster == 0

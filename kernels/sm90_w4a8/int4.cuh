@@ -1,0 +1,35 @@
+// A panel of INT4 weights, as layout.py packs it, read and decoded.
+
+constexpr u32 PANEL_BYTES = CODE_BYTES + 256;
+constexpr float CODE_UNIT = 256.f;  // the E4M3 bits of a code stand for code / 256
+
+// Four codes, one in the low half of each byte as 2 * code or, if negative, -2 * code - 1, to E4M3 of code / 256:
+// the bits of an E4M3 magnitude are 512 times its value up to 16, so 2 * |code| are those bits.
+__device__ __forceinline__ u32 decode_4(u32 codes) {
+  return (codes & 0x0E0E0E0E) + (codes & 0x01010101) * 0x82;
+}
+
+// What a thread reads of a block of 64 weight rows x 128 k: 64 codes and the scales of its two rows.
+struct Packed {
+  uint4 codes[2];
+  u32 scale;
+  __device__ __forceinline__ void load(const u8* panel, int block) {
+    const int thread = threadIdx.x & 127;
+    codes[0] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + thread * 16);
+    codes[1] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + 2048 + thread * 16);
+    scale = *(const u32*)(panel + CODE_BYTES + thread / 4 * 8 + block * 4);
+  }
+  // To the A operands of four WGMMA, and the scales of rows lane / 4 and lane / 4 + 8.
+  __device__ __forceinline__ void decode(u32 (&a)[16], float2& by) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32 words[4] = {codes[half].x, codes[half].y, codes[half].z, codes[half].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[half * 8 + i * 2] = decode_4(words[i]);
+        a[half * 8 + i * 2 + 1] = decode_4(words[i] >> 4);
+      }
+    }
+    by = {__uint_as_float(scale << 16), __uint_as_float(scale & 0xFFFF0000)};
+  }
+};

@@ -1,0 +1,47 @@
+// A panel of MXFP4 weights, as mxfp4_layout.py packs it, read and decoded.
+//
+// The four E8M0 scales of a row's 128 columns become one float32 scale, that of the largest, and a difference of
+// exponents for each group of 32, which decoding adds to those of the codes: E4M3 has room for eleven octaves.
+
+constexpr u32 PANEL_BYTES = CODE_BYTES + 512;
+constexpr float CODE_UNIT = 0.015625f;  // of the largest group, the E4M3 bits of a code stand for code * 64
+
+__device__ __forceinline__ u32 select_bytes(uint2 table, u32 selector) {
+  u32 out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(table.x), "r"(table.y), "r"(selector));
+  return out;
+}
+
+// E4M3 bits of the eight magnitudes of E2M1, times 2 ** (exponent - 6), exponent from 1 to 12; 0 stays 0.
+__device__ __forceinline__ uint2 magnitudes(u32 exponent) {
+  return make_uint2(exponent * 0x08080800 + 0x0C080000, exponent * 0x08080808 + 0x1C181410);
+}
+
+// What a thread reads of a block of 64 weight rows x 128 k: 64 codes, and for each of its two rows the scale
+// in the low half of a word and the exponents of the four groups in the high half.
+struct Packed {
+  uint4 codes[2];
+  uint2 scale;
+  __device__ __forceinline__ void load(const u8* panel, int block) {
+    const int thread = threadIdx.x & 127;
+    codes[0] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + thread * 16);
+    codes[1] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + 2048 + thread * 16);
+    scale = *(const uint2*)(panel + CODE_BYTES + thread / 4 * 16 + block * 8);
+  }
+  // To the A operands of four WGMMA, and the scales of rows lane / 4 and lane / 4 + 8.
+  __device__ __forceinline__ void decode(u32 (&a)[16], float2& by) const {
+#pragma unroll
+    for (int group = 0; group < 4; ++group) {
+      const uint2 low = magnitudes(scale.x >> (16 + group * 4) & 15), high = magnitudes(scale.y >> (16 + group * 4) & 15);
+      const uint4 four = codes[group / 2];
+      const u32 words[2] = {group & 1 ? four.z : four.x, group & 1 ? four.w : four.y};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 word = words[i], index = word & 0x77777777;
+        a[group * 4 + i * 2] = select_bytes(low, index) | (word & 0x80808080);
+        a[group * 4 + i * 2 + 1] = select_bytes(high, index >> 16) | (word << 4 & 0x80808080);
+      }
+    }
+    by = {__uint_as_float(scale.x << 16), __uint_as_float(scale.y << 16)};
+  }
+};

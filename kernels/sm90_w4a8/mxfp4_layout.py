@@ -1,0 +1,160 @@
+"""How MXFP4 weights lie in panels, for products with FP8.
+
+8192 bytes of codes, then 512 of scales. Rows, columns and words lie as in int4_layout.py; a word of
+codes and the scales differ:
+
+    word    low half: the magnitudes of four codes of row f, four bits each; high half: row f + 8
+            bit 8 * i + 7: the sign of code i of row f; bit 8 * i + 3: of row f + 8
+    scales  32 bits [warp 4][f 8][block 2][half 2], of rows f and f + 8 of a block
+            low half: bfloat16 scale of the row's 128 columns, that of its largest group of 32
+            bits 16 + 4 * g: 12 + (exponent of group g) - (the largest), from 1 to 12
+
+The kernel adds the last to the exponents of the E4M3 bytes that it decodes codes to. That is exact,
+and has room for eleven octaves between the scales of a row's 128 columns. A group of zeros has no
+scale here; `unpack` gives it 1, as the format does. Columns behind the last are zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moequant.errors import UnsupportedError
+from moequant.kernels.sm90.panels import (
+    CODE_BYTES,
+    PANEL_COLUMNS,
+    rows_of_panels,
+    rows_of_weights,
+)
+
+PANEL_BYTES = CODE_BYTES + 512
+_LARGEST = 12
+_ONE = 127  # the E8M0 byte of 1
+
+
+def pack(qdata: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Pack the experts' weights, gate and up together.
+
+    Args:
+        qdata: [E, N, K / 2] uint8, two codes a byte, the first in the low half; of gate if `up` is
+            given. K is a multiple of 32.
+        scale: [E, N, K / 32] float8_e8m0fnu.
+        up: the same of up.
+
+    Returns:
+        [E, panels, ceil(K / 128), PANEL_BYTES] uint8.
+
+    Raises:
+        UnsupportedError: the scales of a row's 128 columns lie more than eleven octaves apart.
+    """
+    blocks = -(-qdata.shape[-1] * 2 // PANEL_COLUMNS)
+    both = [(qdata, scale), *([up] if up else [])]
+    codes = rows_of_panels(*(_whole_blocks(q, blocks) for q, _ in both))
+    scales = rows_of_panels(*(_scale_words(q, s, blocks) for q, s in both))
+    E, P, *_ = codes.shape
+    packed = torch.empty(E, P, blocks, PANEL_BYTES, dtype=torch.uint8, device=qdata.device)
+    for e in range(E):  # an expert at a time: what is made on the way is several times as large
+        packed[e, :, :, :CODE_BYTES] = _pack_codes(codes[e], blocks)
+        # [P, block, warp, a, half, b, K / 128]
+        words = scales[e].permute(0, 6, 2, 3, 5, 1, 4).reshape(P, blocks, -1).contiguous()
+        packed[e, :, :, CODE_BYTES:] = words.view(torch.uint8)
+    return packed
+
+
+def unpack(packed: Tensor, n_out: int, K: int, *, gated: bool) -> list[tuple[Tensor, Tensor]]:
+    """The inverse of `pack`: codes [E, n_out, K / 2] and scales [E, n_out, K / 32].
+
+    Args:
+        packed: [E, panels, ceil(K / 128), PANEL_BYTES] uint8.
+        n_out: rows of the weight, or of gate and of up each.
+        K: columns of the weight.
+        gated: whether the panels hold gate and up.
+
+    Returns:
+        Those of the weight, or those of gate and then those of up.
+    """
+    E, P, blocks, _ = packed.shape
+    sizes = (P, 2, 4, 4, 2, 2)  # panel, block, warp, a, half, b
+    codes = packed.new_empty(E, *sizes, blocks * PANEL_COLUMNS // 2)
+    scales = packed.new_empty(E, *sizes, blocks, dtype=torch.int32)
+    for e in range(E):  # as in `pack`
+        codes[e] = _unpack_codes(packed[e, :, :, :CODE_BYTES])
+        # [P, K / 128, warp, a, b, block, half]
+        words = packed[e, :, :, CODE_BYTES:].contiguous().view(torch.int32)
+        scales[e] = words.view(P, blocks, 4, 4, 2, 2, 2).permute(0, 5, 2, 3, 6, 4, 1)
+    parts = zip(*(rows_of_weights(t, n_out, gated=gated) for t in (codes, scales)), strict=True)
+    return [_weight(qdata, words, K) for qdata, words in parts]
+
+
+def _whole_blocks(qdata: Tensor, blocks: int) -> Tensor:
+    """[E, N, K / 2] with zeros behind the last column."""
+    return torch.nn.functional.pad(qdata, (0, blocks * PANEL_COLUMNS // 2 - qdata.shape[-1]))
+
+
+def _used(qdata: Tensor, blocks: int) -> Tensor:
+    """[E, N, blocks, 4] bool: the groups of 32 columns that are not zeros."""
+    used: Tensor = (_whole_blocks(qdata, blocks) & 0x77).bool()
+    return used.view(*qdata.shape[:-1], blocks, 4, 16).any(-1)
+
+
+def _scale_words(qdata: Tensor, scale: Tensor, blocks: int) -> Tensor:
+    """The words of scales, int32 [E, N, blocks]."""
+    if qdata.device.type == "meta":
+        return qdata.new_empty((*qdata.shape[:-1], blocks), dtype=torch.int32)
+    used = _used(qdata, blocks)
+    exponent = scale.view(torch.uint8)
+    exponent = torch.nn.functional.pad(exponent, (0, blocks * 4 - exponent.shape[-1]))
+    exponent = torch.where(used, exponent.view(used.shape).int(), 0)
+    largest = exponent.amax(-1, keepdim=True)
+    shift = torch.where(used, _LARGEST + exponent - largest, 1)
+    if used.numel() and (apart := _LARGEST - int(shift.min())) >= _LARGEST:
+        raise UnsupportedError(
+            f"the scales of 128 columns of a row lie {apart} octaves apart, and FP8 products take "
+            f"{_LARGEST - 1} at most; leave activations unquantized, or name another backend"
+        )
+    largest = largest[..., 0]
+    # bfloat16 bits of 2 ** (largest - 127): subnormal for 0, NaN for 255.
+    word = torch.where(largest == 0, 0x40, torch.where(largest == 255, 0x7FC0, largest << 7))
+    for group in range(4):
+        word = word | shift[..., group] << (16 + 4 * group)
+    return word
+
+
+def _weight(qdata: Tensor, words: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """Codes and E8M0 scales of a weight of K columns, from whole blocks."""
+    bits = words & 0xFFFF
+    largest = torch.where(bits == 0x40, 0, torch.where(bits == 0x7FC0, 255, bits >> 7))
+    shift = torch.stack([words >> (16 + 4 * group) & 15 for group in range(4)], -1)
+    used = _used(qdata, words.shape[-1])
+    exponent = torch.where(used, largest[..., None] + shift - _LARGEST, _ONE).flatten(-2)
+    scale = exponent[..., : K // 32].to(torch.uint8).contiguous().view(torch.float8_e8m0fnu)
+    return qdata[..., : K // 2].contiguous(), scale
+
+
+def _pack_codes(qdata: Tensor, blocks: int) -> Tensor:
+    """[P, block, warp, a, half, b, K / 2] of an expert as [P, K / 128, CODE_BYTES]."""
+    # K / 2 as [K / 128, 64s, 32s, 16s, quad, i / 2], whose two bytes are four codes of a row.
+    parts = qdata.view(*qdata.shape[:-1], blocks, 2, 2, 2, 4, 2).int()
+    low, high = ((x[..., 0] | x[..., 1] << 8) for x in (parts[:, :, :, :, 0], parts[:, :, :, :, 1]))
+    word = low & 0x7777 | (high & 0x7777) << 16
+    for i in range(4):
+        signs = (low >> (4 * i + 3) & 1) << (8 * i + 7) | (high >> (4 * i + 3) & 1) << (8 * i + 3)
+        word = word | signs
+    # [P, block, warp, a, b, K / 128, 64s, 32s, 16s, quad]
+    words = word.permute(0, 5, 1, 6, 2, 3, 4, 9, 7, 8)
+    return words.reshape(qdata.shape[0], blocks, -1).view(torch.uint8)
+
+
+def _unpack_codes(packed: Tensor) -> Tensor:
+    """The inverse of `_pack_codes`."""
+    P, blocks, _ = packed.shape
+    words = packed.contiguous().view(torch.int32).view(P, blocks, 2, 2, 4, 4, 2, 4, 2, 2)
+    words = words.permute(0, 2, 4, 5, 6, 1, 3, 8, 9, 7)
+    rows = []
+    for half in range(2):
+        codes = words >> (16 * half) & 0x7777
+        for i in range(4):
+            codes = codes | (words >> (8 * i + 7 - 4 * half) & 1) << (4 * i + 3)
+        rows.append(torch.stack([codes & 0xFF, codes >> 8 & 0xFF], -1))
+    codes = torch.stack(rows, 4).to(torch.uint8)  # half between a and b
+    return codes.reshape(P, 2, 4, 4, 2, 2, blocks * PANEL_COLUMNS // 2)

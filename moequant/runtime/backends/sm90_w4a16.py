@@ -1,0 +1,137 @@
+"""FP4 weights x bfloat16 on Hopper: the kernels of moequant.kernels.sm90_w4a16."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.formats import QuantizedWeight
+from moequant.kernels.sm90_w4a16 import layout
+from moequant.runtime.backends.base import Backend
+from moequant.runtime.backends.capability import why_not_sm90_nvrtc
+from moequant.runtime.backends.layout import Layout
+from moequant.runtime.backends.sm90 import Sm90Experts
+from moequant.runtime.backends.stacked import stack_biases, unstack_biases
+from moequant.runtime.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import Tensor
+
+    from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.workload import Workload
+
+_FORMATS = ("nvfp4", "mxfp4")
+
+
+class W4a16Panels(Layout):
+    """Codes and scales in the order in which the kernels' threads read them.
+
+    w13_panels  uint8 [E, panels, ceil(H / 128), panel_bytes]  gate and up, or up alone
+    w13_factor  float32 [E, 2] of gate and up, or [E, 1]
+    w2_panels   uint8 [E, panels, ceil(I / 128), panel_bytes]
+    w2_factor   float32 [E, 1]
+    w13_bias    float32 [E, 2 * I], gate over up, or [E, I]
+    w2_bias     float32 [E, H]
+
+    As many bytes as the codes and scales have, but for what fills the last panel and block;
+    `moequant.kernels.sm90_w4a16.layout` describes a panel.
+    """
+
+    name = "w4a16_panels"
+    version = 1
+
+    def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
+        """See `Layout.pack`."""
+        if weights.format not in _FORMATS:
+            raise UnsupportedError(
+                f"the layout {self.name} holds {' and '.join(_FORMATS)}, but these weights are "
+                f"{weights.format}; use another backend"
+            )
+        *first, down = ((q.qdata, q.scale, q.global_scale) for q in weights.projections().values())
+        w13, w13_factor = layout.pack(first)
+        w2, w2_factor = layout.pack([down])
+        return {
+            "w13_panels": w13,
+            "w13_factor": w13_factor,
+            "w2_panels": w2,
+            "w2_factor": w2_factor,
+            **stack_biases(weights, weights.intermediate),
+        }
+
+    def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
+        """See `Layout.unpack`; codes and scales are copies."""
+        E, I, H = workload.experts, workload.intermediate, workload.hidden
+        gated = workload.act_fn.gated
+        w13 = layout.unpack(tensors["w13_panels"], tensors["w13_factor"], I, H)
+        w2 = layout.unpack(tensors["w2_panels"], tensors["w2_factor"], H, I)
+        names = ("gate", "up", "down") if gated else ("up", "down")
+        parts = {
+            name: QuantizedWeight(
+                format=workload.format,
+                qdata=qdata,
+                scale=scale,
+                global_scale=global_scale,
+                shape=torch.Size((E, H, I) if name == "down" else (E, I, H)),
+            )
+            for name, (qdata, scale, global_scale) in zip(names, [*w13, *w2], strict=True)
+        }
+        biases = unstack_biases(tensors, I, gated=gated)
+        return ExpertWeights.of(parts, workload.act_fn, **biases)
+
+
+class Sm90W4a16(Backend):
+    """NVFP4 or MXFP4 x bfloat16 GEMMs: a code times its group's scale is exact in bfloat16.
+
+    Hidden states, the result of the activation function and an expert's result are rounded to
+    bfloat16, whatever the dtype of the hidden states; sums are float32. Every activation function,
+    with biases or without. Runs of one call are bitwise equal. Nothing is read on the host: an id
+    that is out of range contributes nothing, like -1, and raises no error.
+    """
+
+    name = "sm90_w4a16"
+    default_on = ("cuda",)
+    layout = W4a16Panels()
+
+    def supports(self, workload: Workload) -> str | None:
+        """Needs nvfp4 or mxfp4, activations that are not quantized, SM90, triton and NVRTC."""
+        if workload.format not in _FORMATS:
+            return f"runs only {' and '.join(_FORMATS)}"
+        if workload.activations != "none":
+            return "takes only activations that are not quantized"
+        if workload.experts == 0:
+            return "needs at least one expert"
+        if workload.device.type != "cuda":
+            return "needs a CUDA device"
+        return why_not_sm90_nvrtc(workload.device)
+
+    def serves(self, target: str) -> Collection[str]:
+        """See `Backend.serves`."""
+        return _FORMATS if target == "sm90" else ()
+
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import W4a16Weights
+
+        weights = W4a16Weights(
+            w13=tensors["w13_panels"],
+            w13_factor=tensors["w13_factor"],
+            w2=tensors["w2_panels"],
+            w2_factor=tensors["w2_factor"],
+            hidden=workload.hidden,
+            intermediate=workload.intermediate,
+            bias13=tensors.get("w13_bias"),
+            bias2=tensors.get("w2_bias"),
+            act_fn=workload.act_fn,
+            format=workload.format,
+        )
+        return W4a16Experts(self, tensors, workload=workload, kernel_weights=weights)
+
+
+class W4a16Experts(Sm90Experts):
+    """See `Sm90W4a16`."""
+
+    takes_quantized = False
