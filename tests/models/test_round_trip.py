@@ -543,7 +543,7 @@ def test_experts_that_are_bf16_one_by_one_stay_so_and_the_plan_says_it(save, tmp
     (source / "config.json").write_text(json.dumps(config))
     result = convert(source, tmp_path / "out", format="bf16")
     (warning,) = result.plan.warnings
-    assert warning.startswith(f"{len(kept)} weights of experts, such as {kept[0]}.weight, stay")
+    assert warning.startswith(f"{len(kept)} expert weights, such as {kept[0]}.weight, stay")
     back = Checkpoint.open(tmp_path / "out").tensors
     assert [name in back for name in (f"{kept[0]}.weight", *stacks_of("granitemoe"))] == [True] * 3
     assert verify(tmp_path / "out", against=source).ok
