@@ -1,4 +1,4 @@
-"""Get tensors of an untrusted checkpoint, with checks of presence, dtype and shape."""
+"""Take tensors read from an untrusted checkpoint, with checks of presence, dtype and shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_NEXT = "the shard does not match config.json; fetch or convert the checkpoint again"
+_NEXT = "the tensors and config.json do not belong together; fetch or convert the checkpoint again"
 
 
 def read_tensor(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:

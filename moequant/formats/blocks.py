@@ -43,7 +43,7 @@ def matrix_amax(w: Tensor) -> Tensor:
 def block_amax(w: Tensor, block: tuple[int, int]) -> Tensor:
     """Largest magnitude of each block: [..., N, K] to [..., ceil(N / bn), ceil(K / bk)].
 
-    Blocks at the end may be ragged; N or K may be 0.
+    The last blocks of rows and columns may be incomplete; N or K may be 0.
     """
     block_n, block_k = block
     *lead, N, K = w.shape
@@ -56,6 +56,6 @@ def block_amax(w: Tensor, block: tuple[int, int]) -> Tensor:
 def expand_blocks(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
     """Repeat each block's scale over its elements and crop: [..., N, K]."""
     N, K = shape[-2:]
-    # As `repeat_interleave`, which takes three times as long.
+    # Faster than `repeat_interleave` by a factor of three.
     rows = scale.unsqueeze(-1).expand(*scale.shape, block[1]).flatten(-2)[..., :K]
     return rows.unsqueeze(-2).expand(*rows.shape[:-1], block[0], K).flatten(-3, -2)[..., :N, :]

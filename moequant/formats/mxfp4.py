@@ -20,12 +20,12 @@ from moequant.formats.elements import (
 class Mxfp4(E8m0Format):
     """`w = qdata * scale`; option `scale_rule` computes the scale's exponent from amax.
 
-    | rule | exponent | largest code before rounding | relative error, N(0, 0.02) |
+    | rule | exponent | largest weight / scale | relative error, N(0, 0.02) |
     |---|---|---|---|
-    | even | floor(log2(amax)) - 2, one more from mantissa 1.75 up | below 7 | 11.2 % |
+    | even | floor(log2(amax)) - 2, plus 1 if amax has a mantissa >= 1.75 | below 7 | 11.2 % |
     | floor | floor(log2(amax)) - 2 | below 8 | 11.4 % |
     | ceil | ceil(log2(amax / 6)) | 6 | 11.8 % |
-    | mse | even's or one less: least squared error | below 14 | 11.1 % |
+    | mse | even's exponent or one less, whichever has less squared error | below 14 | 11.1 % |
 
     "floor" is the conversion of OCP Microscaling Formats v1.0, section 6.3; "even" is what
     compressed-tensors and vLLM use, "ceil" Model-Optimizer. "mse" keeps even's exponent on a tie.
@@ -33,7 +33,8 @@ class Mxfp4(E8m0Format):
     Rules: round to nearest, ties to the even code; beyond +-6 saturates; a zero group has scale 1
     (byte 127) and zero codes; exponents are clamped to -127..127, so that byte 255, NaN, is never
     written; a zero keeps its sign (code 8 is -0), as does a negative weight that rounds to zero;
-    weights beyond +-1.5 * 2**127, the largest this format holds in a float32, saturate there.
+    weights beyond +-1.5 * 2**127, the largest this format holds in a float32, saturate at that
+    value.
 
     Error: at most half a step of E2M1, times scale, under "even" and "ceil"; "floor" may clip an
     amax of 8 to 6, in units of the scale; "mse" exceeds this bound to reduce the sum of squares.
@@ -55,8 +56,8 @@ class Mxfp4(E8m0Format):
 def _least_squares(groups: Tensor, exponent: Tensor) -> Tensor:
     """For each group, `exponent` or one less, whichever has the smaller squared error.
 
-    `exponent` wins ties. One more cannot be better: up to 7, above which amax never lies, its
-    values are a subset of those of `exponent`.
+    A tie keeps `exponent`. A larger exponent is never better: amax / scale is below 7 under rule
+    "even", and in that range the values of the next exponent are a subset of these.
 
     Args:
         groups: [..., N, K / 32, 32] float32.

@@ -34,8 +34,8 @@ def swizzle(scale: Tensor) -> Tensor:
         scale: [..., R, C] of any one-byte dtype.
 
     Returns:
-        [..., ceil128(R), ceil4(C)] of the same dtype, contiguous. The shape only counts bytes:
-        element [r, c] lies at the offset above, not at row r, column c.
+        [..., ceil128(R), ceil4(C)] of the same dtype, contiguous. The shape gives the size
+        only: element [r, c] is at the offset above, not at row r, column c.
 
     Raises:
         UnsupportedError: an element of `scale` is not one byte.
@@ -68,7 +68,7 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int, *, name: str = "scale") ->
 
     Raises:
         CheckpointError: the shape is not that of [rows, cols] swizzled, or a padding byte is not
-            zero; either way the tensor was made from other scales, or damaged.
+            zero; the tensor was made from other scales, or damaged.
         UnsupportedError: an element of `swizzled` is not one byte.
     """
     if swizzled.element_size() != 1:
@@ -97,6 +97,7 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int, *, name: str = "scale") ->
 
 def _swap_in_words(tiles: Tensor) -> Tensor:
     """Swap axes -4 and -2 of uint8 [..., 4], whose last four bytes move as one int32."""
-    # clone, not contiguous(): an int32 view of bytes needs an offset that is a multiple of 4.
+    # clone, because contiguous() may return the tensor itself, at an offset that is not a multiple
+    # of 4, which an int32 view needs.
     words = tiles.clone(memory_format=torch.contiguous_format).view(torch.int32)
     return words.transpose(-4, -2).contiguous().view(torch.uint8)

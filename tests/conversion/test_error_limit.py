@@ -48,9 +48,9 @@ def times(factor):
 
 DESTROYED = [
     pytest.param("nvfp4", gate_of_200_beside_up_of_2e6, id="up far below gate"),
-    pytest.param("w4a8", times(1e-8), id="w4a8 of 2e-10"),
-    pytest.param("w4a8", times(1e-30), id="w4a8 of 2e-32"),
-    pytest.param("mxfp4", times(1e-38), id="mxfp4 of 2e-40"),
+    pytest.param("w4a8", times(1e-8), id="w4a8, weights of 2e-10"),
+    pytest.param("w4a8", times(1e-30), id="w4a8, weights of 2e-32"),
+    pytest.param("mxfp4", times(1e-38), id="mxfp4, weights of 2e-40"),
 ]
 
 
@@ -76,8 +76,8 @@ def test_the_weight_that_is_destroyed_is_named_and_keeping_its_layer_helps(scale
     assert verify(out, against=source).ok
 
 
-def destroyed_all_the_same(monkeypatch, source, out, format):
-    """A conversion without the limit, as by another tool."""
+def convert_without_limit(monkeypatch, source, out, format):
+    """Convert as a tool without the limit would."""
     with monkeypatch.context() as patch:
         patch.setattr(error_limit, "LIMIT", float("inf"))
         convert(source, out, format=format)
@@ -86,7 +86,7 @@ def destroyed_all_the_same(monkeypatch, source, out, format):
 @pytest.mark.parametrize("record", [True, False])
 def test_verify_does_not_call_destroyed_experts_right(monkeypatch, scaled, tmp_path, record):
     source, out = scaled(gate_of_200_beside_up_of_2e6), tmp_path / "out"
-    destroyed_all_the_same(monkeypatch, source, out, "nvfp4")
+    convert_without_limit(monkeypatch, source, out, "nvfp4")
     if not record:
         (out / "moequant.json").unlink()
     report = verify(out, against=source, layers="all")
@@ -102,7 +102,7 @@ def test_verify_does_not_call_destroyed_experts_right(monkeypatch, scaled, tmp_p
 
 def test_a_layer_no_nearer_than_zeros_is_a_problem(monkeypatch, scaled, tmp_path):
     source, out = scaled(times(1e-8)), tmp_path / "out"
-    destroyed_all_the_same(monkeypatch, source, out, "w4a8")
+    convert_without_limit(monkeypatch, source, out, "w4a8")
     report = verify(out, against=source, layers="all")
     messages = [problem.message for problem in report.problems if problem.check == "layers"]
     assert len(messages) == 2
@@ -114,7 +114,7 @@ def test_a_layer_no_nearer_than_zeros_is_a_problem(monkeypatch, scaled, tmp_path
 def test_extreme_sizes_that_a_format_holds_are_converted_and_right(
     scaled, tmp_path, format, factor
 ):
-    """Their layers overflow and underflow in float32, whatever the weights are in."""
+    """Whatever the format, the layers overflow or underflow in float32; verify leaves these out."""
     source = scaled(times(factor))
     convert(source, tmp_path / "out", format=format)
     report = verify(tmp_path / "out", against=source, layers="all")
@@ -145,9 +145,9 @@ def test_weights_of_any_size_have_the_ordinary_error_until_a_scale_underflows(fo
         q = wanted.quantize(scaled)
         lost.append(wanted.underflows(q))
         error = (dequantize(q).double() - scaled.double()).norm() / scaled.double().norm()
-        # Of 131 072 weights the error is within 5 % of that of any number.
+        # The measured error of 131 072 weights is within 5 % of the expected one.
         assert lost[-1] or error < 1.05 * wanted.ordinary_error, exponent
-    # Small ones alone, and not all of them.
+    # Scales underflow for the smallest weights only.
     assert lost == sorted(lost, reverse=True)
     assert not lost[len(lost) // 2]
     assert lost[0]

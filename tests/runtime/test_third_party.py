@@ -40,8 +40,8 @@ class Nameless(Backend):
     supports = load = None
 
 
-class LoadsNothing(Backend):
-    name = "kind"
+class WithoutExperts(Backend):
+    name = "without_experts"
     default_on = ()
 
     def supports(self, workload):
@@ -95,7 +95,11 @@ def test_an_installed_backend_runs_when_named(layers, install):
     [
         ("gone", "Missing", "cannot be loaded from .*: KeyError"),
         ("three", "not_a_backend", "makes no Backend"),
-        ("kind", "LoadsNothing", "LoadsNothing has no experts, which says what runs them"),
+        (
+            "without_experts",
+            "WithoutExperts",
+            "WithoutExperts has no experts, which says what runs them",
+        ),
         ("mute", "SaysNothing", "cannot be loaded from .*: TypeError"),
         ("twos", "Misnamed", "calls itself 'ones'; both names must be one"),
         ("name", "Nameless", "calls itself None; both names must be one"),
@@ -104,7 +108,9 @@ def test_an_installed_backend_runs_when_named(layers, install):
         ("undecided", "Undecided", r"cannot say whether it runs this: RuntimeError\('driver is"),
     ],
 )
-def test_one_that_cannot_be_used_is_listed_with_its_reason(layers, install, name, value, reason):
+def test_a_backend_that_cannot_be_used_is_listed_with_its_reason(
+    layers, install, name, value, reason
+):
     install(**{name: value})
     layer = layers.make()
     with pytest.raises(UnsupportedError, match=rf"{name}.*{reason}"):
@@ -112,7 +118,7 @@ def test_one_that_cannot_be_used_is_listed_with_its_reason(layers, install, name
     assert FusedExperts(layer.weights, backend="torch_reference")(*layer.call).any()
 
 
-def test_of_two_packages_with_one_name_the_first_has_it(layers, install, monkeypatch):
+def test_of_two_backends_with_the_same_name_the_first_is_used(layers, install, monkeypatch):
     points = [EntryPoint("zeros", f"{__name__}:{c}", third_party.GROUP) for c in ("Zeros", "Other")]
     install()
     monkeypatch.setattr(third_party, "entry_points", lambda group: points)
@@ -123,7 +129,7 @@ def test_of_two_packages_with_one_name_the_first_has_it(layers, install, monkeyp
         FusedExperts(layers.make().weights, backend="nothing")
 
 
-def test_moequant_formats_lists_one_that_fails(install):
+def test_moequant_formats_lists_a_backend_that_fails(install):
     install(undecided="Undecided")
     shown = CliRunner().invoke(cli, ["formats"])
     assert shown.exit_code == 0

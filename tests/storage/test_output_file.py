@@ -1,4 +1,7 @@
-"""Writes go past the page cache where the disk can, and as if it could elsewhere."""
+"""OutputFile writes large pieces with O_DIRECT.
+
+Where the file system has none, tests use an ordinary descriptor in its place.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ EXT4, NFS = 0xEF53, 0x6969
 
 
 @pytest.fixture(autouse=True)
-def with_or_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def direct_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes open_direct succeed on every file system."""
+
     def opened(path: Path, fd: int) -> int:
         return open_direct(path, fd) or os.open(path, os.O_WRONLY)
 
@@ -64,7 +69,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Written:
 
 
 def shared(position: int, size_bytes: int) -> memoryview:
-    """Random bytes that lie in a page as `position` does."""
+    """Random bytes at the same offset within a page as `position`."""
     memory = Arena()
     memory.empty((size_bytes + PAGE_BYTES,), dtype=torch.uint8)
     memory.clear()
@@ -85,10 +90,10 @@ def nothing() -> None:
         (64, 64, LEAST_BYTES, (0, 0)),  # whole pages make up less
         (64, PAGE_BYTES + 64, LARGE, (PAGE_BYTES - 64, LARGE - 64)),
         (PAGE_BYTES - 1, PAGE_BYTES - 1, LARGE + 1, (1, LARGE + 1)),
-        (0, 64, LARGE, (0, 0)),  # not alike
+        (0, 64, LARGE, (0, 0)),  # differently aligned
     ],
 )
-def test_whole_pages_that_lie_alike_go_past_the_cache(
+def test_whole_pages_with_the_same_alignment_in_memory_and_file_go_past_the_cache(
     position: int, in_memory: int, size_bytes: int, part: tuple[int, int]
 ) -> None:
     start = in_memory % PAGE_BYTES
@@ -187,8 +192,8 @@ def test_small_pieces_behind_a_hole_are_not_kept_for_the_digest(
     assert (tmp_path / "file").read_bytes() == content
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, reply: int | BaseException) -> None:
-    """Let the system write so much of each piece past the cache, or refuse with an error."""
+def let_direct_writes(monkeypatch: pytest.MonkeyPatch, reply: int | BaseException) -> None:
+    """Make direct writes write at most `reply` bytes, or raise it."""
 
     pwrite = os.pwrite
 
@@ -213,7 +218,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, reply: int | BaseException) -> None:
 def test_what_a_disk_leaves_is_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: int | OSError
 ) -> None:
-    answer(monkeypatch, reply)
+    let_direct_writes(monkeypatch, reply)
     view = shared(0, LARGE)
     file = OutputFile(tmp_path / "file", LARGE)
     file.write_shared(0, view, nothing)
@@ -222,11 +227,11 @@ def test_what_a_disk_leaves_is_written_through_the_cache(
 
 
 @pytest.mark.parametrize("noticed", ["by the next piece", "by who waits", "at the end"])
-def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
+def test_a_disk_that_fails_past_the_cache_is_reported_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
 ) -> None:
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
-    answer(monkeypatch, OSError(errno.EIO, os.strerror(errno.EIO)))
+    let_direct_writes(monkeypatch, OSError(errno.EIO, os.strerror(errno.EIO)))
     released: list[int] = []
     file = OutputFile(tmp_path / "file", 2 * LARGE)
     file.write_shared(0, shared(0, LARGE), lambda: released.append(1))
@@ -246,10 +251,10 @@ def test_a_disk_that_fails_past_the_cache_is_told_and_nothing_is_left(
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 
-def test_any_other_failure_past_the_cache_is_told_too(
+def test_any_other_failure_past_the_cache_is_reported_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer(monkeypatch, MemoryError("no memory for it"))
+    let_direct_writes(monkeypatch, MemoryError("no memory for it"))
     file = OutputFile(tmp_path / "file", LARGE)
     file.write_shared(0, shared(0, LARGE), nothing)
     with pytest.raises(MemoryError, match="no memory for it"):
@@ -305,7 +310,7 @@ def test_many_threads_begin_writes_and_wait(tmp_path: Path, written: Written) ->
     assert (tmp_path / "file").read_bytes() == content
 
 
-def test_a_file_is_behind_until_its_memory_is_released(tmp_path: Path) -> None:
+def test_a_file_has_work_pending_until_its_memory_is_released(tmp_path: Path) -> None:
     go_on = threading.Event()
     released: list[int] = []
 

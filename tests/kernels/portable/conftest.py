@@ -1,4 +1,4 @@
-"""Small experts in every kind the portable kernels decode, and calls of them."""
+"""Small experts in every format that the portable kernels decode, and calls of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from moequant.runtime import ExpertWeights
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
-# Scales that no float32 product is exact with, where the format has them.
+# Scales that are not powers of two, so that code * scale rounds in float32, for formats that have
+# such an option.
 OPTIONS = {"fp8_block": {"scale": "float32"}, "nvfp4": {"global_scale": "exact"}}
 
 
