@@ -124,7 +124,7 @@ def name_of(format):
 
 def experts(format, layer, **options):
     activations = "fp8_token" if format.endswith("_fp8") else "format"
-    return FusedExperts(layer, activations=activations, **options)
+    return FusedExperts(layer, activations=activations, **{"backend": name_of(format), **options})
 
 
 def gpu(test):
@@ -181,7 +181,7 @@ def test_without_a_device_it_says_so(format):
 
 
 @gpu
-@every_format
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_it_is_the_default_where_it_runs(format):
     assert select(workload(format)).name == name_of(format)
 

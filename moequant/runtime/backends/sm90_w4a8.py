@@ -156,5 +156,5 @@ class Sm90Mxfp4Fp8(Sm90W4a8):
     layout = Mxfp4Panels()
 
     def serves(self, target: str) -> Collection[str]:
-        """None: prepared MXFP4 is for activations that are not quantized."""
+        """None: prepared weights are for the activations of their format."""
         return ()
