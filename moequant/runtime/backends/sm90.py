@@ -6,16 +6,49 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.formats import QuantizedWeight
 from moequant.runtime.backends.base import PackedExperts
+from moequant.runtime.backends.stacked import unstack_biases
+from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch import Tensor
 
     from moequant.kernels.sm90.fused import Sm90Weights
     from moequant.runtime.backends.base import Backend
     from moequant.runtime.workload import Workload
+
+
+def weights_of_panels(
+    unpacked: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    tensors: Mapping[str, Tensor],
+    workload: Workload,
+) -> ExpertWeights:
+    """The weights of a layer in panels.
+
+    Args:
+        unpacked: codes, scale and global scale of gate, up and down, or of up and down.
+        tensors: of the layout, for the biases.
+        workload: says the format, the sizes and the function between the GEMMs.
+    """
+    E, I, H = workload.experts, workload.intermediate, workload.hidden
+    gated = workload.act_fn.gated
+    parts = {
+        name: QuantizedWeight(
+            format=workload.format,
+            qdata=qdata,
+            scale=scale,
+            global_scale=global_scale,
+            shape=torch.Size((E, H, I) if name == "down" else (E, I, H)),
+        )
+        for name, (qdata, scale, global_scale) in zip(
+            ("gate", "up", "down") if gated else ("up", "down"), unpacked, strict=True
+        )
+    }
+    biases = unstack_biases(tensors, I, gated=gated)
+    return ExpertWeights.of(parts, workload.act_fn, **biases)
 
 
 class Sm90Experts(PackedExperts):

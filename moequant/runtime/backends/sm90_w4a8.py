@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from moequant.errors import UnsupportedError
-from moequant.formats import QuantizedWeight
 from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
-from moequant.runtime.backends.sm90 import Sm90Experts
-from moequant.runtime.backends.stacked import stack_biases, unstack_biases
-from moequant.runtime.weights import ExpertWeights
+from moequant.runtime.backends.sm90 import Sm90Experts, weights_of_panels
+from moequant.runtime.backends.stacked import stack_biases
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -22,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
 
@@ -62,23 +59,10 @@ class W4a8Panels(Layout):
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
         """See `Layout.unpack`; codes and scales are copies."""
-        E, I, H = workload.experts, workload.intermediate, workload.hidden
-        gated = workload.act_fn.gated
-        w13 = self._unpack(tensors["w13_panels"], I, H, gated=gated)
+        I, H = workload.intermediate, workload.hidden
+        w13 = self._unpack(tensors["w13_panels"], I, H, gated=workload.act_fn.gated)
         w2 = self._unpack(tensors["w2_panels"], H, I, gated=False)
-        names = ("gate", "up", "down") if gated else ("up", "down")
-        parts = {
-            name: QuantizedWeight(
-                format=self.format,
-                qdata=qdata,
-                scale=scale,
-                global_scale=None,
-                shape=torch.Size((E, H, I) if name == "down" else (E, I, H)),
-            )
-            for name, (qdata, scale) in zip(names, [*w13, *w2], strict=True)
-        }
-        biases = unstack_biases(tensors, I, gated=gated)
-        return ExpertWeights.of(parts, workload.act_fn, **biases)
+        return weights_of_panels([(*w, None) for w in (*w13, *w2)], tensors, workload)
 
 
 class Mxfp4Panels(W4a8Panels):
