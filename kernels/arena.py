@@ -37,9 +37,9 @@ class WorkspaceArena:
             return torch.empty(shape, dtype=dtype, device="meta")
         return self._buffer[start : self.size_bytes].view(dtype).view(shape)
 
-    def sorted_routing(self, slots: int, grouping: Grouping) -> SortedRouting:
-        """Room for any routing of `slots` slots, see `SortedRouting.allocate`."""
-        shapes = SortedRouting.allocate(slots, grouping, device=torch.device("meta"))
+    def sorted_routing(self, pairs: int, grouping: Grouping) -> SortedRouting:
+        """Room for any routing of `pairs` pairs, see `SortedRouting.allocate`."""
+        shapes = SortedRouting.allocate(pairs, grouping, device=torch.device("meta"))
         parts = {field.name: getattr(shapes, field.name) for field in fields(shapes)}
         return SortedRouting(
             **{name: self.empty(*part.shape, dtype=part.dtype) for name, part in parts.items()}

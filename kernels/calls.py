@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.routing import MAX_SLOTS
+from moequant.kernels.routing import MAX_PAIRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ def run_in_parts(
     expert_map: Tensor | None,
     hidden_scale: Tensor | None,
 ) -> None:
-    """Run a call, of whose token-expert pairs at most MAX_SLOTS are sorted at a time.
+    """Run a call, of whose token-expert pairs at most MAX_PAIRS are sorted at a time.
 
     Args:
         plan_for: from a number of tokens, at least 1, what runs so many: it is called with hidden,
@@ -60,8 +60,8 @@ def run_in_parts(
 
 
 def part_tokens(tokens: int, topk: int) -> int:
-    """Tokens of a part of a call: the sort takes MAX_SLOTS slots."""
-    return min(tokens, max(MAX_SLOTS // max(topk, 1), 1))
+    """Tokens of a part of a call: the sort takes MAX_PAIRS pairs."""
+    return min(tokens, max(MAX_PAIRS // max(topk, 1), 1))
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

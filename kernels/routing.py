@@ -1,12 +1,12 @@
-"""Sort the M * T slots of a routing by expert, on the device, without atomics.
+"""Sort the M * T pairs of a routing by expert, on the device, without atomics.
 
-A slot s = m * T + t is the t-th choice of token m. Rows are slots in the order of their expert and,
-within one, of the slot, so the order is the same from run to run. Each expert's rows start at a
+A pair s = m * T + t is the t-th choice of token m. Rows are pairs in the order of their expert and,
+within one, of the pair, so the order is the same from run to run. Each expert's rows start at a
 multiple of `alignment`. Tiles are runs of at most `tile_rows` rows of one expert: the work list of
 the grouped GEMMs.
 
-One launch up to ONE_LAUNCH_SLOTS slots: every program counts all of them by itself. Above, a first
-launch counts per chunk. A slot's place within its chunk and expert is the number of equal experts
+One launch up to ONE_LAUNCH_PAIRS pairs: every program counts all of them by itself. Above, a first
+launch counts per chunk. A pair's place within its chunk and expert is the number of equal experts
 before it, found by comparing all pairs.
 """
 
@@ -24,22 +24,22 @@ from moequant.kernels.launch import Relaunch, launch, overlaps_launches, wait_fo
 TILE_FIELDS = 4
 """int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""
 
-ONE_LAUNCH_SLOTS = 4096
-MAX_SLOTS = 65536
-_CHUNKS = ((32768, 256), (MAX_SLOTS, 512))
-"""Slots of a program, up to so many in all: it reads the counts of every other."""
+ONE_LAUNCH_PAIRS = 4096
+MAX_PAIRS = 65536
+_CHUNKS = ((32768, 256), (MAX_PAIRS, 512))
+"""Pairs of a program, up to so many in all: it reads the counts of every other."""
 
 
-def max_tiles(slots: int, experts: int, tile_rows: int) -> int:
-    """The most tiles that any routing of `slots` slots makes."""
-    if slots <= experts:
-        return slots
-    return experts + (slots - experts) // tile_rows
+def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:
+    """The most tiles that any routing of `pairs` pairs makes."""
+    if pairs <= experts:
+        return pairs
+    return experts + (pairs - experts) // tile_rows
 
 
-def max_rows(slots: int, experts: int, alignment: int) -> int:
-    """The most rows, gaps included, that any routing of `slots` slots fills."""
-    return (slots + min(slots, experts) * (alignment - 1)) // alignment * alignment
+def max_rows(pairs: int, experts: int, alignment: int) -> int:
+    """The most rows, gaps included, that any routing of `pairs` pairs fills."""
+    return (pairs + min(pairs, experts) * (alignment - 1)) // alignment * alignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Grouping:
 
 @dataclass(frozen=True, kw_only=True)
 class SortedRouting:
-    """Where the slots of a routing lie, and the work list over them.
+    """Where the pairs of a routing lie, and the work list over them.
 
     Attributes:
-        slot_of_row: [max_rows] int32; gaps between experts are not written.
-        row_of_slot: [M * T] int32, -1 where the expert is not here.
+        pair_of_row: [max_rows] int32; gaps between experts are not written.
+        row_of_pair: [M * T] int32, -1 where the expert is not here.
         row_end: [E] int32, the row behind the last of each expert (DeepGEMM's psum layout).
         tiles: [max_tiles, TILE_FIELDS] int32; those from `tile_count` on are not written.
         tile_count: [1] int32.
@@ -74,8 +74,8 @@ class SortedRouting:
         counts: [chunks, E_pad] int32 scratch of the two-launch sort.
     """
 
-    slot_of_row: Tensor
-    row_of_slot: Tensor
+    pair_of_row: Tensor
+    row_of_pair: Tensor
     row_end: Tensor
     tiles: Tensor
     tile_count: Tensor
@@ -83,21 +83,21 @@ class SortedRouting:
     counts: Tensor
 
     @staticmethod
-    def allocate(slots: int, grouping: Grouping, *, device: torch.device) -> SortedRouting:
-        """Room for any routing of `slots` slots; not initialized."""
+    def allocate(pairs: int, grouping: Grouping, *, device: torch.device) -> SortedRouting:
+        """Room for any routing of `pairs` pairs; not initialized."""
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         experts = grouping.experts
         return SortedRouting(
-            slot_of_row=empty(max_rows(slots, experts, grouping.alignment)),
-            row_of_slot=empty(slots),
+            pair_of_row=empty(max_rows(pairs, experts, grouping.alignment)),
+            row_of_pair=empty(pairs),
             row_end=empty(experts),
-            tiles=empty(max_tiles(slots, experts, grouping.tile_rows), TILE_FIELDS),
+            tiles=empty(max_tiles(pairs, experts, grouping.tile_rows), TILE_FIELDS),
             tile_count=empty(1),
             units_taken=empty(2),
-            counts=empty(chunks(slots), triton.next_power_of_2(experts)),
+            counts=empty(chunks(pairs), triton.next_power_of_2(experts)),
         )
 
 
@@ -106,14 +106,14 @@ def map_size(expert_map: Tensor | None) -> int:
     return -1 if expert_map is None else expert_map.shape[0]
 
 
-def chunk_of(slots: int) -> int:
-    """Slots that a program places, of `slots` in all."""
-    return next(chunk for most, chunk in _CHUNKS if slots <= most)
+def chunk_of(pairs: int) -> int:
+    """Pairs that a program places, of `pairs` in all."""
+    return next(chunk for most, chunk in _CHUNKS if pairs <= most)
 
 
-def chunks(slots: int) -> int:
-    """Programs that place `slots` slots."""
-    return -(-slots // chunk_of(slots))
+def chunks(pairs: int) -> int:
+    """Programs that place `pairs` pairs."""
+    return -(-pairs // chunk_of(pairs))
 
 
 def sort_routing(
@@ -127,42 +127,42 @@ def sort_routing(
         Of a single launch, see `launch`: its first arguments are `topk_ids`, and `expert_map` or
         again `topk_ids`. None of several.
     """
-    slots = topk_ids.numel()
-    if slots == 0:
+    pairs = topk_ids.numel()
+    if pairs == 0:
         return None
     count_chunks(topk_ids, out, grouping, expert_map)
     arguments, constants = placing(topk_ids, out, grouping, expert_map)
     overlap = overlaps_launches(topk_ids.device)
     placed = launch(
-        place_slots,
-        (chunks(slots),),
+        place_pairs,
+        (chunks(pairs),),
         *arguments,
         **constants,
         OVERLAP=overlap,
         num_warps=8,
         overlap=overlap,
     )
-    return placed if slots <= ONE_LAUNCH_SLOTS else None
+    return placed if pairs <= ONE_LAUNCH_PAIRS else None
 
 
 def count_chunks(
     topk_ids: Tensor, out: SortedRouting, grouping: Grouping, expert_map: Tensor | None
 ) -> None:
     """The first of two launches, which counts per chunk; nothing where there is one alone."""
-    slots = topk_ids.numel()
-    if slots <= ONE_LAUNCH_SLOTS:
+    pairs = topk_ids.numel()
+    if pairs <= ONE_LAUNCH_PAIRS:
         return
     overlap = overlaps_launches(topk_ids.device)
     launch(
         count_experts,
-        (chunks(slots),),
+        (chunks(pairs),),
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         out.counts,
-        slots,
+        pairs,
         E=grouping.experts,
         E_PAD=out.counts.shape[1],
-        CHUNK=chunk_of(slots),
+        CHUNK=chunk_of(pairs),
         MAP_SIZE=map_size(expert_map),
         OVERLAP=overlap,
         num_warps=4,
@@ -174,17 +174,17 @@ def placing(
     topk_ids: Tensor, out: SortedRouting, grouping: Grouping, expert_map: Tensor | None
 ) -> tuple[tuple[Tensor | int, ...], dict[str, int]]:
     """What `place_chunk` takes behind the chunk: arguments, and constexpr by name."""
-    slots = topk_ids.numel()
+    pairs = topk_ids.numel()
     ids_map = topk_ids if expert_map is None else expert_map
     arguments = (
-        topk_ids, ids_map, out.counts, out.slot_of_row, out.row_of_slot, out.row_end, out.tiles,
-        out.tile_count, out.units_taken, slots,
+        topk_ids, ids_map, out.counts, out.pair_of_row, out.row_of_pair, out.row_end, out.tiles,
+        out.tile_count, out.units_taken, pairs,
     )  # fmt: skip
     return arguments, {
         "E": grouping.experts,
         "E_PAD": out.counts.shape[1],
-        "CHUNK": chunk_of(slots),
-        "SLOTS_PAD": triton.next_power_of_2(slots) if slots <= ONE_LAUNCH_SLOTS else 0,
+        "CHUNK": chunk_of(pairs),
+        "PAIRS_PAD": triton.next_power_of_2(pairs) if pairs <= ONE_LAUNCH_PAIRS else 0,
         "ALIGNMENT": grouping.alignment,
         "TILE_ROWS": grouping.tile_rows,
         "EXTRA_ROWS": grouping.extra_rows,
@@ -194,13 +194,13 @@ def placing(
 
 
 @triton.jit
-def local_expert(topk_ids, expert_map, slot, mask, E: tl.constexpr, MAP_SIZE: tl.constexpr):
-    """Index here of the expert of `slot`, or E where there is none.
+def local_expert(topk_ids, expert_map, pair, mask, E: tl.constexpr, MAP_SIZE: tl.constexpr):
+    """Index here of the expert of `pair`, or E where there is none.
 
     Ids are compared as they are, before int64 is narrowed, and before the map is read: one out of
     range is no expert, and reads nothing.
     """
-    expert = tl.load(topk_ids + slot, mask=mask, other=-1)
+    expert = tl.load(topk_ids + pair, mask=mask, other=-1)
     if MAP_SIZE >= 0:
         known = (expert >= 0) & (expert < MAP_SIZE)
         expert = tl.load(expert_map + expert, mask=mask & known, other=-1)
@@ -212,38 +212,38 @@ def count_experts(
     topk_ids,
     expert_map,
     counts,
-    slots,
+    pairs,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
     MAP_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Slots of each expert in this program's chunk."""
+    """Pairs of each expert in this program's chunk."""
     wait_for_inputs(OVERLAP)
     chunk = tl.program_id(0)
-    slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = local_expert(topk_ids, expert_map, slot, slot < slots, E, MAP_SIZE)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = local_expert(topk_ids, expert_map, pair, pair < pairs, E, MAP_SIZE)
     found = tl.histogram(tl.minimum(expert, E_PAD - 1), E_PAD, mask=expert < E)
     tl.store(counts + chunk * E_PAD + tl.arange(0, E_PAD), found)
 
 
 @triton.jit
-def place_slots(
+def place_pairs(
     topk_ids,
     expert_map,
     counts,
-    slot_of_row,
-    row_of_slot,
+    pair_of_row,
+    row_of_pair,
     row_end,
     tiles,
     tile_count,
     units_taken,
-    slots,
+    pairs,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
-    SLOTS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXTRA_ROWS: tl.constexpr,
@@ -251,11 +251,11 @@ def place_slots(
     MAP_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Rows of this program's chunk of slots; program 0 writes the experts' ends and the tiles."""
+    """Rows of this program's chunk of pairs; program 0 writes the experts' ends and the tiles."""
     wait_for_inputs(OVERLAP)
     place_chunk(
-        tl.program_id(0), topk_ids, expert_map, counts, slot_of_row, row_of_slot, row_end, tiles,
-        tile_count, units_taken, slots, E, E_PAD, CHUNK, SLOTS_PAD, ALIGNMENT, TILE_ROWS,
+        tl.program_id(0), topk_ids, expert_map, counts, pair_of_row, row_of_pair, row_end, tiles,
+        tile_count, units_taken, pairs, E, E_PAD, CHUNK, PAIRS_PAD, ALIGNMENT, TILE_ROWS,
         EXTRA_ROWS, FIELDS, MAP_SIZE,
     )  # fmt: skip
 
@@ -266,28 +266,28 @@ def place_chunk(
     topk_ids,
     expert_map,
     counts,
-    slot_of_row,
-    row_of_slot,
+    pair_of_row,
+    row_of_pair,
     row_end,
     tiles,
     tile_count,
     units_taken,
-    slots,
+    pairs,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
-    SLOTS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXTRA_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
     MAP_SIZE: tl.constexpr,
 ):
-    """The body of `place_slots` for one chunk."""
+    """The body of `place_pairs` for one chunk."""
     bins = tl.arange(0, E_PAD)
-    if SLOTS_PAD > 0:
-        every = tl.arange(0, SLOTS_PAD)
-        of = local_expert(topk_ids, expert_map, every, every < slots, E, MAP_SIZE)
+    if PAIRS_PAD > 0:
+        every = tl.arange(0, PAIRS_PAD)
+        of = local_expert(topk_ids, expert_map, every, every < pairs, E, MAP_SIZE)
         bin_of = tl.minimum(of, E_PAD - 1)
         total = tl.histogram(bin_of, E_PAD, mask=of < E)
         before = tl.histogram(bin_of, E_PAD, mask=(of < E) & (every < chunk * CHUNK))
@@ -295,7 +295,7 @@ def place_chunk(
         total = tl.zeros([E_PAD], tl.int32)
         before = tl.zeros([E_PAD], tl.int32)
         # 64 chunks at a time, as registers allow.
-        chunks = (slots + CHUNK - 1) // CHUNK
+        chunks = (pairs + CHUNK - 1) // CHUNK
         for first in range(0, chunks, 64):
             row = first + tl.arange(0, 64)[:, None]
             used = row < chunks
@@ -310,19 +310,19 @@ def place_chunk(
             tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, EXTRA_ROWS, FIELDS
         )  # fmt: skip
     index = tl.arange(0, CHUNK)
-    slot = chunk * CHUNK + index
-    expert = local_expert(topk_ids, expert_map, slot, slot < slots, E, MAP_SIZE)
+    pair = chunk * CHUNK + index
+    expert = local_expert(topk_ids, expert_map, pair, pair < pairs, E, MAP_SIZE)
     rank = tl.zeros([CHUNK], tl.int32)
     for first in tl.static_range(0, CHUNK, 32):
         across = first + tl.arange(0, 32)
-        other_slot = chunk * CHUNK + across
-        other = local_expert(topk_ids, expert_map, other_slot, other_slot < slots, E, MAP_SIZE)
+        other_pair = chunk * CHUNK + across
+        other = local_expert(topk_ids, expert_map, other_pair, other_pair < pairs, E, MAP_SIZE)
         same = (expert[:, None] == other[None, :]) & (across[None, :] < index[:, None])
         rank += tl.sum(same.to(tl.int32), 1)
-    here = (expert < E) & (slot < slots)
+    here = (expert < E) & (pair < pairs)
     row = tl.gather(start + before, tl.minimum(expert, E_PAD - 1), 0) + rank
-    tl.store(slot_of_row + row, slot, mask=here)
-    tl.store(row_of_slot + slot, tl.where(here, row, -1), mask=slot < slots)
+    tl.store(pair_of_row + row, pair, mask=here)
+    tl.store(row_of_pair + pair, tl.where(here, row, -1), mask=pair < pairs)
 
 
 @triton.jit

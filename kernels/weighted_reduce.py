@@ -1,4 +1,4 @@
-"""Weight the experts' rows and add them up per token, in float32, slot after slot."""
+"""Weight the experts' rows and add them up per token, in float32, pair after pair."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _BLOCKS = ((64, 256), (1 << 62, 1024))
 
 def weighted_reduce(
     rows: Tensor,
-    row_of_slot: Tensor,
+    row_of_pair: Tensor,
     topk_weights: Tensor,
     out: Tensor,
     *,
     bias: Tensor | None = None,
     row_end: Tensor | None = None,
 ) -> Relaunch | None:
-    """Sum over a token's slots t of `topk_weights[m, t] * rows[row_of_slot[m * T + t]]`.
+    """Sum over a token's pairs t of `topk_weights[m, t] * rows[row_of_pair[m * T + t]]`.
 
     Args:
         rows: [rows, H] contiguous, bfloat16 or float32.
-        row_of_slot: [M * T] int32, -1 for a slot that adds nothing.
+        row_of_pair: [M * T] int32, -1 for a pair that adds nothing.
         topk_weights: [M, T] contiguous, float32 or bfloat16.
         out: [M, H] contiguous, written.
         bias: [E, H] contiguous, float32 or bfloat16, added to the rows of each expert.
         row_end: with a bias, [E] int32, the row behind the last of each expert.
 
     Returns:
-        See `launch`; the first arguments are `rows`, `row_of_slot`, `topk_weights` and `out`.
+        See `launch`; the first arguments are `rows`, `row_of_pair`, `topk_weights` and `out`.
     """
     tokens, H = out.shape
     if tokens == 0:
@@ -45,14 +45,14 @@ def weighted_reduce(
     block = next(block for most, block in _BLOCKS if tokens <= most)
     overlap = overlaps_launches(out.device)
     if bias is None or row_end is None:
-        bias, row_end, E = rows, row_of_slot, 0  # of which nothing is read
+        bias, row_end, E = rows, row_of_pair, 0  # of which nothing is read
     else:
         E = row_end.shape[0]
     return launch(
         reduce_tokens,
         (tokens, -(-H // block)),
         rows,
-        row_of_slot,
+        row_of_pair,
         topk_weights,
         out,
         bias,
@@ -71,7 +71,7 @@ def weighted_reduce(
 @triton.jit
 def reduce_tokens(
     rows,
-    row_of_slot,
+    row_of_pair,
     topk_weights,
     out,
     bias,
@@ -89,7 +89,7 @@ def reduce_tokens(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for t in tl.static_range(TOPK):
-        row = tl.load(row_of_slot + token * TOPK + t).to(tl.int64)
+        row = tl.load(row_of_pair + token * TOPK + t).to(tl.int64)
         weight = tl.load(topk_weights + token * TOPK + t).to(tl.float32)
         inside = col < tl.where(row >= 0, H, 0)
         x = tl.load(rows + row * H + col, mask=inside, other=0.0).to(tl.float32)

@@ -32,7 +32,7 @@ def act_requantize(
     scale: Tensor,
     act: ActFn,
     *,
-    row_of_slot: Tensor | None = None,
+    row_of_pair: Tensor | None = None,
     counts: Tensor | None = None,
     bias: Tensor | None = None,
     row_end: Tensor | None = None,
@@ -45,12 +45,12 @@ def act_requantize(
         rows: float8_e4m3fn [rows, I] or [E, C, I] contiguous, written.
         scale: float32 [ceil(I / 128), row stride] or [E, ceil(I / 128), C], written.
         act: the function.
-        row_of_slot: [M * T] int32, the rows in use, -1 for none; None for batches.
+        row_of_pair: [M * T] int32, the rows in use, -1 for none; None for batches.
         counts: of batches, [E] int32, how many rows of each expert are in use.
         bias: float32 [E, columns of gate_up] contiguous.
-        row_end: with a bias and `row_of_slot`, [E] int32, the row behind the last of each expert.
+        row_end: with a bias and `row_of_pair`, [E] int32, the row behind the last of each expert.
     """
-    used = counts if row_of_slot is None else row_of_slot
+    used = counts if row_of_pair is None else row_of_pair
     assert used is not None
     programs = used.shape[0] if counts is None else rows.shape[0] * rows.shape[1]
     if programs == 0:

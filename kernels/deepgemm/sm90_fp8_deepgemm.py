@@ -50,7 +50,7 @@ class DeepGemmPlan:
     Args:
         tensors: FP8 blocks in the layout `stacked`, on a device of SM90.
         act_fn: the function between the GEMMs.
-        tokens: M, at least 1; M * T at most MAX_SLOTS.
+        tokens: M, at least 1; M * T at most MAX_PAIRS.
         topk: T, at least 1.
         arena: where buffers come from.
     """
@@ -91,21 +91,21 @@ class DeepGemmPlan:
             prepare(hidden, topk_ids, routing, x, scale, self.grouping, expert_map=expert_map)
         else:
             sort_routing(topk_ids, routing, self.grouping, expert_map=expert_map)
-            copy_rows(hidden, hidden_scale, routing.row_of_slot, x, scale)
+            copy_rows(hidden, hidden_scale, routing.row_of_pair, x, scale)
         self._gemm(x, scale, "w13", self.gate_up)
         act_requantize(
             self.gate_up,
             self.act,
             self.act_scale,
             self.act_fn,
-            row_of_slot=routing.row_of_slot,
+            row_of_pair=routing.row_of_pair,
             bias=self.tensors.get("w13_bias"),
             row_end=routing.row_end,
         )
         self._gemm(self.act, self.act_scale, "w2", self.y)
         weighted_reduce(
             self.y,
-            routing.row_of_slot,
+            routing.row_of_pair,
             topk_weights,
             out,
             bias=self.tensors.get("w2_bias"),

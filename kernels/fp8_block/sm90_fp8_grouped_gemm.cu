@@ -428,7 +428,7 @@ struct Fp8Blocks {
   const float* w_scale;
   const float* x_scale;
   int scale_stride;
-  const int* slot_of_row;
+  const int* pair_of_row;
   Output out;
 
   __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
@@ -468,7 +468,7 @@ struct Fp8Blocks {
     const float* x_from[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      x_from[i] = x_scale + (long long)(__ldcg(slot_of_row + unit.row + min(i * 32 + lane, max(unit.rows - 1, 0))) / GATHER) * X_SCALE_PITCH;
+      x_from[i] = x_scale + (long long)(__ldcg(pair_of_row + unit.row + min(i * 32 + lane, max(unit.rows - 1, 0))) / GATHER) * X_SCALE_PITCH;
     float4 four[LOADS], ahead[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) ahead[i] = __ldcg((const float4*)x_from[i]);
@@ -522,11 +522,11 @@ struct Fp8Blocks {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_fp8_grouped_gemm(
-    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* slot_of_row,
+    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* pair_of_row,
     u8* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
     const __grid_constant__ XMaps x_maps, const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_tail_map,
     const __grid_constant__ TensorMap out_map, const float* __restrict__ w_scale, float* __restrict__ out_scale, int scale_stride) {
   extern __shared__ __align__(1024) u8 smem[];
-  Fp8Blocks family{&w_map, &w_tail_map, x_maps, w_scale, x_scale, scale_stride, slot_of_row, {out, out_scale, scale_stride, bias, act, &out_map}};
-  grouped_gemm(family, {tiles, tile_count, units_taken, x, slot_of_row}, routing, smem);
+  Fp8Blocks family{&w_map, &w_tail_map, x_maps, w_scale, x_scale, scale_stride, pair_of_row, {out, out_scale, scale_stride, bias, act, &out_map}};
+  grouped_gemm(family, {tiles, tile_count, units_taken, x, pair_of_row}, routing, smem);
 }

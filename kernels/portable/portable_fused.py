@@ -21,7 +21,7 @@ from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on, part_tokens
 from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
-from moequant.kernels.routing import ONE_LAUNCH_SLOTS, Grouping, chunk_of, max_rows, sort_routing
+from moequant.kernels.routing import ONE_LAUNCH_PAIRS, Grouping, chunk_of, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def kernels_for(experts: Experts, tokens: int, topk: int) -> Hashable:
     """
     tokens = part_tokens(tokens, topk)
     pairs = tokens * topk
-    sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_SLOTS else chunk_of(pairs)
+    sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs)
     tile_rows = likely_rows(pairs / max(experts.experts, 1))
     return tile_rows, sort, pairs % 16 == 0, pairs == 1, tokens <= 64, topk
 
@@ -111,12 +111,12 @@ class PortablePlan:
         middle = self.middle(
             x,
             self.work,
-            slot_of_row=routing.slot_of_row,
+            pair_of_row=routing.pair_of_row,
             topk=self.topk,
-            row_of_slot=routing.row_of_slot,
+            row_of_pair=routing.row_of_pair,
         )
         grouped_gemm(middle, self.work, self.experts.down, self.y)
-        weighted_reduce(self.y.qdata, routing.row_of_slot, topk_weights, out)
+        weighted_reduce(self.y.qdata, routing.row_of_pair, topk_weights, out)
 
 
 class Middle:
@@ -137,30 +137,30 @@ class Middle:
         x: Rows,
         work: Work,
         *,
-        slot_of_row: Tensor | None = None,
+        pair_of_row: Tensor | None = None,
         topk: int = 1,
-        row_of_slot: Tensor | None = None,
+        row_of_pair: Tensor | None = None,
     ) -> Rows:
         """act_fn(gate(x), up(x)) of the rows of each expert, quantized as `x` is.
 
         Args:
             x: the activations.
             work: the rows of each expert.
-            slot_of_row: see `grouped_gemm`.
+            pair_of_row: see `grouped_gemm`.
             topk: see `grouped_gemm`.
-            row_of_slot: [M * T] int32, the rows of the work; None for a batched one.
+            row_of_pair: [M * T] int32, the rows of the work; None for a batched one.
         """
         w = self.experts
         out = self.out if self.values is None else self.values
         grouped_gemm(
-            x, work, w.up, out, act=w.act_fn, gate=w.gate, slot_of_row=slot_of_row, topk=topk
+            x, work, w.up, out, act=w.act_fn, gate=w.gate, pair_of_row=pair_of_row, topk=topk
         )
         if self.values is not None:
             quantize_rows(
                 self.values.qdata,
                 self.out,
-                row_of_slot=row_of_slot,
-                counts=work.count if row_of_slot is None else None,
+                row_of_pair=row_of_pair,
+                counts=work.count if row_of_pair is None else None,
                 capacity=work.capacity,
                 static=w.down_static,
             )

@@ -111,7 +111,7 @@ def grouped_gemm(
     *,
     act: ActFn | None = None,
     gate: Projection | None = None,
-    slot_of_row: Tensor | None = None,
+    pair_of_row: Tensor | None = None,
     topk: int = 1,
 ) -> None:
     """Multiply the rows of each expert by its matrix, and apply `act`.
@@ -124,7 +124,7 @@ def grouped_gemm(
             scales.
         act: the function of the result, or of `gate`'s and the result; None leaves it.
         gate: like `weight`.
-        slot_of_row: [R] int32 where row r of the work reads row slot_of_row[r] // topk of `x`.
+        pair_of_row: [R] int32 where row r of the work reads row pair_of_row[r] // topk of `x`.
         topk: T.
     """
     N, K = weight.rows, weight.columns
@@ -141,7 +141,7 @@ def grouped_gemm(
     experts_gemm[(work.max_tiles * triton.cdiv(N, block_n),)](
         x.qdata,
         _or(x.scale, x.qdata),
-        _or(slot_of_row, work.count),
+        _or(pair_of_row, work.count),
         _or(work.tiles, work.count),
         work.count,
         first.qdata,
@@ -180,7 +180,7 @@ def grouped_gemm(
         GATED=gate is not None,
         GATE_BIAS=first.bias is not None,
         BIAS=weight.bias is not None,
-        TOPK=topk if slot_of_row is not None else 0,
+        TOPK=topk if pair_of_row is not None else 0,
         BATCHED=work.tiles is None,
         BLOCK_M=work.tile_rows,
         BLOCK_N=block_n,
@@ -225,7 +225,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 def experts_gemm(
     x,
     x_scale,
-    slot_of_row,
+    pair_of_row,
     tiles,
     count,
     gate,
@@ -300,7 +300,7 @@ def experts_gemm(
     row = first + m
     source = row
     if TOPK > 0:
-        source = tl.load(slot_of_row + row, mask=live, other=0).to(tl.int64) // TOPK
+        source = tl.load(pair_of_row + row, mask=live, other=0).to(tl.int64) // TOPK
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
     up_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

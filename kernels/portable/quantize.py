@@ -25,7 +25,7 @@ def quantize_rows(
     x: Tensor,
     out: Rows,
     *,
-    row_of_slot: Tensor | None = None,
+    row_of_pair: Tensor | None = None,
     counts: Tensor | None = None,
     capacity: int = 0,
     static: Tensor | None = None,
@@ -35,17 +35,17 @@ def quantize_rows(
     Args:
         x: [R, K] contiguous, bfloat16, float16 or float32.
         out: [R, K], "fp8_group128" or "fp8_token"; rows that are not used are not written.
-        row_of_slot: [slots] int32; the rows that are used, -1 for none.
+        row_of_pair: [pairs] int32; the rows that are used, -1 for none.
         counts: [E] int32; rows e * capacity to e * capacity + counts[e] are used.
         capacity: see `counts`.
         static: float32 [1], the scale of all rows, for "fp8_token"; None, and it is computed.
     """
-    programs = x.shape[0] if row_of_slot is None else row_of_slot.shape[0]
+    programs = x.shape[0] if row_of_pair is None else row_of_pair.shape[0]
     if programs == 0:
         return
     overlap = overlaps_launches(x.device)
     rows = "all"
-    if row_of_slot is not None:
+    if row_of_pair is not None:
         rows = "sorted"
     elif counts is not None:
         rows = "batched"
@@ -53,7 +53,7 @@ def quantize_rows(
         x,
         out.qdata,
         out.scale,
-        x if row_of_slot is None else row_of_slot,
+        x if row_of_pair is None else row_of_pair,
         x if counts is None else counts,
         x if static is None else static,
         capacity,
@@ -74,7 +74,7 @@ def quantize_row(
     x,
     codes,
     scale,
-    row_of_slot,
+    row_of_pair,
     counts,
     static,
     capacity,
@@ -90,7 +90,7 @@ def quantize_row(
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if ROWS == "sorted":
-        row = tl.load(row_of_slot + row).to(tl.int64)
+        row = tl.load(row_of_pair + row).to(tl.int64)
         if row < 0:
             return
     if ROWS == "batched" and row % capacity >= tl.load(counts + row // capacity):

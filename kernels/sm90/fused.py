@@ -27,17 +27,17 @@ from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.launch import Relaunch, stream_of
 from moequant.kernels.routing import (
-    ONE_LAUNCH_SLOTS,
+    ONE_LAUNCH_PAIRS,
     Grouping,
     SortedRouting,
     chunk_of,
     max_rows,
     sort_routing,
 )
-from moequant.kernels.sm90.grouped_gemm import ROUTED_SLOTS, GroupedGemm
+from moequant.kernels.sm90.grouped_gemm import ROUTED_PAIRS, GroupedGemm
 from moequant.kernels.sm90.quantize_permute import (
-    BESIDE_SLOTS,
-    FEW_SLOTS,
+    BESIDE_PAIRS,
+    FEW_PAIRS,
     copy_rows,
     group_of,
     prepare,
@@ -139,7 +139,7 @@ class Sm90Weights(ABC):
         )
 
     def tiling(self, tokens: int, topk: int) -> Tiling:
-        """That of calls of [tokens, topk] pairs, at most MAX_SLOTS; the same every time."""
+        """That of calls of [tokens, topk] pairs, at most MAX_PAIRS; the same every time."""
         known = self._tilings
         if (tokens, topk) not in known:
             known[tokens, topk] = self.family.choose(self.problem(tokens, topk))
@@ -206,8 +206,8 @@ class Sm90Weights(ABC):
             tiling,
             topk,
             routed(tiling, pairs),
-            (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_SLOTS else chunk_of(pairs),
-            pairs <= BESIDE_SLOTS,
+            (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs),
+            pairs <= BESIDE_PAIRS,
             tokens == 1,
             tokens <= 64,
             tuple(number % 16 == 0 for number in (tokens, pairs, *scales[1:])),
@@ -226,7 +226,7 @@ class Sm90Weights(ABC):
     ) -> None:
         """Run the experts once. Nothing is read on the host.
 
-        Each expert's result is rounded to bfloat16; their sum is float32. More than MAX_SLOTS
+        Each expert's result is rounded to bfloat16; their sum is float32. More than MAX_PAIRS
         token-expert pairs run in parts. What a call of a size needs beside the workspace is made in
         the first one, and kept for as long as calls have the same workspace.
 
@@ -305,7 +305,7 @@ class Buffers:
     def carve(
         weights: Sm90Weights, tokens: int, topk: int, tiling: Tiling, arena: WorkspaceArena
     ) -> Buffers:
-        """Those of a call of [tokens, topk] pairs, at most MAX_SLOTS."""
+        """Those of a call of [tokens, topk] pairs, at most MAX_PAIRS."""
         pairs = tokens * topk
         H, I = weights.hidden, weights.padded
         rows = max_rows(pairs, weights.experts, 1)
@@ -339,7 +339,7 @@ class Sm90Plan:
 
     Args:
         weights: the experts.
-        tokens: M, at least 1; M * T at most MAX_SLOTS.
+        tokens: M, at least 1; M * T at most MAX_PAIRS.
         topk: T, at least 1.
         workspace: uint8, at least `workspace_bytes`.
         tiling: by default the weights' own; `workspace` is then as large as that wants.
@@ -451,7 +451,7 @@ class Sm90Plan:
                 by_token = b.x_scale.view(hidden.shape[0], -1)
                 by_token[:, : hidden_scale.shape[1]].copy_(hidden_scale)
             else:
-                copy_rows(hidden, hidden_scale, b.routing.row_of_slot, b.x, b.x_scale)
+                copy_rows(hidden, hidden_scale, b.routing.row_of_pair, b.x, b.x_scale)
             return None
         quantize = sort_and_quantize if self.tiling.gather else prepare
         return quantize(
@@ -476,7 +476,7 @@ class Sm90Plan:
     ) -> None:
         """Run the experts on the current stream; see `Sm90Weights.run`, all tensors contiguous."""
         stream = stream_of(hidden.device)
-        y, row_of_slot = self.buffers.y, self.buffers.routing.row_of_slot
+        y, row_of_pair = self.buffers.y, self.buffers.routing.row_of_pair
         gathered = self.buffers.x is None
         if gathered:
             hidden = _to_gather(hidden)
@@ -498,13 +498,13 @@ class Sm90Plan:
                 if between is not None:
                     between(stream=stream)
                 self.down(stream)
-                last(y, row_of_slot, topk_weights, out, stream=stream)
+                last(y, row_of_pair, topk_weights, out, stream=stream)
                 return
         prepared = self.prepare(hidden, topk_ids, expert_map, hidden_scale)
         self.gate_up(stream)
         quantized = self.quantize()
         self.down(stream)
-        reduced = weighted_reduce(y, row_of_slot, topk_weights, out)
+        reduced = weighted_reduce(y, row_of_pair, topk_weights, out)
         if kinds is not None and prepared is not None and reduced is not None:
             self._launches[kinds] = (
                 prepared.keeping_all_but(2 if gathered else 3),
@@ -532,15 +532,15 @@ class Sm90Plan:
         if b.act is not None and b.codes is not None:
             stages["quantize"] = self.quantize
         stages["down"] = lambda: again(self.down)
-        stages["reduce"] = lambda: weighted_reduce(b.y, routing.row_of_slot, topk_weights, out)
-        if b.x_scale is not None and topk_ids.numel() > FEW_SLOTS[group_of(b.x_scale)]:
+        stages["reduce"] = lambda: weighted_reduce(b.y, routing.row_of_pair, topk_weights, out)
+        if b.x_scale is not None and topk_ids.numel() > FEW_PAIRS[group_of(b.x_scale)]:
             stages["sort"] = lambda: sort_routing(topk_ids, routing, self.grouping)
         return stages
 
 
 def routed(tiling: Tiling, pairs: int) -> bool:
     """Whether the first GEMM finds its tiles by itself."""
-    return tiling.rows == 8 and pairs <= ROUTED_SLOTS
+    return tiling.rows == 8 and pairs <= ROUTED_PAIRS
 
 
 def _to_gather(hidden: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moequant.act_fn import ActFn
     from moequant.kernels.routing import SortedRouting
 
-ROUTED_SLOTS = 32
+ROUTED_PAIRS = 32
 """Up to so many token-expert pairs, the first GEMM of a call finds its tiles by itself."""
 
 ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglustep", "situ")
@@ -45,7 +45,7 @@ class GemmConfig(ABC):
         limited: whether what goes into the activation function is clamped.
         bias: whether there is one to add.
         gather: T where x is of tokens, not of rows; 0 where not.
-        routed: tiles are made from ids, at most ROUTED_SLOTS, and weights are not waited for.
+        routed: tiles are made from ids, at most ROUTED_PAIRS, and weights are not waited for.
         rows: most rows of a tile.
         split: CTAs that share a unit along K.
         pair: whether CTAs of a cluster have two tiles and share weights.
@@ -113,7 +113,7 @@ class GemmConfig(ABC):
     def _fixed_bytes(self) -> int:
         barriers = 16 + 128 + 128  # and units, with room to align them
         partial = (self.split - 1) * self.rows * 256 * 4
-        tiles = (ROUTED_SLOTS + 1) * 16 if self.routed else 0
+        tiles = (ROUTED_PAIRS + 1) * 16 if self.routed else 0
         return barriers + partial + tiles + self._own_bytes()
 
     def defines(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ class RoutingArguments(ctypes.Structure):
     _fields_ = (
         ("ids", ctypes.c_void_p),
         ("expert_map", ctypes.c_void_p),
-        ("slots", ctypes.c_int),
+        ("pairs", ctypes.c_int),
         ("experts", ctypes.c_int),
         ("map_size", ctypes.c_int),
         ("wide_ids", ctypes.c_int),
@@ -245,7 +245,7 @@ class GroupedGemm:
                 pointer(units_taken),
                 self._x,
                 pointer(x_scale),
-                pointer(routing.slot_of_row),
+                pointer(routing.pair_of_row),
                 pointer(out),
                 pointer(bias),
                 ActArguments(
@@ -265,7 +265,7 @@ class GroupedGemm:
         """Where a routed kernel finds the ids of its next call, contiguous int32 or int64."""
         at = self._routing
         at.ids = topk_ids.data_ptr()
-        at.slots = topk_ids.numel()
+        at.pairs = topk_ids.numel()
         at.wide_ids = int(topk_ids.dtype == torch.int64)
         at.map_size = -1
         if expert_map is not None:

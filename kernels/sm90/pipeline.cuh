@@ -8,12 +8,13 @@ struct Work {
   const int* tile_count;
   int* units_taken;
   const u8* x;
-  const int* slot_of_row;
+  const int* pair_of_row;
 };
 
 // The kernel of a family of grouped GEMMs. A persistent CTA works through units, the next free one each time, as units
 // differ in cost: a tile of rows times 256 weight rows. One thread fills the ring of stages, the other warps beside it
-// gather tokens or bring scales, and two warpgroups multiply. A family has
+// gather tokens or bring scales, and two warpgroups multiply. A CTA ends when all that others of its cluster write to it
+// has arrived: what arrives at a CTA that has ended is a fault. A family has
 //   load_weights(unit, k, stage, rank, bar)  starts the loads of a stage's weights; `bar` expects these and x
 //   load_x(unit, x_map, k, stage, bar)       of its tokens, where they are not gathered
 //   bring_scales(unit, k_begin, k_end, ..)   one warp's, if SCALE_WARPS is 1
@@ -47,7 +48,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
 #if ROUTED
   // What is in front of the kernel in front has ended: that lets this one start only then.
   work.tiles = (const int4*)(smem + OFF_TILES);
-  work.tile_count = (const int*)(smem + OFF_TILES + ROUTED_SLOTS * 16);
+  work.tile_count = (const int*)(smem + OFF_TILES + ROUTED_PAIRS * 16);
   if (warp == 11) make_tiles(routing, (int4*)work.tiles, (int*)work.tile_count, lane);
   __syncthreads();
 #endif
@@ -91,6 +92,13 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
         u = PAIR > 1 && rank > 0 ? choice.receive() : next;
       }
       queue.push({0, 0, -1, 0});
+      if (PAIR > 1) {
+        for (int i = 0; i < STAGES; ++i) {
+          barrier_wait(empty(s), parity);
+          if (++s == STAGES) s = 0, parity ^= 1;
+        }
+        if (rank == 0) choice.await_taken();
+      }
     } else if (warp == 9) {
       asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
       if constexpr (SCALE_WARPS > 0) {
@@ -114,7 +122,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
           for (int i = 0; i < ROWS / 8; ++i) {
             const int row = i * 8 + odd * 4 + row_of_four;
             token_at[i] = 0;
-            if (i * 8 < rows) token_at[i] = (u32)(__ldcg(work.slot_of_row + unit.row + min(row, max(unit.rows - 1, 0))) / GATHER) * (u32)(K * X_PARTS);
+            if (i * 8 < rows) token_at[i] = (u32)(__ldcg(work.pair_of_row + unit.row + min(row, max(unit.rows - 1, 0))) / GATHER) * (u32)(K * X_PARTS);
           }
           for (int k = k_begin; k < k_end; ++k) {
             barrier_wait(empty(s), parity);
@@ -144,7 +152,6 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
       switch (class_of(unit.rows)) { EACH_CLASS(RUN) }
     }
     family.end(lane);
+    worker.await_sums_taken();
   }
-  // No CTA of a cluster may end while another still writes to it.
-  if (CLUSTER > 1) cluster_sync();
 }

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
     from moequant.kernels.launch import Relaunch
 
-FEW_SLOTS = {128: 1024, 0: 4096}
+FEW_PAIRS = {128: 1024, 0: 4096}
 """Up to so many token-expert pairs, one launch sorts, quantizes and permutes; by the columns of a
 scale, 0 for all."""
-BESIDE_SLOTS = 16384
+BESIDE_PAIRS = 16384
 """Up to so many, tokens are quantized beside the sort, whose registers leave too few programs for
 more."""
 
@@ -87,7 +87,7 @@ def prepare(
     H, group = hidden.shape[1], group_of(scale)
     # All of a token in one program, or 16 groups of it.
     groups, width, warps = (16, 128, 4) if group else (1, triton.next_power_of_2(H), 8)
-    if tokens * topk <= FEW_SLOTS[group] and grouping.alignment == 1:
+    if tokens * topk <= FEW_PAIRS[group] and grouping.alignment == 1:
         return launch(
             prepare_few,
             (tokens + 1, -(-H // (groups * width))),
@@ -96,7 +96,7 @@ def prepare(
             topk_ids if expert_map is None else expert_map,
             rows,
             scale,
-            routing.row_of_slot,
+            routing.row_of_pair,
             routing.tiles,
             routing.tile_count,
             routing.units_taken,
@@ -104,7 +104,7 @@ def prepare(
             scale.stride(0),
             E=grouping.experts,
             E_PAD=routing.counts.shape[1],
-            SLOTS_PAD=triton.next_power_of_2(tokens * topk),
+            PAIRS_PAD=triton.next_power_of_2(tokens * topk),
             TILE_ROWS=grouping.tile_rows,
             EXTRA_ROWS=grouping.extra_rows,
             FIELDS=TILE_FIELDS,
@@ -122,7 +122,7 @@ def prepare(
         quantize_permute,
         (tokens, -(-H // (groups * width))),
         hidden,
-        routing.row_of_slot,
+        routing.row_of_pair,
         rows,
         scale,
         scale.stride(0),
@@ -192,7 +192,7 @@ def sort_and_quantize(
         programs = triton.cdiv(tokens, groups)
     of_tokens = (hidden, codes, scale, scale.stride(0), tokens)
     cut: dict[str, Any] = {"PARTS": parts, "GROUPS": groups, "WIDTH": width}
-    if topk_ids.numel() > BESIDE_SLOTS:
+    if topk_ids.numel() > BESIDE_PAIRS:
         sort_routing(topk_ids, routing, grouping, expert_map=expert_map)
         warps = 4 if group else 8
         launch(quantize_in_place, (programs,), *of_tokens, **cut, **_shared(hidden, warps))
@@ -236,14 +236,14 @@ def quantize_rows(
 
 
 def copy_rows(
-    codes: Tensor, scale: Tensor, row_of_slot: Tensor, rows: Tensor, row_scale: Tensor
+    codes: Tensor, scale: Tensor, row_of_pair: Tensor, rows: Tensor, row_scale: Tensor
 ) -> None:
     """Copy each token, quantized already, to the row of each of its experts.
 
     Args:
         codes: float8_e4m3fn [M, H] contiguous.
         scale: float32 [M, ceil(H / 128)] or [M, 1] contiguous.
-        row_of_slot: [M * T] int32, -1 for none.
+        row_of_pair: [M * T] int32, -1 for none.
         rows: codes of the rows, written but for gaps.
         row_scale: of the rows, written but for gaps.
     """
@@ -255,13 +255,13 @@ def copy_rows(
         (tokens, triton.cdiv(H, _COPIED_COLUMNS)),
         codes.view(torch.uint8),
         scale,
-        row_of_slot,
+        row_of_pair,
         rows.view(torch.uint8),
         row_scale,
         row_scale.stride(0),
         H=H,
         GROUPS=groups,
-        TOPK=row_of_slot.shape[0] // tokens,
+        TOPK=row_of_pair.shape[0] // tokens,
         BLOCK=_COPIED_COLUMNS,
         GROUPS_PAD=triton.next_power_of_2(groups),
         OVERLAP=overlap,
@@ -274,7 +274,7 @@ def copy_rows(
 def copy_token(
     codes,
     scale,
-    row_of_slot,
+    row_of_pair,
     rows,
     row_scale,
     scale_stride,
@@ -294,7 +294,7 @@ def copy_token(
     groups = tl.where(tl.program_id(1) == 0, GROUPS, 0)
     group_scale = tl.load(scale + token * GROUPS + group, mask=group < groups, other=0.0)
     for t in tl.static_range(TOPK):
-        row = tl.load(row_of_slot + token * TOPK + t).to(tl.int64)
+        row = tl.load(row_of_pair + token * TOPK + t).to(tl.int64)
         tl.store(rows + row * H + col, code, mask=col < tl.where(row >= 0, H, 0))
         to = row_scale + group * scale_stride + row
         tl.store(to, group_scale, mask=group < tl.where(row >= 0, groups, 0))
@@ -438,13 +438,13 @@ def place_and_quantize(
     topk_ids,
     expert_map,
     counts,
-    slot_of_row,
-    row_of_slot,
+    pair_of_row,
+    row_of_pair,
     row_end,
     tiles,
     tile_count,
     units_taken,
-    slots,
+    pairs,
     hidden,
     codes,
     scale,
@@ -453,7 +453,7 @@ def place_and_quantize(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
-    SLOTS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXTRA_ROWS: tl.constexpr,
@@ -469,11 +469,11 @@ def place_and_quantize(
     """The first programs place token-expert pairs, the others quantize: see `_quantize_part`."""
     wait_for_inputs(OVERLAP)
     program = tl.program_id(0)
-    chunks = (slots + CHUNK - 1) // CHUNK
+    chunks = (pairs + CHUNK - 1) // CHUNK
     if program < chunks:
         place_chunk(
-            program, topk_ids, expert_map, counts, slot_of_row, row_of_slot, row_end, tiles,
-            tile_count, units_taken, slots, E, E_PAD, CHUNK, SLOTS_PAD, ALIGNMENT,
+            program, topk_ids, expert_map, counts, pair_of_row, row_of_pair, row_end, tiles,
+            tile_count, units_taken, pairs, E, E_PAD, CHUNK, PAIRS_PAD, ALIGNMENT,
             TILE_ROWS, EXTRA_ROWS, FIELDS, MAP_SIZE,
         )  # fmt: skip
     else:
@@ -486,7 +486,7 @@ def place_and_quantize(
 @triton.jit
 def quantize_permute(
     hidden,
-    row_of_slot,
+    row_of_pair,
     rows,
     scale,
     scale_stride,
@@ -505,7 +505,7 @@ def quantize_permute(
     group = part * GROUPS + tl.arange(0, GROUPS)
     t = tl.arange(0, TOPK_PAD)
     # All at once: behind a store, a load would wait.
-    row = tl.load(row_of_slot + token * TOPK + t, mask=t < TOPK, other=-1)
+    row = tl.load(row_of_pair + token * TOPK + t, mask=t < TOPK, other=-1)
     codes, group_scale = _quantize(hidden, token, group, H, WIDTH, NATIVE)
     for i in tl.static_range(TOPK):
         this = tl.sum(tl.where(t == i, row, 0), 0)
@@ -519,7 +519,7 @@ def prepare_few(
     expert_map,
     rows,
     scale,
-    row_of_slot,
+    row_of_pair,
     tiles,
     tile_count,
     units_taken,
@@ -527,7 +527,7 @@ def prepare_few(
     scale_stride,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
-    SLOTS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXTRA_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -546,9 +546,9 @@ def prepare_few(
     """
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0)
-    slots = tokens * TOPK
-    every = tl.arange(0, SLOTS_PAD)
-    of = local_expert(topk_ids, expert_map, every, every < slots, E, MAP_SIZE)
+    pairs = tokens * TOPK
+    every = tl.arange(0, PAIRS_PAD)
+    of = local_expert(topk_ids, expert_map, every, every < pairs, E, MAP_SIZE)
     part = tl.program_id(1) if GROUPS * WIDTH < H else 0
     if token == tokens:
         if part == 0:
@@ -560,14 +560,14 @@ def prepare_few(
             )  # fmt: skip
     else:
         t = tl.arange(0, TOPK_PAD)
-        slot = token * TOPK + t
-        expert = local_expert(topk_ids, expert_map, slot, t < TOPK, E, MAP_SIZE)
+        pair = token * TOPK + t
+        expert = local_expert(topk_ids, expert_map, pair, t < TOPK, E, MAP_SIZE)
         live = expert < E
         sorts_before = (of[None, :] < expert[:, None]) | (
-            (of[None, :] == expert[:, None]) & (every[None, :] < slot[:, None])
+            (of[None, :] == expert[:, None]) & (every[None, :] < pair[:, None])
         )
         row = tl.sum(sorts_before.to(tl.int32), 1)
-        tl.store(row_of_slot + slot, tl.where(live, row, -1), mask=t < tl.where(part == 0, TOPK, 0))
+        tl.store(row_of_pair + pair, tl.where(live, row, -1), mask=t < tl.where(part == 0, TOPK, 0))
         group = part * GROUPS + tl.arange(0, GROUPS)
         codes, group_scale = _quantize(hidden, token, group, H, WIDTH, NATIVE)
         for i in tl.static_range(TOPK):

@@ -1,14 +1,14 @@
-// The routing of at most ROUTED_SLOTS slots, as the first kernel of a call is given it.
+// The routing of at most ROUTED_PAIRS pairs, as the first kernel of a call is given it.
 struct Routing {
   const void* ids;
   const void* expert_map;
-  int slots, experts, map_size;  // map_size < 0: ids are indices
+  int pairs, experts, map_size;  // map_size < 0: ids are indices
   int wide_ids, wide_map;        // int64
 };
 
-__device__ __forceinline__ int local_expert(const Routing& routing, int slot) {
+__device__ __forceinline__ int local_expert(const Routing& routing, int pair) {
   auto at = [](const void* from, int wide, long long i) { return wide ? ((const long long*)from)[i] : (long long)((const int*)from)[i]; };
-  long long expert = slot < routing.slots ? at(routing.ids, routing.wide_ids, slot) : -1;
+  long long expert = pair < routing.pairs ? at(routing.ids, routing.wide_ids, pair) : -1;
   if (routing.map_size >= 0) expert = expert >= 0 && expert < routing.map_size ? at(routing.expert_map, routing.wide_map, expert) : -1;
   return expert >= 0 && expert < routing.experts ? (int)expert : routing.experts;
 }

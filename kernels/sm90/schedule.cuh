@@ -12,7 +12,7 @@
 constexpr int THREADS = 384;
 constexpr int MATH_THREADS = 256;
 constexpr int CLUSTER = SPLIT * PAIR;
-constexpr int ROUTED_SLOTS = 32;
+constexpr int ROUTED_PAIRS = 32;
 constexpr u32 OFF_EMPTY = OFF_FULL + STAGES * 8;
 constexpr u32 OFF_SPLIT = OFF_EMPTY + STAGES * 8;  // two barriers
 constexpr u32 OFF_QUEUE = (OFF_SPLIT + 16 + 127) / 128 * 128;  // two units, their full and empty barriers
@@ -105,6 +105,10 @@ struct Choice {
     store_in(there, unit, there + 16);
     ++turn;
   }
+  // Wait until all that was sent is taken.
+  __device__ __forceinline__ void await_taken() {
+    for (int i = 0; i < 2; ++i, ++turn) barrier_wait(slot() + 32, (turn >> 1 & 1) ^ 1);
+  }
   __device__ __forceinline__ int receive() {
     barrier_wait(slot() + 16, turn >> 1 & 1);
     int unit;
@@ -131,6 +135,10 @@ struct Worker {
   int rank, k_begin, k_end;
   Ring ring;
   u32 split_parity = 0;
+  // Wait until the first CTA has read what this one gave of its last split sums.
+  __device__ __forceinline__ void await_sums_taken() const {
+    if (SPLIT > 1 && rank > 0) barrier_wait(base + OFF_SPLIT + 8, split_parity ^ 1);
+  }
 };
 
 // What threads copied is to be read by the tensor cores.

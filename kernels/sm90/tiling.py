@@ -149,12 +149,12 @@ class Tilings(ABC):
         Pairs where nearly all experts have two tiles of 65 rows or more: what is left over of one
         that does not would wait for its partner.
         """
-        slots = problem.tokens * problem.topk
-        mean = slots / problem.experts
+        pairs = problem.tokens * problem.topk
+        mean = pairs / problem.experts
         likely = mean + 2 * mean**0.5
         rows = next((rows for rows in self.rows if likely <= rows), self.rows[-1])
         pair = bool(self.pair_rows) and mean - 2 * mean**0.5 > 192
-        active = min(slots, problem.experts)
+        active = min(pairs, problem.experts)
         return Tiling(
             rows=rows,
             split13=self._split(rows, active * -(-problem.intermediate // 128) / problem.sms),

@@ -215,10 +215,10 @@ struct W4a16 {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_w4a16_grouped_gemm(
-    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* slot_of_row,
+    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* pair_of_row,
     u16* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
     const __grid_constant__ XMaps x_maps, const u8* __restrict__ w, const float* __restrict__ factor) {
   extern __shared__ __align__(1024) u8 smem[];
   W4a16 family{w, x_maps, factor, {out, bias, act}};
-  grouped_gemm(family, {tiles, tile_count, units_taken, x, slot_of_row}, routing, smem);
+  grouped_gemm(family, {tiles, tile_count, units_taken, x, pair_of_row}, routing, smem);
 }

@@ -67,12 +67,12 @@ template <int N>
 struct TokenScales {
   static constexpr int COUNT = (N + 31) / 32;
   float of[COUNT];
-  __device__ __forceinline__ void load(const float* x_scale, const int* slot_of_row, const Unit& unit, int lane) {
+  __device__ __forceinline__ void load(const float* x_scale, const int* pair_of_row, const Unit& unit, int lane) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const int row = unit.row + min(i * 32 + lane, max(unit.rows - 1, 0));
 #if GATHER
-      of[i] = __ldcg(x_scale + __ldcg(slot_of_row + row) / GATHER);
+      of[i] = __ldcg(x_scale + __ldcg(pair_of_row + row) / GATHER);
 #else
       of[i] = __ldcg(x_scale + row);
 #endif
@@ -89,7 +89,7 @@ struct TokenScales {
 
 // A unit of at most N rows: its sums, then its part of the output.
 template <int N>
-__device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const float* x_scale, const int* slot_of_row, const Output& out) {
+__device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const float* x_scale, const int* pair_of_row, const Output& out) {
   constexpr int ACC = N / 2;
   const u32 base = at.base;
   const int k_end = at.k_end;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
   const int group = warp / 4;
   TokenScales<N> scales;
-  scales.load(x_scale, slot_of_row, unit, lane);
+  scales.load(x_scale, pair_of_row, unit, lane);
   float sum[2][ACC], d[2][ACC];
 #pragma unroll
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
@@ -154,7 +154,7 @@ struct W4a8 {
   const u8* w;
   const XMaps& x_maps;
   const float* x_scale;
-  const int* slot_of_row;
+  const int* pair_of_row;
   Output out;
 
   __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
@@ -166,16 +166,16 @@ struct W4a8 {
   }
   template <int N>
   __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at) const {
-    ::run_unit<N>(unit, at, x_scale, slot_of_row, out);
+    ::run_unit<N>(unit, at, x_scale, pair_of_row, out);
   }
   __device__ __forceinline__ void end(int) const {}
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_w4a8_grouped_gemm(
-    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* slot_of_row,
+    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* pair_of_row,
     u16* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
     const __grid_constant__ XMaps x_maps, const u8* __restrict__ w) {
   extern __shared__ __align__(1024) u8 smem[];
-  W4a8 family{w, x_maps, x_scale, slot_of_row, {out, bias, act}};
-  grouped_gemm(family, {tiles, tile_count, units_taken, x, slot_of_row}, routing, smem);
+  W4a8 family{w, x_maps, x_scale, pair_of_row, {out, bias, act}};
+  grouped_gemm(family, {tiles, tile_count, units_taken, x, pair_of_row}, routing, smem);
 }

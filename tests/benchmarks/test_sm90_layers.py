@@ -64,8 +64,8 @@ def call_each(contenders, *, rests):
 @pytest.mark.parametrize(("tokens", "sorts"), [(4, False), (5, True)])
 def test_stages_are_the_launches_of_a_call(monkeypatch, format, tokens, sorts):
     timed = {}
-    monkeypatch.setattr(quantize_permute, "FEW_SLOTS", {128: 8, 0: 8})
-    monkeypatch.setattr(fused, "FEW_SLOTS", {128: 8, 0: 8})
+    monkeypatch.setattr(quantize_permute, "FEW_PAIRS", {128: 8, 0: 8})
+    monkeypatch.setattr(fused, "FEW_PAIRS", {128: 8, 0: 8})
     monkeypatch.setattr(
         stages, "time_interleaved", lambda c, rests: timed.update(c) or call_each(c, rests=rests)
     )

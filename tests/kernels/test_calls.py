@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from moequant.kernels import calls
 from moequant.kernels.calls import part_tokens, run_in_parts
-from moequant.kernels.routing import MAX_SLOTS
+from moequant.kernels.routing import MAX_PAIRS
 
 H, T = 4, 2
 
@@ -46,7 +46,7 @@ def test_parts_make_the_output_of_the_whole(monkeypatch, tokens, runs, quantized
     want = hidden * (expert_map[ids] * weights).sum(1, keepdim=True)
     if quantized:
         hidden, want = hidden.to(torch.float8_e4m3fn), (want * scale).bfloat16()
-    monkeypatch.setattr(calls, "MAX_SLOTS", 5 * T)
+    monkeypatch.setattr(calls, "MAX_PAIRS", 5 * T)
     done = []
     out = torch.empty_like(want, memory_format=torch.contiguous_format)
     run_in_parts(
@@ -63,7 +63,7 @@ def test_parts_make_the_output_of_the_whole(monkeypatch, tokens, runs, quantized
 
 
 @pytest.mark.parametrize(("tokens", "topk"), [(0, 2), (3, 0)])
-def test_without_slots_nothing_runs_and_the_output_is_zero(tokens, topk):
+def test_without_pairs_nothing_runs_and_the_output_is_zero(tokens, topk):
     hidden = torch.ones(tokens, H, dtype=torch.float16)
     ids = torch.zeros(tokens, topk, dtype=torch.int32)
     done = []
@@ -76,6 +76,6 @@ def test_without_slots_nothing_runs_and_the_output_is_zero(tokens, topk):
 
 
 def test_a_part_is_a_token_at_least_and_a_call_at_most():
-    assert part_tokens(7, MAX_SLOTS + 1) == 1
+    assert part_tokens(7, MAX_PAIRS + 1) == 1
     assert part_tokens(7, 8) == 7
-    assert part_tokens(1 << 20, 8) == MAX_SLOTS // 8
+    assert part_tokens(1 << 20, 8) == MAX_PAIRS // 8

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.routing import (
-    ONE_LAUNCH_SLOTS,
+    ONE_LAUNCH_PAIRS,
     Grouping,
     SortedRouting,
     max_rows,
@@ -19,7 +19,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def experts_here(ids, experts, expert_map):
-    """Index here of every slot's expert, or -1, in plain Python."""
+    """Index here of every pair's expert, or -1, in plain Python."""
     known = expert_map.tolist() if expert_map is not None else range(experts)
     here = [known[i] if 0 <= i < len(known) else -1 for i in ids.flatten().tolist()]
     return torch.tensor([e if 0 <= e < experts else -1 for e in here], dtype=torch.int64)
@@ -38,7 +38,7 @@ def check(ids, experts, alignment, tile_rows, expert_map=None, *, extra_rows=0):
         experts=experts, alignment=alignment, tile_rows=tile_rows, extra_rows=extra_rows
     )
     out = SortedRouting.allocate(ids.numel(), grouping, device=DEVICE)
-    for t in (out.slot_of_row, out.row_of_slot, out.row_end, out.tiles, out.tile_count, out.counts):
+    for t in (out.pair_of_row, out.row_of_pair, out.row_end, out.tiles, out.tile_count, out.counts):
         t.fill_(-77)
     sort_routing(
         ids.to(DEVICE),
@@ -48,18 +48,18 @@ def check(ids, experts, alignment, tile_rows, expert_map=None, *, extra_rows=0):
     )
     here = experts_here(ids, experts, expert_map)
     start, rows, tiles, ends = 0, {}, [], []
-    row_of_slot = torch.full_like(here, -1)
+    row_of_pair = torch.full_like(here, -1)
     for e in range(experts):
-        slots = (here == e).nonzero().flatten()
-        row_of_slot[slots] = start + torch.arange(len(slots))
-        rows.update({start + i: int(s) for i, s in enumerate(slots)})
-        sizes = cut(len(slots), tile_rows, extra_rows)
+        pairs = (here == e).nonzero().flatten()
+        row_of_pair[pairs] = start + torch.arange(len(pairs))
+        rows.update({start + i: int(s) for i, s in enumerate(pairs)})
+        sizes = cut(len(pairs), tile_rows, extra_rows)
         tiles += [[e, start + sum(sizes[:i]), rows] for i, rows in enumerate(sizes)]
-        ends.append(start + len(slots))
-        start += -(-len(slots) // alignment) * alignment
+        ends.append(start + len(pairs))
+        start += -(-len(pairs) // alignment) * alignment
     assert out.row_end.tolist() == ends
-    assert out.row_of_slot.tolist() == row_of_slot.tolist()
-    got = out.slot_of_row.tolist()
+    assert out.row_of_pair.tolist() == row_of_pair.tolist()
+    got = out.pair_of_row.tolist()
     assert start <= max_rows(ids.numel(), experts, alignment) == len(got)
     assert all(got[r] == s for r, s in rows.items())
     found = out.tiles.tolist()
@@ -105,7 +105,7 @@ def test_a_map_says_which_experts_are_here(dtype):
 
 
 def test_two_launches_sort_as_one_does():
-    tokens = ONE_LAUNCH_SLOTS // 8 + 3
+    tokens = ONE_LAUNCH_PAIRS // 8 + 3
     check(random_ids(tokens, 128, 8), 128, 1, 128)
 
 
@@ -115,7 +115,7 @@ def test_a_few_rows_behind_others_are_no_tile_of_their_own(total):
     check(ids, 4, 1, 16, extra_rows=2)
 
 
-def test_all_slots_to_one_expert():
+def test_all_pairs_to_one_expert():
     check(torch.full((300, 2), 3, dtype=torch.int32), 8, 64, 32)
 
 

@@ -85,7 +85,7 @@ def test_tokens_are_quantized_as_they_would_be_alone(device, scheme):
 
 
 @on_every_device
-def test_finalize_weights_and_adds_slot_after_slot(device):
+def test_finalize_weights_and_adds_pair_after_pair(device):
     routing = routing_of(IDS, device)
     _, places = prepare_batched(
         torch.zeros(5, 4, device=device), routing, experts=3, capacity=5, scheme="none"
@@ -93,7 +93,7 @@ def test_finalize_weights_and_adds_slot_after_slot(device):
     rows = torch.full((3, 5, 4), torch.nan, device=device)
     rows.view(15, 4)[places[places >= 0]] = (10.0 ** torch.arange(7, device=device))[:, None]
     got = finalize_batched(rows, routing, places)
-    # Weights are 1 to 10 by slot; the value of the k-th slot that has an expert is 10**k.
+    # Weights are 1 to 10 by pair; the value of the k-th pair that has an expert is 10**k.
     assert got[:, 0].tolist() == [1 + 20, 300, 5000 + 60000, 0, 900000 + 10000000]
     assert got.dtype == torch.float32
 

@@ -189,7 +189,7 @@ def test_an_expert_may_be_chosen_twice_by_one_token(layers):
 
 
 @pytest.mark.parametrize("T", [0, 1, 6])
-def test_any_number_of_slots_works(layers, T):
+def test_any_number_of_pairs_works(layers, T):
     layer = layers.make(T=T)
     assert_within(plain(layer)(*layer.call), *layer.evaluate())
 
@@ -207,7 +207,7 @@ def test_any_number_of_tokens_works_for_one_expert_with_the_others_empty(
         assert_within(result, *layer.evaluate())
 
 
-def test_no_tokens_of_no_slots_work(layers):
+def test_no_tokens_of_no_pairs_work(layers):
     module = plain(layers.make())
     assert module(torch.empty(0, 256), torch.empty(0, 0), torch.empty(0, 0).long()).shape == (
         0,

@@ -18,7 +18,7 @@ def routing_of(ids, *, experts, expert_map=None):
     )
 
 
-def test_slots_are_sorted_by_expert_and_token_with_absent_ones_last():
+def test_pairs_are_sorted_by_expert_and_token_with_absent_ones_last():
     routing = routing_of([[2, 0], [-1, 2], [0, 2]], experts=4)
     permutation = permute(routing, 4)
     assert permutation.token.tolist() == [0, 2, 0, 1, 2, 1]
@@ -49,12 +49,12 @@ def some_ids(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(some_ids())
-def test_every_slot_has_one_row_among_those_of_its_expert(case):
+def test_every_pair_has_one_row_among_those_of_its_expert(case):
     E, ids = case
     permutation = permute(route(torch.ones(ids.shape), ids, experts=E), E)
     assert sorted(permutation.row.flatten().tolist()) == list(range(ids.numel()))
-    for m, slots in enumerate(ids.tolist()):
-        for t, e in enumerate(slots):
+    for m, pairs in enumerate(ids.tolist()):
+        for t, e in enumerate(pairs):
             row = permutation.row[m, t]
             assert permutation.token[row] == m
             if e == -1:
@@ -65,7 +65,7 @@ def test_every_slot_has_one_row_among_those_of_its_expert(case):
 
 @settings(max_examples=50, deadline=None)
 @given(some_ids())
-def test_reduce_is_the_weighted_sum_in_the_order_of_the_slots(case):
+def test_reduce_is_the_weighted_sum_in_the_order_of_the_pairs(case):
     E, ids = case
     g = torch.Generator().manual_seed(0)
     weights = torch.randn(ids.shape, generator=g)

@@ -279,10 +279,10 @@ def test_a_captured_call_is_replayed_on_new_inputs(weights, inputs, format):
 
 
 @gpu
-def test_more_slots_than_the_sort_takes_run_in_parts(weights, inputs):
-    from moequant.kernels.routing import MAX_SLOTS
+def test_more_pairs_than_the_sort_takes_run_in_parts(weights, inputs):
+    from moequant.kernels.routing import MAX_PAIRS
 
-    call = inputs(SMALL, MAX_SLOTS // SMALL[3] + 40)
+    call = inputs(SMALL, MAX_PAIRS // SMALL[3] + 40)
     module = FusedExperts(weights("mxfp4"), backend=NAME, max_tokens=1 << 20)
     got = module(*call)
     parts = FusedExperts(weights("mxfp4"), backend=NAME, max_tokens=5000)

@@ -36,12 +36,12 @@ def check(x, I, function, rows, scale, used):
     "function", [SILU, SWIGLUOAI, SITU, ActFn(name="swiglustep", limit=1.0)], ids=str
 )
 @pytest.mark.parametrize(("I", "padded"), [(256, 256), (80, 128)])
-def test_rows_of_slots_are_quantized_and_no_other_is_written(I, padded, function):
+def test_rows_of_pairs_are_quantized_and_no_other_is_written(I, padded, function):
     x = gate_up(I, padded).to(DEVICE)
     rows = torch.zeros(ROWS, I, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.full((-(-I // 128), 8), -1.0, device=DEVICE)
-    row_of_slot = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=DEVICE)
-    act_requantize(x, rows, scale, function, row_of_slot=row_of_slot)
+    row_of_pair = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=DEVICE)
+    act_requantize(x, rows, scale, function, row_of_pair=row_of_pair)
     check(x.cpu(), I, function, rows, scale[:, :ROWS].mT, [0, 3, 4])
     assert bool((scale[:, [1, 2, 5, 6, 7]] == -1).all())
     assert not rows.view(torch.uint8)[[1, 2, 5]].any()

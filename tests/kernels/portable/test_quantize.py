@@ -45,7 +45,7 @@ def test_rows_that_are_not_used_are_left_alone(scheme):
     x = hidden(12, 256)
     used = torch.tensor([0, 3, 4, 5, 9])
     for options in (
-        {"row_of_slot": torch.tensor([4, -1, 0, 9, 3, 5, -1])},
+        {"row_of_pair": torch.tensor([4, -1, 0, 9, 3, 5, -1])},
         {"counts": torch.tensor([1, 3, 2]), "capacity": 4},
     ):
         out = room(scheme, 12, 256)
@@ -54,7 +54,7 @@ def test_rows_that_are_not_used_are_left_alone(scheme):
             k: v.int().to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()
         }
         quantize_rows(x, out, **options)
-        rows = used if "row_of_slot" in options else torch.tensor([0, 4, 5, 6, 8, 9])
+        rows = used if "row_of_pair" in options else torch.tensor([0, 4, 5, 6, 8, 9])
         check(x, out, rows)
         others = [r for r in range(12) if r not in rows.tolist()]
         assert torch.equal(out.qdata[others], kept[others])
@@ -89,7 +89,7 @@ def test_a_static_scale_is_that_of_every_row(dtype):
     x[3, 7] = 1e6  # saturates
     static = torch.tensor([0.0123], device=DEVICE)
     quantize_rows(
-        x, out, row_of_slot=torch.tensor([0, 3, -1, 4], device=DEVICE).int(), static=static
+        x, out, row_of_pair=torch.tensor([0, 3, -1, 4], device=DEVICE).int(), static=static
     )
     want = quantize_activations(x, "fp8_static", static_scale=static)
     rows = [0, 3, 4]

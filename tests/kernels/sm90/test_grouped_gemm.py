@@ -231,7 +231,7 @@ def test_a_kernel_is_launched_with_its_parameters(weights_of, launches, tiling):
             None,
             x,
             scale,
-            b.routing.slot_of_row,
+            b.routing.pair_of_row,
             out,
         ]
         for argument, tensor in zip(arguments, [*tensors, bias], strict=False):
@@ -241,7 +241,7 @@ def test_a_kernel_is_launched_with_its_parameters(weights_of, launches, tiling):
     expert_map = torch.arange(9)
     plan.gate_up.route(torch.zeros(M, T, dtype=torch.int32), expert_map)
     routing = launches[0][2][9]
-    assert (routing.slots, routing.experts, routing.map_size) == (M * T, E, 9)
+    assert (routing.pairs, routing.experts, routing.map_size) == (M * T, E, 9)
     assert (routing.wide_ids, routing.wide_map) == (0, 1)
     assert routing.expert_map == expert_map.data_ptr()
     plan.gate_up.route(torch.zeros(M, T, dtype=torch.int64), None)

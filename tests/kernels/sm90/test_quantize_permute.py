@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.routing import (
-    ONE_LAUNCH_SLOTS,
+    ONE_LAUNCH_PAIRS,
     Grouping,
     SortedRouting,
     max_rows,
@@ -17,7 +17,7 @@ from moequant.kernels.routing import (
 )
 from moequant.kernels.sm90 import quantize_permute
 from moequant.kernels.sm90.quantize_permute import (
-    FEW_SLOTS,
+    FEW_PAIRS,
     copy_rows,
     prepare,
     quantize_rows,
@@ -68,7 +68,7 @@ def call(x, ids, scheme, alignment=1, expert_map=None):
 def check_rows(x, ids, scheme, routing, rows, scale):
     # Equal to the last bit: both divide by 448 and by the scale, and round to nearest even.
     want = quantize_activations(x, scheme)
-    row = routing.row_of_slot.reshape(ids.shape)
+    row = routing.row_of_pair.reshape(ids.shape)
     assert torch.equal(row >= 0, (ids >= 0) & (ids < E))
     token = torch.arange(len(x), device=DEVICE)[:, None].expand_as(row)[row >= 0]
     row = row[row >= 0].long()
@@ -89,7 +89,7 @@ def test_rows_hold_the_quantized_token_of_their_pair(
     scheme, tokens, hidden, dtype, apart, monkeypatch
 ):
     if apart:
-        monkeypatch.setattr(quantize_permute, "FEW_SLOTS", dict.fromkeys(FEW_SLOTS, 0))
+        monkeypatch.setattr(quantize_permute, "FEW_PAIRS", dict.fromkeys(FEW_PAIRS, 0))
     x, ids = inputs(tokens, hidden, dtype)
     check_rows(x, ids, scheme, *call(x, ids, scheme))
 
@@ -108,10 +108,10 @@ def test_one_launch_sorts_as_the_sort_alone(scheme, tokens):
     expert_map = torch.tensor([7, 2, -1, 0, 1, -1, 5, 3, 6], device=DEVICE)
     for known in (None, expert_map):
         routing, _, _ = call(x, ids, scheme, expert_map=known)
-        assert ids.numel() <= min(FEW_SLOTS.values())
+        assert ids.numel() <= min(FEW_PAIRS.values())
         alone = routing_of(ids)
         sort_routing(ids, alone, GROUPING, expert_map=known)
-        assert torch.equal(routing.row_of_slot, alone.row_of_slot)
+        assert torch.equal(routing.row_of_pair, alone.row_of_pair)
         assert torch.equal(routing.tile_count, alone.tile_count)
         count = int(alone.tile_count)
         assert torch.equal(routing.tiles[:count], alone.tiles[:count])
@@ -126,7 +126,7 @@ def test_one_launch_sorts_as_the_sort_alone(scheme, tokens):
         ("fp8_group128", 40, 1200),
         ("fp8_token", 19, 640),
         ("fp8_token", 1100, 256),  # two tokens a program
-        pytest.param("fp8_group128", ONE_LAUNCH_SLOTS // T + 9, 144, marks=pytest.mark.full),
+        pytest.param("fp8_group128", ONE_LAUNCH_PAIRS // T + 9, 144, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("beside", [False, True])
@@ -134,7 +134,7 @@ def test_tokens_quantized_with_the_sort_stay_in_their_order(
     scheme, tokens, hidden, beside, monkeypatch
 ):
     if not beside:
-        monkeypatch.setattr(quantize_permute, "BESIDE_SLOTS", 0)
+        monkeypatch.setattr(quantize_permute, "BESIDE_PAIRS", 0)
     x, ids = inputs(tokens, hidden)
     grouping = Grouping(experts=E, tile_rows=16, extra_rows=2)
     routing, alone = routing_of(ids, grouping), routing_of(ids, grouping)
@@ -143,10 +143,10 @@ def test_tokens_quantized_with_the_sort_stay_in_their_order(
     codes, scale = empty_tokens(scheme, tokens, hidden)
     sort_and_quantize(x, ids, routing, codes, scale, grouping)
     sort_routing(ids, alone, grouping)
-    for name in ("row_of_slot", "row_end", "tiles", "tile_count", "units_taken"):
+    for name in ("row_of_pair", "row_end", "tiles", "tile_count", "units_taken"):
         assert torch.equal(getattr(routing, name), getattr(alone, name)), name
     here = int((ids >= 0).sum())
-    assert torch.equal(routing.slot_of_row[:here], alone.slot_of_row[:here])
+    assert torch.equal(routing.pair_of_row[:here], alone.pair_of_row[:here])
     want = quantize_activations(x, scheme)
     assert torch.equal(as_bytes(codes), as_bytes(want.qdata))
     assert torch.equal(scale.view(tokens, -1)[:, : want.scale.shape[1]], want.scale)
@@ -159,7 +159,7 @@ def test_quantized_tokens_are_copied_to_the_rows_of_their_experts(scheme, hidden
     routing, _, _ = call(x, ids, scheme)
     q = quantize_activations(x, scheme)
     rows, scale = empty_rows(scheme, ids.numel(), hidden)
-    copy_rows(q.qdata, q.scale, routing.row_of_slot, rows, scale)
+    copy_rows(q.qdata, q.scale, routing.row_of_pair, rows, scale)
     check_rows(x, ids, scheme, routing, rows, scale)
 
 
