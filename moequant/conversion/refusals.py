@@ -21,9 +21,9 @@ def refusals_of(
     following = {leaf: {*leaves[i + 1 :]} for leaves in fused for i, leaf in enumerate(leaves)}
     kinds: dict[tuple[object, ...], list[tuple[str, Weight, bool]]] = {}
     for unit in units:
-        leaves = {_leaf(weight) for weight in unit.weights}
-        for weight in unit.weights:
-            rows_follow = not leaves.isdisjoint(following.get(_leaf(weight), ()))
+        leaves = [weight.module.rpartition(".")[2] for weight in unit.weights]
+        for weight, leaf in zip(unit.weights, leaves, strict=True):
+            rows_follow = not following.get(leaf, set()).isdisjoint(leaves)
             kind = (unit.format, weight.role, weight.info.shape, weight.info.dtype, rows_follow)
             kinds.setdefault(kind, []).append((unit.format, weight, rows_follow))
     # Weights of one kind are refused for one reason, in messages that differ by name.
@@ -39,10 +39,6 @@ def refusals_of(
             more = f". The same applies to {len(weights) - 1} more weights"
             more += " of this shape" if same else ""
         yield f"{name}: {reason}{more}"
-
-
-def _leaf(weight: Weight) -> str:
-    return weight.module.rpartition(".")[2]
 
 
 def _refusal(format: str, weight: Weight, rows_follow: bool, dialect: Dialect) -> str | None:

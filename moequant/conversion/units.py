@@ -115,7 +115,7 @@ class Unit:
     @property
     def result_bytes(self) -> int:
         """What its weights, or those of one tile, take in their format."""
-        if len(self.tiles) > 1:
+        if self.is_plain and len(self.tiles) > 1:
             return self.tiles[0].result_bytes
         return sum(_quantized_bytes(self.format, weight.info.shape) for weight in self.weights)
 

@@ -130,17 +130,20 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
     return infos
 
 
-def encode_header(tensors: Iterable[TensorInfo]) -> bytes:
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> bytes:
     """The bytes before the data: length and JSON, padded with spaces to a whole page.
 
-    The padding page-aligns the data, for loaders that map the file and for direct writes. Positions
-    of `tensors` are relative to the data.
+    The padding page-aligns the data, for loaders that map the file and for direct writes.
+
+    Args:
+        tensors: name, safetensors dtype, shape, and offsets of the first byte and after the last,
+            relative to the data.
 
     Raises:
         UnsupportedError: the header would exceed safetensors' limit.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, dtype, shape, _, start, stop in tensors:
+    for name, dtype, shape, start, stop in tensors:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % PAGE_BYTES)

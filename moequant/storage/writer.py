@@ -47,18 +47,21 @@ def lay_out(
     Raises:
         UnsupportedError: too many tensors for one header.
     """
-    slots: dict[str, TensorInfo] = {}
+    placed = []
     start = 0
     for name, dtype, shape in sorted(tensors, key=_place):
-        assert name not in slots, name
         size_bytes, rest = divmod(bit_count(dtype, shape), 8)
         assert rest == 0, (name, dtype, shape)
-        slots[name] = TensorInfo(name, dtype, shape, "", start, start + size_bytes)
+        placed.append((name, dtype, shape, start, start + size_bytes))
         start += size_bytes
-    header = encode_header(slots.values())
+    header = encode_header(placed)
     before = len(header)
-    moved = {n: s._replace(start=s.start + before, stop=s.stop + before) for n, s in slots.items()}
-    return header, moved
+    slots = {
+        name: TensorInfo(name, dtype, shape, "", before + start, before + stop)
+        for name, dtype, shape, start, stop in placed
+    }
+    assert len(slots) == len(placed), "two tensors of one name"
+    return header, slots
 
 
 def _place(tensor: tuple[str, str, tuple[int, ...]]) -> int:
