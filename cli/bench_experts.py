@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -53,6 +53,8 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
     help="Numbers of tokens.",
 )  # fmt: skip
 @options.benched_format_option
+@options.activations_option
+@options.routing_option
 @click.option("--backend", metavar="NAME", help="Backend to time; by default the best.")
 @click.option(
     "--against", metavar="NAME,...", default="",
@@ -73,6 +75,8 @@ def command(
     shape: str,
     tokens: list[int],
     format: str,
+    activations: Literal["format", "none", "fp8_token"],
+    routing: list[str],
     backend: str | None,
     against: str,
     stages: bool,
@@ -95,7 +99,14 @@ def command(
 
     shapes = parse_shapes(shape)
     measure = Measure(
-        tokens=tokens, format=format, backend=backend, against=names, stages=stages, host=host
+        tokens=tokens,
+        format=format,
+        activations=activations,
+        routings=routing,
+        backend=backend,
+        against=names,
+        stages=stages,
+        host=host,
     )
     with out.progress() as progress:
         for document in bench_experts(shapes, measure, device=device, progress=progress):
@@ -108,12 +119,17 @@ def command(
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
     machine, ceilings = document["machine"], document["ceilings"]
-    out.line(f"{machine['gpu']}, {document['format']}, {document['measured']}")
+    out.line(
+        f"{machine['gpu']}, {document['format']} with activations in {document['activations']}, "
+        f"{document['measured']}"
+        if document["activations"] != "none"
+        else f"{machine['gpu']}, {document['format']}, {document['measured']}"
+    )
     out.line(", ".join(f"{name} {text}" for name, text in machine.items() if name != "gpu"))
     fp8 = f"FP8 {ceilings['fp8_tflops']:.0f}, " if ceilings["fp8_tflops"] else ""
     out.line(
         f"measured peaks: reads {ceilings['read_tb_per_s']:.2f} TB/s, GEMMs {fp8}"
-        f"BF16 {ceilings['bf16_tflops']:.0f} TFLOPS"
+        f"BF16 {ceilings['bf16_tflops']:.0f} TFLOPS; floors with {document['products'].upper()}"
     )
     for layer in document["layers"]:
         _show_layer(out, layer)
@@ -132,31 +148,49 @@ def _show_layer(out: Output, layer: Mapping[str, Any]) -> None:
     others = [name for name in timed if name != "moequant"]
     stages = list(dict.fromkeys(name for cell in cells for name in cell["stages_us"] or ()))
     host = any(cell["host_us"] for cell in cells)
+    routed = any(cell["routing"] != "uniform" for cell in cells)
     numbers = ["us", "p20", "p80", "moved", "TB/s", "TFLOPS", "floor us", "share"]
+    numbers += ["x uniform"] if routed else []
     numbers += [f"{name} us" for name in others]
     numbers += ["host us"] if host else []
     out.table(
-        [">tokens", *(f">{name}" for name in numbers), "tiling"],
-        [list(_row(cell, others, host=host)) for cell in cells],
+        [*_cell_head(routed=routed), *(f">{name}" for name in numbers), "tiling"],
+        [list(_row(cell, others, routed=routed, host=host)) for cell in cells],
     )
     if stages:
         out.table(
-            [">tokens", *(f">{name} us" for name in stages)],
-            [[str(cell["tokens"]), *_stage_times(cell, stages)] for cell in cells],
+            [*_cell_head(routed=routed), *(f">{name} us" for name in stages)],
+            [[*_cell_of(cell, routed=routed), *_stage_times(cell, stages)] for cell in cells],
         )
     for name, reason in layer["refusals"].items():
         out.line(f"{name} was not timed: {reason}")
 
 
-def _row(cell: Mapping[str, Any], others: Sequence[str], *, host: bool) -> Iterator[str]:
-    ours = cell["times"]["moequant"]
+def _cell_head(*, routed: bool) -> list[str]:
+    return [">tokens", *(["routing", ">experts", ">busiest"] if routed else [])]
+
+
+def _cell_of(cell: Mapping[str, Any], *, routed: bool) -> Iterator[str]:
     yield str(cell["tokens"])
+    if routed:
+        yield cell["routing"]
+        yield f"{cell['experts_used']:.0f}"
+        yield f"{cell['busiest_pairs']:.0f}"
+
+
+def _row(
+    cell: Mapping[str, Any], others: Sequence[str], *, routed: bool, host: bool
+) -> Iterator[str]:
+    ours = cell["times"]["moequant"]
+    yield from _cell_of(cell, routed=routed)
     yield from (f"{ours[key]:.1f}" for key in ("median_us", "p20_us", "p80_us"))
     yield size(round(cell["bytes_moved"]))
     yield f"{cell['tb_per_s']:.2f}"
     yield f"{cell['tflops']:.0f}"
     yield f"{cell['floor_us']:.1f}"
     yield f"{cell['share_of_floor']:.0%}"
+    if routed:
+        yield "-" if cell["to_uniform"] is None else f"{cell['to_uniform']:.2f}"
     for name in others:
         yield f"{cell['times'][name]['median_us']:.1f}" if name in cell["times"] else "-"
     if host:

@@ -33,6 +33,21 @@ def _name_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Comm
     return click.option(flag, metavar="NAME", callback=check, shell_complete=complete, **attributes)
 
 
+def _names_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Command], _Command]:
+    """As `_name_option`, of several names, separated by commas."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
+        if value is None:
+            return None
+        names, known = list(dict.fromkeys(value.split(","))), list(resolve_name(registry))
+        for name in names:
+            if name not in known:
+                raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}", ctx, param)
+        return names
+
+    return click.option(flag, metavar="NAME,...", callback=check, **attributes)
+
+
 def complete_recipe(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -121,10 +136,25 @@ benched_format_option = _name_option(
     show_default=True,
     help="Format of the weights; see `moequant formats`.",
 )
-tuned_format_option = _name_option(
+tuned_formats_option = _names_option(
     "--format",
     _CONVERTIBLE,
-    help="Format of the weights.  [default: all with tilings to choose from]",
+    help="Formats of the weights.  [default: all with tilings to choose from]",
+)
+activations_option = _name_option(
+    "--activations",
+    "moequant.runtime.packing:ACTIVATIONS",
+    default="format",
+    show_default=True,
+    help="Quantization of activations: that of the format, none, or fp8_token (FP8, one scale per "
+    "token).",
+)
+routing_option = _names_option(
+    "--routing",
+    "moequant.benchmarks.layers:ROUTINGS",
+    default="uniform",
+    show_default=True,
+    help="Routing of tokens: uniform, skewed (few experts have most tokens) or one-expert.",
 )
 converted_format_option = _name_option(
     "--format", _WRITABLE, help="Format to convert into.  [default: all]"

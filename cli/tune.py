@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -28,7 +28,8 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
     "--tokens", default=TOKENS, show_default=True, metavar="LIST", callback=parse_tokens,
     help="Numbers of tokens.",
 )  # fmt: skip
-@options.tuned_format_option
+@options.tuned_formats_option
+@options.activations_option
 @click.option("--backend", metavar="NAME", help="Backend to tune; by default the best.")
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
@@ -43,7 +44,8 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 def command(
     shape: str,
     tokens: list[int],
-    format: str | None,
+    format: list[str] | None,
+    activations: Literal["format", "none", "fp8_token"],
     backend: str | None,
     device: str,
     output: Path | None,
@@ -63,7 +65,8 @@ def command(
         document = tune(
             shapes,
             tokens,
-            format=format,
+            formats=format,
+            activations=activations,
             backend=backend,
             device=device,
             path=output,

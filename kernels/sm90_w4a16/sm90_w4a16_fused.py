@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class W4a16Tilings(Tilings):
     """Rules from timings on an H200, see docs/kernels.md."""
 
-    name = "w4a16"
+    name = "nvfp4_bf16"
     version = 1
     rows = (8, 16, 32, 48, 64, 96, 128)
     pair_rows = ()  # not yet: with gathered rows, a call of 8192 tokens ended in a launch failure
@@ -37,6 +37,12 @@ class W4a16Tilings(Tilings):
 
     def _gathers(self, rows: int, pair: bool) -> bool:
         return False  # a choice it does not have: it always does
+
+
+class Mxfp4Bf16Tilings(W4a16Tilings):
+    """As `W4a16Tilings`, in tables of its own: decoding differs."""
+
+    name = "mxfp4_bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +73,17 @@ class W4a16GemmConfig(GemmConfig):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class W4a16Weights(Sm90Weights):
-    """Weights of E experts in `format`, nvfp4 or mxfp4, as `layout.pack` makes them.
+    """Weights of E experts in nvfp4, as `layout.pack` makes them.
 
     Attributes:
         w13_factor: float32 [E, 2] of gate and up, or [E, 1].
         w2_factor: float32 [E, 1].
     """
 
-    format: str
     w13_factor: Tensor
     w2_factor: Tensor
 
+    format: ClassVar[str] = "nvfp4"
     family = W4a16Tilings()
     quantizes = False
 
@@ -95,3 +101,10 @@ class W4a16Weights(Sm90Weights):
         assert weight.is_contiguous()
         assert factor.is_contiguous()
         return config, lambda: [pointer(weight), pointer(factor)]
+
+
+class Mxfp4Bf16Weights(W4a16Weights):
+    """As `W4a16Weights`, of mxfp4."""
+
+    format = "mxfp4"
+    family = Mxfp4Bf16Tilings()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.kernels.calls import part_tokens
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
@@ -43,6 +43,12 @@ class W4a8Tilings(Tilings):
         return rows in self.gather_rows
 
 
+class Mxfp4Fp8Tilings(W4a8Tilings):
+    """As `W4a8Tilings`, in tables of its own: decoding takes longer."""
+
+    name = "mxfp4_fp8"
+
+
 @dataclass(frozen=True, kw_only=True)
 class W4a8GemmConfig(GemmConfig):
     """A GEMM with panels of weights in `format`, w4a8 or mxfp4."""
@@ -72,14 +78,13 @@ class W4a8GemmConfig(GemmConfig):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class W4a8Weights(Sm90Weights):
-    """Weights of E experts in `format`, w4a8 or mxfp4, as the `pack` of its layout makes them.
+    """Weights of E experts in w4a8, as the `pack` of its layout makes them.
 
     `w13` is uint8 [E, panels, ceil(H / 128), PANEL_BYTES], `w2` [E, panels, ceil(I / 128),
     PANEL_BYTES].
     """
 
-    format: str = "w4a8"
-
+    format: ClassVar[str] = "w4a8"
     family = W4a8Tilings()
     quantizes_apart = True
 
@@ -107,3 +112,10 @@ class W4a8Weights(Sm90Weights):
             rows_a_program(pairs, self.intermediate),
             rows_a_program(pairs // topk, self.hidden),
         )
+
+
+class Mxfp4Fp8Weights(W4a8Weights):
+    """As `W4a8Weights`, of mxfp4."""
+
+    format = "mxfp4"
+    family = Mxfp4Fp8Tilings()

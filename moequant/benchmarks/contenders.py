@@ -9,7 +9,7 @@ vllm                vLLM's Triton experts, if vLLM is installed; fp8_block only
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn import functional
@@ -20,6 +20,7 @@ from moequant.formats import dequantize, get_format
 from moequant.runtime import FusedExperts
 from moequant.runtime.backends import backends
 from moequant.runtime.backends.stacked import STACKED
+from moequant.runtime.packing import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,8 +47,23 @@ def check_known(names: Iterable[str]) -> None:
             raise UnsupportedError(f"unknown {name!r}; use one of: {known}")
 
 
-def make_contender(name: str, weights: ExpertWeights) -> Experts:
+def takes_absent_ids(name: str) -> bool:
+    """Whether the contender `name` takes ids of -1, as every backend does."""
+    return name not in _OTHERS
+
+
+def make_contender(
+    name: str,
+    weights: ExpertWeights,
+    *,
+    activations: Literal["format", "none", "fp8_token"] = "format",
+) -> Experts:
     """The contender `name`, called as experts(hidden, topk_weights, ids).
+
+    Args:
+        name: one of `contender_names`.
+        weights: the experts.
+        activations: see `FusedExperts`. grouped_mm never quantizes them.
 
     Raises:
         UnsupportedError: an unknown name, or it does not run these experts here, or a CUDA graph
@@ -55,8 +71,9 @@ def make_contender(name: str, weights: ExpertWeights) -> Experts:
     """
     check_known([name])
     if name in _OTHERS:
-        return _OTHERS[name](weights)
-    return capturable(FusedExperts(weights, backend=name))
+        scheme = scheme_of(weights.format, activations, static=False)
+        return _OTHERS[name](weights, scheme)
+    return capturable(FusedExperts(weights, backend=name, activations=activations))
 
 
 def capturable(experts: FusedExperts) -> FusedExperts:
@@ -74,7 +91,7 @@ def capturable(experts: FusedExperts) -> FusedExperts:
     return experts
 
 
-def _grouped_mm(weights: ExpertWeights) -> Experts:
+def _grouped_mm(weights: ExpertWeights, scheme: str) -> Experts:
     gate, up, down, act_fn = weights.gate, weights.up, weights.down, weights.act_fn
     if gate is None or act_fn not in (SILU, SWIGLUOAI):
         raise UnsupportedError(f"grouped_mm is timed only with gated {SILU} or {SWIGLUOAI}")
@@ -122,10 +139,11 @@ def _bf16(weight: QuantizedWeight) -> Tensor:
     return dequantize(weight).bfloat16()
 
 
-def _vllm(weights: ExpertWeights) -> Experts:
-    if get_format(weights.format).block != (128, 128):
+def _vllm(weights: ExpertWeights, scheme: str) -> Experts:
+    if get_format(weights.format).block != (128, 128) or scheme != "fp8_group128":
         raise UnsupportedError(
-            f"vllm is timed with weights in blocks of 128 x 128, not in {weights.format}"
+            "vllm is timed with weights in blocks of 128 x 128 and activations in fp8_group128, "
+            f"not with {weights.format} and {scheme}"
         )
     if weights.gate is None or weights.act_fn != SILU or weights.biases():
         raise UnsupportedError("vllm is timed with gated SiLU and no biases")
@@ -152,4 +170,7 @@ def _vllm(weights: ExpertWeights) -> Experts:
     return run
 
 
-_OTHERS: dict[str, Callable[[ExpertWeights], Experts]] = {"grouped_mm": _grouped_mm, "vllm": _vllm}
+_OTHERS: dict[str, Callable[[ExpertWeights, str], Experts]] = {
+    "grouped_mm": _grouped_mm,
+    "vllm": _vllm,
+}

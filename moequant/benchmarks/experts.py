@@ -1,14 +1,20 @@
 """Time fused experts on a GPU, and compare with other implementations and a floor.
 
-A cell is a layer and a number of tokens. Its calls rotate over 8, 4 or 2 inputs, each with its own
-routing, captured in one graph, so that data left in the L2 cache helps the next call only as much
-as it would in use. Contenders take turns. The result is a JSON document:
+A cell is a layer, a number of tokens and a kind of routing. Its calls rotate over 8, 4 or 2 inputs,
+each with its own ids, captured in one graph, so that data left in the L2 cache helps the next call
+only as much as it would in use; where routing is not uniform, each input has another busiest
+expert. Contenders take turns. The result is a JSON document:
 
     measured, method, format, machine, ceilings
+    activations   scheme by which they are quantized before a GEMM
+    products      "fp8" or "bf16": whose peak rate floors have, see `products_of`
     layers        per layer: shape and its sizes, act_fn, biased, backend, and
-      refusals      why contenders were not timed, for some numbers of tokens or at all
-      cells         per number of tokens:
+      refusals      why contenders were not timed, in some cells or at all
+      cells         per number of tokens and routing:
         tokens        M
+        routing       see `random_inputs`
+        experts_used  experts that a call has tokens for
+        busiest_pairs token-expert pairs of the expert that has most
         times         by contender that runs, `moequant` first: median_us, p20_us, p80_us
         tiling        of our kernels, if there is a choice; else null
         bytes_moved   that no kernel can avoid
@@ -16,6 +22,8 @@ as it would in use. Contenders take turns. The result is a JSON document:
         tflops        operations over our time
         floor_us      see `floor_us`
         share_of_floor  floor over our time; 1 is the limit
+        to_uniform    our time over the floor, as a multiple of what it is with uniform routing;
+                      null if that was not timed
         stages_us     of each of our launches, timed separately, if asked for; else null
         host_us       of an eager call of ours on the host, if asked for; else null
 """
@@ -25,11 +33,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from moequant.benchmarks.contenders import capturable, check_known, make_contender
+from moequant.benchmarks.contenders import (
+    capturable,
+    check_known,
+    make_contender,
+    takes_absent_ids,
+)
 from moequant.benchmarks.cuda_timing import (
     REPLAYS,
     REST_S,
@@ -38,13 +51,13 @@ from moequant.benchmarks.cuda_timing import (
     measure_ceilings,
     time_interleaved,
 )
-from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
+from moequant.benchmarks.layers import ROUTINGS, Inputs, random_experts, random_inputs
 from moequant.benchmarks.machine import cuda_device, describe_machine
 from moequant.benchmarks.stages import check_has_stages, time_stages, timed_tiling
 from moequant.errors import MoequantError, NumericsError, UnsupportedError
-from moequant.formats import get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
+from moequant.runtime.packing import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -65,11 +78,12 @@ RESTS_FROM = 2048
 
 METHOD = (
     f"Medians of {REPLAYS} CUDA-graph replays of 8 (to 8 tokens), 4 (to 512) or 2 calls with "
-    f"inputs of their own; uniform routing; contenders in {TURNS} turns, from {RESTS_FROM} tokens "
-    f"on after {REST_S} s of rest each. Stages: each launch by itself, where in a call they "
+    f"inputs of their own, each routed by itself; contenders in {TURNS} turns, from {RESTS_FROM} "
+    f"tokens on after {REST_S} s of rest each. Stages: each launch by itself, where in a call they "
     "overlap; a GEMM with the launch that sets its counter to 0. Host: an eager call of "
     "FusedExperts while the GPU is idle. Floor: weights of the experts chosen, input and output "
-    "over the bandwidth, or products over the rate, the longer; both ceilings are of the same run."
+    "over the bandwidth, or products over the rate, the longer; both ceilings are of the same run. "
+    "The weights of few experts stay in the L2 cache, so that such a call may pass its floor."
 )
 
 _OUR_CALC_DIFF, _PEERS_CALC_DIFF = 1e-3, 1e-2
@@ -88,6 +102,8 @@ class Measure:
     Attributes:
         tokens: numbers of tokens, at least 1.
         format: format of the weights.
+        activations: see `FusedExperts`; also of the reference and of other backends.
+        routings: names out of ROUTINGS.
         backend: backend of FusedExperts; by default the best for the device.
         against: names of `moequant.benchmarks.contenders`.
         stages: whether to time each launch separately, if the backend has stages.
@@ -96,6 +112,8 @@ class Measure:
 
     tokens: Sequence[int]
     format: str
+    activations: Literal["format", "none", "fp8_token"] = "format"
+    routings: Sequence[str] = ("uniform",)
     backend: str | None = None
     against: Sequence[str] = ()
     stages: bool = False
@@ -121,11 +139,16 @@ def bench_experts(
         After every layer, the document so far; see the module.
 
     Raises:
-        UnsupportedError: no CUDA device; an unknown contender; a format that does not support these
-            sizes; no backend, one that a CUDA graph cannot capture, or one without stages.
+        UnsupportedError: no CUDA device; an unknown contender or routing; a format that does not
+            support these sizes; no backend, one that a CUDA graph cannot capture, or one without
+            stages.
         NumericsError: our output is wrong.
     """
     check_known(measure.against)
+    for routing in measure.routings:
+        if routing not in ROUTINGS:
+            raise UnsupportedError(f"unknown routing {routing!r}; use {', '.join(ROUTINGS)}")
+    scheme = scheme_of(measure.format, measure.activations, static=False)
     place = cuda_device(device)
     report = progress or SilentProgress()
     with torch.cuda.device(place):
@@ -136,21 +159,36 @@ def bench_experts(
             "measured": datetime.now(UTC).date().isoformat(),
             "method": METHOD,
             "format": measure.format,
+            "activations": scheme,
+            "products": products_of(scheme, ceilings),
             "machine": describe_machine(place),
             "ceilings": vars(ceilings),
         }
         layers: list[dict[str, Any]] = []
-        report.start("timing", len(shapes) * len(measure.tokens), unit="sizes")
+        count = len(shapes) * len(measure.tokens) * len(measure.routings)
+        report.start("timing", count, unit="cells")
         for name, shape in shapes.items():
             layers.append(_bench_layer(name, shape, measure, ceilings, place, report))
             yield {**document, "layers": [*layers]}
         report.finish()
 
 
-def inputs_of(shape: LayerShape, tokens: int, device: torch.device) -> list[Inputs]:
+def inputs_of(
+    shape: LayerShape, tokens: int, device: torch.device, routing: str = "uniform"
+) -> list[Inputs]:
     """The inputs that a cell rotates over."""
     count = 8 if tokens <= 8 else 4 if tokens <= 512 else 2
-    return [random_inputs(shape, tokens, device, 1000 * i + tokens) for i in range(count)]
+    return [
+        random_inputs(
+            shape,
+            tokens,
+            device,
+            1000 * i + tokens,
+            routing=routing,
+            busiest=i * shape.experts // count,
+        )
+        for i in range(count)
+    ]
 
 
 def checked_tokens(tokens: int, device: torch.device) -> Tensor:
@@ -189,7 +227,9 @@ def _check_runs(shape: LayerShape, measure: Measure, device: torch.device) -> No
 
 
 def _our_experts(weights: ExpertWeights, measure: Measure) -> FusedExperts:
-    return capturable(FusedExperts(weights, backend=measure.backend))
+    return capturable(
+        FusedExperts(weights, backend=measure.backend, activations=measure.activations)
+    )
 
 
 def _bench_layer(
@@ -206,15 +246,20 @@ def _bench_layer(
     refusals: dict[str, str] = {}
     for other in measure.against:
         try:
-            contenders[other] = make_contender(other, weights)
+            contenders[other] = make_contender(other, weights, activations=measure.activations)
         except UnsupportedError as error:
             refusals[other] = str(error)
+    reference = FusedExperts(weights, backend="torch_reference", activations=measure.activations)
     cells = []
     for M in measure.tokens:
-        inputs = inputs_of(shape, M, device)
-        runs = dict(_right(contenders, weights, inputs[0], refusals))
-        cells.append(_bench_cell(ours, weights, runs, inputs, measure=measure, ceilings=ceilings))
-        progress.advance(1, f"{name}, {M} tokens")
+        for routing in measure.routings:
+            inputs = inputs_of(shape, M, device, routing)
+            where = f"{M} tokens" + ("" if routing == "uniform" else f", {routing} routing")
+            runs = dict(_right(contenders, reference, inputs[0], where, refusals))
+            cell = _bench_cell(ours, weights, runs, inputs, measure=measure, ceilings=ceilings)
+            cells.append({"tokens": M, "routing": routing, **cell})
+            progress.advance(1, f"{name}, {where}")
+    _compare_to_uniform(cells)
     return {
         "shape": name,
         **vars(shape),
@@ -227,25 +272,28 @@ def _bench_layer(
 
 def _right(
     contenders: Mapping[str, Experts],
-    weights: ExpertWeights,
+    reference: FusedExperts,
     call: Inputs,
+    where: str,
     refusals: dict[str, str],
 ) -> Iterator[tuple[str, Experts]]:
     """The contenders whose output is right; `refusals` receives the reasons of the others."""
-    M = call.ids.shape[0]
-    pick = checked_tokens(M, call.ids.device)
-    reference = FusedExperts(weights, backend="torch_reference")
+    pick = checked_tokens(call.ids.shape[0], call.ids.device)
     want = reference(*(t[pick] for t in call.arguments))
+    absent = bool((call.ids < 0).any())
     for name, experts in contenders.items():
-        who = f"{name} at {M} tokens"
+        who = f"{name} at {where}"
         if name == OURS:
             check_output(who, experts(*call.arguments), want, pick)
+        elif absent and not takes_absent_ids(name):
+            refusals.setdefault(name, f"at {where}: it is timed only without ids of -1")
+            continue
         else:
             try:
                 check_output(who, experts(*call.arguments), want, pick, most=_PEERS_CALC_DIFF)
             # RuntimeError: what other packages raise, also out of memory.
             except (MoequantError, RuntimeError) as error:
-                refusals.setdefault(name, f"at {M} tokens: {str(error).splitlines()[0]}")
+                refusals.setdefault(name, f"at {where}: {str(error).splitlines()[0]}")
                 continue
         yield name, experts
 
@@ -269,11 +317,11 @@ def _bench_cell(
         rests=rests,
     )
     bytes_moved, flop = work_of(weights, inputs)
-    fp8 = get_format(weights.format).activations != "none"
+    fp8 = products_of(ours.packed().workload.activations, ceilings) == "fp8"
     floor, our_us = floor_us(bytes_moved, flop, ceilings, fp8=fp8), times[OURS].median_us
     first = inputs[0]
     return {
-        "tokens": M,
+        **describe_routing(inputs, weights.experts),
         "times": {name: vars(time) for name, time in times.items()},
         "tiling": timed_tiling(ours, *first.ids.shape),
         "bytes_moved": bytes_moved,
@@ -283,6 +331,32 @@ def _bench_cell(
         "share_of_floor": floor / our_us,
         "stages_us": time_stages(ours, first, rests=rests) if measure.stages else None,
         "host_us": host_time_us(lambda: ours(*first.arguments)) if measure.host else None,
+    }
+
+
+def _compare_to_uniform(cells: Sequence[dict[str, Any]]) -> None:
+    """Give every cell `to_uniform`."""
+    uniform = {c["tokens"]: c["share_of_floor"] for c in cells if c["routing"] == "uniform"}
+    for cell in cells:
+        share = uniform.get(cell["tokens"])
+        cell["to_uniform"] = None if share is None else share / cell["share_of_floor"]
+
+
+def products_of(scheme: str, ceilings: Ceilings) -> str:
+    """Whose peak rate bounds a call: "fp8", or "bf16".
+
+    FP8 where activations are quantized to it and the GPU multiplies it, also of a backend that then
+    multiplies the same numbers in BF16: the floor is that of the numbers, not of the backend.
+    """
+    return "fp8" if scheme != "none" and ceilings.fp8_tflops else "bf16"
+
+
+def describe_routing(inputs: Sequence[Inputs], experts: int) -> dict[str, float]:
+    """`experts_used` and `busiest_pairs`, as means over `inputs`."""
+    counts = torch.stack([(c.ids[c.ids >= 0]).bincount(minlength=experts) for c in inputs]).double()
+    return {
+        "experts_used": float((counts > 0).sum(1).double().mean()),
+        "busiest_pairs": float(counts.max(1).values.mean()),
     }
 
 
@@ -303,10 +377,10 @@ def work_of(weights: ExpertWeights, inputs: Sequence[Inputs]) -> tuple[float, fl
     """
     expert_bytes = sum(tensor.nbytes for tensor in weights.tensors().values()) / weights.experts
     moved = [
-        len(set(call.ids.flatten().tolist())) * expert_bytes
+        len(set(call.ids.flatten().tolist()) - {-1}) * expert_bytes
         + 2 * call.hidden.nbytes  # output like input
         for call in inputs
     ]
     pair = 2 * len(weights.projections()) * weights.hidden * weights.intermediate
-    flop = [call.ids.numel() * pair for call in inputs]
+    flop = [int((call.ids >= 0).sum()) * pair for call in inputs]
     return sum(moved) / len(moved), sum(flop) / len(flop)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from moequant.benchmarks.shapes import LayerShape
     from moequant.formats import QuantizedWeight
 
+ROUTINGS = ("uniform", "skewed", "one-expert")
+"""Ways to route tokens; see `random_inputs`."""
+
 _DISTINCT = 4
 """Experts with weights of their own; the others are copies of these, in separate memory."""
 
@@ -66,13 +69,31 @@ def random_experts(shape: LayerShape, format: str, device: torch.device) -> Expe
     )
 
 
-def random_inputs(shape: LayerShape, tokens: int, device: torch.device, seed: int) -> Inputs:
-    """Gaussian hidden states; uniform routing to distinct experts; weights that sum to 1."""
+def random_inputs(
+    shape: LayerShape,
+    tokens: int,
+    device: torch.device,
+    seed: int,
+    *,
+    routing: str = "uniform",
+    busiest: int = 0,
+) -> Inputs:
+    """Gaussian hidden states, router weights that sum to 1, and ids by `routing`.
+
+    uniform     each token goes to T distinct experts, all sets of T equally likely
+    skewed      each token goes to the T experts of largest u * (E - r)**2, with u uniform in [0, 1)
+                for each token and expert, and rank r = (e - busiest) mod E of expert e
+    one-expert  each token goes to expert `busiest` alone; its other ids are -1
+    """
     g = torch.Generator(device).manual_seed(seed)
-    score = torch.rand(tokens, shape.experts, generator=g, device=device)
-    weights = torch.rand(tokens, shape.topk, generator=g, device=device) + 0.1
-    return Inputs(
-        hidden=torch.randn(tokens, shape.hidden, generator=g, device=device).bfloat16(),
-        ids=score.topk(shape.topk, dim=1).indices.int(),
-        topk_weights=weights / weights.sum(1, keepdim=True),
-    )
+    E, T = shape.experts, shape.topk
+    score = torch.rand(tokens, E, generator=g, device=device)
+    weights = torch.rand(tokens, T, generator=g, device=device) + 0.1
+    hidden = torch.randn(tokens, shape.hidden, generator=g, device=device).bfloat16()
+    if routing == "skewed":
+        rank = (torch.arange(E, device=device) - busiest) % E
+        score = score * (E - rank) ** 2
+    ids = score.topk(T, dim=1).indices.int()
+    if routing == "one-expert":
+        ids.fill_(-1)[:, T - 1] = busiest
+    return Inputs(hidden=hidden, ids=ids, topk_weights=weights / weights.sum(1, keepdim=True))

@@ -7,7 +7,7 @@ unless another is faster by more than runs differ. Each is checked before it is 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -41,18 +41,27 @@ class TunedLayer:
         format: of the weights.
         backend: of their kernels; by default the best there is.
         device: a CUDA device.
+        activations: see `FusedExperts`.
 
     Raises:
         UnsupportedError: the format does not hold weights of these sizes, or no backend runs them.
     """
 
     def __init__(
-        self, shape: LayerShape, format: str, backend: str | None, device: torch.device
+        self,
+        shape: LayerShape,
+        format: str,
+        backend: str | None,
+        device: torch.device,
+        *,
+        activations: Literal["format", "none", "fp8_token"] = "format",
     ) -> None:
         self._shape = shape
         self._device = device
         self._weights = random_experts(shape, format, device)
-        self.tuner = FusedExperts(self._weights, backend=backend).packed().tuner
+        self._activations = activations
+        ours = FusedExperts(self._weights, backend=backend, activations=activations)
+        self.tuner = ours.packed().tuner
 
     def times_us(self, tokens: int, tilings: Sequence[Any]) -> dict[Any, float]:
         """Microseconds of a call of `tokens` tokens, by tiling.
@@ -67,7 +76,9 @@ class TunedLayer:
         with torch.cuda.device(self._device):
             inputs = inputs_of(self._shape, tokens, self._device)
             pick = checked_tokens(tokens, self._device)
-            reference = FusedExperts(self._weights, backend="torch_reference")
+            reference = FusedExperts(
+                self._weights, backend="torch_reference", activations=self._activations
+            )
             want = reference(*(t[pick] for t in inputs[0].arguments))
             size_bytes = max(tuner.workspace_bytes(tokens, topk, tiling) for tiling in tilings)
             workspace = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
@@ -88,7 +99,8 @@ def tune(
     shapes: Mapping[str, LayerShape],
     tokens: Sequence[int],
     *,
-    format: str | None = None,
+    formats: Sequence[str] | None = None,
+    activations: Literal["format", "none", "fp8_token"] = "format",
     backend: str | None = None,
     device: torch.device | str = "cuda",
     path: Path | None = None,
@@ -101,7 +113,8 @@ def tune(
     Args:
         shapes: sizes of the layers, by what the result calls them.
         tokens: the M to tune; calls of about so many tokens use the same tiling.
-        format: of the weights; by default every one whose backend has tilings.
+        formats: of the weights; by default every one whose backend has tilings.
+        activations: see `FusedExperts`.
         backend: whose kernels; by default the best there is.
         device: a CUDA device.
         path: of the table of one format; by default the user's, which calls prefer to the one that
@@ -109,10 +122,10 @@ def tune(
         progress: told of every M.
 
     Returns:
-        A JSON document: `gpu`, the `tables` written by format, `refusals` of formats of layers that
-        were left out, and `cells`: for each `shape`, `format` and number of `tokens` the tiling
-        `before` and `after`, and all that were `tried`, the fastest first, each with the
-        microseconds of a call.
+        A JSON document: `gpu`, the `activations` asked for, the `tables` written by format,
+        `refusals` of formats of layers that were left out, and `cells`: for each `shape`, `format`
+        and number of `tokens` the tiling `before` and `after`, and all that were `tried`, the
+        fastest first, each with the microseconds of a call.
 
     Raises:
         UnsupportedError: no such device, no backend there that has tilings, more tokens than are
@@ -128,12 +141,12 @@ def tune(
     layers: list[tuple[str, str]] = []
     tables: dict[str, Path] = {}
     for name, shape in shapes.items():
-        for each in CONVERTIBLE if format is None else [format]:
+        for each in CONVERTIBLE if formats is None else formats:
             few = replace(shape, experts=1, topk=1)
             try:
-                tuner = TunedLayer(few, each, backend, place).tuner
+                tuner = TunedLayer(few, each, backend, place, activations=activations).tuner
             except UnsupportedError as error:
-                if format is not None:
+                if formats is not None:
                     raise
                 refusals[f"{name}, {each}"] = str(error)
                 continue
@@ -145,7 +158,7 @@ def tune(
     report.start("tuning", len(layers) * len(tokens), unit="sizes")
     cells = []
     for name, each in layers:
-        layer = TunedLayer(shapes[name], each, backend, place)
+        layer = TunedLayer(shapes[name], each, backend, place, activations=activations)
         tuner, topk = layer.tuner, shapes[name].topk
         assert tuner is not None
         # Before any is kept, which those of near numbers of tokens would start from.
@@ -171,6 +184,7 @@ def tune(
     report.finish()
     return {
         "gpu": torch.cuda.get_device_name(place),
+        "activations": activations,
         "tables": {each: str(table) for each, table in tables.items()},
         "refusals": refusals,
         "cells": cells,

@@ -15,6 +15,9 @@ from moequant.runtime.weights import ExpertWeights
 if TYPE_CHECKING:
     from moequant.runtime.backends import PackedExperts
 
+ACTIVATIONS = ("format", "none", "fp8_token")
+"""What `FusedExperts` takes as `activations`."""
+
 
 def pack_experts(
     weights: ExpertWeights,
@@ -76,7 +79,7 @@ def scheme_of(format: str, activations: str, *, static: bool) -> str:
     Raises:
         UnsupportedError: `activations` is none of these.
     """
-    if activations not in ("format", "none", "fp8_token"):
+    if activations not in ACTIVATIONS:
         raise UnsupportedError(
             f'activations is {activations!r}, but must be "format", "none" or "fp8_token"'
         )

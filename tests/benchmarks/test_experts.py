@@ -20,10 +20,13 @@ from moequant.benchmarks.experts import (
     calc_diff,
     check_output,
     checked_tokens,
+    describe_routing,
     floor_us,
+    inputs_of,
+    products_of,
     work_of,
 )
-from moequant.benchmarks.layers import Inputs, random_experts, random_inputs
+from moequant.benchmarks.layers import ROUTINGS, Inputs, random_experts, random_inputs
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
 from moequant.errors import NumericsError, UnsupportedError
 from moequant.runtime import ExpertWeights, FusedExperts
@@ -64,12 +67,67 @@ def test_work_counts_active_experts_input_output_and_products():
     assert flop == 6 * 3 * 2 * 256 * 128
 
 
+def test_ids_of_minus_one_move_no_weights_and_have_no_products():
+    weights = random_experts(SMALL, "fp8_block", CPU)
+    ids = torch.tensor([[-1, 1], [1, 4], [-1, 1]], dtype=torch.int32)
+    call = Inputs(hidden=torch.zeros(3, 256).bfloat16(), ids=ids, topk_weights=torch.ones(3, 2))
+    bytes_moved, flop = work_of(weights, [call])
+    assert bytes_moved == 2 * 3 * (256 * 128 + 2 * 4) + 2 * 3 * 256 * 2
+    assert flop == 4 * 3 * 2 * 256 * 128
+    assert describe_routing([call], 6) == {"experts_used": 2, "busiest_pairs": 3}
+    other = dataclasses.replace(call, ids=torch.full((3, 2), 5))
+    assert describe_routing([call, other], 6) == {"experts_used": 1.5, "busiest_pairs": 4.5}
+
+
 def test_the_floor_is_the_longer_of_bytes_and_products():
     assert floor_us(8e6, 1e9, CEILINGS, fp8=True) == pytest.approx(2.0)
     assert floor_us(8e6, 1e10, CEILINGS, fp8=True) == pytest.approx(10.0)
     assert floor_us(8e6, 1e10, CEILINGS, fp8=False) == pytest.approx(20.0)
     without = Ceilings(read_tb_per_s=4.0, fp8_tflops=None, bf16_tflops=500.0)
     assert floor_us(8e6, 1e10, without, fp8=True) == pytest.approx(20.0)
+
+
+def test_floors_have_the_rate_of_fp8_where_activations_are_quantized_and_the_gpu_has_it():
+    without = dataclasses.replace(CEILINGS, fp8_tflops=None)
+    assert products_of("fp8_token", CEILINGS) == products_of("fp8_group128", CEILINGS) == "fp8"
+    assert products_of("none", CEILINGS) == products_of("fp8_token", without) == "bf16"
+
+
+WIDE = dataclasses.replace(SMALL, experts=64, topk=4)
+
+
+def test_only_the_ids_depend_on_the_routing():
+    calls = [random_inputs(WIDE, 50, CPU, 3, routing=r, busiest=9) for r in ROUTINGS]
+    for call in calls[1:]:
+        assert torch.equal(call.hidden, calls[0].hidden)
+        assert torch.equal(call.topk_weights, calls[0].topk_weights)
+        assert call.ids.dtype == calls[0].ids.dtype
+    for call in calls[:2]:
+        assert call.ids.sort(1).values.diff(dim=1).ne(0).all()
+    assert torch.equal(random_inputs(WIDE, 50, CPU, 3).ids, calls[0].ids)
+
+
+def test_one_expert_has_a_pair_of_every_token_and_the_others_none():
+    ids = random_inputs(WIDE, 50, CPU, 3, routing="one-expert", busiest=9).ids
+    assert ids.tolist() == [[-1, -1, -1, 9]] * 50
+
+
+def test_skewed_scores_fall_with_the_square_of_the_rank():
+    # Of two experts of ranks 0 and 1, u0 * 4 < u1 * 1 has a probability of 1/8: the second is
+    # first for one token in eight. 20000 tokens scatter by sqrt(20000 * 7 / 64) = 47.
+    two = dataclasses.replace(SMALL, experts=2, topk=1)
+    for busiest in (0, 1):
+        ids = random_inputs(two, 20000, CPU, 3, routing="skewed", busiest=busiest).ids
+        assert abs(int((ids == 1 - busiest).sum()) - 2500) < 5 * 47
+
+
+def test_the_inputs_of_a_cell_have_busiest_experts_of_their_own():
+    calls = inputs_of(WIDE, 8, CPU, "one-expert")
+    assert [int(call.ids.max()) for call in calls] == [0, 8, 16, 24, 32, 40, 48, 56]
+    calls = inputs_of(WIDE, 500, CPU, "skewed")
+    for i, call in enumerate(calls):  # all of the eight busiest have more than the mean
+        counts = call.ids.flatten().bincount(minlength=64).roll(-16 * i)
+        assert counts[:8].min() > 500 * 4 / 64
 
 
 def test_random_layers_run_and_repeat(every_format):
@@ -96,7 +154,7 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     weights = random_experts(SMALL, "mxfp4", CPU)
     assert set(backends()) < set(contender_names())
     for name, reason in (
-        ("vllm", "blocks of 128 x 128, not in mxfp4"),
+        ("vllm", "blocks of 128 x 128 and activations in fp8_group128, not with mxfp4 and none"),
         ("cutlas", "unknown 'cutlas'"),
         ("sm90_fp8_block", "runs only fp8_block"),
         ("torch_reference", "waits for the device, which no CUDA graph captures"),
@@ -104,6 +162,17 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     ):
         with pytest.raises(UnsupportedError, match=reason):
             make_contender(name, weights)
+
+
+def test_another_backend_runs_with_the_same_activations(monkeypatch):
+    monkeypatch.setattr(contenders, "capturable", lambda module: module)
+    weights = random_experts(SMALL, "mxfp4", CPU)
+    call = random_inputs(SMALL, 5, CPU, 0).arguments
+    got = make_contender("torch_reference", weights, activations="fp8_token")(*call)
+    assert torch.equal(got, FusedExperts(weights, activations="fp8_token")(*call))
+    assert not torch.equal(got, FusedExperts(weights)(*call))
+    with pytest.raises(UnsupportedError, match="takes only activations that are not quantized"):
+        make_contender("sm90_w4a16", weights, activations="fp8_token")
 
 
 @pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI])
@@ -153,7 +222,8 @@ def on_cpu(monkeypatch):
 
 def contenders_are(monkeypatch, **made):
     """`made` in place of the contenders; each is called with ours as its argument."""
-    monkeypatch.setattr(contenders, "_OTHERS", {n: lambda w, m=m: m(w) for n, m in made.items()})
+    others = {n: lambda w, scheme, m=m: m(w) for n, m in made.items()}
+    monkeypatch.setattr(contenders, "_OTHERS", others)
 
 
 def broken(weights):
@@ -196,6 +266,62 @@ def test_a_run_holds_what_was_measured_and_is_json(on_cpu, monkeypatch):
         assert first["tb_per_s"] == pytest.approx(first["bytes_moved"] / 10e6)
         assert (first["host_us"], first["stages_us"], first["tiling"]) == (7.0, None, None)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_activations_are_those_of_the_reference_and_of_the_floor(on_cpu, monkeypatch):
+    # So much bandwidth that products are the floor.
+    fast = dataclasses.replace(CEILINGS, read_tb_per_s=1e9)
+    monkeypatch.setattr(experts, "measure_ceilings", lambda device: fast)
+    flop = 20 * 2 * 3 * 2 * 256 * 128
+    call = inputs_of(SMALL, 20, CPU)[0].arguments
+    weights = random_experts(SMALL, "mxfp4", CPU)
+    for activations, scheme, products, tflops in (
+        ("format", "none", "bf16", 500),
+        ("fp8_token", "fp8_token", "fp8", 1000),
+    ):
+        compared = []
+        monkeypatch.setattr(
+            experts, "check_output", lambda who, got, want, pick, c=compared, **_: c.append(want)
+        )
+        measure = Measure(format="mxfp4", tokens=[20], activations=activations)
+        (document,) = bench_experts({"small": SMALL}, measure)
+        assert (document["activations"], document["products"]) == (scheme, products)
+        (cell,) = document["layers"][0]["cells"]
+        assert cell["floor_us"] == pytest.approx(flop / tflops / 1e6)
+        (want,) = compared
+        assert torch.equal(want, FusedExperts(weights, activations=activations)(*call))
+
+
+def test_a_cell_has_its_routing_and_what_its_own_floor_allows(on_cpu, monkeypatch):
+    contenders_are(monkeypatch, right=FusedExperts)
+    measure = Measure(format="fp8_block", tokens=[1, 20], routings=ROUTINGS, against=["right"])
+    (document,) = bench_experts({"small": SMALL}, measure)
+    (layer,) = document["layers"]
+    cells = layer["cells"]
+    assert [(cell["tokens"], cell["routing"]) for cell in cells] == [
+        (M, routing) for M in (1, 20) for routing in ROUTINGS
+    ]
+    for uniform, skewed, one in (cells[:3], cells[3:]):
+        assert one["experts_used"] == 1
+        assert one["busiest_pairs"] == one["tokens"]
+        assert uniform["busiest_pairs"] <= skewed["busiest_pairs"]
+        # All take 10 us here, so what the floors are apart, times over floors are apart.
+        assert uniform["to_uniform"] == 1
+        for cell in (skewed, one):
+            assert cell["to_uniform"] == pytest.approx(uniform["floor_us"] / cell["floor_us"])
+        # A floor of one expert, whose weights a call reads once.
+        M = one["tokens"]
+        assert one["bytes_moved"] == 3 * (256 * 128 + 2 * 4) + 2 * M * 256 * 2
+        assert list(one["times"]) == [OURS]
+        assert list(uniform["times"]) == list(skewed["times"]) == [OURS, "right"]
+    reason = "at 1 tokens, one-expert routing: it is timed only without ids of -1"
+    assert layer["refusals"] == {"right": reason}
+
+
+def test_without_uniform_routing_there_is_nothing_to_compare_with(on_cpu):
+    measure = Measure(format="fp8_block", tokens=[20], routings=["skewed"])
+    (document,) = bench_experts({"small": SMALL}, measure)
+    assert document["layers"][0]["cells"][0]["to_uniform"] is None
 
 
 def test_what_was_measured_is_there_after_every_layer(on_cpu):
@@ -242,6 +368,14 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(on_cpu, monkeypat
             "unknown 'vlm'; use one of: ",
         ),
         (Measure(tokens=[1], format="w4a8"), "96"),
+        (
+            Measure(tokens=[1], format="mxfp4", routings=["hot"]),
+            "unknown routing 'hot'; use uniform, skewed, one-expert",
+        ),
+        (
+            Measure(tokens=[1], format="mxfp4", activations="fp8"),
+            "activations is 'fp8', but must be",
+        ),
         (
             Measure(format="fp8_block", tokens=[1], stages=True),
             "'torch_reference' does not say which launches",

@@ -11,6 +11,7 @@ import torch
 from moequant.act_fn import SILU, SWIGLUOAI
 from moequant.benchmarks import contenders
 from moequant.benchmarks.experts import OURS, Measure, bench_experts
+from moequant.benchmarks.layers import ROUTINGS
 from moequant.benchmarks.shapes import LayerShape
 
 pytestmark = [
@@ -56,8 +57,43 @@ def test_stages_and_host_are_timed_too(format, sorts_from, act_fn):
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a CUDA device of SM90",
+)
+@pytest.mark.parametrize(
+    ("activations", "backend", "ran", "products"),
+    [
+        ("fp8_token", None, "sm90_mxfp4_fp8", "fp8"),
+        ("format", "sm90_w4a16", "sm90_w4a16", "bf16"),
+    ],
+)
+def test_mxfp4_is_timed_with_either_activations_and_every_routing(
+    activations, backend, ran, products
+):
+    measure = Measure(
+        tokens=[1, 600],
+        format="mxfp4",
+        activations=activations,
+        backend=backend,
+        routings=ROUTINGS,
+        against=["triton", "grouped_mm"],
+    )
+    *_, result = bench_experts({"small": SHAPE}, measure)
+    (layer,) = result["layers"]
+    assert layer["backend"] == ran
+    assert result["products"] == products
+    assert [cell["routing"] for cell in layer["cells"]] == [*ROUTINGS, *ROUTINGS]
+    for cell in layer["cells"]:
+        others = ["triton"] if cell["routing"] == "one-expert" else ["triton", "grouped_mm"]
+        assert list(cell["times"]) == [OURS, *others]
+        assert cell["to_uniform"] > 0
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setattr(contenders, "_OTHERS", {"broken": lambda weights: lambda x, w, ids: x * 2})
+    monkeypatch.setattr(
+        contenders, "_OTHERS", {"broken": lambda weights, scheme: lambda x, w, ids: x * 2}
+    )
     (result,) = bench_experts(
         {"s": SHAPE}, Measure(format="fp8_block", tokens=[8], against=["broken"])
     )

@@ -20,6 +20,7 @@ from moequant.kernels.sm90 import fused, quantize_permute
 from moequant.runtime import FusedExperts
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
 from moequant.runtime.backends.sm90_w4a8 import Sm90W4a8
+from moequant.runtime.backends.sm90_w4a16 import Sm90W4a16
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton kernels are compiled here")
 CPU = torch.device("cpu")
@@ -166,6 +167,21 @@ def test_a_layer_times_every_tiling_it_is_asked_for(layer):
     tilings = layer.tuner.tilings(20, 2)
     assert len(tilings) > 1
     assert layer.times_us(20, tilings) == {tiling: us for us, tiling in enumerate(tilings)}
+
+
+@pytest.mark.parametrize("activations", ["format", "fp8_token"])
+def test_a_tiling_is_compared_with_the_reference_of_the_same_activations(monkeypatch, activations):
+    weights, compared = random_experts(SHAPE, "mxfp4", CPU), []
+    monkeypatch.setattr(RightBut, "experts", weights)
+    monkeypatch.setattr(fused, "Sm90Plan", RightBut)
+    monkeypatch.setattr(tune, "time_interleaved", call_each)
+    monkeypatch.setattr(tune, "check_output", lambda who, got, want, pick: compared.append(want))
+    backend = "sm90_mxfp4_fp8" if activations == "fp8_token" else "sm90_w4a16"
+    monkeypatch.setattr(Sm90W4a16, "supports", lambda self, workload: None)
+    layer = tune.TunedLayer(SHAPE, "mxfp4", backend, CPU, activations=activations)
+    layer.times_us(5, layer.tuner.tilings(5, 2)[:1])
+    call = random_inputs(SHAPE, 5, CPU, 5).arguments
+    assert torch.equal(compared[0], FusedExperts(weights, activations=activations)(*call))
 
 
 def test_a_tiling_that_computes_something_else_is_named_and_not_timed(layer, monkeypatch):

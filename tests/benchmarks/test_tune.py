@@ -18,7 +18,7 @@ from moequant.errors import MoequantError, NumericsError, UnsupportedError
 from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
 from moequant.kernels.sm90 import tiling as tables
 from moequant.kernels.sm90.tiling import Tiling, TuningProblem
-from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Weights, W4a8Weights
 
 GPU = "A GPU"
 SMALL = LayerShape(experts=8, hidden=4096, intermediate=14336, topk=2)
@@ -40,7 +40,7 @@ class FakeLayer:
     us = {}  # noqa: RUF012
     asked = []  # noqa: RUF012
 
-    def __init__(self, shape, format, backend, device):
+    def __init__(self, shape, format, backend, device, *, activations):
         if format == "w4a8" and shape.hidden % 128:
             raise UnsupportedError("K is no multiple of 128")
         self.shape = shape
@@ -49,7 +49,11 @@ class FakeLayer:
         self.tuner = {
             "fp8_block": Fp8BlockWeights(w13=none, w13_scale=none, w2=none, w2_scale=none, **sizes),
             "w4a8": W4a8Weights(w13=none, w2=none, **sizes),
-        }.get(format)
+        }
+        if activations == "fp8_token":
+            mxfp4 = Mxfp4Fp8Weights(w13=none, w2=none, **sizes)
+            self.tuner = {"w4a8": self.tuner["w4a8"], "mxfp4": mxfp4}
+        self.tuner = self.tuner.get(format)
 
     def times_us(self, tokens, tilings):
         self.asked.append((self.shape, tokens, tilings))
@@ -74,7 +78,7 @@ def fake(monkeypatch, tmp_path):
 
 
 def tune_fp8(shapes, tokens, **options):
-    return tune(shapes, tokens, format="fp8_block", **options)
+    return tune(shapes, tokens, formats=["fp8_block"], **options)
 
 
 def other_than(tokens, tiling, shape=SMALL):
@@ -217,13 +221,28 @@ def test_by_default_every_format_with_tilings_is_tuned_into_a_table_of_its_own(f
         assert family.is_table(folder / f"{name}_a_gpu.json", GPU)
 
 
+def test_several_formats_are_tuned_in_their_order(fake):
+    cells = tune({"small": SMALL}, [1], formats=["w4a8", "fp8_block"])["cells"]
+    assert [cell["format"] for cell in cells] == ["w4a8", "fp8_block"]
+
+
+def test_activations_choose_the_kernels_and_the_table(fake, tmp_path):
+    result = tune({"small": SMALL}, [1], activations="fp8_token")
+    assert result["activations"] == "fp8_token"
+    folder = tmp_path / "cache" / "tunings"
+    assert result["tables"] == {
+        "mxfp4": str(folder / "mxfp4_fp8_a_gpu.json"),
+        "w4a8": str(folder / "w4a8_a_gpu.json"),
+    }
+
+
 def test_a_format_that_is_named_is_tuned_or_refused(fake):
-    (cell,) = tune({"small": SMALL}, [1], format="w4a8")["cells"]
+    (cell,) = tune({"small": SMALL}, [1], formats=["w4a8"])["cells"]
     assert cell["format"] == "w4a8"
     with pytest.raises(UnsupportedError, match="no multiple of 128"):
-        tune({"odd": replace(SMALL, hidden=4160)}, [1], format="w4a8")
+        tune({"odd": replace(SMALL, hidden=4160)}, [1], formats=["w4a8"])
     with pytest.raises(UnsupportedError, match="no backend that runs here has tilings"):
-        tune({"small": SMALL}, [1], format="mxfp4")
+        tune({"small": SMALL}, [1], formats=["mxfp4"])
 
 
 def test_one_file_is_the_table_of_one_format(fake, tmp_path):

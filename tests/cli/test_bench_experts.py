@@ -12,9 +12,11 @@ from moequant.errors import NumericsError
 
 TIME = {"median_us": 20.0, "p20_us": 19.0, "p80_us": 21.0}
 CELL = {
-    "tokens": 8, "times": {"moequant": TIME, "triton": {**TIME, "median_us": 33.3}},
+    "tokens": 8, "routing": "uniform", "experts_used": 8.0, "busiest_pairs": 5.0,
+    "times": {"moequant": TIME, "triton": {**TIME, "median_us": 33.3}},
     "tiling": {"rows": 128, "split13": 1, "split2": 2, "pair": True, "gather": False},
     "bytes_moved": 4e7, "tb_per_s": 2.0, "tflops": 3.0, "floor_us": 10.0, "share_of_floor": 0.5,
+    "to_uniform": 1.0,
     "stages_us": {"prepare": 3.25, "down": 9.5}, "host_us": 44.4,
 }  # fmt: skip
 LAYER = {
@@ -24,7 +26,7 @@ LAYER = {
 }  # fmt: skip
 DOCUMENT = {
     "measured": "2026-11-20", "method": "medians", "format": "fp8_block",
-    "machine": {"gpu": "a GPU", "torch": "2"},
+    "activations": "fp8_group128", "products": "fp8", "machine": {"gpu": "a GPU", "torch": "2"},
     "ceilings": {"read_tb_per_s": 4.0, "fp8_tflops": 1000.0, "bf16_tflops": 500.0},
     "layers": [LAYER],
 }  # fmt: skip
@@ -38,6 +40,10 @@ def run(*arguments):
 
 def lines_of(text):
     return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def lines_text(*arguments):
+    return "\n".join(lines_of(run(*arguments).stdout))
 
 
 @pytest.fixture
@@ -65,6 +71,35 @@ def test_what_was_measured_is_shown(measured):
     assert json.loads(run("--shape", "gpt-oss-120b", "--json").stdout) == DOCUMENT
 
 
+def test_routing_has_columns_where_it_is_not_all_uniform(measured):
+    skewed = {**CELL, "routing": "skewed", "experts_used": 5.5, "busiest_pairs": 7.5,
+              "to_uniform": 1.125}  # fmt: skip
+    measured({**DOCUMENT, "layers": [{**LAYER, "cells": [CELL, {**skewed, "to_uniform": None}]}]})
+    assert "8 skewed 6 8 20.0 19.0 21.0 40.0 MB 2.00 3 10.0 50% - 33.3" in lines_text(
+        "--shape", "gpt-oss-120b"
+    )
+    measured({**DOCUMENT, "layers": [{**LAYER, "cells": [CELL, skewed]}]})
+    text = lines_text("--shape", "gpt-oss-120b")
+    assert (
+        "tokens routing experts busiest us p20 p80 moved TB/s TFLOPS floor us share x uniform"
+        in text
+    )
+    assert "8 uniform 8 5 20.0 19.0 21.0 40.0 MB 2.00 3 10.0 50% 1.00 33.3" in text
+    assert "8 skewed 6 8 20.0 19.0 21.0 40.0 MB 2.00 3 10.0 50% 1.12 33.3" in text
+    assert "8 skewed 6 8 3.2 9.5" in text
+
+
+def test_activations_and_the_rate_of_floors_are_said(measured):
+    measured(DOCUMENT)
+    text = run("--shape", "gpt-oss-120b").stdout
+    assert "a GPU, fp8_block with activations in fp8_group128, 2026-11-20" in text
+    assert "BF16 500 TFLOPS; floors with FP8" in text
+    measured({**DOCUMENT, "activations": "none", "products": "bf16"})
+    text = run("--shape", "gpt-oss-120b").stdout
+    assert "a GPU, fp8_block, 2026-11-20" in text
+    assert "floors with BF16" in text
+
+
 def test_what_was_not_measured_has_no_column_and_what_was_in_part_a_dash(measured):
     layers = [{**LAYER, "cells": [PLAIN]}, {**LAYER, "cells": [CELL, PLAIN]}]
     measured({**DOCUMENT, "layers": layers})
@@ -81,13 +116,17 @@ def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path)
         assert list(shapes) == ["qwen3-30b", "8x256x128x2"]
         assert (measure.tokens, measure.against, device) == ([8], ["triton", "vllm"], "cuda")
         assert (measure.stages, measure.host) == (True, False)
+        assert (measure.format, measure.activations) == ("mxfp4", "fp8_token")
+        assert measure.routings == ["uniform", "skewed"]
+        assert measure.backend == "sm90_w4a16"
         yield DOCUMENT
         raise NumericsError("wrong")
 
     monkeypatch.setattr("moequant.benchmarks.experts.bench_experts", bench_experts)
     result = run(
         "--shape", "qwen3-30b,8x256x128x2", "--tokens", "8", "--against", "triton,vllm",
-        "--stages", "--output", tmp_path / "run.json",
+        "--stages", "--output", tmp_path / "run.json", "--format", "mxfp4", "--activations",
+        "fp8_token", "--routing", "uniform,skewed", "--backend", "sm90_w4a16",
     )  # fmt: skip
     assert result.exit_code != 0
     assert "wrong" in result.stderr
@@ -128,6 +167,20 @@ def test_tokens_are_a_list_of_numbers(tokens):
     result = run("--shape", "qwen3-30b", "--tokens", tokens)
     assert result.exit_code == 2
     assert "is not a list such as 1,8,512" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "known"),
+    [
+        ("--routing", "uniform,hot", "'hot' is not one of uniform, skewed, one-expert"),
+        ("--activations", "fp8", "'fp8' is not one of format, none, fp8_token"),
+        ("--format", "fp4", "'fp4' is not one of fp8_block"),
+    ],
+)
+def test_an_unknown_name_is_wrong_usage(option, value, known):
+    result = run("--shape", "qwen3-30b", option, value)
+    assert result.exit_code == 2
+    assert known in " ".join(result.stderr.split())
 
 
 def test_a_shape_is_wanted():

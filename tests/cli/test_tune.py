@@ -20,6 +20,8 @@ def test_without_a_gpu_it_says_so(run):
         (["--shape", "qwen9"], 4, "unknown shape 'qwen9'"),
         (["--shape", "qwen3-30b", "--tokens", "0"], 2, "is not a list such as 1,8,512"),
         ([], 2, "Missing option '--shape'"),
+        (["--shape", "qwen3-30b", "--format", "mxfp4,fp4"], 2, "'fp4' is not one of fp8_block"),
+        (["--shape", "qwen3-30b", "--activations", "fp8"], 2, "'fp8' is not one of format, none"),
     ],
 )
 def test_what_it_cannot_tune_is_refused(run, arguments, code, message):
@@ -37,9 +39,9 @@ def test_what_was_found_is_shown(run, monkeypatch, tmp_path):
 
     slow, fast = found(16, 20.04), found(8, 10.0, gather=True)
 
-    def fake(shapes, tokens, *, format, backend, device, path, progress):
+    def fake(shapes, tokens, *, formats, activations, backend, device, path, progress):
         assert (list(shapes), tokens) == (["qwen3-30b", "8x256x128x2"], [1, 8])
-        assert (format, backend) == ("fp8_block", "x")
+        assert (formats, activations, backend) == (["fp8_block", "mxfp4"], "fp8_token", "x")
         shown = {"shape": "qwen3-30b", "format": "fp8_block", "before": slow}
         return {
             "gpu": "a GPU",
@@ -53,7 +55,7 @@ def test_what_was_found_is_shown(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tune, "tune", fake)
     arguments = ["tune", "--shape", "qwen3-30b,8x256x128x2", "--tokens", "1,8"]
-    arguments += ["--format", "fp8_block", "--backend", "x"]
+    arguments += ["--format", "fp8_block,mxfp4", "--activations", "fp8_token", "--backend", "x"]
     result = run(*arguments, "--output", tmp_path / "t.json")
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines == [
@@ -72,14 +74,26 @@ def test_what_was_found_is_shown(run, monkeypatch, tmp_path):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a CUDA device of SM90",
 )
-@pytest.mark.parametrize("format", ["fp8_block", "w4a8"])
-def test_a_table_is_written_that_calls_look_into(run, tmp_path, monkeypatch, format):
+@pytest.mark.parametrize(
+    ("format", "activations", "backend"),
+    [
+        ("fp8_block", "format", None),
+        ("w4a8", "format", None),
+        ("mxfp4", "fp8_token", None),
+        ("nvfp4", "format", "sm90_w4a16"),
+    ],
+)
+def test_a_table_is_written_that_calls_look_into(
+    run, tmp_path, monkeypatch, format, activations, backend
+):
     from moequant.benchmarks.shapes import parse_shape
     from moequant.benchmarks.tune import TunedLayer
 
     monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path))
     shape = "16x1024x512x4"
-    result = run("tune", "--shape", shape, "--tokens", "1,64", "--format", format, "--json")
+    options = ["--format", format, "--activations", activations]
+    options += [] if backend is None else ["--backend", backend]
+    result = run("tune", "--shape", shape, "--tokens", "1,64", *options, "--json")
     assert result.exit_code == 0
     tuned = result.document["cells"]
     assert [cell["tokens"] for cell in tuned] == [1, 64]
@@ -87,8 +101,10 @@ def test_a_table_is_written_that_calls_look_into(run, tmp_path, monkeypatch, for
         assert len(cell["tried"]) > 1
         assert cell["after"]["time_us"] <= cell["before"]["time_us"]
     # A second shape goes beside the first.
-    again = ["tune", "--shape", "8x1024x512x2", "--tokens", "1", "--format", format]
+    again = ["tune", "--shape", "8x1024x512x2", "--tokens", "1", *options]
     assert run(*again).exit_code == 0
-    tuner = TunedLayer(parse_shape(shape), format, None, torch.device("cuda", 0)).tuner
+    device = torch.device("cuda", 0)
+    layer = TunedLayer(parse_shape(shape), format, backend, device, activations=activations)
+    tuner = layer.tuner
     for cell in tuned:
         assert asdict(tuner.tiling(cell["tokens"], 4)) == cell["after"]["tiling"]

@@ -96,9 +96,10 @@ class Sm90W4a16(Backend):
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
-        from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import W4a16Weights
+        from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import Mxfp4Bf16Weights, W4a16Weights
 
-        weights = W4a16Weights(
+        kernels = Mxfp4Bf16Weights if workload.format == "mxfp4" else W4a16Weights
+        weights = kernels(
             w13=tensors["w13_panels"],
             w13_factor=tensors["w13_factor"],
             w2=tensors["w2_panels"],
@@ -108,7 +109,6 @@ class Sm90W4a16(Backend):
             bias13=tensors.get("w13_bias"),
             bias2=tensors.get("w2_bias"),
             act_fn=workload.act_fn,
-            format=workload.format,
         )
         return W4a16Experts(self, tensors, workload=workload, kernel_weights=weights)
 

@@ -113,9 +113,10 @@ class Sm90W4a8(Backend):
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
-        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
+        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Weights, W4a8Weights
 
-        weights = W4a8Weights(
+        kernels = Mxfp4Fp8Weights if workload.format == "mxfp4" else W4a8Weights
+        weights = kernels(
             w13=tensors["w13_panels"],
             w2=tensors["w2_panels"],
             hidden=workload.hidden,
@@ -123,7 +124,6 @@ class Sm90W4a8(Backend):
             bias13=tensors.get("w13_bias"),
             bias2=tensors.get("w2_bias"),
             act_fn=workload.act_fn,
-            format=workload.format,
         )
         return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
 

@@ -24,9 +24,9 @@ from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments
 from moequant.kernels.sm90.tiling import Tiling
 from moequant.kernels.sm90_w4a8 import mxfp4_layout
 from moequant.kernels.sm90_w4a8.int4_layout import PANEL_BYTES
-from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Weights
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Weights, W4a8Weights
 from moequant.kernels.sm90_w4a16.layout import panel_bytes
-from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import W4a16Weights
+from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import Mxfp4Bf16Weights, W4a16Weights
 
 SHARED_LIMIT = 227 * 1024
 H, I = 7168, 2048
@@ -68,12 +68,11 @@ def mxfp4_weights(experts, hidden, intermediate, device="meta", **fields):
         shape = (experts, count, blocks, mxfp4_layout.PANEL_BYTES)
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
-    return W4a8Weights(
+    return Mxfp4Fp8Weights(
         w13=panels(intermediate // 64, hidden // 128),
         w2=panels(-(-hidden // 128), intermediate // 128),
         hidden=hidden,
         intermediate=intermediate,
-        format="mxfp4",
         **fields,
     )
 
@@ -83,14 +82,13 @@ def w4a16_weights(format, experts, hidden, intermediate, device="meta", **fields
         return torch.empty(experts, *shape, dtype=dtype, device=device)
 
     size = panel_bytes(format)
-    return W4a16Weights(
+    return (Mxfp4Bf16Weights if format == "mxfp4" else W4a16Weights)(
         w13=empty(intermediate // 64, hidden // 128, size),
         w13_factor=empty(2, dtype=torch.float32),
         w2=empty(-(-hidden // 128), intermediate // 128, size),
         w2_factor=empty(1, dtype=torch.float32),
         hidden=hidden,
         intermediate=intermediate,
-        format=format,
         **fields,
     )
 
