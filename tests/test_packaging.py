@@ -42,6 +42,7 @@ ORDER = [
     "preparation",
     "integrations",
     "verification",
+    "selftest",
     "benchmarks",
     "cli",
 ]

@@ -218,9 +218,10 @@ def _check_bias(name: str, bias: Tensor, weights: dict[str, QuantizedWeight]) ->
 def _check_input_scales(scales: dict[str, Tensor], format: str, experts: int) -> None:
     if not scales:
         return
-    if format != "fp8_tensor":
+    if not get_format(format).takes_static_scales:
+        takers = " and ".join(n for n, f in RUNNABLE.items() if f.takes_static_scales)
         raise UnsupportedError(
-            f"{next(iter(scales))} is given, but the weights are {format}: only fp8_tensor takes "
+            f"{next(iter(scales))} is given, but the weights are {format}: only {takers} takes "
             "static scales of activations; leave them out"
         )
     if len(scales) == 1:

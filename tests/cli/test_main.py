@@ -48,5 +48,5 @@ def test_every_command_has_help(run, command):
 def test_commands_are_these():
     assert list(cli.commands) == [
         "convert", "inspect", "prepare", "verify", "formats", "recipes", "generate", "warm-up",
-        "tune", "bench", "demo",
+        "selftest", "tune", "bench", "demo",
     ]  # fmt: skip

@@ -1,0 +1,308 @@
+"""The self-test: which backends and schemes run on a device, and whether they compute the experts.
+
+`torch_reference` on the CPU gets the same weights and calls. `moequant verify` compares it with an
+independent evaluation, and `moequant.verification.serving` derives how far a backend may be off.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant._version import __version__
+from moequant.errors import MoequantError, UnsupportedError
+from moequant.formats import RUNNABLE, get_format
+from moequant.progress import SilentProgress
+from moequant.runtime import FusedExperts
+from moequant.runtime.backends import Workload, backends
+from moequant.runtime.load import usable_device
+from moequant.runtime.packing import scheme_of
+from moequant.runtime.select import why_not
+from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer
+from moequant.verification.serving import MOST_QUANTIZATION_ERROR, MOST_ROUNDING_ERROR
+
+if TYPE_CHECKING:
+    from moequant.progress import Progress
+    from moequant.runtime import ExpertWeights
+    from moequant.runtime.backends import Backend
+    from moequant.selftest.layers import Call, LayerSizes
+
+REFERENCE = "torch_reference"
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scheme:
+    """What activations are quantized to.
+
+    Attributes:
+        name: one of `moequant.runtime.activations.SCHEMES`.
+        option: what `FusedExperts` calls it.
+        static: whether static scales come with the weights.
+    """
+
+    name: str
+    option: Any
+    static: bool = False
+
+    @property
+    def limit(self) -> float:
+        """The limit on ||y - reference|| / ||reference||."""
+        return MOST_ROUNDING_ERROR if self.name == "none" else MOST_QUANTIZATION_ERROR
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """What was found of a backend with a format and a scheme.
+
+    Attributes:
+        backend: its name.
+        format: of the weights.
+        activations: name of the scheme.
+        limit: see `_Scheme.limit`.
+        calls: how many calls ran.
+        error: the largest ||y - reference|| / ||reference|| of a call.
+        failures: what is wrong; empty if nothing is.
+        skipped: reasons why a kind of layer was not run, by its name.
+    """
+
+    backend: str
+    format: str
+    activations: str
+    limit: float
+    calls: int = 0
+    error: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def selftest(
+    device: torch.device | str = "cuda",
+    *,
+    backend: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run the backends that serve a device, with every format and scheme, on small layers.
+
+    Each call runs twice, into an output of NaN and with scratch memory whose bytes are 255, and
+    must give the same bits.
+
+    Args:
+        device: where to run.
+        backend: name of the one to run; by default all.
+        progress: told of every backend, format and scheme.
+
+    Returns:
+        A JSON document: `moequant`, `torch` and `triton` versions, `device` and its `gpu` and
+        `compute_capability` (null on a CPU), `ok`, `seconds`, `rows` of what ran, with the
+        attributes of a row, and `not_run`: reasons of backends that run nothing there, by name.
+
+    Raises:
+        UnsupportedError: no such device or backend here.
+    """
+    place = usable_device(device)
+    chosen = _backends(backend, place)
+    report = progress or SilentProgress()
+    started = time.monotonic()
+    cases: list[tuple[Backend, str, _Scheme]] = []
+    not_run: dict[str, str] = {}
+    for one in chosen:
+        reasons: dict[str, None] = {}
+        served = len(cases)
+        for format, scheme in _schemes():
+            reason = _why_not_any(one, format, scheme, place)
+            if reason is None:
+                cases.append((one, format, scheme))
+            else:
+                reasons[reason] = None
+        if len(cases) == served:
+            not_run[one.name] = "; ".join(reasons)
+    report.start("self-test", len(cases), unit="cases")
+    rows, layers = [], _Layers()
+    for one, format, scheme in cases:
+        rows.append(_run(one, format, scheme, place, layers))
+        report.advance(1, f"{one.name}, {format} x {scheme.name}")
+    report.finish()
+    return {
+        **_versions(place),
+        "ok": bool(rows) and not any(row.failures for row in rows),
+        "seconds": round(time.monotonic() - started, 1),
+        "rows": [dict(vars(row)) for row in rows],
+        "not_run": not_run,
+    }
+
+
+def _backends(name: str | None, place: torch.device) -> list[Backend]:
+    known = backends()
+    if name is not None and name not in known:
+        raise UnsupportedError(f"there is no backend {name!r}; use one of: {', '.join(known)}")
+    chosen = [known[name]] if name is not None else list(known.values())
+    # On the CPU it would be compared with itself.
+    return [one for one in chosen if one.name != REFERENCE or place.type != "cpu"]
+
+
+def _schemes() -> list[tuple[str, _Scheme]]:
+    """Every format with every scheme of activations that it can have."""
+    found: dict[tuple[str, str], _Scheme] = {}
+    for format, static, option in product(RUNNABLE, (False, True), ("format", "none", "fp8_token")):
+        if not static or get_format(format).takes_static_scales:
+            name = scheme_of(format, option, static=static)
+            scheme = _Scheme(name=name, option=option, static=name == "fp8_static")
+            found.setdefault((format, name), scheme)
+    return [(format, scheme) for (format, _), scheme in found.items()]
+
+
+def _why_not_any(backend: Backend, format: str, scheme: _Scheme, place: torch.device) -> str | None:
+    """Why none of the layers runs; None if one does."""
+    reasons = [_choose_sizes(backend, format, scheme, v, place)[1] for v in VARIANTS]
+    return reasons[0] if all(reasons) else None
+
+
+def _choose_sizes(
+    backend: Backend, format: str, scheme: _Scheme, variant: Variant, place: torch.device
+) -> tuple[LayerSizes | None, str]:
+    """The first of a variant's sizes that runs; or None, and the reason why the last does not."""
+    reason = ""
+    for sizes in variant.sizes:
+        try:
+            for shape in ((sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)):
+                get_format(format).check_shape(shape)
+        except UnsupportedError as error:
+            reason = str(error)
+            continue
+        workload = Workload(
+            format=format,
+            activations=scheme.name,
+            experts=sizes.experts,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            device=place,
+            act_fn=variant.act_fn,
+            bias=variant.biased,
+        )
+        why = why_not(backend, workload)
+        if why is None:
+            return sizes, ""
+        reason = why
+    return None, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """Experts on the CPU, calls, and what the reference gives for them."""
+
+    weights: ExpertWeights
+    calls: list[tuple[Call, torch.Tensor]]
+
+
+class _Layers:
+    """The layers of a self-test; several backends run each."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], _Layer] = {}
+
+    def get(self, format: str, scheme: _Scheme, variant: Variant, sizes: LayerSizes) -> _Layer:
+        """The layer of these, with more calls if it is the first variant."""
+        key = (format, scheme, variant.name, sizes)
+        if key not in self._made:
+            weights = random_layer(format, variant, sizes, static=scheme.static)
+            experts = FusedExperts(weights, backend=REFERENCE, activations=scheme.option)
+            calls = []
+            for call in calls_of(sizes, many=variant is VARIANTS[0]):
+                arguments, named = call.arguments(_CPU)
+                calls.append((call, experts(*arguments, **named)))
+            self._made[key] = _Layer(weights=weights, calls=calls)
+        return self._made[key]
+
+
+def _run(
+    backend: Backend, format: str, scheme: _Scheme, place: torch.device, layers: _Layers
+) -> _Row:
+    row = _Row(backend=backend.name, format=format, activations=scheme.name, limit=scheme.limit)
+    for variant in VARIANTS:
+        sizes, reason = _choose_sizes(backend, format, scheme, variant, place)
+        if sizes is None:
+            row.skipped[variant.name] = reason
+            continue
+        layer = layers.get(format, scheme, variant, sizes)
+        try:
+            there = {n: t.to(place) for n, t in layer.weights.tensors().items()}
+            experts = FusedExperts(
+                layer.weights.replace(there), backend=backend.name, activations=scheme.option
+            )
+        except (MoequantError, RuntimeError) as error:
+            row.failures.append(f"{variant.name}: {type(error).__name__}: {error}")
+            continue
+        for call, wanted in layer.calls:
+            what = f"{variant.name}, {call.name}"
+            try:
+                found, again = _call_twice(experts, call, place)
+            except (MoequantError, RuntimeError) as error:
+                row.failures.append(f"{what}: {type(error).__name__}: {error}")
+                continue
+            row.calls += 1
+            _compare(row, what, wanted, found, again)
+    return row
+
+
+def _call_twice(
+    experts: FusedExperts, call: Call, place: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs [M, H] bfloat16, on the CPU, of two equal calls on poisoned memory."""
+    arguments, named = call.arguments(place)
+    size_bytes = experts.workspace_bytes(*call.topk_ids.shape)
+    outputs = []
+    for _ in range(2):
+        out = torch.full_like(arguments[0], torch.nan)
+        workspace = torch.full((size_bytes,), 255, dtype=torch.uint8, device=place)
+        outputs.append(experts(*arguments, **named, out=out, workspace=workspace).cpu())
+    return outputs[0], outputs[1]
+
+
+def _compare(
+    row: _Row, what: str, wanted: torch.Tensor, found: torch.Tensor, again: torch.Tensor
+) -> None:
+    """Add what is wrong with an output to a row."""
+    if not torch.equal(found.view(torch.int16), again.view(torch.int16)):
+        row.failures.append(
+            f"{what}: two equal calls differ in {int((found != again).sum())} values"
+        )
+    if not found.isfinite().all():
+        row.failures.append(f"{what}: {int((~found.isfinite()).sum())} values are not finite")
+        return
+    size = float(wanted.double().norm())
+    error = float((found.double() - wanted.double()).norm())
+    if size:
+        row.error = max(row.error, error / size)
+    if error > row.limit * size:
+        row.failures.append(
+            f"{what}: off from the CPU reference by {error / size if size else error:.2g} in norm, "
+            f"where its roundings explain {row.limit:.2g}"
+        )
+
+
+def _versions(place: torch.device) -> dict[str, Any]:
+    """What a report is about."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def version_of(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    is_gpu = place.type == "cuda"
+    return {
+        "moequant": __version__,
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "device": str(place),
+        "gpu": torch.cuda.get_device_name(place) if is_gpu else None,
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(place)))
+        if is_gpu
+        else None,
+    }

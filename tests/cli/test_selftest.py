@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from moequant.runtime.backends.naive_batched import NaiveBatched
+from moequant.selftest import run as selftest
+
+ARGUMENTS = ("selftest", "--device", "cpu", "--backend", "naive_batched")
+
+
+@pytest.fixture(autouse=True)
+def one_format(monkeypatch):
+    monkeypatch.setattr(selftest, "RUNNABLE", ("bf16",))
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    compute = NaiveBatched.experts._run_batches
+    monkeypatch.setattr(
+        NaiveBatched.experts, "_run_batches", lambda self, tokens: 2 * compute(self, tokens)
+    )
+
+
+def test_it_prints_a_row_for_each_format_and_scheme(run):
+    result = run(*ARGUMENTS)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("CPU; moequant ")
+    assert [line.split()[0:4] for line in lines[3:5]] == [
+        ["naive_batched", "bf16", "none", "7"],
+        ["naive_batched", "bf16", "fp8_token", "7"],
+    ]
+    assert lines[3].endswith("passed")
+    assert lines[-1].startswith("14 calls, ")
+
+
+def test_it_ends_with_5_and_the_reasons_where_a_backend_is_wrong(run, broken):
+    result = run(*ARGUMENTS)
+    assert result.exit_code == 5
+    assert result.stdout.count("FAILED") == 2
+    assert "Error: 12 calls failed; report this with the output\n" in result.stderr
+    assert (
+        "naive_batched, bf16 x none: multiples of 256, 1 token: off from the CPU reference by 1 in "
+        "norm, where its roundings explain 0.0078\n" in result.stderr
+    )
+
+
+def test_as_json_a_failure_has_the_document_too(run, broken):
+    result = run(*ARGUMENTS, "--json")
+    assert result.exit_code == 5
+    assert not result.document["ok"]
+    assert result.document["error"]["type"] == "NumericsError"
+    assert len(result.document["rows"]) == 2
+
+
+def test_where_nothing_runs_it_fails_and_says_so(run):
+    result = run("selftest", "--device", "cpu", "--backend", "triton")
+    assert result.exit_code == 5
+    assert "not run: triton: needs a CUDA device" in result.stdout
+    assert "no backend runs on cpu, so that nothing was checked" in result.stderr

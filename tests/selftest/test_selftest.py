@@ -1,0 +1,119 @@
+"""The self-test: what it runs, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.runtime.backends import REGISTRY
+from moequant.runtime.backends.naive_batched import NaiveBatched
+from moequant.selftest import run, selftest
+from moequant.selftest.layers import EVEN, ODD, VARIANTS, calls_of
+
+COMPUTE = NaiveBatched.experts._run_batches
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Only the formats that are named."""
+
+    def choose(*formats):
+        monkeypatch.setattr(run, "RUNNABLE", formats)
+
+    return choose
+
+
+def naive(**change):
+    return selftest("cpu", backend="naive_batched", **change)
+
+
+def test_it_runs_every_scheme_of_every_format(few):
+    few("nvfp4", "w4a8", "fp8_tensor")
+    document = naive()
+    assert document["ok"]
+    assert {(row["format"], row["activations"]) for row in document["rows"]} == {
+        ("nvfp4", "none"),
+        ("nvfp4", "fp8_token"),
+        ("w4a8", "fp8_token"),
+        ("w4a8", "none"),
+        ("fp8_tensor", "fp8_token"),
+        ("fp8_tensor", "fp8_static"),
+        ("fp8_tensor", "none"),
+    }
+    for row in document["rows"]:
+        assert row["calls"] == len(list(calls_of(EVEN.sizes[0], many=True))) + 1
+        assert row["error"] <= 1e-6 < row["limit"]
+        assert not row["failures"]
+        assert not row["skipped"]
+
+
+def test_it_says_why_a_backend_runs_nothing(few):
+    few("fp8_block")
+    document = selftest("cpu")
+    assert [row["backend"] for row in document["rows"]] == ["naive_batched"] * 3
+    assert document["not_run"].keys() == REGISTRY.keys() - {"naive_batched", "torch_reference"}
+    assert "needs a CUDA device" in document["not_run"]["triton"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (lambda y: y * 1.1, "from the CPU reference by 0.1 in norm"),
+        (lambda y: y * (1 + 1e-3 * torch.rand_like(y)), "two equal calls differ"),
+        (lambda y: torch.full_like(y, torch.nan), "are not finite"),
+        (lambda y: y.reshape(3, 5, 7, 1), "RuntimeError: shape"),
+    ],
+)
+def test_it_finds_what_is_wrong(few, monkeypatch, broken, reason):
+    few("bf16")
+    monkeypatch.setattr(
+        NaiveBatched.experts, "_run_batches", lambda self, tokens: broken(COMPUTE(self, tokens))
+    )
+    document = naive()
+    assert not document["ok"]
+    for row in document["rows"]:
+        assert any(reason in failure for failure in row["failures"])
+
+
+def test_a_call_of_zeros_must_be_zeros():
+    row = run._Row(backend="one", format="bf16", activations="none", limit=0.01)
+    run._compare(row, "no token", torch.zeros(2, 3), *[torch.full((2, 3), 1e-3)] * 2)
+    assert row.failures
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_calls_are_what_their_names_say(variant):
+    sizes = variant.sizes[0]
+    calls = {call.name: call for call in calls_of(sizes, many=True)}
+    assert [len(calls[name].hidden) for name in ("33 tokens", "no token", "1 token")] == [33, 0, 1]
+    skewed = calls["150 tokens, skewed, with an expert map"]
+    assert (skewed.topk_ids[:, 0] == 0).all()
+    assert (skewed.topk_ids == -1).any()
+    assert set(skewed.expert_map[skewed.topk_ids[skewed.topk_ids >= 0].long()].tolist()) <= {
+        *range(sizes.experts)
+    }
+    for call in calls.values():
+        assert torch.allclose(call.topk_weights.sum(1), torch.ones(len(call.hidden)))
+
+
+def test_a_layer_of_odd_sizes_is_the_first_that_a_format_has():
+    scheme = run._Scheme(name="none", option="none")
+    for format, hidden in {"bf16": 717, "nvfp4": 720, "mxfp4": 736, "w4a8": 640}.items():
+        sizes, _ = run._choose_sizes(NaiveBatched(), format, scheme, ODD, torch.device("cpu"))
+        assert sizes.hidden == hidden
+
+
+def test_a_backend_or_device_that_is_none_is_refused():
+    with pytest.raises(UnsupportedError, match="there is no backend 'fast'; use one of: sm90"):
+        selftest("cpu", backend="fast")
+    with pytest.raises(UnsupportedError, match="cannot be used"):
+        selftest("cuda:99")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_backend_of_the_gpu_passes_within_two_minutes():
+    document = selftest("cuda")
+    assert document["ok"], [row for row in document["rows"] if row["failures"]]
+    assert document["seconds"] < 120
