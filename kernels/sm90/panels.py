@@ -1,7 +1,7 @@
 """Which rows of a weight lie where in the panels that panels.cuh reads.
 
-A panel is what a warpgroup reads of a stage: 128 weight rows x 128 columns, codes first. Its rows
-are two blocks of 64, the M of WGMMA: for gate and up, 64 rows of either; else 128 rows in order.
+A panel is what a warpgroup reads of a stage: 128 weight rows x 128 columns, codes, then scales. Its
+rows are two blocks of 64, the M of WGMMA: for gate and up, 64 rows of either; else 128 in order.
 Within a block, warp w has 16 rows, of which a thread holds f = lane / 4 and f + 8.
 
 Which row of the weight that is makes what a thread writes of one token contiguous: with
@@ -11,8 +11,13 @@ f = 2 * a + b, of gate and up, row 16 * warp + 4 * a + 2 * half + b of 64; else 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 PANEL_ROWS = 128
 PANEL_COLUMNS = 128
@@ -22,6 +27,75 @@ CODE_BYTES = PANEL_ROWS * PANEL_COLUMNS // 2
 def panels(n_out: int, *, gated: bool) -> int:
     """Panels along the rows of a weight with `n_out` output columns, the last perhaps half full."""
     return -(-n_out // (PANEL_ROWS // 2 if gated else PANEL_ROWS))
+
+
+def pack_panels(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    pack_codes: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """Codes and scales in panels, of one weight, or of gate and up together.
+
+    Args:
+        codes: of each weight, uint8 [E, N, blocks * 64] for blocks of 128 columns.
+        scales: of each weight, [E, N, blocks, groups].
+        pack_codes: from an expert's codes [P, block, warp, a, half, b, blocks * 64] and the number
+            of blocks to uint8 [P, blocks, CODE_BYTES].
+
+    Returns:
+        [E, panels, blocks, CODE_BYTES + PANEL_ROWS * groups * itemsize] uint8. The scales lie as
+        [warp 4][f 8][block 2][half 2][group].
+    """
+    codes_by_row, scales_by_row = rows_of_panels(*codes), rows_of_panels(*scales)
+    E, P, *_, blocks, groups = scales_by_row.shape
+    scale_bytes = PANEL_ROWS * groups * scales_by_row.dtype.itemsize
+    packed = codes_by_row.new_empty(E, P, blocks, CODE_BYTES + scale_bytes)
+    for e in range(E):  # an expert at a time: what is made on the way is several times as large
+        packed[e, :, :, :CODE_BYTES] = pack_codes(codes_by_row[e], blocks)
+        # From [P, block, warp, a, half, b, K / 128, group].
+        scale = scales_by_row[e].permute(0, 6, 2, 3, 5, 1, 4, 7).reshape(P, blocks, -1)
+        packed[e, :, :, CODE_BYTES:] = scale.contiguous().view(torch.uint8)
+    return packed
+
+
+def unpack_panels(
+    packed: Tensor,
+    n_out: int,
+    scale_dtype: torch.dtype,
+    unpack_codes: Callable[[Tensor], Tensor],
+    *,
+    gated: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """The inverse of `pack_panels`: its codes [E, n_out, ...] and its scales [E, n_out, ...].
+
+    Args:
+        packed: [E, panels, blocks, panel bytes] uint8.
+        n_out: rows of the weight, or of gate and of up each.
+        scale_dtype: dtype of the scales.
+        unpack_codes: the inverse of `pack_codes`.
+        gated: whether the panels hold gate and up.
+
+    Returns:
+        Those of the weight, or those of gate and then those of up.
+    """
+    E, P, blocks, size = packed.shape
+    groups = (size - CODE_BYTES) // (PANEL_ROWS * scale_dtype.itemsize)
+    sizes = (E, P, 2, 4, 4, 2, 2)  # expert, panel, block, warp, a, half, b
+    codes = packed.new_empty(*sizes, blocks * PANEL_COLUMNS // 2)
+    scales = packed.new_empty(*sizes, blocks, groups, dtype=scale_dtype)
+    for e in range(E):  # as in `pack_panels`
+        codes[e] = unpack_codes(packed[e, :, :, :CODE_BYTES])
+        # From [P, K / 128, warp, a, b, block, half, group].
+        scale = packed[e, :, :, CODE_BYTES:].contiguous().view(scale_dtype)
+        scale = scale.view(P, blocks, 4, 4, 2, 2, 2, groups)
+        scales[e] = scale.permute(0, 5, 2, 3, 6, 4, 1, 7)
+    parts = (rows_of_weights(t, n_out, gated=gated) for t in (codes, scales))
+    return list(zip(*parts, strict=True))
+
+
+def whole_blocks(x: Tensor, size: int) -> Tensor:
+    """[E, N, columns] with zeros behind the last column, up to a multiple of `size`."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
 
 
 def rows_of_panels(x: Tensor, up: Tensor | None = None) -> Tensor:
@@ -37,11 +111,11 @@ def rows_of_panels(x: Tensor, up: Tensor | None = None) -> Tensor:
 
 def rows_of_weights(x: Tensor, n_out: int, *, gated: bool) -> list[Tensor]:
     """The inverse of `rows_of_panels`, a tensor of each weight."""
-    E, P, *_, columns = x.shape
+    E, P, _, _, _, _, _, *rest = x.shape
     if gated:
-        halves = x.movedim(1, 2).reshape(E, 2, P * PANEL_ROWS // 2, columns)
+        halves = x.movedim(1, 2).reshape(E, 2, P * PANEL_ROWS // 2, *rest)
     else:
-        halves = x.movedim(2, 4).reshape(E, 1, P * PANEL_ROWS, columns)
+        halves = x.movedim(2, 4).reshape(E, 1, P * PANEL_ROWS, *rest)
     return [half[:, :n_out].contiguous() for half in halves.unbind(1)]
 
 

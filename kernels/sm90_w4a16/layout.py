@@ -31,8 +31,9 @@ from moequant.kernels.sm90.panels import (
     CODE_BYTES,
     PANEL_COLUMNS,
     PANEL_ROWS,
-    rows_of_panels,
-    rows_of_weights,
+    pack_panels,
+    unpack_panels,
+    whole_blocks,
 )
 
 if TYPE_CHECKING:
@@ -63,19 +64,9 @@ def pack(weights: Sequence[Weight]) -> tuple[Tensor, Tensor]:
     Returns:
         [E, panels, ceil(K / 128), panel_bytes] uint8, and the factors [E, weights] float32.
     """
-    qdata, _, global_scale = weights[0]
-    blocks = -(-qdata.shape[-1] * 2 // PANEL_COLUMNS)
-    groups = PANEL_COLUMNS // (32 if global_scale is None else 16)
-    prepared = [_prepare(weight, blocks, blocks * groups) for weight in weights]
-    codes, scales = (rows_of_panels(*(p[i] for p in prepared)) for i in range(2))
-    E, P, *_ = codes.shape
-    packed = codes.new_empty(E, P, blocks, CODE_BYTES + PANEL_ROWS * groups)
-    for e in range(E):  # an expert at a time: what is made on the way is several times as large
-        packed[e, :, :, :CODE_BYTES] = _pack_codes(codes[e], blocks)
-        # [P, block, warp, a, half, b, K / 128, group]
-        of_blocks = scales[e].view(P, 2, 4, 4, 2, 2, blocks, groups).permute(0, 6, 2, 3, 5, 1, 4, 7)
-        packed[e, :, :, CODE_BYTES:] = of_blocks.reshape(P, blocks, -1)
-    return packed, torch.stack([factor for *_, factor in prepared], 1)
+    prepared = [_prepare(*weight) for weight in weights]
+    codes, scales, factors = zip(*prepared, strict=True)
+    return pack_panels(codes, scales, _pack_codes), torch.stack(factors, 1)
 
 
 def unpack(packed: Tensor, factor: Tensor, n_out: int, K: int) -> list[Weight]:
@@ -87,52 +78,44 @@ def unpack(packed: Tensor, factor: Tensor, n_out: int, K: int) -> list[Weight]:
         n_out: rows of a weight.
         K: columns of a weight.
     """
-    E, P, blocks, size = packed.shape
-    groups = (size - CODE_BYTES) // PANEL_ROWS
-    sizes = (P, 2, 4, 4, 2, 2)  # panel, block, warp, a, half, b
-    codes = packed.new_empty(E, *sizes, blocks * PANEL_COLUMNS // 2)
-    scales = packed.new_empty(E, *sizes, blocks * groups)
-    for e in range(E):  # as in `pack`
-        codes[e] = _unpack_codes(packed[e, :, :, :CODE_BYTES])
-        # [P, K / 128, warp, a, b, block, half, group]
-        of_blocks = packed[e, :, :, CODE_BYTES:].reshape(P, blocks, 4, 4, 2, 2, 2, groups)
-        scales[e] = of_blocks.permute(0, 5, 2, 3, 6, 4, 1, 7).flatten(-2)
     gated = factor.shape[1] == 2
-    parts = zip(
-        *(rows_of_weights(t, n_out, gated=gated) for t in (codes, scales)),
-        factor.unbind(1),
-        strict=True,
-    )
-    of_row = groups * K // PANEL_COLUMNS
+    weights = unpack_panels(packed, n_out, torch.uint8, _unpack_codes, gated=gated)
     return [
-        (qdata[..., : K // 2].contiguous(), *_scales(byte[..., :of_row].contiguous(), f, groups))
-        for qdata, byte, f in parts
+        (qdata[..., : K // 2].contiguous(), *_scales(byte, f, K))
+        for (qdata, byte), f in zip(weights, factor.unbind(1), strict=True)
     ]
 
 
-def _prepare(weight: Weight, blocks: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and bytes of scales to whole blocks, and the factor [E]."""
-    qdata, scale, global_scale = weight
-    pad = torch.nn.functional.pad
-    qdata = pad(qdata, (0, blocks * PANEL_COLUMNS // 2 - qdata.shape[-1]))
-    missing = groups - scale.shape[-1]
+def _prepare(
+    qdata: Tensor, scale: Tensor, global_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, and bytes of scales [E, N, blocks, groups], of whole blocks, and the factor [E]."""
+    qdata = whole_blocks(qdata, PANEL_COLUMNS // 2)
     if global_scale is None:
         exponent = scale.view(torch.uint8).int()
         largest = exponent.flatten(1).amax(1)
-        byte = (253 + exponent - largest[:, None, None]).clamp(min=1)
-        return qdata, pad(byte.to(torch.uint8), (0, missing)), torch.exp2(largest.float() - 127)
+        byte = (253 + exponent - largest[:, None, None]).clamp(min=1).to(torch.uint8)
+        return qdata, _by_block(byte, PANEL_COLUMNS // 32), torch.exp2(largest.float() - 127)
     value = scale.float()
     mantissa, exponent = torch.frexp(value)  # 0.5 to 1
     byte = (exponent - 1 + _BIAS) * 8 + (mantissa * 16 - 8).int()
     byte = torch.where(value == 0, 0, torch.where(value.isnan(), 255, byte)).to(torch.uint8)
-    byte = pad(byte, (0, missing))
-    qdata = torch.where((byte == 0).repeat_interleave(8, -1), 0, qdata)
+    byte = _by_block(byte, PANEL_COLUMNS // 16)
+    qdata = torch.where((byte == 0).flatten(-2).repeat_interleave(8, -1), 0, qdata)
     return qdata, byte, global_scale.float() * _UNIT
 
 
-def _scales(byte: Tensor, factor: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
-    """Scales and global scale of a weight from its bytes and its factor."""
-    if groups == 4:
+def _by_block(byte: Tensor, groups: int) -> Tensor:
+    """[E, N, K / group] as [E, N, blocks, groups]."""
+    byte = whole_blocks(byte, groups)
+    return byte.view(*byte.shape[:-1], -1, groups)
+
+
+def _scales(byte: Tensor, factor: Tensor, K: int) -> tuple[Tensor, Tensor | None]:
+    """Scales and global scale of a weight of K columns, from its bytes and its factor."""
+    groups = byte.shape[-1]
+    byte = byte.flatten(-2)[..., : groups * K // PANEL_COLUMNS].contiguous()
+    if groups == PANEL_COLUMNS // 32:
         largest = torch.frexp(factor)[1] - 1 + 127
         exponent = byte.int() - 253 + largest[:, None, None]
         return exponent.to(torch.uint8).view(torch.float8_e8m0fnu), None

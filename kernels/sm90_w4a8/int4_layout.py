@@ -12,6 +12,8 @@ operands of m64k32.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -19,40 +21,29 @@ from moequant.kernels.sm90.panels import (
     CODE_BYTES,
     PANEL_COLUMNS,
     PANEL_ROWS,
-    rows_of_panels,
-    rows_of_weights,
+    pack_panels,
+    unpack_panels,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PANEL_BYTES = CODE_BYTES + PANEL_ROWS * 2
 
 
-def pack(qdata: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Pack the experts' weights, gate and up together.
+def pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """Pack the experts' weights.
 
     Args:
-        qdata: [E, N, K / 2] uint8, two codes a byte, the first in the low half; of gate if `up` is
-            given. K is a multiple of 128.
-        scale: [E, N, K / 128] bfloat16.
-        up: the same of up.
+        weights: by projection, gate and up, or one; of each, codes [E, N, K / 2] uint8, two a byte,
+            the first in the low half, and scales [E, N, K / 128] bfloat16. K is a multiple of 128.
 
     Returns:
         [E, panels, K / 128, PANEL_BYTES] uint8.
     """
-    codes, scales = rows_of_panels(qdata, up and up[0]), rows_of_panels(scale, up and up[1])
-    E, P, *_ = codes.shape
-    blocks = scale.shape[-1]
-    packed = torch.empty(E, P, blocks, PANEL_BYTES, dtype=torch.uint8, device=qdata.device)
-    for e in range(E):  # an expert at a time: what is made on the way is several times as large
-        packed[e, :, :, :CODE_BYTES] = _pack_codes(codes[e], blocks)
-        # [P, block, warp, a, half, b, K / 128]
-        packed[e, :, :, CODE_BYTES:] = (
-            scales[e]
-            .permute(0, 6, 2, 3, 5, 1, 4)
-            .reshape(P, blocks, -1)
-            .contiguous()
-            .view(torch.uint8)
-        )
-    return packed
+    codes = [qdata for qdata, _ in weights.values()]
+    scales = [scale[..., None] for _, scale in weights.values()]
+    return pack_panels(codes, scales, _pack_codes)
 
 
 def unpack(packed: Tensor, n_out: int, *, gated: bool) -> list[tuple[Tensor, Tensor]]:
@@ -66,17 +57,8 @@ def unpack(packed: Tensor, n_out: int, *, gated: bool) -> list[tuple[Tensor, Ten
     Returns:
         Those of the weight, or those of gate and then those of up.
     """
-    E, P, blocks, _ = packed.shape
-    sizes = (P, 2, 4, 4, 2, 2)  # panel, block, warp, a, half, b
-    codes = packed.new_empty(E, *sizes, blocks * PANEL_COLUMNS // 2)
-    scales = packed.new_empty(E, *sizes, blocks, dtype=torch.bfloat16)
-    for e in range(E):  # as in `pack`
-        codes[e] = _unpack_codes(packed[e, :, :, :CODE_BYTES])
-        # [P, K / 128, warp, a, b, block, half]
-        scale = packed[e, :, :, CODE_BYTES:].contiguous().view(torch.bfloat16)
-        scales[e] = scale.view(P, blocks, 4, 4, 2, 2, 2).permute(0, 5, 2, 3, 6, 4, 1)
-    parts = (rows_of_weights(t, n_out, gated=gated) for t in (codes, scales))
-    return list(zip(*parts, strict=True))
+    weights = unpack_panels(packed, n_out, torch.bfloat16, _unpack_codes, gated=gated)
+    return [(qdata, scale[..., 0]) for qdata, scale in weights]
 
 
 def _pack_codes(qdata: Tensor, blocks: int) -> Tensor:

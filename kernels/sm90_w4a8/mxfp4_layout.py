@@ -16,6 +16,8 @@ scale here; `unpack` gives it 1, as the format does. Columns behind the last are
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -23,42 +25,40 @@ from moequant.errors import UnsupportedError
 from moequant.kernels.sm90.panels import (
     CODE_BYTES,
     PANEL_COLUMNS,
-    rows_of_panels,
-    rows_of_weights,
+    PANEL_ROWS,
+    pack_panels,
+    unpack_panels,
+    whole_blocks,
 )
 
-PANEL_BYTES = CODE_BYTES + 512
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PANEL_BYTES = CODE_BYTES + PANEL_ROWS * 4
 _LARGEST = 12
 _ONE = 127  # the E8M0 byte of 1
 
 
-def pack(qdata: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Pack the experts' weights, gate and up together.
+def pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """Pack the experts' weights.
 
     Args:
-        qdata: [E, N, K / 2] uint8, two codes a byte, the first in the low half; of gate if `up` is
-            given. K is a multiple of 32.
-        scale: [E, N, K / 32] float8_e8m0fnu.
-        up: the same of up.
+        weights: by projection, gate and up, or one; of each, codes [E, N, K / 2] uint8, two a byte,
+            the first in the low half, and scales [E, N, K / 32] float8_e8m0fnu. K is a multiple of
+            32.
 
     Returns:
         [E, panels, ceil(K / 128), PANEL_BYTES] uint8.
 
     Raises:
-        UnsupportedError: the scales of a row's 128 columns lie more than eleven octaves apart.
+        UnsupportedError: the scales of a row's 128 columns lie more than eleven octaves apart; the
+            message names the projection and the expert.
     """
-    blocks = -(-qdata.shape[-1] * 2 // PANEL_COLUMNS)
-    both = [(qdata, scale), *([up] if up else [])]
-    codes = rows_of_panels(*(_whole_blocks(q, blocks) for q, _ in both))
-    scales = rows_of_panels(*(_scale_words(q, s, blocks) for q, s in both))
-    E, P, *_ = codes.shape
-    packed = torch.empty(E, P, blocks, PANEL_BYTES, dtype=torch.uint8, device=qdata.device)
-    for e in range(E):  # an expert at a time: what is made on the way is several times as large
-        packed[e, :, :, :CODE_BYTES] = _pack_codes(codes[e], blocks)
-        # [P, block, warp, a, half, b, K / 128]
-        words = scales[e].permute(0, 6, 2, 3, 5, 1, 4).reshape(P, blocks, -1).contiguous()
-        packed[e, :, :, CODE_BYTES:] = words.view(torch.uint8)
-    return packed
+    codes, scales = [], []
+    for projection, (qdata, scale) in weights.items():
+        codes.append(whole_blocks(qdata, PANEL_COLUMNS // 2))
+        scales.append(_scale_words(codes[-1], scale, projection)[..., None])
+    return pack_panels(codes, scales, _pack_codes)
 
 
 def unpack(packed: Tensor, n_out: int, K: int, *, gated: bool) -> list[tuple[Tensor, Tensor]]:
@@ -73,45 +73,26 @@ def unpack(packed: Tensor, n_out: int, K: int, *, gated: bool) -> list[tuple[Ten
     Returns:
         Those of the weight, or those of gate and then those of up.
     """
-    E, P, blocks, _ = packed.shape
-    sizes = (P, 2, 4, 4, 2, 2)  # panel, block, warp, a, half, b
-    codes = packed.new_empty(E, *sizes, blocks * PANEL_COLUMNS // 2)
-    scales = packed.new_empty(E, *sizes, blocks, dtype=torch.int32)
-    for e in range(E):  # as in `pack`
-        codes[e] = _unpack_codes(packed[e, :, :, :CODE_BYTES])
-        # [P, K / 128, warp, a, b, block, half]
-        words = packed[e, :, :, CODE_BYTES:].contiguous().view(torch.int32)
-        scales[e] = words.view(P, blocks, 4, 4, 2, 2, 2).permute(0, 5, 2, 3, 6, 4, 1)
-    parts = zip(*(rows_of_weights(t, n_out, gated=gated) for t in (codes, scales)), strict=True)
-    return [_weight(qdata, words, K) for qdata, words in parts]
+    weights = unpack_panels(packed, n_out, torch.int32, _unpack_codes, gated=gated)
+    return [_weight(qdata, words[..., 0], K) for qdata, words in weights]
 
 
-def _whole_blocks(qdata: Tensor, blocks: int) -> Tensor:
-    """[E, N, K / 2] with zeros behind the last column."""
-    return torch.nn.functional.pad(qdata, (0, blocks * PANEL_COLUMNS // 2 - qdata.shape[-1]))
-
-
-def _used(qdata: Tensor, blocks: int) -> Tensor:
+def _used(qdata: Tensor) -> Tensor:
     """[E, N, blocks, 4] bool: the groups of 32 columns that are not zeros."""
-    used: Tensor = (_whole_blocks(qdata, blocks) & 0x77).bool()
-    return used.view(*qdata.shape[:-1], blocks, 4, 16).any(-1)
+    used: Tensor = (qdata & 0x77).bool().view(*qdata.shape[:-1], -1, 4, 16)
+    return used.any(-1)
 
 
-def _scale_words(qdata: Tensor, scale: Tensor, blocks: int) -> Tensor:
-    """The words of scales, int32 [E, N, blocks]."""
-    if qdata.device.type == "meta":
-        return qdata.new_empty((*qdata.shape[:-1], blocks), dtype=torch.int32)
-    used = _used(qdata, blocks)
-    exponent = scale.view(torch.uint8)
-    exponent = torch.nn.functional.pad(exponent, (0, blocks * 4 - exponent.shape[-1]))
-    exponent = torch.where(used, exponent.view(used.shape).int(), 0)
+def _scale_words(qdata: Tensor, scale: Tensor, projection: str) -> Tensor:
+    """The words of scales, int32 [E, N, blocks], of codes that fill their blocks."""
+    used = _used(qdata)
+    if used.device.type == "meta":
+        return used.new_empty(used.shape[:-1], dtype=torch.int32)
+    exponent = whole_blocks(scale.view(torch.uint8), 4).view(used.shape).int()
+    exponent = torch.where(used, exponent, 0)
     largest = exponent.amax(-1, keepdim=True)
     shift = torch.where(used, _LARGEST + exponent - largest, 1)
-    if used.numel() and (apart := _LARGEST - int(shift.min())) >= _LARGEST:
-        raise UnsupportedError(
-            f"the scales of 128 columns of a row lie {apart} octaves apart, and FP8 products take "
-            f"{_LARGEST - 1} at most; leave activations unquantized, or name another backend"
-        )
+    _check_distances(_LARGEST - shift, projection)
     largest = largest[..., 0]
     # bfloat16 bits of 2 ** (largest - 127): subnormal for 0, NaN for 255.
     word = torch.where(largest == 0, 0x40, torch.where(largest == 255, 0x7FC0, largest << 7))
@@ -120,12 +101,29 @@ def _scale_words(qdata: Tensor, scale: Tensor, blocks: int) -> Tensor:
     return word
 
 
+def _check_distances(octaves: Tensor, projection: str) -> None:
+    """Check how far the scales [E, N, blocks, 4] of groups are below the largest of their block.
+
+    Raises:
+        UnsupportedError: further than the kernel can shift; names the first expert.
+    """
+    if octaves.numel() == 0 or int(octaves.max()) < _LARGEST:
+        return
+    furthest = octaves.flatten(1).amax(1)
+    expert = int((furthest >= _LARGEST).nonzero()[0])
+    raise UnsupportedError(
+        f"{projection} of expert {expert}: the scales of 128 columns of a row lie "
+        f"{int(furthest[expert])} octaves apart, but FP8 products take at most {_LARGEST - 1}; "
+        'load the experts with backend="triton", or with activations="none"'
+    )
+
+
 def _weight(qdata: Tensor, words: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """Codes and E8M0 scales of a weight of K columns, from whole blocks."""
     bits = words & 0xFFFF
     largest = torch.where(bits == 0x40, 0, torch.where(bits == 0x7FC0, 255, bits >> 7))
     shift = torch.stack([words >> (16 + 4 * group) & 15 for group in range(4)], -1)
-    used = _used(qdata, words.shape[-1])
+    used = _used(qdata)
     exponent = torch.where(used, largest[..., None] + shift - _LARGEST, _ONE).flatten(-2)
     scale = exponent[..., : K // 32].to(torch.uint8).contiguous().view(torch.float8_e8m0fnu)
     return qdata[..., : K // 2].contiguous(), scale

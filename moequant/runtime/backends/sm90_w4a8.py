@@ -38,8 +38,8 @@ class W4a8Panels(Layout):
     version = 1
     format: ClassVar[str] = "w4a8"
 
-    def _pack(self, *weights: tuple[Tensor, Tensor]) -> Tensor:
-        return int4_layout.pack(*weights[0], *weights[1:])
+    def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        return int4_layout.pack(weights)
 
     def _unpack(
         self, packed: Tensor, n_out: int, K: int, *, gated: bool
@@ -53,9 +53,10 @@ class W4a8Panels(Layout):
                 f"the layout {self.name} holds {self.format}, but these weights are "
                 f"{weights.format}; use another backend"
             )
-        *first, down = ((q.qdata, q.scale) for q in weights.projections().values())
+        first = {name: (q.qdata, q.scale) for name, q in weights.projections().items()}
+        down = {"down": first.pop("down")}
         biases = stack_biases(weights, weights.intermediate)
-        return {"w13_panels": self._pack(*first), "w2_panels": self._pack(down), **biases}
+        return {"w13_panels": self._pack(first), "w2_panels": self._pack(down), **biases}
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
         """See `Layout.unpack`; codes and scales are copies."""
@@ -71,8 +72,8 @@ class Mxfp4Panels(W4a8Panels):
     name = "mxfp4_fp8_panels"
     format = "mxfp4"
 
-    def _pack(self, *weights: tuple[Tensor, Tensor]) -> Tensor:
-        return mxfp4_layout.pack(*weights[0], *weights[1:])
+    def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        return mxfp4_layout.pack(weights)
 
     def _unpack(
         self, packed: Tensor, n_out: int, K: int, *, gated: bool

@@ -25,7 +25,7 @@ def decode_4(word):
     return of_bytes.view(torch.float8_e4m3fn).float() * 256
 
 
-def read(packed, gated):
+def read(held_rows, packed, *, gated):
     """What threads hold: codes and scales [E, matrices, rows, K or K / 128], by weight row.
 
     Thread t of a warpgroup reads 16 bytes of codes twice a block of 64 weight rows, and 4 bytes of
@@ -41,22 +41,16 @@ def read(packed, gated):
     parts = packed[..., CODE_BYTES:].contiguous().view(torch.bfloat16).float()
     parts = parts.view(E, P, blocks, 32, 2, 2)
     column = torch.arange(4)
-    for thread in range(128):
-        warp, f, quad = thread // 32, thread % 32 // 4, thread % 4
-        for block in range(2):
-            for half in range(2):
-                if gated:
-                    matrix, row = block, 16 * warp + f // 2 * 4 + half * 2 + f % 2
-                else:
-                    matrix, row = 0, 32 * warp + f // 2 * 8 + block * 4 + half * 2 + f % 2
-                of_panel = torch.arange(P) * (rows // P) + row
-                scales[:, matrix, of_panel] = parts[:, :, :, thread // 4, block, half]
-                for index in range(8):  # word `index` of the thread is half of MMA index // 2
-                    word = words[:, :, :, block, index // 4, thread, index % 4]
-                    at = 32 * (index // 2) + 16 * (index % 2) + 4 * quad + column
-                    at = (torch.arange(blocks)[:, None] * 128 + at).flatten()
-                    value = decode_4(word >> 4 * half).flatten(2)
-                    codes[:, matrix, of_panel[:, None], at] = value
+    for thread, block, half, matrix, row in held_rows(gated=gated):
+        quad = thread % 4
+        of_panel = torch.arange(P) * (rows // P) + row
+        scales[:, matrix, of_panel] = parts[:, :, :, thread // 4, block, half]
+        for index in range(8):  # word `index` of the thread is half of MMA index // 2
+            word = words[:, :, :, block, index // 4, thread, index % 4]
+            at = 32 * (index // 2) + 16 * (index % 2) + 4 * quad + column
+            at = (torch.arange(blocks)[:, None] * 128 + at).flatten()
+            value = decode_4(word >> 4 * half).flatten(2)
+            codes[:, matrix, of_panel[:, None], at] = value
     return codes, scales
 
 
@@ -65,22 +59,22 @@ def codes_of(qdata):
 
 
 @pytest.mark.parametrize("N", [128, 192, 640])
-def test_threads_read_the_codes_and_scales_of_their_rows(N):
+def test_threads_read_the_codes_and_scales_of_their_rows(held_rows, N):
     qdata, scale = weight(N, 0)
-    packed = pack(qdata, scale)
+    packed = pack({"down": (qdata, scale)})
     assert packed.shape == (E, panels(N, gated=False), K // 128, PANEL_BYTES)
-    codes, scales = read(packed, gated=False)
+    codes, scales = read(held_rows, packed, gated=False)
     assert torch.equal(codes[:, 0, :N], codes_of(qdata))
     assert torch.equal(scales[:, 0, :N], scale.float())
     assert not codes[:, 0, N:].any()
 
 
 @pytest.mark.parametrize("N", [64, 128, 320])
-def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(N):
+def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(held_rows, N):
     gate, up = weight(N, 0), weight(N, 1)
-    packed = pack(*gate, up)
+    packed = pack({"gate": gate, "up": up})
     assert packed.shape == (E, panels(N, gated=True), K // 128, PANEL_BYTES)
-    codes, scales = read(packed, gated=True)
+    codes, scales = read(held_rows, packed, gated=True)
     for matrix, (qdata, scale) in enumerate((gate, up)):
         assert torch.equal(codes[:, matrix], codes_of(qdata))
         assert torch.equal(scales[:, matrix], scale.float())
@@ -89,8 +83,8 @@ def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(N):
 @pytest.mark.parametrize("N", [64, 128, 192, 640])
 def test_unpacking_gives_the_bits_of_every_code_and_scale(N):
     gate, up = weight(N, 0), weight(N, 1)
-    (single,) = unpack(pack(*gate), N, gated=False)
-    of_gate, of_up = unpack(pack(*gate, up), N, gated=True)
+    (single,) = unpack(pack({"up": gate}), N, gated=False)
+    of_gate, of_up = unpack(pack({"gate": gate, "up": up}), N, gated=True)
     for got, want in ((single, gate), (of_gate, gate), (of_up, up)):
         for tensor, other in zip(got, want, strict=True):
             assert tensor.dtype == other.dtype
@@ -98,20 +92,21 @@ def test_unpacking_gives_the_bits_of_every_code_and_scale(N):
             assert tensor.is_contiguous()
 
 
-def test_all_sixteen_codes_decode_to_themselves():
+def test_all_sixteen_codes_decode_to_themselves(held_rows):
     qdata = torch.arange(256, dtype=torch.uint8).repeat(128, 1).view(1, 128, 256)[..., : K // 2]
     qdata = torch.cat([qdata, 255 - qdata]).contiguous()
-    codes, _ = read(pack(qdata, torch.ones(E, 128, K // 128).bfloat16()), gated=False)
+    scale = torch.ones(E, 128, K // 128).bfloat16()
+    codes, _ = read(held_rows, pack({"up": (qdata, scale)}), gated=False)
     assert torch.equal(codes[:, 0], codes_of(qdata))
     assert codes.unique().tolist() == list(range(-8, 8))
 
 
 def test_panels_hold_as_many_bytes_as_codes_and_scales():
     qdata, scale = weight(256, 0)
-    assert pack(qdata, scale).nbytes == qdata.nbytes + scale.nbytes
+    assert pack({"up": (qdata, scale)}).nbytes == qdata.nbytes + scale.nbytes
 
 
 def test_shapes_are_known_without_data():
-    qdata, scale = (t.to("meta") for t in weight(192, 0))
-    assert pack(qdata, scale).shape == (E, 2, K // 128, PANEL_BYTES)
-    assert pack(qdata, scale, (qdata, scale)).shape == (E, 3, K // 128, PANEL_BYTES)
+    meta = tuple(t.to("meta") for t in weight(192, 0))
+    assert pack({"down": meta}).shape == (E, 2, K // 128, PANEL_BYTES)
+    assert pack({"gate": meta, "up": meta}).shape == (E, 3, K // 128, PANEL_BYTES)

@@ -22,6 +22,10 @@ def weight(N, K, seed=0):
     return quantize(x.flatten(-2), "mxfp4")
 
 
+def parts(w):
+    return w.qdata, w.scale
+
+
 def table(exponent):
     """The kernel's E4M3 numbers of the eight magnitudes, float32 [..., 8]; int64 exponents."""
     words = exponent * 0x08080800 + 0x0C080000, exponent * 0x08080808 + 0x1C181410
@@ -29,7 +33,7 @@ def table(exponent):
     return torch.stack(every, -1).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def read(packed, gated):
+def read(held_rows, packed, *, gated):
     """What threads hold, [E, matrices, rows, K] float32, by weight row.
 
     Which row and columns a word has is as in test_int4_layout.
@@ -44,42 +48,36 @@ def read(packed, gated):
     codes = words(packed[..., :CODE_BYTES], 2, 2, 128, 4)
     scales = words(packed[..., CODE_BYTES:], 32, 2, 2)
     of_panel = torch.arange(P) * (rows // P)
-    for thread in range(128):
-        warp, f, quad = thread // 32, thread % 32 // 4, thread % 4
-        for block in range(2):
-            for half in range(2):
-                if gated:
-                    matrix, row = block, 16 * warp + f // 2 * 4 + half * 2 + f % 2
-                else:
-                    matrix, row = 0, 32 * warp + f // 2 * 8 + block * 4 + half * 2 + f % 2
-                scale = scales[:, :, :, thread // 4, block, half]
-                of_block = (scale & 0xFFFF).int().bitwise_left_shift(16).view(torch.float32)
-                for index in range(8):
-                    word = codes[:, :, :, block, index // 4, thread, index % 4]
-                    magnitudes = table(scale >> (16 + 4 * (index // 2)) & 15)
-                    for i in range(4):
-                        picked = word >> (16 * half + 4 * i) & 7
-                        sign = 1 - 2 * (word >> (8 * i + 7 - 4 * half) & 1)
-                        value = magnitudes.gather(-1, picked[..., None])[..., 0] * sign
-                        column = 32 * (index // 2) + 16 * (index % 2) + 4 * quad + i
-                        at = torch.arange(blocks) * 128 + column
-                        weights[:, matrix, (of_panel + row)[:, None], at] = value * of_block / 64
+    for thread, block, half, matrix, row in held_rows(gated=gated):
+        quad = thread % 4
+        scale = scales[:, :, :, thread // 4, block, half]
+        of_block = (scale & 0xFFFF).int().bitwise_left_shift(16).view(torch.float32)
+        for index in range(8):
+            word = codes[:, :, :, block, index // 4, thread, index % 4]
+            magnitudes = table(scale >> (16 + 4 * (index // 2)) & 15)
+            for i in range(4):
+                picked = word >> (16 * half + 4 * i) & 7
+                sign = 1 - 2 * (word >> (8 * i + 7 - 4 * half) & 1)
+                value = magnitudes.gather(-1, picked[..., None])[..., 0] * sign
+                column = 32 * (index // 2) + 16 * (index % 2) + 4 * quad + i
+                at = torch.arange(blocks) * 128 + column
+                weights[:, matrix, (of_panel + row)[:, None], at] = value * of_block / 64
     return weights
 
 
 @pytest.mark.parametrize(("N", "K"), [(128, 256), (192, 96), (320, 160)])
-def test_threads_decode_the_weights_of_their_rows(N, K):
+def test_threads_decode_the_weights_of_their_rows(held_rows, N, K):
     w = weight(N, K)
-    weights = read(pack(w.qdata, w.scale), gated=False)
+    weights = read(held_rows, pack({"up": parts(w)}), gated=False)
     assert torch.equal(weights[:, 0, :N, :K], dequantize(w).float())
     assert not weights[:, :, N:].any()
     assert not weights[..., K:].any()
 
 
 @pytest.mark.parametrize(("N", "K"), [(64, 128), (160, 96)])
-def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(N, K):
+def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(held_rows, N, K):
     gate, up = weight(N, K), weight(N, K, seed=1)
-    weights = read(pack(gate.qdata, gate.scale, (up.qdata, up.scale)), gated=True)
+    weights = read(held_rows, pack({"gate": parts(gate), "up": parts(up)}), gated=True)
     for matrix, w in enumerate((gate, up)):
         assert torch.equal(weights[:, matrix, :N, :K], dequantize(w).float())
 
@@ -87,11 +85,11 @@ def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(N, K):
 @pytest.mark.parametrize(("N", "K"), [(128, 256), (192, 96)])
 def test_unpacked_panels_are_the_bits_they_were_made_of(N, K):
     gate, up = weight(N, K), weight(N, K, seed=1)
-    packed = pack(gate.qdata, gate.scale, (up.qdata, up.scale))
+    packed = pack({"gate": parts(gate), "up": parts(up)})
     for w, (qdata, scale) in zip((gate, up), unpack(packed, N, K, gated=True), strict=True):
         assert torch.equal(qdata, w.qdata)
         assert torch.equal(scale.view(torch.uint8), w.scale.view(torch.uint8))
-    ((qdata, _),) = unpack(pack(gate.qdata, gate.scale), N, K, gated=False)
+    ((qdata, _),) = unpack(pack({"up": parts(gate)}), N, K, gated=False)
     assert torch.equal(qdata, gate.qdata)
 
 
@@ -111,31 +109,47 @@ def of_exponents(*bytes_of_groups):
 
 def test_scales_up_to_eleven_octaves_apart_fold_and_others_are_refused():
     w = of_exponents(127, 116, 120, 121)
-    ((qdata, scale),) = unpack(pack(w.qdata, w.scale), 1, 128, gated=False)
+    ((qdata, scale),) = unpack(pack({"up": parts(w)}), 1, 128, gated=False)
     assert torch.equal(scale.view(torch.uint8), w.scale.view(torch.uint8))
     assert torch.equal(qdata, w.qdata)
     w = of_exponents(127, 115, 120, 121)
-    with pytest.raises(UnsupportedError, match="lie 12 octaves apart, and FP8 products take 11"):
-        pack(w.qdata, w.scale)
+    with pytest.raises(UnsupportedError):
+        pack({"up": parts(w)})
     w.qdata[..., 16:32] = 0x80  # zeros: that scale counts nothing
-    ((_, scale),) = unpack(pack(w.qdata, w.scale), 1, 128, gated=False)
+    ((_, scale),) = unpack(pack({"up": parts(w)}), 1, 128, gated=False)
     assert scale.view(torch.uint8).tolist() == [[[127, 127, 120, 121]]]
+
+
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_scales_too_far_apart_are_refused_by_projection_and_expert(projection):
+    near, far = (of_exponents(127, byte, 120, 121) for byte in (116, 114))
+    qdata, scale = (torch.cat(pair) for pair in zip(parts(near), parts(far), strict=True))
+    fine = (
+        {"down": parts(near)} if projection == "down" else {p: parts(near) for p in ("gate", "up")}
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        pack(fine | {projection: (qdata, scale)})
+    assert str(refused.value) == (
+        f"{projection} of expert 1: the scales of 128 columns of a row lie 13 octaves apart, but "
+        'FP8 products take at most 11; load the experts with backend="triton", or with '
+        'activations="none"'
+    )
 
 
 @pytest.mark.parametrize("byte", [0, 1, 254])
 def test_scales_at_the_ends_of_their_range_survive(byte):
     w = of_exponents(byte, byte, byte, byte)
-    ((_, scale),) = unpack(pack(w.qdata, w.scale), 1, 128, gated=False)
+    ((_, scale),) = unpack(pack({"up": parts(w)}), 1, 128, gated=False)
     assert torch.equal(scale.view(torch.uint8), w.scale.view(torch.uint8))
 
 
 def test_panels_hold_as_many_bytes_as_codes_and_scales():
     w = weight(256, 256)
-    assert pack(w.qdata, w.scale).nbytes == w.qdata.nbytes + w.scale.nbytes
+    assert pack({"up": parts(w)}).nbytes == w.qdata.nbytes + w.scale.nbytes
 
 
 def test_shapes_are_known_without_data():
     w = weight(192, 96)
-    qdata, scale = w.qdata.to("meta"), w.scale.to("meta")
-    assert pack(qdata, scale).shape == (E, 2, 1, PANEL_BYTES)
-    assert pack(qdata, scale, (qdata, scale)).shape == (E, 3, 1, PANEL_BYTES)
+    meta = w.qdata.to("meta"), w.scale.to("meta")
+    assert pack({"down": meta}).shape == (E, 2, 1, PANEL_BYTES)
+    assert pack({"gate": meta, "up": meta}).shape == (E, 3, 1, PANEL_BYTES)
