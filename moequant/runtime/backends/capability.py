@@ -13,6 +13,28 @@ from moequant.kernels.cuda_driver import why_no_compiler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moequant.runtime.workload import Workload
+
+
+def why_not_kernels_for(
+    workload: Workload, formats: tuple[str, ...], *, activations: str
+) -> str | None:
+    """Why CUDA kernels for `formats` do not run `workload` on any GPU; None if they do.
+
+    Args:
+        workload: the layer.
+        formats: names of formats.
+        activations: the one scheme that the kernels take.
+    """
+    if workload.format not in formats:
+        return f"runs only {' and '.join(formats)}"
+    if workload.activations != activations:
+        wanted = "that are not quantized" if activations == "none" else f"in {activations}"
+        return f"takes only activations {wanted}"
+    if workload.experts == 0:
+        return "needs at least one expert"
+    return None if workload.device.type == "cuda" else "needs a CUDA device"
+
 
 def why_not_capable(
     device: torch.device, wanted: str, suits: Callable[[tuple[int, int]], bool]

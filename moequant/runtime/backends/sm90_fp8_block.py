@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_sm90_nvrtc
+from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
 from moequant.runtime.backends.sm90 import Sm90Experts
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class Sm90Fp8Block(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
-        reason = why_not_fp8_block(workload)
-        return why_not_sm90_nvrtc(workload.device) if reason is None else reason
+        return why_not_fp8_block(workload) or why_not_sm90_nvrtc(workload.device)
 
     def serves(self, target: str) -> Collection[str]:
         """See `Backend.serves`."""
@@ -60,13 +59,10 @@ class Sm90Fp8Block(Backend):
 
 def why_not_fp8_block(workload: Workload) -> str | None:
     """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
-    if workload.format != "fp8_block":
-        return "runs only fp8_block"
-    if workload.activations != "fp8_group128":
-        return "takes only activations in fp8_group128"
+    reason = why_not_kernels_for(workload, ("fp8_block",), activations="fp8_group128")
+    if reason is not None:
+        return reason
     for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
         if size % _ROW_MULTIPLE:
             return f"needs {name} to be a multiple of {_ROW_MULTIPLE}"
-    if workload.experts == 0:
-        return "needs at least one expert"
-    return None if workload.device.type == "cuda" else "needs a CUDA device"
+    return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moequant.errors import UnsupportedError
 from moequant.kernels.sm90_w4a16 import layout
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_sm90_nvrtc
+from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.sm90 import Sm90Experts, weights_of_panels
 from moequant.runtime.backends.stacked import stack_biases
@@ -84,15 +84,8 @@ class Sm90W4a16(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs nvfp4 or mxfp4, activations that are not quantized, SM90, triton and NVRTC."""
-        if workload.format not in _FORMATS:
-            return f"runs only {' and '.join(_FORMATS)}"
-        if workload.activations != "none":
-            return "takes only activations that are not quantized"
-        if workload.experts == 0:
-            return "needs at least one expert"
-        if workload.device.type != "cuda":
-            return "needs a CUDA device"
-        return why_not_sm90_nvrtc(workload.device)
+        reason = why_not_kernels_for(workload, _FORMATS, activations="none")
+        return reason or why_not_sm90_nvrtc(workload.device)
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moequant.errors import UnsupportedError
 from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_sm90_nvrtc
+from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.sm90 import Sm90Experts, weights_of_panels
 from moequant.runtime.backends.stacked import stack_biases
@@ -98,15 +98,8 @@ class Sm90W4a8(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs the format of its layout, activations in FP8 per token, SM90, triton and NVRTC."""
-        if workload.format != self.layout.format:
-            return f"runs only {self.layout.format}"
-        if workload.activations != "fp8_token":
-            return "takes only activations in fp8_token"
-        if workload.experts == 0:
-            return "needs at least one expert"
-        if workload.device.type != "cuda":
-            return "needs a CUDA device"
-        return why_not_sm90_nvrtc(workload.device)
+        reason = why_not_kernels_for(workload, (self.layout.format,), activations="fp8_token")
+        return reason or why_not_sm90_nvrtc(workload.device)
 
     def serves(self, target: str) -> Collection[str]:
         """See `Backend.serves`."""
