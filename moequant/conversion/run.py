@@ -220,7 +220,7 @@ class _Run(threading.local):
             # All other workers may be waiting, too, so this one must help.
             if writer.digest(COPY_CHUNK_BYTES) or writer.wait_for_disk():
                 continue
-            if not writer.is_behind and all(one.done() for one in filling.finishing):
+            if not writer.has_pending_work and all(one.done() for one in filling.finishing):
                 # What waits lies beyond a gap that only remaining items fill: parts of stacks and
                 # tensors of odd sizes are not written in the file's order.
                 return

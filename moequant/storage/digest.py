@@ -91,7 +91,7 @@ class GrowingDigest:
             self._digesting.release()
 
     @property
-    def is_behind(self) -> bool:
+    def has_pending_bytes(self) -> bool:
         """Whether there are undigested bytes before the first gap."""
         return self._digested < self._whole
 

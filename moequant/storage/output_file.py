@@ -110,12 +110,12 @@ class OutputFile:
         return bool(under_way)
 
     @property
-    def is_behind(self) -> bool:
+    def has_pending_work(self) -> bool:
         """Whether `digest` could go on, or a direct write is in progress.
 
         What waits for neither lies beyond a gap, until that is filled.
         """
-        return self._digest.is_behind or bool(self._under_way)
+        return self._digest.has_pending_bytes or bool(self._under_way)
 
     def finish(self) -> tuple[int, str]:
         """Digest the rest, fsync and close; returns size in bytes and SHA-256 in hex."""

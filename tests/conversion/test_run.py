@@ -224,7 +224,7 @@ def test_a_thread_that_failed_fails_again_for_the_same_reason(source, tmp_path, 
 def test_nobody_waits_for_what_is_shared_with_a_failed_shard(
     source, tmp_path, monkeypatch, little_memory
 ):
-    digest, is_behind = OutputFile.digest, OutputFile.is_behind.fget
+    digest, has_pending_work = OutputFile.digest, OutputFile.has_pending_work.fget
 
     def fails(file):
         return file.path.name.startswith("model-00002-")
@@ -236,8 +236,8 @@ def test_nobody_waits_for_what_is_shared_with_a_failed_shard(
 
     monkeypatch.setattr(OutputFile, "digest", fail)
     # As if all that is shared with it lay beyond a hole.
-    behind = property(lambda file: not fails(file) and is_behind(file))
-    monkeypatch.setattr(OutputFile, "is_behind", behind)
+    pending = property(lambda file: not fails(file) and has_pending_work(file))
+    monkeypatch.setattr(OutputFile, "has_pending_work", pending)
     with pytest.raises(MoequantError, match="the second fails"):
         convert(source, tmp_path / "out", workers=2, format="nvfp4", max_shard_size="1MB")
 

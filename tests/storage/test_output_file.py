@@ -322,14 +322,14 @@ def test_a_file_has_work_pending_until_its_memory_is_released(tmp_path: Path) ->
     file = OutputFile(tmp_path / "file", LARGE)
     file.write_shared(0, shared(0, LARGE), release)
     file.digest(LARGE)
-    assert file.is_behind
+    assert file.has_pending_work
     assert released == [1]
     go_on.set()
     assert file.wait_for_disk()
     assert released == [1, 1]
     while file.wait_for_disk():
         pass
-    assert not file.is_behind
+    assert not file.has_pending_work
     file.abort()
 
 
