@@ -29,6 +29,13 @@ OTHER_WEIGHTS = (
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 2048
 """Linux's limits, with room for the folder's own path."""
 
+UNFINISHED = (
+    "an unfinished conversion, interrupted or still running; if it was interrupted, run the same "
+    "moequant convert command again to finish it; if it ended with an error about a weight, do "
+    "what the error said, because it would end there again"
+)
+"""What messages say of a work folder."""
+
 # Files that a conversion writes itself, at the top level of a checkpoint.
 _WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
 
@@ -55,11 +62,7 @@ def check_is_checkpoint(root: Path) -> None:
             f"{root}: not a checkpoint, but a folder that moequant prepare wrote; give {instead}"
         )
     if begun:
-        raise CheckpointError(
-            f"{root}: an unfinished conversion, interrupted or still running; if it was "
-            "interrupted, run the same moequant convert command again to finish it; if it ended "
-            "with an error about a weight, do what the error said, because it would end there again"
-        )
+        raise CheckpointError(f"{root}: {UNFINISHED}")
 
 
 def is_prepared_folder(path: Path) -> bool:

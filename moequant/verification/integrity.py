@@ -24,7 +24,7 @@ from moequant.storage.files import (
     RECORD_FILE,
     WORK_FOLDER,
 )
-from moequant.storage.folder import is_inner_name
+from moequant.storage.folder import UNFINISHED, is_inner_name
 from moequant.storage.reader import FixedFile
 from moequant.verification.findings import Findings, cut
 from moequant.verification.report import IntegrityReport
@@ -78,11 +78,7 @@ def check_integrity(
     record = read_document(FixedFile.at(path / RECORD_FILE))
     findings = Findings()
     if is_unfinished(path):
-        findings.add(
-            "files",
-            WORK_FOLDER,
-            "an unfinished conversion that will replace this one; the same command finishes it",
-        )
+        findings.add("files", WORK_FOLDER, f"{UNFINISHED}; it will replace this checkpoint")
     recorded = [*_recorded(record, findings), *_recorded_prepared(path, findings)]
     files = _open_files(path, recorded, findings)
     known = {entry.file for entry in recorded}

@@ -87,4 +87,4 @@ def test_an_old_output_that_is_being_replaced_is_read_as_long_as_it_is_whole(
     assert load_experts(out, 0).weights.format == "fp8_block"
     (problem,) = check_integrity(out).problems
     assert problem.name == ".moequant"
-    assert "will replace this one" in problem.message
+    assert "will replace this checkpoint" in problem.message

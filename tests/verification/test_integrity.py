@@ -13,6 +13,7 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError
 from moequant.preparation import prepare
 from moequant.progress import SilentProgress
+from moequant.storage.folder import UNFINISHED
 from moequant.verification import check_integrity, verify
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "300KB"}
@@ -127,6 +128,7 @@ def test_an_unfinished_conversion_is_named(source, copy):
     Journal(copy).begin({})
     (problem,) = check_integrity(copy).problems
     assert problem.name == ".moequant"
+    assert problem.message == f"{UNFINISHED}; it will replace this checkpoint"
 
 
 @pytest.mark.parametrize(
