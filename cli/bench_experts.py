@@ -58,7 +58,7 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
 @click.option("--backend", metavar="NAME", help="Backend to time; by default the best.")
 @click.option(
     "--against", metavar="NAME,...", default="",
-    help="Also time other backends, grouped_mm (torch in BF16) or vllm.",
+    help="Also time other backends, grouped_mm (torch in BF16), vllm or humming.",
 )  # fmt: skip
 @click.option("--stages", is_flag=True, help="Also time each kernel launch separately.")
 @click.option("--host", is_flag=True, help="Also time the host side of an eager call.")

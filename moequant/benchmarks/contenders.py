@@ -4,6 +4,7 @@ NAME of a backend   FusedExperts with it
 grouped_mm          torch's grouped GEMM over the experts in BF16: what a user has without
 quantizing
 vllm                vLLM's Triton experts, if vLLM is installed; fp8_block only
+humming             Humming's experts, if humming-kernels is installed; see humming.py
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from moequant.act_fn import SILU, SWIGLUOAI
+from moequant.benchmarks.humming import humming
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize, get_format
 from moequant.runtime import FusedExperts
@@ -49,7 +51,7 @@ def check_known(names: Iterable[str]) -> None:
 
 def takes_absent_ids(name: str) -> bool:
     """Whether the contender `name` takes ids of -1, as every backend does."""
-    return name not in _OTHERS
+    return name not in _OTHERS or name == "humming"
 
 
 def make_contender(
@@ -173,4 +175,5 @@ def _vllm(weights: ExpertWeights, scheme: str) -> Experts:
 _OTHERS: dict[str, Callable[[ExpertWeights, str], Experts]] = {
     "grouped_mm": _grouped_mm,
     "vllm": _vllm,
+    "humming": humming,
 }

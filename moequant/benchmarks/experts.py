@@ -291,9 +291,10 @@ def _right(
         else:
             try:
                 check_output(who, experts(*call.arguments), want, pick, most=_PEERS_CALC_DIFF)
-            # RuntimeError: what other packages raise, also out of memory.
-            except (MoequantError, RuntimeError) as error:
-                refusals.setdefault(name, f"at {where}: {str(error).splitlines()[0]}")
+            # The others are what other packages raise: RuntimeError also where memory is short.
+            except (MoequantError, RuntimeError, AssertionError, ValueError) as error:
+                reason = (str(error) or repr(error)).splitlines()[0]
+                refusals.setdefault(name, f"at {where}: {reason}")
                 continue
         yield name, experts
 
