@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,8 @@ from moequant.cli.output import Output, count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from moequant.runtime.activations import ActivationsChoice
 
 _MAX_DIGITS = 18
 """Most digits of an id; more do not fit in int64."""
@@ -57,14 +59,7 @@ def _parse_ids(
     help="Device to run on: cpu, cuda or cuda:1.",
 )
 @click.option("--backend", metavar="NAME", help="Backend of the experts; by default the best.")
-@click.option(
-    "--activations",
-    type=click.Choice(["format", "none", "fp8_token"]),
-    default="format",
-    show_default=True,
-    help="format: quantize the experts' activations as the format's GEMM does; none: never; "
-    "fp8_token: to FP8 with a scale per token.",
-)
+@options.activations_option
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
@@ -91,7 +86,7 @@ def command(
     max_new_tokens: int,
     device: str,
     backend: str | None,
-    activations: Literal["format", "none", "fp8_token"],
+    activations: ActivationsChoice,
     temperature: float,
     seed: int,
     architecture: str | None,

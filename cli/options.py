@@ -146,8 +146,8 @@ activations_option = _name_option(
     "moequant.runtime.packing:ACTIVATIONS",
     default="format",
     show_default=True,
-    help="Quantization of activations: that of the format, none, or fp8_token (FP8, one scale per "
-    "token).",
+    help="Quantization of activations: that of the format, none, or the one named, such as "
+    "fp8_token (FP8, one scale per token).",
 )
 routing_option = _names_option(
     "--routing",

@@ -154,8 +154,8 @@ class Format:
     """Whether the weights of a fused set (gate and up of an expert) share an FP32 scale."""
     activations: ClassVar[str]
     """Activations of the format's GEMM: "fp8_group128", "fp8_token" or "none" (weight-only)."""
-    takes_static_scales: ClassVar[bool] = False
-    """Whether static scales of activations may come with the weights."""
+    static_activations: ClassVar[str | None] = None
+    """Their scheme where static scales of activations came with the weights; None if none may."""
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Allowed values of each option, the default first."""
     ordinary_error: ClassVar[float] = 0.0

@@ -54,12 +54,23 @@ class E8m0Format(Format):
         return self.element.encode(groups / decode_e8m0(scale)[..., None]).reshape(w.shape), scale
 
     def _exponent(self, groups: Tensor, rule: str) -> Tensor:
-        """Exponent of the scale of each group [..., N, K / 32, 32], int32; 0 for a zero group.
+        """Exponent of the scale of each group [..., N, K / 32, 32], int32; 0 for a zero group."""
+        amax = groups.abs().amax(-1)
+        return torch.where(amax == 0, 0, scale_exponent(amax, self.element.name, rule))
 
-        Denormal amax need no care: their exponent field reads as -127 or -126, and both end
-        clamped.
-        """
-        amax, element = groups.abs().amax(-1), self.element.name
-        bits = amax.view(torch.int32) + ROUND_UP_BITS[element][rule]
-        exponent = (bits >> 23) - 127 - EXPONENTS[element]
-        return torch.where(amax == 0, 0, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))
+
+def scale_exponent(amax: Tensor, element: str, rule: str) -> Tensor:
+    """Exponent of the scale of groups with the largest magnitude `amax`.
+
+    Denormal amax need no care: their exponent field reads as -127 or -126, and both end clamped.
+
+    Args:
+        amax: float32 [...], finite, not negative.
+        element: name of the element of codes, "e2m1" or "e4m3".
+        rule: "even", "floor" or "ceil", where the element has it.
+
+    Returns:
+        int32 [...], -127 to 127; -127 where `amax` is 0.
+    """
+    bits = amax.view(torch.int32) + ROUND_UP_BITS[element][rule]
+    return ((bits >> 23) - 127 - EXPONENTS[element]).clamp(-E8M0_BIAS, E8M0_BIAS)

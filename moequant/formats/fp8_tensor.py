@@ -18,4 +18,4 @@ class Fp8Tensor(Fp8Channel):
     uses = frozenset({"run"})
     options = {}  # noqa: RUF012
     block = (WHOLE, WHOLE)
-    takes_static_scales = True
+    static_activations = "fp8_static"

@@ -63,6 +63,7 @@ class Nvfp4(Format):
     scale_dtype = torch.float8_e4m3fn
     has_global_scale = True
     activations = "none"
+    static_activations = "nvfp4_static"
     ordinary_error = 0.0956
     least_scale = 2.0**-6
     options = {"global_scale": ("power_of_two", "exact"), "search": ("none", "mse")}  # noqa: RUF012

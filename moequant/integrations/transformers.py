@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from moequant.progress import Progress
+    from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.layer_reader import LayerReader
     from moequant.weights.converted import ConvertedCheckpoint
 
@@ -61,7 +62,7 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     backend: str | None = None,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     architecture: str | Path | None = None,
@@ -78,7 +79,7 @@ def load_model(
         device: the device of the whole model.
         backend: name of the experts' backend; by default the best one for the device.
         activations: "format" quantizes the experts' activations as the format's GEMM does, "none"
-            never does, "fp8_token" to FP8 with a scale per token.
+            never does, "fp8_token" to FP8 with a scale per token; others as `FusedExperts`.
         dtype: dtype of the rest of the model; by default the one in config.json.
         attn_implementation: as for `from_pretrained`.
         architecture: as for `load_experts`.
@@ -134,7 +135,7 @@ def replace_experts(
     checkpoint: str | Path,
     *,
     backend: str | None = None,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
     architecture: str | Path | None = None,
 ) -> None:
     """Replace the experts of a transformers model by those of a converted checkpoint.
@@ -230,7 +231,7 @@ def _load(
     layer: int,
     *,
     backend: str | None,
-    activations: Literal["format", "none", "fp8_token"],
+    activations: ActivationsChoice,
 ) -> ExpertsOfModel:
     everything = range(reader.converted.moe.experts)
     packed = reader.load(layer, everything, backend=backend, activations=activations)

@@ -13,6 +13,8 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.runtime.activations import (
+    FP8_SCHEMES,
+    GROUPS,
     QUANTIZED_DTYPE,
     Activations,
     quantize_activations,
@@ -36,7 +38,7 @@ class BatchedTokens:
     """Activations of the tokens of each expert, quantized by a scheme.
 
     Attributes:
-        scheme: one of `moequant.runtime.activations.SCHEMES`.
+        scheme: "none", or one of `moequant.runtime.activations.FP8_SCHEMES`.
         qdata: [E, C, H] float8_e4m3fn, or the activations themselves for "none".
         scale: [E, C, groups] float32, or None for "none".
         counts: [E] int32, at most C; what lies beyond in `qdata` and `scale` can be anything.
@@ -135,7 +137,7 @@ def prepare_batched(
         routing: the experts here of the M tokens.
         experts: E.
         capacity: C; `largest_batch`, or M, which is enough where no token has an expert twice.
-        scheme: how to quantize, one of SCHEMES.
+        scheme: how to quantize, "none" or one of FP8_SCHEMES.
         static_scale: for "fp8_static", the scale, [1] float32.
 
     Returns:
@@ -145,7 +147,7 @@ def prepare_batched(
 
     Raises:
         UnsupportedError: elsewhere, an expert with more than `capacity` tokens, which is named; no
-            scheme is called that, or "fp8_static" without a scale.
+            scheme is called that, one that has no batches, or "fp8_static" without a scale.
     """
     x = quantize_activations(hidden, scheme, static_scale=static_scale)
     return lay_out(x, routing, experts=experts, capacity=capacity)
@@ -154,7 +156,16 @@ def prepare_batched(
 def lay_out(
     x: Activations, routing: Routing, *, experts: int, capacity: int
 ) -> tuple[BatchedTokens, Tensor]:
-    """The same for M tokens that are already quantized, or stay unquantized."""
+    """The same for M tokens that are already quantized, or stay unquantized.
+
+    Raises:
+        UnsupportedError: as `prepare_batched`, or a scheme whose scales are bytes.
+    """
+    if x.scheme in GROUPS:
+        raise UnsupportedError(
+            f"there are no batches of tokens in {x.scheme}; quantize them by one of: "
+            f"{', '.join(FP8_SCHEMES)}"
+        )
     permutation = permute(routing, experts)
     begin, end = permutation.offsets[:-1], permutation.offsets[1:]
     here = routing.expert != NOWHERE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from moequant.runtime.select import select
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
+    from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.backends import Backend, Workload
     from moequant.runtime.weights import ExpertWeights
 
@@ -60,7 +61,8 @@ class FusedExperts(nn.Module):
         backend: name of a backend; by default the best that runs them on their device.
         activations: "format" quantizes activations as the format's GEMM does, before either
             GEMM; "none" never does; "fp8_token" to FP8 with a scale per token, which is faster for
-            mxfp4 on SM90.
+            mxfp4 on SM90; "nvfp4", "mxfp4" and "mxfp8" to these, as kernels for SM100 do, which
+            only `torch_reference` runs.
         expert_map: [global experts] int32 or int64, where the router's ids are not the indices of
             `weights`: index of each id, or -1 for an expert that is not here and contributes
             nothing. Not part of `state_dict`.
@@ -71,7 +73,7 @@ class FusedExperts(nn.Module):
     Raises:
         UnsupportedError: no backend runs this; says every backend's reason. Or an `expert_map`,
             `activations` or `max_tokens` that is not as above.
-        CheckpointError: static scales of activations that are negative, not finite, or all 0.
+        CheckpointError: static scales of activations that no scheme can use.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class FusedExperts(nn.Module):
         weights: ExpertWeights | PackedExperts,
         *,
         backend: str | None = None,
-        activations: Literal["format", "none", "fp8_token"] = "format",
+        activations: ActivationsChoice = "format",
         expert_map: Tensor | None = None,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
@@ -141,7 +143,7 @@ class FusedExperts(nn.Module):
         *,
         expert_map: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
-        activations: Literal["format", "none", "fp8_token"] | None = None,
+        activations: ActivationsChoice | None = None,
         hidden_scale: Tensor | None = None,
         out: Tensor | None = None,
         workspace: Tensor | None = None,
@@ -302,7 +304,7 @@ class FusedExperts(nn.Module):
                     "packs for all its calls"
                 )
         if "w13_input_scale" in tensors and not capturing(device):
-            check_input_scales(self.weights.input_scales())
+            check_input_scales(self.weights.input_scales(), self._workload.format)
         workload = self._workload_for(activations, tensors, device)
         packed = make_kept(lambda: backend.load(tensors, workload), device)
         if capturing(device) and packed.kernels_for(1, 1) is not None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.runtime.activations import QUANTIZED_DTYPE, scale_columns
+from moequant.runtime.activations import FP8_SCHEMES, QUANTIZED_DTYPE, scale_columns
+from moequant.runtime.block_scaled import LARGEST_GLOBAL_SCALE, LEAST_GLOBAL_SCALE
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ def _check_quantized(hidden_states: Tensor, hidden_scale: Tensor | None, scheme:
             "hidden_scale is given, but these experts take activations that are not quantized; "
             "give hidden_states in bfloat16, float16 or float32, and no scale"
         )
+    if hidden_scale is not None and scheme not in FP8_SCHEMES:
+        raise UnsupportedError(
+            f"hidden_scale is given, but these experts quantize hidden states to {scheme} "
+            "themselves; give hidden_states in bfloat16, float16 or float32, and no scale"
+        )
 
 
 def check_expert_map(
@@ -150,21 +156,28 @@ def check_expert_map(
         )
 
 
-def check_input_scales(scales: Mapping[str, Tensor]) -> None:
+def check_input_scales(scales: Mapping[str, Tensor], format: str) -> None:
     """Check the values of static scales of activations, by name; waits for the device.
 
-    An expert that calibration never reached may have 0: the largest counts for all.
+    Of fp8_tensor, an expert that calibration never reached may have 0: the largest counts for all.
+    Of nvfp4, each counts.
 
     Raises:
-        CheckpointError: one is negative or not finite, or the largest is not positive.
+        CheckpointError: of fp8_tensor, one is negative or not finite, or the largest is not
+            positive; of nvfp4, one is not from LEAST_GLOBAL_SCALE to LARGEST_GLOBAL_SCALE.
     """
     for name, scale in scales.items():
-        wrong = ~((scale >= 0) & scale.isfinite() & (scale.amax() > 0))
+        if format == "nvfp4":
+            wrong = ~((scale >= LEAST_GLOBAL_SCALE) & (scale <= LARGEST_GLOBAL_SCALE))
+            wanted = f"each must be from {LEAST_GLOBAL_SCALE:g} to {LARGEST_GLOBAL_SCALE:g}"
+        else:
+            wrong = ~((scale >= 0) & scale.isfinite() & (scale.amax() > 0))
+            wanted = "the largest must be positive, and all finite and not negative"
         if wrong.any():
             index = int(wrong.nonzero()[0])
             raise CheckpointError(
-                f"{name}[{index}] is {float(scale[index]):g}, but the largest must be positive, "
-                "and all finite and not negative; calibrate again, or leave both scales out"
+                f"{name}[{index}] is {float(scale[index]):g}, but {wanted}; calibrate again, or "
+                "leave both scales out"
             )
 
 

@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from moequant.act_fn import ActFn
     from moequant.formats import QuantizedWeight
+    from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.backends import PackedExperts
     from moequant.runtime.prepared import LayerFile, PreparedCheckpoint
     from moequant.storage.checkpoint import TensorRange
@@ -78,7 +79,7 @@ class LayerReader:
         experts: Sequence[int],
         *,
         backend: str | None = None,
-        activations: Literal["format", "none", "fp8_token"] = "format",
+        activations: ActivationsChoice = "format",
     ) -> PackedExperts:
         """The experts `experts`, at least one, of a layer that holds experts, in this order.
 

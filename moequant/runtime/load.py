@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.runtime.activations import ActivationsChoice
+
 
 @overload
 def load_experts(
@@ -29,7 +31,7 @@ def load_experts(
     device: torch.device | str = "cpu",
     *,
     backend: str | None = None,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
     experts: Sequence[int] | None = None,
     architecture: str | Path | None = None,
 ) -> FusedExperts: ...
@@ -42,7 +44,7 @@ def load_experts(
     device: torch.device | str = "cpu",
     *,
     backend: str | None = None,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
     experts: Sequence[int] | None = None,
     architecture: str | Path | None = None,
 ) -> dict[int, FusedExperts]: ...
@@ -54,7 +56,7 @@ def load_experts(
     device: torch.device | str = "cpu",
     *,
     backend: str | None = None,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
     experts: Sequence[int] | None = None,
     architecture: str | Path | None = None,
 ) -> FusedExperts | dict[int, FusedExperts]:
@@ -73,7 +75,8 @@ def load_experts(
         device: where to put them.
         backend: name of a backend; by default the best that can run them there.
         activations: "format" quantizes activations as the format's GEMM does, "none" never does,
-            "fp8_token" to FP8 with a scale per token, which makes MXFP4 faster on Hopper.
+            "fp8_token" to FP8 with a scale per token, which makes MXFP4 faster on Hopper; others
+            as `FusedExperts`.
         experts: load only these, as one rank of an expert-parallel group does; the result then
             takes global ids and contributes nothing for the other experts.
         architecture: a TOML file that describes the checkpoint's architecture; needed only where

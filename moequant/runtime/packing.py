@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
+from moequant.runtime.activations import ActivationsChoice
 from moequant.runtime.backends import Workload
 from moequant.runtime.inputs import check_input_scales
 from moequant.runtime.kept_memory import make_kept
@@ -15,7 +16,7 @@ from moequant.runtime.weights import ExpertWeights
 if TYPE_CHECKING:
     from moequant.runtime.backends import PackedExperts
 
-ACTIVATIONS = ("format", "none", "fp8_token")
+ACTIVATIONS = get_args(ActivationsChoice)
 """What `FusedExperts` takes as `activations`."""
 
 
@@ -23,7 +24,7 @@ def pack_experts(
     weights: ExpertWeights,
     *,
     backend: str | None = None,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
 ) -> PackedExperts:
     """Pack weights for a backend, on the device they are on.
 
@@ -37,7 +38,7 @@ def pack_experts(
 
     Raises:
         UnsupportedError: no backend runs this; says every backend's reason.
-        CheckpointError: static scales of activations that are negative, not finite, or all 0.
+        CheckpointError: static scales of activations that no scheme can use.
     """
     if not isinstance(weights, ExpertWeights):
         raise UnsupportedError(
@@ -46,7 +47,7 @@ def pack_experts(
         )
     workload = workload_of(weights, activations)
     chosen = select(workload, backend)
-    check_input_scales(weights.input_scales())
+    check_input_scales(weights.input_scales(), weights.format)
     return make_kept(lambda: chosen.load(chosen.layout.pack(weights), workload), workload.device)
 
 
@@ -54,7 +55,7 @@ def workload_of(weights: ExpertWeights, activations: str) -> Workload:
     """What a backend is asked to run.
 
     Raises:
-        UnsupportedError: `activations` is none of "format", "none" and "fp8_token".
+        UnsupportedError: `activations` is none of those that `FusedExperts` takes.
     """
     return Workload(
         format=weights.format,
@@ -81,8 +82,11 @@ def scheme_of(format: str, activations: str, *, static: bool) -> str:
     """
     if activations not in ACTIVATIONS:
         raise UnsupportedError(
-            f'activations is {activations!r}, but must be "format", "none" or "fp8_token"'
+            f"activations is {activations!r}, but must be one of: {', '.join(ACTIVATIONS)}"
         )
-    if activations != "format":
-        return activations
-    return "fp8_static" if static else get_format(format).activations
+    static_scheme = get_format(format).static_activations if static else None
+    if activations == "format":
+        return static_scheme or get_format(format).activations
+    if activations == "nvfp4" and static_scheme == "nvfp4_static":
+        return static_scheme
+    return activations

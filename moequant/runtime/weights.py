@@ -32,9 +32,10 @@ class ExpertWeights:
         up_bias: [E, I], likewise.
         down_bias: [E, H], likewise, before the router's weight.
         act_fn: the function between the GEMMs.
-        gate_up_input_scale: [1] or [E] float32, for fp8_tensor: the static scale of the activations
-            that are the input of gate and up. Of several, the largest is used for all experts, as
-            in vLLM, because tokens are quantized before they go to experts; it must be positive.
+        gate_up_input_scale: [1] or [E] float32, a multiplier: the static scale of the activations
+            that are the input of gate and up, for fp8_tensor, or their global scale, for nvfp4. Of
+            several, fp8_tensor uses the largest for all experts, as in vLLM, because tokens are
+            quantized before they go to experts; it must be positive. nvfp4 uses each expert's own.
             If None, every token has its own scale.
         down_input_scale: the same for the input of down; both are given, or none.
 
@@ -99,10 +100,17 @@ class ExpertWeights:
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
-    def static_scale(self, of: Literal["gate_up", "down"]) -> Tensor | None:
-        """The static scale, [1], of the input of gate and up, or of down; None for none."""
+    def static_scale(self, of: Literal["gate_up", "down"], e: int | None = None) -> Tensor | None:
+        """The static scale, [1], of the input of gate and up, or of down; None for none.
+
+        Args:
+            of: of which.
+            e: an expert, for its own; None for the largest of all.
+        """
         scale = self.gate_up_input_scale if of == "gate_up" else self.down_input_scale
-        return None if scale is None else scale.amax(0, keepdim=True)
+        if scale is None:
+            return None
+        return scale.amax(0, keepdim=True) if e is None else scale.expand(self.experts)[e : e + 1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Every part that holds data, as `gate_qdata` or `up_bias`."""
@@ -218,10 +226,10 @@ def _check_bias(name: str, bias: Tensor, weights: dict[str, QuantizedWeight]) ->
 def _check_input_scales(scales: dict[str, Tensor], format: str, experts: int) -> None:
     if not scales:
         return
-    if not get_format(format).takes_static_scales:
-        takers = " and ".join(n for n, f in RUNNABLE.items() if f.takes_static_scales)
+    if get_format(format).static_activations is None:
+        takers = " and ".join(n for n, f in RUNNABLE.items() if f.static_activations)
         raise UnsupportedError(
-            f"{next(iter(scales))} is given, but the weights are {format}: only {takers} takes "
+            f"{next(iter(scales))} is given, but the weights are {format}: only {takers} take "
             "static scales of activations; leave them out"
         )
     if len(scales) == 1:

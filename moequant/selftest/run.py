@@ -149,7 +149,7 @@ def _schemes() -> list[tuple[str, _Scheme]]:
     """Every format with every scheme of activations that it can have."""
     found: dict[tuple[str, str], _Scheme] = {}
     for format, static, option in product(RUNNABLE, (False, True), ("format", "none", "fp8_token")):
-        if not static or get_format(format).takes_static_scales:
+        if not static or get_format(format).static_activations == "fp8_static":
             name = scheme_of(format, option, static=static)
             scheme = _Scheme(name=name, option=option, static=name == "fp8_static")
             found.setdefault((format, name), scheme)

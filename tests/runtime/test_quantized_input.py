@@ -251,7 +251,7 @@ def test_activations_may_stay_as_they_are_beside_static_scales(layers):
 @pytest.mark.parametrize(
     ("format", "changes", "error", "message"),
     [
-        ("fp8_channel", {}, UnsupportedError, "only fp8_tensor takes static scales"),
+        ("fp8_channel", {}, UnsupportedError, "only nvfp4 and fp8_tensor take static scales"),
         ("fp8_tensor", {"down_input_scale": None}, CheckpointError, "go together"),
         (
             "fp8_tensor",

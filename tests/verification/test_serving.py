@@ -49,8 +49,8 @@ def naive(monkeypatch):
     """naive(change): naive_batched gives change(x, y) for an expert's input x and output y."""
 
     def make(change):
-        def run(x, weights, e):
-            return change(x, RUN_EXPERT(x, weights, e))
+        def run(x, weights, e, scheme):
+            return change(x, RUN_EXPERT(x, weights, e, scheme))
 
         monkeypatch.setattr(naive_batched, "run_expert", run)
 

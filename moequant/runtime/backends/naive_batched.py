@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.runtime.activations import Activations
+from moequant.runtime.activations import GROUPS, Activations
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.routed import BatchedExperts
 from moequant.runtime.backends.torch_reference import run_expert, why_not_reference
@@ -30,12 +30,12 @@ class NaiveBatchedExperts(BatchedExperts):
         if capturing(rows.device):
             row = torch.arange(C, device=rows.device)[:, None]
             for e in range(weights.experts):
-                y = run_expert(_batch(tokens, e, C), weights, e)
+                y = run_expert(_batch(tokens, e, C), weights, e, tokens.scheme)
                 rows[e] = torch.where(row < tokens.counts[e], y, 0)
             return rows
         for e, count in enumerate(tokens.counts.tolist()):
             if count:
-                rows[e, :count] = run_expert(_batch(tokens, e, count), weights, e)
+                rows[e, :count] = run_expert(_batch(tokens, e, count), weights, e, tokens.scheme)
         return rows
 
 
@@ -50,7 +50,9 @@ class NaiveBatched(Backend):
     experts = NaiveBatchedExperts
 
     def supports(self, workload: Workload) -> str | None:
-        """See `why_not_reference`."""
+        """See `why_not_reference`; and schemes without batches."""
+        if workload.activations in GROUPS:
+            return f"takes no batches of tokens in {workload.activations}"
         return why_not_reference(workload)
 
 

@@ -54,7 +54,9 @@ class _RoutedExperts(PackedExperts):
                 static = None
                 if w.activations == "fp8_static":
                     static = self.tensors["w13_input_scale"].amax(0, keepdim=True)
-                x = quantize_activations(hidden_states, w.activations, static_scale=static)
+                # Where each expert has its own scale, hidden states are quantized for each.
+                scheme = "none" if w.activations == "nvfp4_static" else w.activations
+                x = quantize_activations(hidden_states, scheme, static_scale=static)
             out.copy_(self._weighted(x, routing))
 
 
@@ -66,7 +68,7 @@ class StandardExperts(_RoutedExperts):
         """Every expert's result for its rows, not yet weighted.
 
         Args:
-            activations: M tokens of H columns.
+            activations: M tokens of H columns; not quantized for "nvfp4_static".
             permutation: the rows of each expert.
 
         Returns:

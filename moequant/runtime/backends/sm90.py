@@ -8,7 +8,7 @@ import torch
 
 from moequant.formats import QuantizedWeight
 from moequant.runtime.backends.base import PackedExperts
-from moequant.runtime.backends.stacked import unstack_biases
+from moequant.runtime.backends.stacked import input_scales_in, unstack_biases
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def weights_of_panels(
 
     Args:
         unpacked: codes, scale and global scale of gate, up and down, or of up and down.
-        tensors: of the layout, for the biases.
+        tensors: of the layout, for the biases and the static scales of activations.
         workload: says the format, the sizes and the function between the GEMMs.
     """
     E, I, H = workload.experts, workload.intermediate, workload.hidden
@@ -48,7 +48,7 @@ def weights_of_panels(
         )
     }
     biases = unstack_biases(tensors, I, gated=gated)
-    return ExpertWeights.of(parts, workload.act_fn, **biases)
+    return ExpertWeights.of(parts, workload.act_fn, **biases, **input_scales_in(tensors))
 
 
 class Sm90Experts(PackedExperts):

@@ -10,7 +10,7 @@ from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.sm90 import Sm90Experts, weights_of_panels
-from moequant.runtime.backends.stacked import stack_biases
+from moequant.runtime.backends.stacked import name_input_scales, stack_biases
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,7 @@ class W4a16Panels(Layout):
     w2_factor   float32 [E, 1]
     w13_bias    float32 [E, 2 * I], gate over up, or [E, I]
     w2_bias     float32 [E, H]
+    w13_input_scale, w2_input_scale  as in `stacked`
 
     As many bytes as the codes and scales have, but for what fills the last panel and block;
     `moequant.kernels.sm90_w4a16.layout` describes a panel.
@@ -57,6 +58,7 @@ class W4a16Panels(Layout):
             "w2_panels": w2,
             "w2_factor": w2_factor,
             **stack_biases(weights, weights.intermediate),
+            **name_input_scales(weights),
         }
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:

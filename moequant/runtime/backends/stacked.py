@@ -4,7 +4,7 @@
     w13_scale         [E, 2 * S, ...]     the S rows of gate's scales, then those of up's
     w13_global_scale  [E, 2]              gate's, then up's; of formats that have one
     w13_bias          [E, 2 * Ip] float32
-    w13_input_scale   [1] or [E] float32, static scale of the activations
+    w13_input_scale   [1] or [E] float32, static scale of the activations; and w2_input_scale
     w2_...            down, as it is
 
 Ip is I rounded up to whole scale blocks: 128 rows for fp8_block, so that no block holds rows of
@@ -56,10 +56,7 @@ class Stacked(Layout):
                 [q.global_scale[:, None] for q in first if q.global_scale is not None], 1
             )
             tensors["w2_global_scale"] = down.global_scale.contiguous()
-        tensors |= stack_biases(weights, rows)
-        for name, scale in weights.input_scales().items():
-            tensors[_INPUT_SCALES[name]] = scale
-        return tensors
+        return tensors | stack_biases(weights, rows) | name_input_scales(weights)
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
         """See `Layout.unpack`; all are views."""
@@ -69,8 +66,7 @@ class Stacked(Layout):
             projections(tensors, format=w.format, shape=shape, gated=w.act_fn.gated),
             w.act_fn,
             **unstack_biases(tensors, w.intermediate, gated=w.act_fn.gated),
-            gate_up_input_scale=tensors.get("w13_input_scale"),
-            down_input_scale=tensors.get("w2_input_scale"),
+            **input_scales_in(tensors),
         )
 
 
@@ -209,6 +205,16 @@ def stack_biases(weights: ExpertWeights, rows: int) -> dict[str, Tensor]:
     if down is not None:
         tensors["w2_bias"] = down.float().contiguous()
     return tensors
+
+
+def name_input_scales(weights: ExpertWeights) -> dict[str, Tensor]:
+    """`w13_input_scale` and `w2_input_scale`, if the weights have static scales."""
+    return {_INPUT_SCALES[name]: scale for name, scale in weights.input_scales().items()}
+
+
+def input_scales_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `name_input_scales`: by field of `ExpertWeights`."""
+    return {field: tensors[name] for field, name in _INPUT_SCALES.items() if name in tensors}
 
 
 def unstack_biases(

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
-from moequant.runtime.activations import SCHEMES, quantize_activations
+from moequant.runtime.activations import GROUPS, SCHEMES, quantize_activations
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.routed import StandardExperts
 from moequant.runtime.capture import capturing
@@ -38,7 +38,7 @@ class ReferenceExperts(StandardExperts):
 
     def run_sorted(self, activations: Activations, permutation: Permutation) -> Tensor:
         """See `StandardExperts.run_sorted`."""
-        weights = self.weights()
+        weights, scheme = self.weights(), self.workload.activations
         token = permutation.token
         size = (token.shape[0], weights.hidden)
         rows = torch.zeros(size, dtype=torch.float32, device=token.device)
@@ -46,14 +46,14 @@ class ReferenceExperts(StandardExperts):
             begin, end = permutation.offsets[:-1], permutation.offsets[1:]
             row = torch.arange(token.shape[0], device=token.device)[:, None]
             for e in range(weights.experts):
-                y = run_expert(activations, weights, e)[token]
+                y = run_expert(activations, weights, e, scheme)[token]
                 rows = torch.where((row >= begin[e]) & (row < end[e]), y, rows)
             return rows
         offsets = permutation.offsets.tolist()
         for e, (begin, end) in enumerate(pairwise(offsets)):
             if begin < end:
                 x = activations.take(token[begin:end])
-                rows[begin:end] = run_expert(x, weights, e)
+                rows[begin:end] = run_expert(x, weights, e, scheme)
         return rows
 
 
@@ -73,7 +73,10 @@ class TorchReference(Backend):
     experts = ReferenceExperts
 
     def supports(self, workload: Workload) -> str | None:
-        """See `why_not_reference`."""
+        """See `why_not_reference`; and sizes that are no multiple of a scheme's groups."""
+        group = GROUPS.get(workload.activations, 1)
+        if workload.hidden % group or workload.intermediate % group:
+            return f"quantizes activations to {workload.activations} for H and I in {group}s only"
         return why_not_reference(workload)
 
 
@@ -86,16 +89,26 @@ def why_not_reference(workload: Workload) -> str | None:
     return None
 
 
-def run_expert(x: Activations, weights: ExpertWeights, e: int) -> Tensor:
-    """Expert `e` on its rows: [R, H] float32."""
+def run_expert(x: Activations, weights: ExpertWeights, e: int, scheme: str) -> Tensor:
+    """Expert `e` on its rows: [R, H] float32.
+
+    Args:
+        x: R rows in `scheme`, or not quantized for "nvfp4_static", whose scale is the expert's.
+        weights: the experts.
+        e: which.
+        scheme: how the values between the GEMMs are quantized.
+    """
     R = x.qdata.shape[0]
+    if scheme == "nvfp4_static":
+        static = weights.static_scale("gate_up", e)
+        x = quantize_activations(x.qdata, scheme, static_scale=static)
     padded = pad(x.dequantize(), (0, 0, 0, -R % ROW_MULTIPLE))
     gate = None
     if weights.gate is not None:
         gate = _linear(padded, weights.gate[e], weights.gate_bias, e)
     h = weights.act_fn(gate, _linear(padded, weights.up[e], weights.up_bias, e))
-    static = weights.static_scale("down")
-    h = quantize_activations(h, x.scheme, static_scale=static).dequantize()
+    static = weights.static_scale("down", e if scheme == "nvfp4_static" else None)
+    h = quantize_activations(h, scheme, static_scale=static).dequantize()
     return _linear(h, weights.down[e], weights.down_bias, e)[:R]
 
 

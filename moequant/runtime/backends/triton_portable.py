@@ -11,7 +11,7 @@ import torch
 from moequant.formats import RUNNABLE, get_format
 from moequant.formats.base import WHOLE
 from moequant.kernels.portable.weights import Experts, Projection
-from moequant.runtime.activations import SCHEMES
+from moequant.runtime.activations import FP8_SCHEMES
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_capable
 from moequant.runtime.backends.planned import PlannedExperts
@@ -124,7 +124,7 @@ def why_not_portable(workload: Workload) -> str | None:
     """Why the kernels do not run `workload`; None where they do."""
     if workload.format not in DECODED:
         return f"cannot decode {workload.format}"
-    if workload.activations not in SCHEMES:
+    if workload.activations not in (*FP8_SCHEMES, "none"):
         return f"cannot quantize activations to {workload.activations}"
     if workload.experts == 0:
         return "needs at least one expert"
