@@ -8,8 +8,8 @@
 //
 // Weights are the M of WGMMA and come from registers, tokens are its N, a multiple of 8. layout.py says how codes and
 // scales lie in a panel of 128 weight rows x 128 k; pipeline.cuh has the loop over units of work, schedule.cuh what CTAs
-// and warps share, panels.cuh how weights come and results go. The N of the instruction is the smallest class of the
-// tile's rows.
+// and warps share, panels.cuh how weights come, bf16_output.cuh how results go. The N of the instruction is the smallest
+// class of the tile's rows.
 //
 // Compile-time, beside the classes and what schedule.cuh has: ACTIVATED, GATED, ACT, LIMITED, BIAS, N_OUT (columns of
 // out), W_ROWS (weight rows an expert), NVFP4.

@@ -10,8 +10,8 @@
 // Weights are the M of WGMMA and come from registers, tokens are its N, a multiple of 8: a thread reads its packed
 // codes by two 16-byte loads a block of 64 weight rows x 128 k, and decodes them to E4M3: int4.cuh, mxfp4.cuh.
 //
-// pipeline.cuh has the loop over units of work, schedule.cuh what CTAs and warps share, panels.cuh how weights come and
-// results go. The N of the instruction is the smallest class of the tile's rows.
+// pipeline.cuh has the loop over units of work, schedule.cuh what CTAs and warps share, panels.cuh how weights come,
+// bf16_output.cuh how results go. The N of the instruction is the smallest class of the tile's rows.
 //
 // Compile-time, beside the classes and what schedule.cuh has: ACTIVATED, GATED, ACT, LIMITED, BIAS, N_OUT (columns of
 // out), W_ROWS (weight rows an expert), MXFP4.
@@ -39,6 +39,7 @@ constexpr u32 SCRATCH_BYTES = 0;
 #include "sm90/schedule.cuh"
 #include "sm90/activation.cuh"
 #include "sm90/panels.cuh"
+#include "sm90/token_scales.cuh"
 
 // d = 64 weight rows x ACC * 2 tokens over 128 k.
 template <int ACC>
@@ -61,31 +62,6 @@ __device__ __forceinline__ void promote(float (&to)[ACC], float (&d)[ACC], float
     to[i + 3] += by.y * d[i + 3];
   }
 }
-
-// Scales of the tokens of a unit: lane l has those of tokens l, l + 32 ..
-template <int N>
-struct TokenScales {
-  static constexpr int COUNT = (N + 31) / 32;
-  float of[COUNT];
-  __device__ __forceinline__ void load(const float* x_scale, const int* pair_of_row, const Unit& unit, int lane) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const int row = unit.row + min(i * 32 + lane, max(unit.rows - 1, 0));
-#if GATHER
-      of[i] = __ldcg(x_scale + __ldcg(pair_of_row + row) / GATHER);
-#else
-      of[i] = __ldcg(x_scale + row);
-#endif
-    }
-  }
-  // Those of the two tokens that a lane has of eight.
-  __device__ __forceinline__ float2 get(int eight, int quad) const {
-    const float x = of[eight / 4];
-    const int lane = (eight & 3) * 8 + quad * 2;
-    return {__shfl_sync(~0u, x, lane) * CODE_UNIT, __shfl_sync(~0u, x, lane + 1) * CODE_UNIT};
-  }
-  __device__ __forceinline__ static float of_one(float2 by, int, int second) { return second ? by.y : by.x; }
-};
 
 // A unit of at most N rows: its sums, then its part of the output.
 template <int N>
