@@ -226,18 +226,20 @@ class Launch:
         )
 
 
-def tensor_map(tensor: Tensor, *, box: tuple[int, int]) -> TensorMap:
-    """A TMA descriptor of a 2-D tensor of bytes.
+def tensor_map(tensor: Tensor, *, box: tuple[int, ...]) -> TensorMap:
+    """A TMA descriptor of a tensor of bytes with two to five dimensions.
 
-    In shared memory, the 16-byte chunks of a 128-byte row are permuted as WGMMA reads them. What
-    lies outside the tensor reads as 0.
+    In shared memory, a box is rows of 128 bytes one behind the other, whose 16-byte chunks are
+    permuted as WGMMA reads them. What lies outside the tensor reads as 0.
 
     Args:
-        tensor: [outer, inner] uint8, inner stride 1, outer stride a multiple of 16.
-        box: outer and inner extent of one load.
+        tensor: [..., inner] uint8, inner stride 1, the other strides multiples of 16.
+        box: extents of one load, in the order of the dimensions.
     """
-    outer, inner = tensor.shape
-    assert tensor.stride(1) == 1
+    rank = tensor.dim()
+    assert len(box) == rank
+    assert tensor.stride(-1) == 1
+    assert not any(stride % 16 for stride in tensor.stride()[:-1])
     assert tensor.data_ptr() % 16 == 0
     room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     offset = -ctypes.addressof(room) % _MAP_ALIGNMENT
@@ -245,12 +247,12 @@ def tensor_map(tensor: Tensor, *, box: tuple[int, int]) -> TensorMap:
         _driver().cuTensorMapEncodeTiled(
             ctypes.byref(room, offset),
             _UINT8,
-            2,
+            rank,
             ctypes.c_void_p(tensor.data_ptr()),
-            (ctypes.c_uint64 * 2)(inner, outer),
-            (ctypes.c_uint64 * 1)(tensor.stride(0)),
-            (ctypes.c_uint32 * 2)(box[1], box[0]),
-            (ctypes.c_uint32 * 2)(1, 1),
+            (ctypes.c_uint64 * rank)(*reversed(tensor.shape)),
+            (ctypes.c_uint64 * (rank - 1))(*reversed(tensor.stride()[:-1])),
+            (ctypes.c_uint32 * rank)(*reversed(box)),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
             _SWIZZLE_128B,
             _L2_PROMOTE_128B,

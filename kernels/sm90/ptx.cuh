@@ -76,6 +76,23 @@ __device__ __forceinline__ void load_2d_pair(u32 to, const TensorMap* map, int c
       ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "h"((u16)3) : "memory");
 }
 
+// The same three ways for tensor maps of five dimensions.
+__device__ __forceinline__ void load_5d(u32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+      ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+__device__ __forceinline__ void load_5d_streaming(u32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+      ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12F0000000000000ull) : "memory");
+}
+__device__ __forceinline__ void load_5d_pair(u32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+      ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"((u16)3) : "memory");
+}
+
 // Contiguous bytes, at multiples of 16.
 __device__ __forceinline__ void load_bulk(u32 to, const u8* from, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -22,6 +22,8 @@ from moequant.kernels.sm90 import grouped_gemm
 from moequant.kernels.sm90.fused import Buffers, Sm90Plan, routed
 from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments
 from moequant.kernels.sm90.tiling import Tiling
+from moequant.kernels.sm90_fp8_channel import sm90_fp8_channel_fused
+from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelWeights
 from moequant.kernels.sm90_w4a8 import mxfp4_layout
 from moequant.kernels.sm90_w4a8.int4_layout import PANEL_BYTES
 from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Weights, W4a8Weights
@@ -93,8 +95,28 @@ def w4a16_weights(format, experts, hidden, intermediate, device="meta", **fields
     )
 
 
+def fp8_channel_weights(
+    experts, hidden, intermediate, device="meta", *, per_matrix=False, gated=True, **fields
+):
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(experts, *shape, dtype=dtype, device=device)
+
+    matrices = 2 if gated else 1
+    return Fp8ChannelWeights(
+        w13=empty(matrices * intermediate, hidden, dtype=torch.float8_e4m3fn),
+        w13_scale=empty(matrices * (1 if per_matrix else intermediate), 1),
+        w2=empty(hidden, intermediate, dtype=torch.float8_e4m3fn),
+        w2_scale=empty(1 if per_matrix else hidden, 1),
+        hidden=hidden,
+        intermediate=intermediate,
+        **fields,
+    )
+
+
 FAMILIES = {
     "fp8_block": fp8_weights,
+    "fp8_channel": fp8_channel_weights,
+    "fp8_tensor": partial(fp8_channel_weights, per_matrix=True),
     "w4a8": w4a8_weights,
     "mxfp4_fp8": mxfp4_weights,
     "nvfp4": partial(w4a16_weights, "nvfp4"),
@@ -179,7 +201,7 @@ def launches(monkeypatch):
         def __call__(self, stream):
             pass
 
-    for module in (grouped_gemm, sm90_fp8_fused):
+    for module in (grouped_gemm, sm90_fp8_fused, sm90_fp8_channel_fused):
         monkeypatch.setattr(module, "tensor_map", lambda tensor, box: TensorMap())
     monkeypatch.setattr(grouped_gemm, "Launch", Launch)
     monkeypatch.setattr(grouped_gemm, "_kernel", lambda config, device: (config,))
