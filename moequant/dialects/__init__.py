@@ -1,6 +1,7 @@
 """Dialects: the tensor names, encodings and `quantization_config` that engines expect.
 
-A new dialect is one file here and one line in REGISTRY, which tests and the command line read.
+A new dialect is one file here, its formats in schemes.py and one line in REGISTRY, which tests and
+the command line read.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.dialects.encodings import Encoding
+    from moequant.dialects.schemes import Scheme
     from moequant.formats import QuantizedWeight, TensorSpec
 
 _PLAIN = Plain()
@@ -34,8 +35,8 @@ class Dialect:
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    encodings: ClassVar[Mapping[str, Encoding]]
-    """How the parts of each quantized format it knows lie on disk; some are read-only."""
+    schemes: ClassVar[Mapping[str, Scheme]]
+    """By name, the quantized formats it knows; some are read-only."""
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` of config.json in this dialect."""
     config_keys: ClassVar[tuple[str, ...]] = ()
@@ -46,6 +47,11 @@ class Dialect:
     Names and shapes below are a single weight's all the same: whoever writes or reads the files
     puts gate and up of an expert together, row by row as the table says, and the experts in order.
     """
+
+    @cached_property
+    def encodings(self) -> Mapping[str, Encoding]:
+        """How the parts of each quantized format it knows lie on disk."""
+        return {name: scheme.encoding for name, scheme in self.schemes.items()}
 
     @cached_property
     def carried(self) -> tuple[str, ...]:
@@ -210,7 +216,7 @@ class Unquantized(Dialect):
     """
 
     name = "plain"
-    encodings = {}  # noqa: RUF012
+    schemes = {}  # noqa: RUF012
 
 
 UNQUANTIZED = Unquantized()

@@ -26,7 +26,6 @@ MXFP4A16, FP8_BLOCK) and `utils/match.py`; vLLM 0.33 and SGLang 0.5.23
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
@@ -35,72 +34,15 @@ import torch
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
-from moequant.dialects.encodings import (
-    E8M0_BYTES,
-    Encoding,
-    Fp8Blocks,
-    Fp8Channels,
-    Int4Groups,
-    Int4Packed,
-    Nvfp4Packed,
-)
 from moequant.dialects.names import ModulePatterns, NamePatterns
+from moequant.dialects.schemes import COMPRESSED_TENSORS
 from moequant.errors import UnsupportedError
 from moequant.formats.base import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Scheme:
-    """One format as compressed-tensors describes it; what it states follows from the format."""
-
-    encoding: Encoding
-    format: str
-    """The library's name of the encoding."""
-    strategies: tuple[str, ...] = ()
-    """Other strategies of weights, besides that in `weights`, with which sources are read."""
-    any_group: bool = False
-    """Whether groups of any size are read."""
-
-    @property
-    def weights(self) -> dict[str, Any]:
-        """The quantization arguments of weights."""
-        format = self.encoding.format
-        rows, columns = format.block
-        if rows > 1:
-            blocks: dict[str, Any] = {"strategy": "block", "block_structure": [rows, columns]}
-        elif columns == WHOLE:
-            blocks = {"strategy": "channel"}
-        else:
-            blocks = {"strategy": "tensor_group" if format.has_global_scale else "group"}
-            if not self.any_group:
-                blocks["group_size"] = columns
-        scale = _SCALE_DTYPES.get(format.scale_dtype)
-        return {
-            "num_bits": format.element.bits,
-            "type": "int" if format.element.name.startswith("int") else "float",
-            **blocks,
-            "symmetric": True,
-            "dynamic": False,
-            **({} if scale is None else {"scale_dtype": scale}),
-        }
-
-    @property
-    def input_activations(self) -> dict[str, Any] | None:
-        """The quantization arguments of activations; None if they are not quantized."""
-        groups = _ACTIVATIONS[self.encoding.format.activations]
-        if groups is None:
-            return None
-        return {"num_bits": 8, "type": "float", **groups, "symmetric": True, "dynamic": True}
-
-    def difference(self, weights: Mapping[str, Any]) -> str | None:
-        """The first argument of a source's weights that is unlike this scheme's; None if none."""
-        wanted = self.weights
-        if _argument(weights, "strategy") in self.strategies:
-            del wanted["strategy"]
-        return _difference(weights, wanted)
+    from moequant.dialects.schemes import Scheme
 
 
 _SCALE_DTYPES = {
@@ -114,35 +56,47 @@ _ACTIVATIONS: dict[str, dict[str, Any] | None] = {
     "fp8_group128": {"strategy": "group", "group_size": 128},
 }
 
-_SCHEMES = {
-    scheme.encoding.format.name: scheme
-    for scheme in (
-        _Scheme(encoding=Fp8Blocks(scale="weight_scale"), format="float-quantized"),
-        _Scheme(encoding=Nvfp4Packed(), format="nvfp4-pack-quantized"),
-        _Scheme(
-            encoding=Encoding("mxfp4", "weight_packed", "weight_scale", scales=E8M0_BYTES),
-            format="mxfp4-pack-quantized",
-        ),
-        _Scheme(encoding=Int4Packed(), format="pack-quantized"),
-        _Scheme(
-            encoding=Fp8Channels("weight_scale", read_only=False),
-            format="float-quantized",
-            strategies=("tensor",),
-        ),
-        _Scheme(
-            encoding=Encoding("mxfp8", "weight", "weight_scale", scales=E8M0_BYTES),
-            format="mxfp8-quantized",
-        ),
-        _Scheme(
-            encoding=Int4Groups(), format="pack-quantized", strategies=("channel",), any_group=True
-        ),
-    )
-}
+
+def _name(scheme: Scheme) -> str:
+    """The library's name of the encoding."""
+    return str(scheme.names[0])
+
+
+def _weights(scheme: Scheme) -> dict[str, Any]:
+    """The quantization arguments of weights, which follow from the format."""
+    format = scheme.encoding.format
+    rows, columns = format.block
+    if rows > 1:
+        blocks: dict[str, Any] = {"strategy": "block", "block_structure": [rows, columns]}
+    elif columns == WHOLE:
+        blocks = {"strategy": "channel"}
+    else:
+        blocks = {"strategy": "tensor_group" if format.has_global_scale else "group"}
+        if not scheme.any_group:
+            blocks["group_size"] = columns
+    scale = _SCALE_DTYPES.get(format.scale_dtype)
+    return {
+        "num_bits": format.element.bits,
+        "type": "int" if format.element.name.startswith("int") else "float",
+        **blocks,
+        "symmetric": True,
+        "dynamic": False,
+        **({} if scale is None else {"scale_dtype": scale}),
+    }
+
+
+def _input_activations(scheme: Scheme) -> dict[str, Any] | None:
+    """The quantization arguments of activations; None if they are not quantized."""
+    groups = _ACTIVATIONS[scheme.encoding.format.activations]
+    if groups is None:
+        return None
+    return {"num_bits": 8, "type": "float", **groups, "symmetric": True, "dynamic": True}
+
 
 # In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
 _LINEAR = "w4a8"
 
-_STATED = list(dict.fromkeys(scheme.format for scheme in _SCHEMES.values()))
+_STATED = list(dict.fromkeys(_name(scheme) for scheme in COMPRESSED_TENSORS.values()))
 
 # Defaults of missing fields; a missing `strategy` follows from the group size.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
@@ -157,7 +111,7 @@ class CompressedTensors(Dialect):
     name = "compressed-tensors"
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
     methods = ("compressed-tensors", "compressed_tensors")
-    encodings = {name: scheme.encoding for name, scheme in _SCHEMES.items()}  # noqa: RUF012
+    schemes = COMPRESSED_TENSORS
 
     def _config(
         self, formats: Mapping[str, str], blocks: list[str], others: list[str]
@@ -169,7 +123,7 @@ class CompressedTensors(Dialect):
             "format": _overall_format(targets),
             "quantization_status": "compressed",
             "config_groups": {
-                f"group_{i}": _group(_SCHEMES[format], targets[format])
+                f"group_{i}": _group(COMPRESSED_TENSORS[format], targets[format])
                 for i, format in enumerate(targets)
             },
             "ignore": [*others, *map(patterns.of_block, blocks)],
@@ -223,18 +177,18 @@ def _targets(formats: Mapping[str, str], patterns: ModulePatterns) -> dict[str, 
 
 
 def _overall_format(formats: Iterable[str]) -> str:
-    stated = {_SCHEMES[format].format for format in formats}
+    stated = {_name(COMPRESSED_TENSORS[format]) for format in formats}
     if len(stated) == 1:
         return stated.pop()
-    return _SCHEMES[_LINEAR].format if _LINEAR in formats else "mixed-precision"
+    return _name(COMPRESSED_TENSORS[_LINEAR]) if _LINEAR in formats else "mixed-precision"
 
 
-def _group(scheme: _Scheme, targets: list[str]) -> dict[str, Any]:
+def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     return {
         "targets": targets,
-        "format": scheme.format,
-        "weights": scheme.weights,
-        "input_activations": scheme.input_activations,
+        "format": _name(scheme),
+        "weights": _weights(scheme),
+        "input_activations": _input_activations(scheme),
         "output_activations": None,
     }
 
@@ -263,7 +217,9 @@ def _format_of_group(
         return UnsupportedError(
             f"{where}.format is {show(stated)}, but moequant reads only {', '.join(_STATED)}"
         )
-    schemes = {name: scheme for name, scheme in _SCHEMES.items() if scheme.format == stated}
+    schemes = {
+        name: scheme for name, scheme in COMPRESSED_TENSORS.items() if stated in scheme.names
+    }
     differences = {
         name: _group_difference(group, scheme, where)
         for name, scheme in schemes.items()
@@ -274,7 +230,7 @@ def _format_of_group(
             return name
     weights = mapping_field(group, "weights", where)
     if weights_only and weights:
-        by_weights = {name: scheme.difference(weights) for name, scheme in schemes.items()}
+        by_weights = {name: _weights_difference(weights, s) for name, s in schemes.items()}
         matching = [name for name, difference in by_weights.items() if difference is None]
         if matching:
             # Those that are read-only take more widths of groups, and dtypes of scales.
@@ -284,11 +240,19 @@ def _format_of_group(
     return UnsupportedError(f"{where}.{difference}, unlike {name} in moequant")
 
 
-def _group_difference(group: Mapping[str, Any], scheme: _Scheme, where: str) -> str | None:
+def _weights_difference(weights: Mapping[str, Any], scheme: Scheme) -> str | None:
+    """The first argument of a source's weights that is unlike this scheme's; None if none."""
+    wanted = _weights(scheme)
+    if _argument(weights, "strategy") in scheme.strategies:
+        del wanted["strategy"]
+    return _difference(weights, wanted)
+
+
+def _group_difference(group: Mapping[str, Any], scheme: Scheme, where: str) -> str | None:
     """How a config group differs from a scheme, including activations; None if it does not."""
     parts = {
-        "weights": scheme.weights,
-        "input_activations": scheme.input_activations,
+        "weights": _weights(scheme),
+        "input_activations": _input_activations(scheme),
         "output_activations": None,
     }
     for part, wanted in parts.items():

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
-from moequant.dialects.encodings import BLOCK_SCALES, Encoding, mxfp4_bytes
 from moequant.dialects.names import KeptModules, is_expert
+from moequant.dialects.schemes import DEEPSEEK_V4
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXPERT_DTYPE = "expert_dtype"
 """The field for the experts' format, at the top of config.json or in `quantization_config`."""
-_FORMATS = {"fp4": "mxfp4", "fp8": "fp8_block"}
+_FORMATS = {name: format for format, scheme in DEEPSEEK_V4.items() for name in scheme.names}
 
 
 class DeepseekV4(Dialect):
@@ -33,10 +33,7 @@ class DeepseekV4(Dialect):
     name = "deepseek-v4"
     summary = "DeepSeek-V4's FP8 and MXFP4; read-only"
     methods = ("fp8",)
-    encodings = {  # noqa: RUF012
-        "fp8_block": Encoding("fp8_block", "weight", "scale", scales=BLOCK_SCALES, read_only=True),
-        "mxfp4": mxfp4_bytes("scale"),
-    }
+    schemes = DEEPSEEK_V4
     config_keys = (EXPERT_DTYPE,)
 
     def complete(

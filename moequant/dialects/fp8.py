@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
-from moequant.dialects.encodings import Fp8Blocks, Fp8Channels, mxfp4_bytes
 from moequant.dialects.names import KeptModules, is_expert
+from moequant.dialects.schemes import FP8
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _FORMAT = "fp8_block"
 _EXPERTS = "mxfp4"
-_ONE_SCALE = "fp8_channel"
 
 # Fields that determine the tensors' format, and their supported values; None if optional.
 _WEIGHTS: dict[str, tuple[object, ...]] = {
@@ -55,12 +54,7 @@ class Fp8(Dialect):
     name = "fp8"
     summary = "vLLM, SGLang and transformers; how DeepSeek-V3 and Qwen3 FP8 were released"
     methods = ("fp8",)
-    encodings = {  # noqa: RUF012
-        _FORMAT: Fp8Blocks(scale="weight_scale_inv"),
-        _EXPERTS: mxfp4_bytes("weight_scale_inv"),
-        # vLLM's name and transformers' name; both are multipliers.
-        _ONE_SCALE: Fp8Channels("weight_scale", "weight_scale_inv"),
-    }
+    schemes = FP8
 
     def _config(
         self, formats: Mapping[str, str], blocks: list[str], others: list[str]
@@ -90,9 +84,11 @@ class Fp8(Dialect):
             readable = {f: values for f, values in _WEIGHTS.items() if f not in said}
             if said:
                 of_experts = _EXPERTS
-            elif config.get("weight_block_size") is None:
-                readable = _WEIGHTS | {"weight_block_size": (None,)}
-                format = of_experts = _ONE_SCALE
+            else:
+                size = config.get("weight_block_size")
+                format = next((name for name, s in FP8.items() if size in s.names), _FORMAT)
+                of_experts = format
+                readable = _WEIGHTS | {"weight_block_size": FP8[format].names}
         problem = _unreadable_field(config, readable)
 
         def format_of(module: str) -> str | None:

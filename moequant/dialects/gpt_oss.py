@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.encodings import Mxfp4Blocks
 from moequant.dialects.names import KeptModules, is_expert
+from moequant.dialects.schemes import GPT_OSS
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class GptOss(Dialect):
 
     name = "gpt-oss"
     summary = "vLLM, SGLang and transformers, only for gpt-oss; how its MXFP4 was released"
-    encodings = {_FORMAT: Mxfp4Blocks()}  # noqa: RUF012
+    schemes = GPT_OSS
     methods = ("mxfp4",)
     stacks = True
 

@@ -43,8 +43,8 @@ from typing import TYPE_CHECKING, Any
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
-from moequant.dialects.encodings import Fp8BlocksFlexible, Fp8Channels, Nvfp4Multiplied
 from moequant.dialects.names import expert_block
+from moequant.dialects.schemes import MODELOPT
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.formats.base import WHOLE
@@ -53,18 +53,9 @@ from moequant.storage.files import HF_QUANT_CONFIG_FILE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-_FORMAT = "nvfp4"
 _WRITTEN = "W4A16_NVFP4"
 _MIXED = "MIXED_PRECISION"
-_ALGORITHMS = {
-    "NVFP4": _FORMAT,
-    _WRITTEN: _FORMAT,
-    "FP8": "fp8_channel",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
-    "FP8_PB_WO": "fp8_block",
-    "FP8_PB_REAL": "fp8_block",
-    "FP8_BLOCK_SCALES": "fp8_block",
-}
+_ALGORITHMS = {str(name): format for format, s in MODELOPT.items() for name in s.names}
 """The format of the weights by `quant_algo`."""
 _UNREAD = {
     "MXFP8": "FP8 with one power-of-two scale per 32 columns",
@@ -94,11 +85,7 @@ class ModelOpt(Dialect):
     name = "modelopt"
     summary = "vLLM and SGLang; what NVIDIA Model-Optimizer writes"
     methods = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
-    encodings = {  # noqa: RUF012
-        _FORMAT: Nvfp4Multiplied(),
-        "fp8_channel": Fp8Channels("weight_scale"),
-        "fp8_block": Fp8BlocksFlexible(),
-    }
+    schemes = MODELOPT
 
     def _config(
         self, formats: Mapping[str, str], blocks: list[str], others: list[str]

@@ -14,15 +14,14 @@ the kept modules, which take precedence.
 from __future__ import annotations
 
 from reprlib import repr as show
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import mapping_field, names_field
-from moequant.dialects.encodings import E8M0_BYTES, Encoding, Fp8Blocks, Int4Packed, Nvfp4Packed
 from moequant.dialects.names import ModulePatterns, NamePatterns
+from moequant.dialects.schemes import MOEQUANT
 from moequant.errors import UnsupportedError
-from moequant.formats import CONVERTIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,15 +35,7 @@ class Moequant(Dialect):
     name = "moequant"
     summary = "only moequant's own runtime, for checkpoints that no engine loads"
     methods = ("moequant",)
-    encodings: ClassVar[Mapping[str, Encoding]] = {
-        # As in memory, unless another writer's names serve as well.
-        **{name: Encoding(name, "weight_codes", "weight_scale") for name in CONVERTIBLE},
-        "fp8_block": Fp8Blocks(codes="weight_fp8", scale="weight_scale", ragged=True),
-        "nvfp4": Nvfp4Packed(),
-        "mxfp4": Encoding("mxfp4", "weight_packed", "weight_scale", scales=E8M0_BYTES),
-        "mxfp8": Encoding("mxfp8", "weight_fp8", "weight_scale", scales=E8M0_BYTES),
-        "w4a8": Int4Packed(),
-    }
+    schemes = MOEQUANT
 
     def _config(
         self, formats: Mapping[str, str], blocks: list[str], others: list[str]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moequant.formats.base import WHOLE
-from moequant.formats.fp8_channel import Fp8Channel
+from moequant.formats.fp8_block import Fp8Block
 
 
-class Fp8Tensor(Fp8Channel):
+class Fp8Tensor(Fp8Block):
     """`w = qdata * scale`, the scale amax / 448 of the whole matrix.
 
     Its activations may have one scale for all tokens instead of one each: "fp8_static", whose
@@ -18,4 +18,5 @@ class Fp8Tensor(Fp8Channel):
     uses = frozenset({"run"})
     options = {}  # noqa: RUF012
     block = (WHOLE, WHOLE)
+    activations = "fp8_token"
     static_activations = "fp8_static"
