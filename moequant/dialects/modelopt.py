@@ -1,4 +1,4 @@
-"""The dialect of NVIDIA Model-Optimizer: NVFP4 for vLLM and SGLang, FP8 read-only.
+"""The dialect of NVIDIA Model-Optimizer: NVFP4 for vLLM and SGLang, FP8 and MXFP8 read-only.
 
 | `quant_algo` | scales | read | written |
 |---|---|---|---|
@@ -7,11 +7,12 @@
 | FP8 | `weight_scale` FP32 [], `input_scale` | weights only | no |
 | FP8_PER_CHANNEL_PER_TOKEN | `weight_scale` FP32 [N] | weights only | no |
 | FP8_PB_WO, FP8_PB_REAL, FP8_BLOCK_SCALES | as `Fp8BlocksFlexible` | weights only | no |
+| MXFP8 | `weight_scale` U8 [N, K/32], the E8M0 byte | weights only | no |
 | MIXED_PRECISION | per module, in `quantized_layers` | per module | no |
 
-Codes are `weight`, U8 [N, K/2] for NVFP4 and E4M3 [N, K] for FP8. `weight_scale_2` is a multiplier;
-compressed-tensors stores its reciprocal. Older releases have only hf_quant_config.json, whose
-`quantization` has the same fields, with `exclude_modules` in place of `ignore`.
+Codes are `weight`, U8 [N, K/2] for NVFP4 and E4M3 [N, K] for FP8 and MXFP8. `weight_scale_2` is a
+multiplier; compressed-tensors stores its reciprocal. Older releases have only hf_quant_config.json,
+whose `quantization` has the same fields, with `exclude_modules` in place of `ignore`.
 
 Decisions, each with the failure it prevents:
 
@@ -58,7 +59,6 @@ _MIXED = "MIXED_PRECISION"
 _ALGORITHMS = {str(name): format for format, s in MODELOPT.items() for name in s.names}
 """The format of the weights by `quant_algo`."""
 _UNREAD = {
-    "MXFP8": "FP8 with one power-of-two scale per 32 columns",
     "MXFP4": "MXFP4, which no engine loads in this dialect",
     "W4A8_NVFP4_FP8": "NVFP4 whose kernels round weights to FP8",
     "W4A8_MXFP4_FP8": "MXFP4 with FP8 activations",

@@ -203,9 +203,9 @@ def mxfp4_bytes(scale: str) -> Encoding:
     return Encoding("mxfp4", "weight", scale, codes=codes, scales=scales, read_only=True)
 
 
-def e8m0_bytes(format: str, codes: str) -> Encoding:
+def e8m0_bytes(format: str, codes: str, *, read_only: bool = False) -> Encoding:
     """Codes as in memory, called `codes`, and E8M0 scales as bytes, called `weight_scale`."""
-    return Encoding(format, codes, "weight_scale", scales=_E8M0_BYTES)
+    return Encoding(format, codes, "weight_scale", scales=_E8M0_BYTES, read_only=read_only)
 
 
 class Int4Packed(Encoding):
@@ -372,6 +372,7 @@ MODELOPT = _by_format(
     Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4")),
     Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
     Scheme(encoding=Fp8BlocksFlexible(), names=("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES")),
+    Scheme(encoding=e8m0_bytes("mxfp8", "weight", read_only=True), names=("MXFP8",)),
 )
 """By `quant_algo`."""
 

@@ -91,6 +91,17 @@ def mxfp4(shape, generator, *, exponents=(-17, -3)):
     return Encoded({"weight_packed": packed(code), "weight_scale": byte}, numbers)
 
 
+def mxfp8(shape, generator):
+    """E4M3 codes and scales of all sizes that BF16 holds with them."""
+    N, K = shape
+    code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    code[(code & 0x7F) == 0x7F] = 0x7E
+    exponent = torch.randint(-20, 0, (N, K // 32), generator=generator)
+    numbers = e4m3(code) * spread(2.0**exponent, 1, 32, shape)
+    byte = (exponent + 127).to(torch.uint8)
+    return Encoded({"weight": code.view(torch.float8_e4m3fn), "weight_scale": byte}, numbers)
+
+
 def int4(shape, generator, *, group=128, scale_dtype=torch.bfloat16):
     N, K = shape
     code = torch.randint(0, 16, shape, generator=generator)
@@ -397,6 +408,21 @@ FORMS = {
         "fp8_block",
         ("bf16", "fp8_block", "mxfp8"),
     ),
+    "modelopt, MXFP8": Form(
+        mxfp8,
+        None,
+        "mxfp8",
+        ("bf16", "mxfp8"),
+        {
+            "producer": {"name": "modelopt", "version": "0.47.0"},
+            "quantization": {
+                "quant_algo": "MXFP8",
+                "kv_cache_quant_algo": None,
+                "group_size": 32,
+                "exclude_modules": KEPT_BY_MODELOPT,
+            },
+        },
+    ),
     "modelopt, mixed": Form(
         partial(nvfp4, modelopt=True),
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []},
@@ -644,7 +670,9 @@ def write_source_fixture():
 @pytest.fixture(scope="session")
 def by_hand():
     """What encodes by hand: by_hand.mxfp4(shape, generator), and others."""
-    return SimpleNamespace(mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, fp8_tensor=fp8_tensor)
+    return SimpleNamespace(
+        mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, fp8_tensor=fp8_tensor, mxfp8=mxfp8
+    )
 
 
 @pytest.fixture(scope="session")

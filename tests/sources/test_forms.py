@@ -37,6 +37,7 @@ NAMES = [
     "modelopt, FP8",
     "modelopt, FP8 by row",
     "modelopt, FP8 blocks",
+    "modelopt, MXFP8",
     "modelopt, mixed",
 ]
 ROUNDING = 2.0**-8

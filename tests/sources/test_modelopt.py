@@ -111,6 +111,46 @@ def test_attention_that_is_quantized_stays_where_config_can_say_so(
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
 
 
+# As `convert_hf_quant_config_format` of Model-Optimizer 0.47 writes it: it has no groups for MXFP8.
+MXFP8 = {
+    "ignore": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn*"],
+    "quant_algo": "MXFP8",
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+    "quant_method": "modelopt",
+}
+
+
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_mxfp8"])
+def test_mxfp8_is_read_as_engines_read_it(
+    make_checkpoint, write_source, by_hand, read_tensors, tmp_path, method
+):
+    source = write_source(
+        tmp_path / "source",
+        make_checkpoint(experts=2, layers=1),
+        lambda module: ".experts." in module,
+        MXFP8 | {"quant_method": method},
+        by_hand.mxfp8,
+    )
+    out = convert(source.path, tmp_path / "out", format="bf16").output
+    found = read_tensors(out)
+    assert len(source.numbers) == len(EXPERTS)
+    for weight, numbers in source.numbers.items():
+        assert torch.equal(found[weight].double(), numbers), weight
+    assert verify(out, against=source.path).ok
+    with pytest.raises(UnsupportedError, match="reads only as a source"):
+        get_dialect("modelopt").reader(MXFP8)(EXPERT)
+
+
+def test_a_module_of_a_mixed_checkpoint_may_be_mxfp8():
+    layers = {
+        EXPERT: {"quant_algo": "MXFP8", "group_size": 32},
+        ATTENTION[0]: {"quant_algo": "FP8"},
+    }
+    read = get_dialect("modelopt").reader(MIXED | {"quantized_layers": layers}, weights_only=True)
+    assert read(EXPERT) == "mxfp8"
+    assert read(ATTENTION[0]) == "fp8_channel"
+
+
 NAMED = {
     "by its own name": {EXPERT: {"quant_algo": "NVFP4", "group_size": 16}},
     "by the layer's": {"model.layers.0.mlp.experts": {"quant_algo": "nvfp4"}},
@@ -151,7 +191,9 @@ def test_what_is_not_read_is_refused_with_what_it_is_and_the_next_step(algorithm
         assert message.endswith("or the unquantized one")
 
 
-@pytest.mark.parametrize(("algorithm", "group_size"), [("NVFP4", 32), ("FP8_PB_WO", 64)])
+@pytest.mark.parametrize(
+    ("algorithm", "group_size"), [("NVFP4", 32), ("FP8_PB_WO", 64), ("MXFP8", 16)]
+)
 def test_groups_of_another_width_are_refused(algorithm, group_size):
     entry = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group_size}
     with pytest.raises(
