@@ -1,4 +1,4 @@
-"""Compile CUDA C++ at run time and launch it, through libnvrtc and libcuda alone.
+"""Compile CUDA C++ at run time, keep cubins, and launch them, through libnvrtc and libcuda alone.
 
 No toolkit and no extension build: torch's own wheels bring libnvrtc, the driver libcuda. Cubins are
 cached on disk under MOEQUANT_CACHE_DIR, by default ~/.cache/moequant.
@@ -14,12 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--extra-device-vectorization")
 _MAX_DYNAMIC_SHARED = 8
@@ -95,11 +98,28 @@ def compile_cubin(source: str, defines: dict[str, int]) -> bytes:
     lib = _compiler()
     version = (ctypes.c_int * 2)()
     lib.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
-    key = hashlib.sha256("\0".join([source, *options, str(list(version))]).encode()).hexdigest()
+    key = "\0".join([source, *options, str(list(version))])
+    return cached_cubin(key, lambda: _compile(lib, source, options))
+
+
+def cached_cubin(key: str, compile: Callable[[], bytes]) -> bytes:
+    """The cubin of `key` from the disk cache; if it is not there, what `compile` makes, kept.
+
+    Args:
+        key: all that the cubin depends on, the compiler's version included.
+        compile: makes it.
+    """
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
     default = Path.home() / ".cache" / "moequant"
-    path = Path(os.environ.get("MOEQUANT_CACHE_DIR", default)) / f"{key[:32]}.cubin"
+    path = Path(os.environ.get("MOEQUANT_CACHE_DIR", default)) / f"{name}.cubin"
     with suppress(OSError):
         return path.read_bytes()
+    cubin = compile()
+    _store(path, cubin)
+    return cubin
+
+
+def _compile(lib: ctypes.CDLL, source: str, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
     text = source.encode()
     _check(
@@ -117,7 +137,6 @@ def compile_cubin(source: str, defines: dict[str, int]) -> bytes:
     cubin = ctypes.create_string_buffer(size.value)
     lib.nvrtcGetCUBIN(program, cubin)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    _store(path, cubin.raw)
     return cubin.raw
 
 

@@ -1,0 +1,1 @@
+"""CUTLASS as an engine, through its CuTe DSL. See docs/runtime.md."""

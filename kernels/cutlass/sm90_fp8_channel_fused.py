@@ -1,0 +1,198 @@
+"""FP8 experts with one scale a row, through the grouped GEMM in CuTe DSL, on SM90.
+
+    prepare          sort the routing, quantize each token, lay it in the rows of its experts
+    gate and up      grouped GEMM
+    act_quantize     biases, the activation function, quantized again
+    down             grouped GEMM
+    weighted reduce  per token, float32, in the order of its experts
+
+Results of both GEMMs are rounded to bfloat16. Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.kernels.calls import on, part_tokens
+from moequant.kernels.cutlass.act_quantize import act_quantize
+from moequant.kernels.cutlass.batch_tiles import batch_tiles
+from moequant.kernels.cutlass.grouped_gemm import CutlassGroupedGemm
+from moequant.kernels.cutlass.variant import TILE_ROWS, GemmVariant
+from moequant.kernels.launch import stream_of
+from moequant.kernels.routing import (
+    ONE_LAUNCH_PAIRS,
+    TILE_FIELDS,
+    Grouping,
+    chunk_of,
+    max_rows,
+    sort_routing,
+)
+from moequant.kernels.sm90.quantize_permute import FEW_PAIRS, copy_rows, prepare
+from moequant.kernels.weighted_reduce import weighted_reduce
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from torch import Tensor
+
+    from moequant.act_fn import ActFn
+    from moequant.kernels.arena import WorkspaceArena
+
+
+def tile_rows_for(mean: float) -> int:
+    """The tile that nearly all experts fit in, for `mean` rows an expert: mean + 2 sigma."""
+    likely = mean + 2 * mean**0.5
+    return next((rows for rows in TILE_ROWS if likely <= rows), TILE_ROWS[-1])
+
+
+def kernels_for(experts: int, tokens: int, topk: int) -> Hashable:
+    """Equal for calls that run the same kernels, see `PackedExperts.kernels_for`."""
+    tokens = part_tokens(tokens, topk)
+    pairs = tokens * topk
+    sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs)
+    tile_rows = tile_rows_for(pairs / experts)
+    return tile_rows, sort, pairs <= FEW_PAIRS[0], pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+
+
+class CutlassPlan:
+    """Buffers for calls of exactly `tokens` tokens with `topk` experts each, in `arena`.
+
+    Args:
+        tensors: fp8_channel in the layout `stacked`, on a device of SM90.
+        act_fn: the function between the GEMMs.
+        tokens: M, at least 1; M * T at most MAX_PAIRS.
+        topk: T, at least 1.
+        arena: where buffers come from.
+        variant: the kernel of both GEMMs; by default that of the tile which most experts fill.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        act_fn: ActFn,
+        tokens: int,
+        topk: int,
+        arena: WorkspaceArena,
+        *,
+        variant: GemmVariant | None = None,
+    ) -> None:
+        self.tensors, self.act_fn = tensors, act_fn
+        E, H, I = tensors["w2_qdata"].shape
+        pairs = tokens * topk
+        rows = max_rows(pairs, E, 1)
+        self.variant = variant or GemmVariant(tile_rows=tile_rows_for(pairs / E))
+        self.grouping = Grouping(experts=E, tile_rows=self.variant.tile_rows)
+        self.routing = arena.sorted_routing(pairs, self.grouping)
+        self.x = arena.empty(rows, H, dtype=torch.float8_e4m3fn)
+        self.x_scale = arena.empty(rows, dtype=torch.float32)
+        self.gate_up = arena.empty(rows, tensors["w13_qdata"].shape[1], dtype=torch.bfloat16)
+        self.act = arena.empty(rows, I, dtype=torch.float8_e4m3fn)
+        self.act_scale = arena.empty(rows, dtype=torch.float32)
+        self.y = arena.empty(rows, H, dtype=torch.bfloat16)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        out: Tensor,
+        expert_map: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
+    ) -> None:
+        """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
+        routing, x, scale = self.routing, self.x, self.x_scale
+        if hidden_scale is None:
+            prepare(hidden, topk_ids, routing, x, scale, self.grouping, expert_map=expert_map)
+        else:
+            sort_routing(topk_ids, routing, self.grouping, expert_map=expert_map)
+            copy_rows(hidden, hidden_scale, routing.row_of_pair, x, scale)
+        self._gemm("w13", x, scale, self.gate_up)
+        act_quantize(
+            self.gate_up,
+            self.act,
+            self.act_scale,
+            self.act_fn,
+            row_of_pair=routing.row_of_pair,
+            row_end=routing.row_end,
+            bias=self.tensors.get("w13_bias"),
+        )
+        self._gemm("w2", self.act, self.act_scale, self.y)
+        weighted_reduce(
+            self.y,
+            routing.row_of_pair,
+            topk_weights,
+            out,
+            bias=self.tensors.get("w2_bias"),
+            row_end=routing.row_end,
+        )
+
+    def _gemm(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
+        tiles, tile_count = self.routing.tiles, self.routing.tile_count
+        run_gemm(self.variant, self.tensors, weight, x, x_scale, tiles, tile_count, out)
+
+
+def batched_experts(
+    tensors: Mapping[str, Tensor], act_fn: ActFn, qdata: Tensor, scale: Tensor, counts: Tensor
+) -> Tensor:
+    """Every expert's result for the first counts[e] of its tokens. Nothing is read on the host.
+
+    Args:
+        tensors: as for `CutlassPlan`.
+        act_fn: the function between the GEMMs.
+        qdata: float8_e4m3fn [E, C, H] contiguous.
+        scale: float32 [E, C, 1] contiguous.
+        counts: [E] int32; more than C is C.
+
+    Returns:
+        [E, C, H] bfloat16, rounded twice with a bias; rows at or beyond counts[e] are anything.
+    """
+    E, C, H = qdata.shape
+    I = tensors["w2_qdata"].shape[2]
+    variant = GemmVariant(tile_rows=next((r for r in TILE_ROWS if r >= C), TILE_ROWS[-1]))
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=qdata.device)
+
+    y = empty(E, C, H, dtype=torch.bfloat16)
+    if y.numel() == 0:
+        return y
+    tiles = empty(E * -(-C // variant.tile_rows), TILE_FIELDS, dtype=torch.int32)
+    tile_count, unused = empty(1, dtype=torch.int32), empty(2, dtype=torch.int32)
+    gate_up = empty(E * C, tensors["w13_qdata"].shape[1], dtype=torch.bfloat16)
+    act = empty(E * C, I, dtype=torch.float8_e4m3fn)
+    act_scale = empty(E * C, dtype=torch.float32)
+    x, x_scale, rows = qdata.view(E * C, H), scale.view(E * C), y.view(E * C, H)
+    with on(qdata.device):
+        batch_tiles(counts, tiles, tile_count, unused, capacity=C, tile_rows=variant.tile_rows)
+        run_gemm(variant, tensors, "w13", x, x_scale, tiles, tile_count, gate_up)
+        act_quantize(gate_up, act, act_scale, act_fn, counts=counts, bias=tensors.get("w13_bias"))
+        run_gemm(variant, tensors, "w2", act, act_scale, tiles, tile_count, rows)
+    if "w2_bias" in tensors:
+        y += tensors["w2_bias"][:, None]
+    return y
+
+
+def run_gemm(
+    variant: GemmVariant,
+    tensors: Mapping[str, Tensor],
+    weight: str,
+    x: Tensor,
+    x_scale: Tensor,
+    tiles: Tensor,
+    tile_count: Tensor,
+    out: Tensor,
+) -> None:
+    """Multiply the rows of `tiles` by `weight`, "w13" or "w2", on the current stream."""
+    gemm = CutlassGroupedGemm(
+        variant,
+        w=tensors[f"{weight}_qdata"],
+        w_scale=tensors[f"{weight}_scale"],
+        x=x,
+        x_scale=x_scale,
+        tiles=tiles,
+        tile_count=tile_count,
+        out=out,
+    )
+    gemm(stream_of(out.device))
