@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
+from moequant.runtime.backends.cutlass_fp8 import CutlassFp8, CutlassFp8Batched
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.naive_batched import NaiveBatched
@@ -27,9 +28,11 @@ REGISTRY: dict[str, Backend] = {
         Sm90Mxfp4Fp8(),
         Sm90W4a16(),
         DeepGemm(),
+        CutlassFp8(),
         TritonPortable(),
         TorchReference(),
         DeepGemmBatched(),
+        CutlassFp8Batched(),
         TritonBatched(),
         NaiveBatched(),
     )

@@ -1,0 +1,120 @@
+"""FP8 weights with one scale a row, through CUTLASS: the kernels of moequant.kernels.cutlass."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+from moequant.runtime.backends.base import Backend
+from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.planned import PlannedExperts
+from moequant.runtime.backends.routed import BatchedExperts
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import torch
+    from torch import Tensor
+
+    from moequant.kernels.arena import WorkspaceArena
+    from moequant.kernels.cutlass.sm90_fp8_channel_fused import CutlassPlan
+    from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.batched import BatchedTokens
+    from moequant.runtime.workload import Workload
+
+_ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
+
+
+class CutlassFp8Experts(PlannedExperts):
+    """See `CutlassFp8`."""
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """See `PackedExperts.kernels_for`."""
+        from moequant.kernels.cutlass.sm90_fp8_channel_fused import kernels_for
+
+        return kernels_for(self.workload.experts, tokens, topk)
+
+    def plan(
+        self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype
+    ) -> CutlassPlan:
+        """See `PlannedExperts.plan`."""
+        from moequant.kernels.cutlass.sm90_fp8_channel_fused import CutlassPlan
+
+        return CutlassPlan(self.tensors, self.workload.act_fn, tokens, topk, arena)
+
+
+class CutlassFp8(Backend):
+    """FP8 GEMMs in CuTe DSL with activations in FP8 per token, as vLLM's CutlassExpertsFp8.
+
+    Activations are quantized as `quantize_activations` does. The tensor cores' sums of 128 columns
+    are added up in float32, and both scales multiply the sum. What the first GEMM computes is
+    rounded to bfloat16 before the activation function, and so is an expert's result. Runs of one
+    call are bitwise equal. Nothing is read on the host: an id that is out of range contributes
+    nothing, like -1, and raises no error.
+
+    Runs only when named: it was compiled, and never run on a GPU.
+    """
+
+    name = "cutlass_fp8"
+    experts: ClassVar[type[PackedExperts]] = CutlassFp8Experts
+
+    def supports(self, workload: Workload) -> str | None:
+        """Needs fp8_channel, its activations, H and I in 16s, SM90, triton and CuTe DSL."""
+        if workload.format != "fp8_channel":
+            return "runs only fp8_channel"
+        if workload.activations != "fp8_token":
+            return "takes only activations in fp8_token"
+        for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
+            if size % _ROW_MULTIPLE:
+                return f"needs {name} to be a multiple of {_ROW_MULTIPLE}"
+        if workload.experts == 0:
+            return "needs at least one expert"
+        if workload.device.type != "cuda":
+            return "needs a CUDA device"
+        return _why_not_on(workload.device)
+
+
+class CutlassFp8BatchedExperts(BatchedExperts):
+    """See `CutlassFp8Batched`."""
+
+    def _run_batches(self, tokens: BatchedTokens) -> Tensor:
+        """See `BatchedExperts.run_batches`; bfloat16."""
+        from moequant.kernels.cutlass.sm90_fp8_channel_fused import batched_experts
+
+        assert tokens.scale is not None
+        qdata, scale = tokens.qdata.contiguous(), tokens.scale.contiguous()
+        return batched_experts(self.tensors, self.workload.act_fn, qdata, scale, tokens.counts)
+
+
+class CutlassFp8Batched(CutlassFp8):
+    """The same GEMM over batches, as vLLM's CutlassBatchedExpertsFp8."""
+
+    name = "cutlass_fp8_batched"
+    experts = CutlassFp8BatchedExperts
+
+
+@cache
+def _why_not_on(device: torch.device) -> str | None:
+    if (reason := why_not_sm90(device)) is not None:
+        return reason
+    if find_spec("triton") is None:
+        return "needs the package triton"
+    return why_no_cute_dsl()
+
+
+def why_no_cute_dsl() -> str | None:
+    """Why CuTe DSL does not compile here, in one clause; None where it can be imported.
+
+    It is not imported: that takes a second, and cubins on disk need none of it.
+    """
+    from moequant.kernels.cutlass.grouped_gemm import COMPILER
+
+    try:
+        version(COMPILER)
+    except PackageNotFoundError:
+        return "needs the package nvidia-cutlass-dsl: pip install 'moequant[cutlass]'"
+    if find_spec("cutlass") is None:
+        return f"finds {COMPILER} without its module cutlass: pip install 'moequant[cutlass]'"
+    return None
