@@ -12,6 +12,7 @@ from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts, StandardExperts
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
+from moequant.runtime.backends.sm90_fp8_channel import Sm90Fp8Channel
 from moequant.runtime.backends.sm90_w4a8 import Sm90Mxfp4Fp8, Sm90W4a8
 from moequant.runtime.backends.sm90_w4a16 import Sm90W4a16
 from moequant.runtime.backends.stacked import STACKED
@@ -27,6 +28,7 @@ REGISTRY: dict[str, Backend] = {
         Sm90W4a8(),
         Sm90Mxfp4Fp8(),
         Sm90W4a16(),
+        Sm90Fp8Channel(),
         DeepGemm(),
         CutlassFp8(),
         TritonPortable(),

@@ -1,0 +1,70 @@
+"""FP8 weights with a scale per row or matrix on Hopper: moequant.kernels.sm90_fp8_channel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.runtime.backends.base import Backend
+from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
+from moequant.runtime.backends.sm90 import Sm90Experts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.workload import Workload
+
+_FORMATS = ("fp8_channel", "fp8_tensor")
+
+
+class Sm90Fp8Channel(Backend):
+    """FP8 x FP8 GEMMs: scales of weight rows and of tokens are applied to the sums in float32.
+
+    Activations are quantized to FP8 per token, hidden states as `quantize_activations` does. The
+    result of the activation function is rounded to bfloat16 before that, as is an expert's result,
+    whatever the dtype of the hidden states; the sum over a token's experts is float32. Every
+    activation function, with biases or without. Nothing is read on the host: an id that is out of
+    range contributes nothing, like -1, and raises no error.
+
+    Runs only when named: its kernels compile, and their index formulas were checked on a CPU, but
+    they have not run on a GPU yet.
+    """
+
+    name = "sm90_fp8_channel"
+
+    def supports(self, workload: Workload) -> str | None:
+        """Needs fp8_channel or fp8_tensor, FP8 per token, sizes for TMA, SM90, triton and NVRTC."""
+        reason = why_not_kernels_for(workload, _FORMATS, activations="fp8_token")
+        return reason or _why_not_sizes(workload) or why_not_sm90_nvrtc(workload.device)
+
+    def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
+        """See `Backend.load`."""
+        from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelWeights
+
+        weights = Fp8ChannelWeights(
+            w13=tensors["w13_qdata"],
+            w13_scale=tensors["w13_scale"],
+            w2=tensors["w2_qdata"],
+            w2_scale=tensors["w2_scale"],
+            hidden=workload.hidden,
+            intermediate=workload.intermediate,
+            bias13=tensors.get("w13_bias"),
+            bias2=tensors.get("w2_bias"),
+            act_fn=workload.act_fn,
+        )
+        return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
+
+
+def _why_not_sizes(workload: Workload) -> str | None:
+    """Why the kernels do not take H or I; None if they do.
+
+    A warp has 32 rows of a weight, or 16 of gate and up each, and TMA reads rows at multiples of 16
+    bytes.
+    """
+    rows = 16 if workload.act_fn.gated else 32
+    for name, size, multiple in (("H", workload.hidden, 32), ("I", workload.intermediate, rows)):
+        if size % multiple:
+            return f"needs {name} to be a multiple of {multiple}"
+    return None
