@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,8 @@ from moequant.cli.output import Output, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from moequant.runtime.activations import ActivationsChoice
 
 TOKENS = "1,8,32,128,512,2048,8192"
 
@@ -75,7 +77,7 @@ def command(
     shape: str,
     tokens: list[int],
     format: str,
-    activations: Literal["format", "none", "fp8_token"],
+    activations: ActivationsChoice,
     routing: list[str],
     backend: str | None,
     against: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,8 @@ from moequant.cli.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from moequant.runtime.activations import ActivationsChoice
 
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
@@ -45,7 +47,7 @@ def command(
     shape: str,
     tokens: list[int],
     format: list[str] | None,
-    activations: Literal["format", "none", "fp8_token"],
+    activations: ActivationsChoice,
     backend: str | None,
     device: str,
     output: Path | None,

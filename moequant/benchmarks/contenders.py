@@ -10,7 +10,7 @@ humming             Humming's experts, if humming-kernels is installed; see humm
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moequant.act_fn import ActFn
     from moequant.formats import QuantizedWeight
     from moequant.runtime import ExpertWeights
+    from moequant.runtime.activations import ActivationsChoice
 
     Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,7 +59,7 @@ def make_contender(
     name: str,
     weights: ExpertWeights,
     *,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
 ) -> Experts:
     """The contender `name`, called as experts(hidden, topk_weights, ids).
 

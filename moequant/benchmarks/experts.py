@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,6 +57,7 @@ from moequant.benchmarks.stages import check_has_stages, time_stages, timed_tili
 from moequant.errors import MoequantError, NumericsError, UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
+from moequant.runtime.activations import FP8_SCHEMES
 from moequant.runtime.packing import scheme_of
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from moequant.benchmarks.shapes import LayerShape
     from moequant.progress import Progress
     from moequant.runtime import ExpertWeights
+    from moequant.runtime.activations import ActivationsChoice
 
 OURS = "moequant"
 """Name of FusedExperts among the contenders."""
@@ -112,7 +114,7 @@ class Measure:
 
     tokens: Sequence[int]
     format: str
-    activations: Literal["format", "none", "fp8_token"] = "format"
+    activations: ActivationsChoice = "format"
     routings: Sequence[str] = ("uniform",)
     backend: str | None = None
     against: Sequence[str] = ()
@@ -348,8 +350,15 @@ def products_of(scheme: str, ceilings: Ceilings) -> str:
 
     FP8 where activations are quantized to it and the GPU multiplies it, also of a backend that then
     multiplies the same numbers in BF16: the floor is that of the numbers, not of the backend.
+
+    Raises:
+        UnsupportedError: a scheme whose rate is not measured.
     """
-    return "fp8" if scheme != "none" and ceilings.fp8_tflops else "bf16"
+    if scheme == "none" or not ceilings.fp8_tflops:
+        return "bf16"
+    if scheme in FP8_SCHEMES or scheme == "mxfp8":
+        return "fp8"
+    raise UnsupportedError(f"the rate of products with activations in {scheme} is not measured")
 
 
 def describe_routing(inputs: Sequence[Inputs], experts: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ unless another is faster by more than runs differ. Each is checked before it is 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from moequant.benchmarks.shapes import LayerShape
     from moequant.progress import Progress
+    from moequant.runtime.activations import ActivationsChoice
 
 _MARGIN = 0.99
 """Of the time of the tiling that calls have now, what another must stay under: medians of 20
@@ -54,7 +55,7 @@ class TunedLayer:
         backend: str | None,
         device: torch.device,
         *,
-        activations: Literal["format", "none", "fp8_token"] = "format",
+        activations: ActivationsChoice = "format",
     ) -> None:
         self._shape = shape
         self._device = device
@@ -100,7 +101,7 @@ def tune(
     tokens: Sequence[int],
     *,
     formats: Sequence[str] | None = None,
-    activations: Literal["format", "none", "fp8_token"] = "format",
+    activations: ActivationsChoice = "format",
     backend: str | None = None,
     device: torch.device | str = "cuda",
     path: Path | None = None,

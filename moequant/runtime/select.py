@@ -8,26 +8,29 @@ from moequant.errors import UnsupportedError
 from moequant.runtime.backends import REGISTRY, backends
 
 if TYPE_CHECKING:
-    from moequant.runtime.backends import Backend, Workload
+    from moequant.runtime.backends import Backend, Layout, Workload
 
 
-def select(workload: Workload, backend: str | None = None) -> Backend:
+def select(
+    workload: Workload, backend: str | None = None, *, layout: Layout | None = None
+) -> Backend:
     """The backend called `backend`, or else the best that runs `workload` on its device by default.
 
     Args:
         workload: what is to be run.
         backend: name of a backend.
+        layout: the one that the backend must read; by default any.
 
     Raises:
         UnsupportedError: there is none; lists every backend with its reason.
     """
     if backend is None:
         for candidate in backends().values():
-            if _why_not_default(candidate, workload) is None:
+            if _why_not_default(candidate, workload, layout) is None:
                 return candidate
-    elif backend in backends() and why_not(backends()[backend], workload) is None:
+    elif backend in backends() and _why_not(backends()[backend], workload, layout) is None:
         return backends()[backend]
-    raise UnsupportedError(_refusal(workload, backend))
+    raise UnsupportedError(_refusal(workload, backend, layout))
 
 
 def why_not(backend: Backend, workload: Workload) -> str | None:
@@ -43,15 +46,23 @@ def why_not(backend: Backend, workload: Workload) -> str | None:
         return f"cannot say whether it runs this: {error!r}"
 
 
-def _why_not_default(backend: Backend, workload: Workload) -> str | None:
-    """Why `backend` is not chosen for `workload` by default; None where it may be."""
+def _why_not(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
+    """Why `backend` does not run `workload` from weights in `layout`; None if it does."""
     reason = why_not(backend, workload)
+    if reason is None and layout is not None and backend.layout != layout:
+        return f"reads weights as {backend.layout}, but these are {layout}"
+    return reason
+
+
+def _why_not_default(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
+    """Why `backend` is not chosen for `workload` by default; None where it may be."""
+    reason = _why_not(backend, workload, layout)
     if reason is None and workload.device.type not in backend.default_on:
         return f'runs on {workload.device.type} only when named, backend="{backend.name}"'
     return reason
 
 
-def _refusal(workload: Workload, backend: str | None) -> str:
+def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> str:
     if backend is None:
         subject = "no backend runs"
     elif backend in backends():
@@ -59,7 +70,8 @@ def _refusal(workload: Workload, backend: str | None) -> str:
     else:
         subject = f"there is no backend {backend!r} to run"
     reasons = [
-        f"{b.name}: {_why_not_default(b, workload) or 'runs it'}" for b in backends().values()
+        f"{b.name}: {_why_not_default(b, workload, layout) or 'runs it'}"
+        for b in backends().values()
     ]
     function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
     return (

@@ -90,7 +90,10 @@ def test_the_floor_is_the_longer_of_bytes_and_products():
 def test_floors_have_the_rate_of_fp8_where_activations_are_quantized_and_the_gpu_has_it():
     without = dataclasses.replace(CEILINGS, fp8_tflops=None)
     assert products_of("fp8_token", CEILINGS) == products_of("fp8_group128", CEILINGS) == "fp8"
+    assert products_of("mxfp8", CEILINGS) == "fp8"
     assert products_of("none", CEILINGS) == products_of("fp8_token", without) == "bf16"
+    with pytest.raises(UnsupportedError, match="activations in nvfp4 is not measured"):
+        products_of("nvfp4", CEILINGS)
 
 
 WIDE = dataclasses.replace(SMALL, experts=64, topk=4)

@@ -9,7 +9,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.backends import REGISTRY as BACKENDS
-from moequant.runtime.backends import Workload
+from moequant.runtime.backends import STACKED, Workload
 
 WORKLOAD = Workload(
     format="nvfp4",
@@ -33,6 +33,16 @@ def test_the_reference_runs_on_cuda_only_when_named():
     with pytest.raises(UnsupportedError, match=r"on cuda:0.*runs on cuda only when named"):
         select(ON_CUDA)
     assert select(ON_CUDA, "torch_reference").name == "torch_reference"
+
+
+def test_a_layout_leaves_out_the_backends_that_read_another():
+    assert select(WORKLOAD, layout=STACKED).name == "torch_reference"
+    panels = BACKENDS["sm90_w4a8"].layout
+    with pytest.raises(
+        UnsupportedError,
+        match=r"torch_reference: reads weights as stacked version \d, but these are w4a8_panels",
+    ):
+        select(WORKLOAD, layout=panels)
 
 
 def test_an_unknown_backend_is_refused_with_every_backend_s_answer():

@@ -1,0 +1,388 @@
+"""vLLM's functions around its CUTLASS kernels, on the backends here.
+
+Names, order and meaning of arguments are those of vLLM 0.33.0's `cutlass_moe.py`. Left out is what
+only CUTLASS needs: strides, workspaces, and the dtype of the output, which is that of `output` or
+of the hidden states. Nothing is read on the host, but by backends that say so. A call makes what
+`pack_experts` makes once; where calls repeat eagerly, `pack_experts` and `fused_experts` spend less
+time on the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.act_fn import SILU, ActFn
+from moequant.errors import UnsupportedError
+from moequant.formats import QuantizedWeight, check_parts, get_format
+from moequant.formats.w4a8 import GROUP
+from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
+from moequant.runtime.backends.stacked import padded_rows
+from moequant.runtime.batched import BatchedTokens
+from moequant.runtime.functional import fused_experts
+from moequant.runtime.select import select
+from moequant.runtime.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+_BATCHED = {"cuda": "triton_batched", "cpu": "naive_batched"}
+_PANELS = ("w13_panels", "w2_panels")
+
+
+def run_cutlass_moe_fp8(
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor | None,
+    activation: ActFn,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    a1q_scale: Tensor | None,
+    a2_scale: Tensor | None,
+    *,
+    expert_num_tokens: Tensor | None = None,
+    per_act_token: bool,
+    per_out_ch: bool,
+    use_batched_format: bool = False,
+    topk_weights: Tensor | None,
+    backend: str | None = None,
+) -> Tensor:
+    """Run FP8 experts with a scale per output channel or per matrix, as vLLM's CutlassExpertsFp8.
+
+    Unlike there, hidden states may also come as they are, and functions need no gate. Activations
+    with one dynamic scale for all tokens, which vLLM has too, are refused: a token's result would
+    depend on the others.
+
+    Args:
+        output: [M, H], written; in batches [E, C, H], of which rows beyond the counts are not
+            defined.
+        hidden_states: [M, H] float8_e4m3fn with `a1q_scale`, or of the dtype of `output` without;
+            in batches [E, C, H] float8_e4m3fn.
+        w1: float8_e4m3fn [E, 2 * I, H], gate over up; [E, I, H] where `activation` has no gate.
+        w2: float8_e4m3fn [E, H, I].
+        topk_ids: [M, T]; not read in batches.
+        activation: the function between the GEMMs.
+        global_num_experts: length of `expert_map`, else E; or -1 for either.
+        expert_map: [global experts] index here or -1; None in batches.
+        w1_scale: float32 multipliers: with `per_out_ch` [E, rows] or [E, rows, 1], else one of each
+            expert, [E], [E, 1] or [E, 1, 1].
+        w2_scale: likewise.
+        a1q_scale: float32 scale of the hidden states: with `per_act_token` [M, 1], in batches
+            [E, C, 1]; else one value, which must be given, also to quantize by.
+        a2_scale: without `per_act_token` the static scale of the second GEMM's input, one value;
+            else None, because the scales are computed.
+        expert_num_tokens: in batches, int32 [E], how many rows of each expert are tokens.
+        per_act_token: whether activations have a scale per token; else static ones of all tokens,
+            which need weights with a scale per matrix.
+        per_out_ch: whether weights have a scale per output channel.
+        use_batched_format: whether `hidden_states` come in a batch for each expert.
+        topk_weights: [M, T]; not read in batches, which are not weighted.
+        backend: name of one that reads weights as they are on disk, such as "cutlass_fp8", in
+            batches of a batched one; by default the best here, in batches triton_batched, or
+            naive_batched on a CPU.
+
+    Returns:
+        `output`.
+
+    Raises:
+        UnsupportedError: scales that do not go together, no backend that runs this, or as
+            `FusedExperts.forward`.
+        CheckpointError: weights or scales of another shape or dtype.
+    """
+    scheme = _scheme(a1q_scale, a2_scale, per_act_token=per_act_token, per_out_ch=per_out_ch)
+    format = "fp8_channel" if per_out_ch else "fp8_tensor"
+    workload = _workload(format, scheme, w1, w2, activation)
+    tensors = _fp8_tensors(workload, w1, w2, w1_scale, w2_scale)
+    if scheme == "fp8_static":
+        assert a1q_scale is not None
+        assert a2_scale is not None
+        tensors["w13_input_scale"] = _one(a1q_scale, "a1q_scale")
+        tensors["w2_input_scale"] = _one(a2_scale, "a2_scale")
+    quantized = hidden_states.dtype == torch.float8_e4m3fn
+    if quantized and scheme == "fp8_static":
+        rows = hidden_states.shape[:-1]
+        a1q_scale = tensors["w13_input_scale"].expand(*rows, 1).contiguous()
+    if use_batched_format:
+        return _run_batches(
+            output,
+            hidden_states,
+            a1q_scale,
+            tensors,
+            workload,
+            counts=expert_num_tokens,
+            backend=backend,
+        )
+    if expert_num_tokens is not None or topk_ids is None or topk_weights is None:
+        raise UnsupportedError(
+            "without use_batched_format, topk_ids and topk_weights are needed, and no "
+            "expert_num_tokens"
+        )
+    _check_global(global_num_experts, expert_map, workload.experts)
+    return fused_experts(
+        hidden_states,
+        select(workload, backend, layout=STACKED).load(tensors, workload),
+        topk_weights,
+        topk_ids,
+        expert_map=expert_map,
+        hidden_scale=a1q_scale if quantized or per_act_token else None,
+        out=output,
+    )
+
+
+def cutlass_moe_w4a8_fp8(
+    a: Tensor,
+    w1_q: Tensor,
+    w2_q: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    activation: ActFn = SILU,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    group_size: int = GROUP,
+    a1q_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Run INT4 experts with FP8 activations per token, as vLLM's CutlassExpertsW4A8Fp8.
+
+    A weight is its code times its scale, exactly. vLLM's kernel multiplies by
+    `row_scale * e4m3(group_scale * code)` instead, which `moequant.formats.effective_weight`
+    computes; so its results differ by the rounding of that table, and its encoded weights are not
+    taken.
+
+    Args:
+        a: [M, H] bfloat16, float16 or float32; or float8_e4m3fn, with `a1q_scale`.
+        w1_q: uint8 [E, 2 * I, H / 2], gate over up, two's complement nibbles, the even column low;
+            [E, I, H / 2] where `activation` has no gate. These run on backends that read them so.
+            Or, with four dimensions, `w13_panels` of `pack_experts(...).tensors`, which run on
+            sm90_w4a8.
+        w2_q: uint8 [E, H, I / 2]; or `w2_panels`.
+        topk_weights: [M, T].
+        topk_ids: [M, T].
+        w1_scale: bfloat16 [E, rows of w1_q, H / 128], multipliers; None with panels, which hold
+            theirs.
+        w2_scale: bfloat16 [E, H, I / 128]; likewise.
+        activation: the function between the GEMMs.
+        expert_map: [global experts].
+        apply_router_weight_on_input: for T = 1 only.
+        global_num_experts: length of `expert_map`, else E; or -1 for either.
+        group_size: 128.
+        a1q_scale: of quantized `a`, float32 [M, 1].
+        backend: name of one that reads the weights as they are given; by default the best here.
+
+    Returns:
+        [M, H] in the dtype of `a`, bfloat16 where it is quantized.
+
+    Raises:
+        UnsupportedError: another group size, scales with panels or none without, no backend that
+            runs this, or as `FusedExperts.forward`.
+        CheckpointError: weights or scales of another shape or dtype.
+    """
+    if group_size != GROUP:
+        raise UnsupportedError(f"group_size is {group_size}, but must be {GROUP}")
+    if w1_q.dim() == 4:
+        if w1_scale is not None or w2_scale is not None:
+            raise UnsupportedError("panels hold their scales; leave w1_scale and w2_scale out")
+        workload, tensors = _panels(w1_q, w2_q, activation)
+        chosen = select(workload, backend or "sm90_w4a8", layout=REGISTRY["sm90_w4a8"].layout)
+    else:
+        if w1_scale is None or w2_scale is None:
+            raise UnsupportedError("w1_q in rows needs w1_scale and w2_scale")
+        workload = _workload("w4a8", "fp8_token", w1_q, w2_q, activation, packed=2)
+        E, H, I = workload.experts, workload.hidden, workload.intermediate
+        check_parts({"qdata": w1_q, "scale": w1_scale}, "w4a8", (E, w1_q.shape[1], H), "w1")
+        check_parts({"qdata": w2_q, "scale": w2_scale}, "w4a8", (E, H, I), "w2")
+        tensors = {
+            "w13_qdata": w1_q.contiguous(),
+            "w13_scale": w1_scale.contiguous(),
+            "w2_qdata": w2_q.contiguous(),
+            "w2_scale": w2_scale.contiguous(),
+        }
+        chosen = select(workload, backend, layout=STACKED)
+    _check_global(global_num_experts, expert_map, workload.experts)
+    return fused_experts(
+        a,
+        chosen.load(tensors, workload),
+        topk_weights,
+        topk_ids,
+        expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        hidden_scale=a1q_scale,
+    )
+
+
+def _scheme(
+    a1q_scale: Tensor | None, a2_scale: Tensor | None, *, per_act_token: bool, per_out_ch: bool
+) -> str:
+    if per_act_token:
+        if a2_scale is not None:
+            raise UnsupportedError(
+                "a2_scale is given, but with per_act_token the scales are computed; leave it out"
+            )
+        return "fp8_token"
+    if a1q_scale is None or a2_scale is None:
+        raise UnsupportedError(
+            "without per_act_token, a1q_scale and a2_scale are needed: a dynamic scale of all "
+            "tokens is not supported; give both, or set per_act_token"
+        )
+    if per_out_ch:
+        raise UnsupportedError(
+            "static scales of activations run only with weights of one scale per matrix; set "
+            "per_act_token, or not per_out_ch"
+        )
+    return "fp8_static"
+
+
+def _workload(
+    format: str, scheme: str, w1: Tensor, w2: Tensor, act_fn: ActFn, *, packed: int = 1
+) -> Workload:
+    """What is asked for, from weights with `packed` columns a byte."""
+    act_fn.check()
+    halves = 2 if act_fn.gated else 1
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != halves * w2.shape[2] * packed:
+        raise UnsupportedError(
+            f"w1 is {list(w1.shape)} and w2 {list(w2.shape)}, but with {act_fn} they must be "
+            f"[E, {'2 * ' if act_fn.gated else ''}I, H] and [E, H, I]"
+        )
+    return Workload(
+        format=format,
+        activations=scheme,
+        experts=w1.shape[0],
+        hidden=w1.shape[2] * packed,
+        intermediate=w2.shape[2] * packed,
+        device=w1.device,
+        act_fn=act_fn,
+    )
+
+
+def _fp8_tensors(
+    workload: Workload, w1: Tensor, w2: Tensor, w1_scale: Tensor, w2_scale: Tensor
+) -> dict[str, Tensor]:
+    """The weights as the layout `stacked` has them."""
+    format, E, H = workload.format, workload.experts, workload.hidden
+    assert padded_rows(format, workload.intermediate) == workload.intermediate
+    w1_scale, w2_scale = (_three_dimensions(s) for s in (w1_scale, w2_scale))
+    check_parts({"qdata": w1, "scale": w1_scale}, format, (E, w1.shape[1], H), "w1")
+    check_parts({"qdata": w2, "scale": w2_scale}, format, (E, H, workload.intermediate), "w2")
+    if format == "fp8_tensor" and workload.act_fn.gated:
+        w1_scale = w1_scale.expand(E, 2, 1)  # that of gate, and that of up
+    return {
+        "w13_qdata": w1.contiguous(),
+        "w13_scale": w1_scale.contiguous(),
+        "w2_qdata": w2.contiguous(),
+        "w2_scale": w2_scale.contiguous(),
+    }
+
+
+def _three_dimensions(scale: Tensor) -> Tensor:
+    """[E], [E, rows] or [E, rows, 1] as [E, rows, 1]."""
+    return scale.reshape(*scale.shape, *[1] * max(3 - scale.dim(), 0))
+
+
+def _one(scale: Tensor, name: str) -> Tensor:
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise UnsupportedError(
+            f"{name} is {scale.dtype} {list(scale.shape)}, but must be one float32 value"
+        )
+    return scale.reshape(1)
+
+
+def _run_batches(
+    output: Tensor,
+    hidden_states: Tensor,
+    scale: Tensor | None,
+    tensors: Mapping[str, Tensor],
+    workload: Workload,
+    *,
+    counts: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    if counts is None:
+        raise UnsupportedError("use_batched_format needs expert_num_tokens")
+    name = backend or _BATCHED.get(workload.device.type, "naive_batched")
+    packed = select(workload, name, layout=STACKED).load(tensors, workload)
+    if not isinstance(packed, BatchedExperts):
+        raise UnsupportedError(
+            f"backend {name!r} does not run batches; name a batched one, such as "
+            f"{', '.join(_BATCHED.values())}"
+        )
+    if output.shape != hidden_states.shape:
+        raise UnsupportedError(
+            f"output is {list(output.shape)}, but must be {list(hidden_states.shape)}"
+        )
+    tokens = BatchedTokens(
+        scheme=workload.activations, qdata=hidden_states, scale=scale, counts=counts
+    )
+    return output.copy_(packed.run_batches(tokens))
+
+
+def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, Tensor]]:
+    """Weights in panels, whose sizes follow from their blocks of 128 columns."""
+    act_fn.check()
+    if w2.dim() != 4:
+        raise UnsupportedError(
+            f"w1_q is {list(w1.shape)}, which are panels, but w2_q is {list(w2.shape)}; give both "
+            "in panels, or both in rows"
+        )
+    H, I = w1.shape[2] * GROUP, w2.shape[2] * GROUP
+    workload = Workload(
+        format="w4a8",
+        activations="fp8_token",
+        experts=w1.shape[0],
+        hidden=H,
+        intermediate=I,
+        device=w1.device,
+        act_fn=act_fn,
+    )
+    tensors = dict(zip(_PANELS, (w1, w2), strict=True))
+    for name, needed in REGISTRY["sm90_w4a8"].layout.pack(_shape_of(workload)).items():
+        found = tensors[name]
+        if found.shape != needed.shape or found.dtype != needed.dtype:
+            raise UnsupportedError(
+                f"{name} is {found.dtype} {list(found.shape)}, but for H {H} and I {I} it must be "
+                f"{needed.dtype} {list(needed.shape)}; pack_experts makes panels"
+            )
+    return workload, {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _shape_of(workload: Workload) -> ExpertWeights:
+    """Weights of these sizes without data."""
+
+    def empty(N: int, K: int) -> QuantizedWeight:
+        shape = torch.Size((workload.experts, N, K))
+        specs = get_format(workload.format).specs(shape, "w")
+        parts = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in specs.items()}
+        return QuantizedWeight(
+            format=workload.format,
+            qdata=parts["qdata"],
+            scale=parts["scale"],
+            global_scale=None,
+            shape=shape,
+        )
+
+    H, I = workload.hidden, workload.intermediate
+    return ExpertWeights(
+        gate=empty(I, H) if workload.act_fn.gated else None,
+        up=empty(I, H),
+        down=empty(H, I),
+        act_fn=workload.act_fn,
+    )
+
+
+def _check_global(global_num_experts: int, expert_map: Tensor | None, experts: int) -> None:
+    known = experts if expert_map is None else expert_map.shape[0]
+    if global_num_experts not in (-1, known):
+        there = f"{known} experts" if expert_map is None else f"an expert_map of {known}"
+        raise UnsupportedError(
+            f"global_num_experts is {global_num_experts}, but there is {there}; give {known} or -1"
+        )

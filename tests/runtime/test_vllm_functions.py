@@ -1,0 +1,373 @@
+"""vLLM's functions around CUTLASS, compared with the reference and with what vLLM computes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from moequant.act_fn import RELU2, SILU, SWIGLUOAI
+from moequant.benchmarks.experts import calc_diff
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import QuantizedWeight, dequantize, effective_weight, quantize
+from moequant.runtime import (
+    ExpertWeights,
+    FusedExperts,
+    cutlass_moe_w4a8_fp8,
+    pack_experts,
+    run_cutlass_moe_fp8,
+)
+from moequant.runtime.activations import quantize_activations
+from moequant.runtime.backends import REGISTRY
+from moequant.runtime.backends.stacked import STACKED
+from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.routing import route
+
+E, H, I, T, M = 6, 256, 128, 2, 9
+STATIC = {"gate_up_input_scale": torch.tensor([0.02]), "down_input_scale": torch.tensor([0.004])}
+
+
+def weight(format, N, K, seed, device="cpu"):
+    g = torch.Generator().manual_seed(seed)
+    return quantize((torch.randn(E, N, K, generator=g) * K**-0.5).to(device), format)
+
+
+def halves(q):
+    """Gate and up of w1, which share the scale of a matrix."""
+    parts = []
+    for half in range(2):
+        rows = slice(half * I, (half + 1) * I)
+        scale = q.scale if q.scale.shape[1] == 1 else q.scale[:, rows]
+        shape = torch.Size((E, I, H))
+        parts.append(
+            QuantizedWeight(
+                format=q.format,
+                qdata=q.qdata[:, rows],
+                scale=scale,
+                global_scale=None,
+                shape=shape,
+            )
+        )
+    return parts
+
+
+def layer(format, act_fn=SILU, *, static=False, device="cpu"):
+    """w1 and w2 as vLLM has them, and the same experts as ours."""
+    w1 = weight(format, 2 * I if act_fn.gated else I, H, 0, device)
+    w2 = weight(format, H, I, 1, device)
+    gate, up = halves(w1) if act_fn.gated else (None, w1)
+    scales = {name: scale.to(device) for name, scale in STATIC.items()} if static else {}
+    return w1, w2, ExpertWeights(gate=gate, up=up, down=w2, act_fn=act_fn, **scales)
+
+
+def call(dtype=torch.bfloat16, device="cpu", tokens=M):
+    g = torch.Generator().manual_seed(2)
+    router, ids = torch.rand(tokens, E, generator=g).topk(T)
+    ids[0, 1] = -1
+    hidden = torch.randn(tokens, H, generator=g).to(dtype)
+    return hidden.to(device), router.to(device), ids.int().to(device)
+
+
+def run_fp8(w1, w2, hidden, router, ids, *, act_fn=SILU, **options):
+    out = torch.full(hidden.shape, torch.nan, device=hidden.device)
+    given = {
+        "output": out.to(torch.bfloat16 if hidden.dtype == torch.float8_e4m3fn else hidden.dtype),
+        "global_num_experts": E,
+        "expert_map": None,
+        "w1_scale": w1.scale,
+        "w2_scale": w2.scale,
+        "a1q_scale": None,
+        "a2_scale": None,
+        "per_act_token": True,
+        "per_out_ch": w1.format == "fp8_channel",
+        "topk_weights": router,
+        "topk_ids": ids,
+    } | options
+    got = run_cutlass_moe_fp8(
+        hidden_states=hidden, w1=w1.qdata, w2=w2.qdata, activation=act_fn, **given
+    )
+    assert got is given["output"]
+    return got
+
+
+def test_arguments_are_those_of_vllm_in_its_order():
+    """Of `cutlass_moe.py` in 0.33.0, without strides, workspaces and the output's dtype.
+
+    The last is ours.
+    """
+    assert list(inspect.signature(run_cutlass_moe_fp8).parameters) == [
+        "output", "hidden_states", "w1", "w2", "topk_ids", "activation", "global_num_experts",
+        "expert_map", "w1_scale", "w2_scale", "a1q_scale", "a2_scale", "expert_num_tokens",
+        "per_act_token", "per_out_ch", "use_batched_format", "topk_weights", "backend",
+    ]  # fmt: skip
+    names = list(inspect.signature(cutlass_moe_w4a8_fp8).parameters)
+    assert names[:5] == ["a", "w1_q", "w2_q", "topk_weights", "topk_ids"]
+    assert {"activation", "expert_map", "apply_router_weight_on_input", "group_size"} < set(names)
+
+
+def test_another_backend_runs_by_name():
+    w1, w2, weights = layer("fp8_channel")
+    want = FusedExperts(weights, backend="naive_batched")(*call())
+    assert torch.equal(run_fp8(w1, w2, *call(), backend="naive_batched"), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI, RELU2], ids=str)
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+def test_fp8_experts_compute_what_the_reference_does(format, act_fn, dtype):
+    w1, w2, weights = layer(format, act_fn)
+    want = FusedExperts(weights, backend="torch_reference")(*call(dtype))
+    assert torch.equal(run_fp8(w1, w2, *call(dtype), act_fn=act_fn), want)
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+def test_hidden_states_may_come_quantized(format):
+    w1, w2, weights = layer(format)
+    hidden, router, ids = call()
+    x = quantize_activations(hidden, "fp8_token")
+    got = run_fp8(w1, w2, x.qdata, router, ids, a1q_scale=x.scale)
+    assert torch.equal(got, FusedExperts(weights)(hidden, router, ids))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_static_scales_are_those_of_both_inputs(quantized):
+    w1, w2, weights = layer("fp8_tensor", static=True)
+    hidden, router, ids = call()
+    a1, a2 = STATIC.values()
+    want = FusedExperts(weights)(hidden, router, ids)
+    if quantized:
+        hidden = quantize_activations(hidden, "fp8_static", static_scale=a1).qdata
+    # vLLM has them with one dimension or none.
+    for shape in ((1,), ()):
+        scales = {"a1q_scale": a1.reshape(shape), "a2_scale": a2.reshape(shape)}
+        got = run_fp8(w1, w2, hidden, router, ids, per_act_token=False, **scales)
+        assert torch.equal(got, want)
+
+
+def test_scales_have_the_shapes_that_vllm_gives_them():
+    w1, w2, weights = layer("fp8_channel")
+    want = FusedExperts(weights)(*call())
+    scales = {"w1_scale": w1.scale[..., 0], "w2_scale": w2.scale[..., 0]}
+    assert torch.equal(run_fp8(w1, w2, *call(), **scales), want)
+    w1, w2, weights = layer("fp8_tensor")
+    want = FusedExperts(weights)(*call())
+    for shape in ((E,), (E, 1), (E, 1, 1)):
+        scales = {"w1_scale": w1.scale.reshape(shape), "w2_scale": w2.scale.reshape(shape)}
+        assert torch.equal(run_fp8(w1, w2, *call(), **scales), want)
+
+
+def test_ids_of_other_ranks_contribute_nothing():
+    w1, w2, weights = layer("fp8_channel")
+    here = torch.full((12,), -1)
+    here[3:9] = torch.arange(5, -1, -1)
+    hidden, router, ids = call()
+    ids = torch.where(ids < 0, ids, ids * 2)
+    want = FusedExperts(weights, expert_map=here)(hidden, router, ids)
+    options = {"expert_map": here, "global_num_experts": 12}
+    assert torch.equal(run_fp8(w1, w2, hidden, router, ids, **options), want)
+
+
+@pytest.mark.parametrize(
+    ("format", "static"), [("fp8_channel", False), ("fp8_tensor", False), ("fp8_tensor", True)]
+)
+def test_batches_are_run_and_not_weighted(format, static):
+    w1, w2, weights = layer(format, static=static)
+    hidden, router, ids = call()
+    want = FusedExperts(weights, backend="torch_reference")(hidden, router, ids)
+    a1, a2 = STATIC.values()
+    routing = route(router, ids, experts=E)
+    scheme = "fp8_static" if static else "fp8_token"
+    tokens, places = prepare_batched(
+        hidden,
+        routing,
+        experts=E,
+        capacity=M,
+        scheme=scheme,
+        **({"static_scale": a1} if static else {}),
+    )
+    scales = {"a1q_scale": a1 if static else tokens.scale, "a2_scale": a2 if static else None}
+    out = run_cutlass_moe_fp8(
+        torch.empty(tokens.qdata.shape, dtype=torch.float32), tokens.qdata, w1.qdata, w2.qdata,
+        None, SILU, E, None, w1.scale, w2.scale, **scales, expert_num_tokens=tokens.counts,
+        per_act_token=not static, per_out_ch=format == "fp8_channel", use_batched_format=True,
+        topk_weights=None,
+    )  # fmt: skip
+    # The reference adds up experts in another order, and rounds to the dtype of hidden states.
+    got = finalize_batched(out, routing, places).bfloat16()
+    assert calc_diff(got, want) <= 2.0**-18
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ({"a2_scale": torch.ones(1)}, UnsupportedError, "with per_act_token the scales are"),
+        ({"per_act_token": False}, UnsupportedError, "dynamic scale of all tokens is not"),
+        (
+            {"per_act_token": False, "a1q_scale": torch.ones(1), "a2_scale": torch.ones(1)},
+            UnsupportedError,
+            "only with weights of one scale per matrix",
+        ),
+        ({"global_num_experts": 8}, UnsupportedError, "is 8, but there is 6 experts; give 6 or"),
+        ({"w1_scale": torch.ones(E, I)}, CheckpointError, "w1.scale is"),
+        ({"topk_ids": None}, UnsupportedError, "topk_ids and topk_weights are needed"),
+        ({"use_batched_format": True}, UnsupportedError, "needs expert_num_tokens"),
+        ({"a1q_scale": torch.ones(M, 1)}, UnsupportedError, "hidden_states is torch.bfloat16"),
+        ({"backend": "cutlass_fp8"}, UnsupportedError, "'cutlass_fp8' does not run fp8_channel"),
+        (
+            {
+                "use_batched_format": True,
+                "expert_num_tokens": torch.ones(E, dtype=torch.int32),
+                "backend": "torch_reference",
+            },
+            UnsupportedError,
+            "'torch_reference' does not run batches",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, error, reason):
+    w1, w2, _ = layer("fp8_channel")
+    with pytest.raises(error, match=reason):
+        run_fp8(w1, w2, *call(), **options)
+
+
+def test_static_scales_are_single_values():
+    w1, w2, _ = layer("fp8_tensor")
+    options = {"per_act_token": False, "a1q_scale": torch.ones(M, 1), "a2_scale": torch.ones(1)}
+    with pytest.raises(UnsupportedError, match=r"a1q_scale is torch.float32 \[9, 1\], but must"):
+        run_fp8(w1, w2, *call(), **options)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    w1, w2, _ = layer("fp8_channel")
+    with pytest.raises(UnsupportedError, match=r"must be \[E, 2 \* I, H\] and \[E, H, I\]"):
+        run_fp8(w2, w1, *call())
+
+
+def run_w4a8(w1, w2, *call, **options):
+    scales = {"w1_scale": w1.scale, "w2_scale": w2.scale}
+    return cutlass_moe_w4a8_fp8(call[0], w1.qdata, w2.qdata, *call[1:], **scales | options)
+
+
+@pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI, RELU2], ids=str)
+def test_w4a8_experts_compute_what_the_reference_does(act_fn):
+    w1, w2, weights = layer("w4a8", act_fn)
+    want = FusedExperts(weights, backend="torch_reference")(*call())
+    assert torch.equal(run_w4a8(w1, w2, *call(), activation=act_fn), want)
+    hidden, router, ids = call()
+    x = quantize_activations(hidden, "fp8_token")
+    got = run_w4a8(w1, w2, x.qdata, router, ids, activation=act_fn, a1q_scale=x.scale)
+    assert torch.equal(got, want)
+
+
+def test_w4a8_takes_an_expert_map_and_weights_the_input():
+    w1, w2, weights = layer("w4a8")
+    hidden, router, ids = call()
+    options = {
+        "expert_map": torch.tensor([1, -1, 0, 5, 4, 3]), "apply_router_weight_on_input": True,
+    }  # fmt: skip
+    one = hidden, router[:, :1], ids[:, :1]
+    got = run_w4a8(w1, w2, *one, **options, global_num_experts=6)
+    assert torch.equal(got, FusedExperts(weights)(*one, **options))
+
+
+def test_a_w4a8_weight_is_code_times_scale_and_not_the_table_of_vllms_kernel():
+    w1, w2, weights = layer("w4a8")
+    hidden, router, ids = call(torch.float32)
+    got = run_w4a8(w1, w2, hidden, router, ids)
+
+    def experts(decode):
+        parts = {n: quantize(decode(q), "fp32") for n, q in weights.projections().items()}
+        return FusedExperts(ExpertWeights(**parts), activations="fp8_token")
+
+    plain = experts(dequantize)(hidden, router, ids)
+    table = experts(effective_weight)(hidden, router, ids)
+    # Sums of 256 and 128 products in float32, and the few codes between the GEMMs that they flip.
+    assert calc_diff(got, plain) <= 1e-6
+    # The table adds 1.8 % to the error of a weight: sqrt(10.56**2 - 10.40**2), see W4A8. Two GEMMs
+    # in a row make that calc_diff = 1.8 %**2 = 3e-4, and these sizes scatter.
+    assert 3e-5 < calc_diff(got, table) < 3e-3
+
+
+def test_w4a8_panels_belong_to_their_backend(monkeypatch):
+    backend = REGISTRY["sm90_w4a8"]
+    *_, weights = layer("w4a8")
+    panels = backend.layout.pack(weights)
+    given = panels["w13_panels"], panels["w2_panels"]
+    hidden, router, ids = call()
+    with pytest.raises(UnsupportedError, match=r"'sm90_w4a8' does not run w4a8 .* H 256, I 128"):
+        cutlass_moe_w4a8_fp8(hidden, *given, router, ids)
+    loaded, reference = [], REGISTRY["torch_reference"]
+
+    def load(tensors, workload):
+        loaded.append((tensors, workload))
+        unpacked = backend.layout.unpack(tensors, workload)
+        return reference.load(STACKED.pack(unpacked), workload)
+
+    monkeypatch.setattr(backend, "supports", lambda workload: None)
+    monkeypatch.setattr(backend, "load", load)
+    got = cutlass_moe_w4a8_fp8(hidden, *given, router, ids)
+    assert torch.equal(got, FusedExperts(weights)(hidden, router, ids))
+    ((tensors, workload),) = loaded
+    assert all(tensors[name].data_ptr() == t.data_ptr() for name, t in panels.items())
+    assert (workload.hidden, workload.intermediate, workload.activations) == (H, I, "fp8_token")
+
+
+def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
+    w1, w2, weights = layer("w4a8")
+    panels = REGISTRY["sm90_w4a8"].layout.pack(weights)
+    p1, p2 = panels["w13_panels"], panels["w2_panels"]
+    hidden, router, ids = call()
+    for (a, b), options, reason in (
+        ((w1.qdata, w2.qdata), {}, "needs w1_scale and w2_scale"),
+        ((w1.qdata, w2.qdata), {"group_size": 64}, "group_size is 64, but must be 128"),
+        ((p1, p2), {"w1_scale": w1.scale}, "panels hold their scales"),
+        ((p1, w2.qdata), {}, "give both in panels, or both in rows"),
+        ((p1[:, :, :, :8000], p2), {}, "w13_panels is .* but for H 256 and I 128 it must be"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            cutlass_moe_w4a8_fp8(hidden, a, b, router, ids, **options)
+    wide = w1.qdata.view(torch.int32).repeat(1, 1, 4)
+    with pytest.raises(CheckpointError, match=r"w1\.qdata is"):
+        cutlass_moe_w4a8_fp8(
+            hidden, wide, w2.qdata, router, ids, w1_scale=w1.scale, w2_scale=w2.scale
+        )
+
+
+def on_gpu(capability):
+    have = torch.cuda.is_available() and torch.cuda.get_device_capability() >= capability
+    skip = pytest.mark.skipif(not have, reason=f"needs a CUDA device of SM{capability[0]}0")
+    return lambda test: pytest.mark.gpu(skip(test))
+
+
+@on_gpu((8, 0))
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor", "w4a8"])
+def test_on_a_gpu_rows_run_on_kernels(format, tokens):
+    w1, w2, weights = layer(format, device="cuda")
+    hidden, router, ids = call(device="cuda", tokens=tokens)
+    want = FusedExperts(weights, backend="torch_reference")(hidden, router, ids)
+    run = run_w4a8 if format == "w4a8" else run_fp8
+    # The bound that tests/runtime/test_sm90.py derives for quantized activations.
+    assert calc_diff(run(w1, w2, hidden, router, ids), want) <= 1e-3
+
+
+@on_gpu((9, 0))
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_on_hopper_panels_give_the_bits_of_the_backend(tokens):
+    *_, weights = layer("w4a8", device="cuda")
+    packed = pack_experts(weights, backend="sm90_w4a8")
+    hidden, router, ids = call(device="cuda", tokens=tokens)
+    panels = (packed.tensors[name] for name in ("w13_panels", "w2_panels"))
+    got = cutlass_moe_w4a8_fp8(hidden, *panels, router, ids)
+    assert torch.equal(got, FusedExperts(packed, backend="sm90_w4a8")(hidden, router, ids))
+
+
+@on_gpu((9, 0))
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_on_hopper_cutlass_runs_by_name(tokens):
+    pytest.importorskip("cutlass")
+    w1, w2, weights = layer("fp8_channel", device="cuda")
+    call_of = call(device="cuda", tokens=tokens)
+    got = run_fp8(w1, w2, *call_of, backend="cutlass_fp8")
+    assert torch.equal(got, FusedExperts(weights, backend="cutlass_fp8")(*call_of))
