@@ -1,15 +1,16 @@
-"""Humming's experts, as vLLM calls them on Hopper: the package humming-kernels, Apache-2.0.
+"""Humming's experts: the package humming-kernels, Apache-2.0, which vLLM has as a backend.
 
 A call is
 
     sort        our kernel, in place of vLLM's permutation
     quantize    each token once, and copied to the rows of its experts
     gate and up Humming's grouped GEMM, rows in the order of their experts
-    activation  and quantization, one launch
+    activation  and quantization, in one launch that the package has and vLLM does not use
     down        the GEMM again
     reduce      our kernel, in place of vLLM's
 
-with the tile shapes that Humming's own rules choose. Names and arguments are those of version
+The GEMMs are called as vLLM's HummingGroupedExperts calls them, its choice on Hopper, with the tile
+shapes that Humming's own rules choose. Names and arguments are those of version
 0.1.19, of whose sources they were read; no call has run yet.
 """
 
