@@ -2,16 +2,16 @@
 
 A call is
 
-    sort        our kernel, in place of vLLM's permutation
-    quantize    each token once, and copied to the rows of its experts
-    gate and up Humming's grouped GEMM, rows in the order of their experts
-    activation  and quantization, in one launch that the package has and vLLM does not use
-    down        the GEMM again
-    reduce      our kernel, in place of vLLM's
+    sort          our kernel, in place of vLLM's permutation
+    quantize      each token, copied to the rows of its experts
+    gate and up   Humming's grouped GEMM, rows in the order of their experts
+    activation    and quantization, in one launch that the package has and vLLM does not use
+    down          the GEMM again
+    reduce        our kernel, in place of vLLM's
 
 The GEMMs are called as vLLM's HummingGroupedExperts calls them, its choice on Hopper, with the tile
-shapes that Humming's own rules choose. Names and arguments are those of version
-0.1.19, of whose sources they were read; no call has run yet.
+shapes that Humming's own rules choose. Names and arguments were read in the sources of version
+0.1.19. Nothing of this has been run on a GPU yet.
 """
 
 from __future__ import annotations
