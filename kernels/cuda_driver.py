@@ -28,8 +28,8 @@ _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--extra-device-vectoriz
 _MAX_DYNAMIC_SHARED = 8
 _LAUNCH_CLUSTER = 4
 _LAUNCH_PROGRAMMATIC = 6
-_UINT8 = 0
-_SWIZZLE_128B = 3
+_MAP_TYPES = {torch.uint8: 0, torch.int64: 5}
+_SWIZZLES = {torch.uint8: 3, torch.int64: 0}
 _L2_PROMOTE_128B = 2
 _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
@@ -246,34 +246,37 @@ class Launch:
 
 
 def tensor_map(tensor: Tensor, *, box: tuple[int, ...]) -> TensorMap:
-    """A TMA descriptor of a tensor of bytes with two to five dimensions.
+    """A TMA descriptor of a tensor with two to five dimensions.
 
-    In shared memory, a box is rows of 128 bytes one behind the other, whose 16-byte chunks are
-    permuted as WGMMA reads them. What lies outside the tensor reads as 0.
+    In shared memory, a box of uint8 is rows of 128 bytes one behind the other, whose 16-byte chunks
+    are permuted as WGMMA and tcgen05 read them. One of int64 is rows as they are. What lies outside
+    the tensor reads as 0.
 
     Args:
-        tensor: [..., inner] uint8, inner stride 1, the other strides multiples of 16.
-        box: extents of one load, in the order of the dimensions.
+        tensor: [..., inner] uint8 or int64, inner stride 1, the other strides multiples of 16
+            bytes.
+        box: extents of one load, in the order of the dimensions, at most 256 each.
     """
     rank = tensor.dim()
     assert len(box) == rank
     assert tensor.stride(-1) == 1
-    assert not any(stride % 16 for stride in tensor.stride()[:-1])
+    strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+    assert not any(stride % 16 for stride in strides)
     assert tensor.data_ptr() % 16 == 0
     room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     offset = -ctypes.addressof(room) % _MAP_ALIGNMENT
     _check(
         _driver().cuTensorMapEncodeTiled(
             ctypes.byref(room, offset),
-            _UINT8,
+            _MAP_TYPES[tensor.dtype],
             rank,
             ctypes.c_void_p(tensor.data_ptr()),
             (ctypes.c_uint64 * rank)(*reversed(tensor.shape)),
-            (ctypes.c_uint64 * (rank - 1))(*reversed(tensor.stride()[:-1])),
+            (ctypes.c_uint64 * (rank - 1))(*reversed(strides)),
             (ctypes.c_uint32 * rank)(*reversed(box)),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
-            _SWIZZLE_128B,
+            _SWIZZLES[tensor.dtype],
             _L2_PROMOTE_128B,
             0,
         ),

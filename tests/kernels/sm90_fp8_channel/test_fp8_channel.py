@@ -244,6 +244,23 @@ def test_a_tensor_map_has_the_dimensions_of_the_view_inner_first(monkeypatch):
     assert [list(part) for part in plain[2:]] == [[48, 64], [48], [128, 16], [1, 1]]
 
 
+def test_a_tensor_map_of_words_has_strides_in_bytes_and_is_not_permuted(monkeypatch):
+    calls = []
+
+    class Driver:
+        def cuTensorMapEncodeTiled(self, *arguments):  # noqa: N802
+            calls.append(arguments)
+            return 0
+
+    monkeypatch.setattr(cuda_driver, "_driver", Driver)
+    tensor_map(torch.zeros(6, 64, dtype=torch.int64), box=(1, 256))
+    tensor_map(torch.zeros(6, 64, dtype=torch.uint8), box=(1, 64))
+    (_, kind, _, _, sizes, strides, box, _, _, swizzle, *_), (_, plain, *_, permuted, _, _) = calls
+    # cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8 and INT64, CU_TENSOR_MAP_SWIZZLE_NONE and 128B.
+    assert (kind, plain, swizzle, permuted) == (5, 0, 0, 3)
+    assert [list(part) for part in (sizes, strides, box)] == [[64, 6], [512], [256, 1]]
+
+
 def tensor_core_sum(products, promoted):
     """Sums of [..., K] as Hopper's tensor cores make them, moved to float32 every `promoted`.
 
