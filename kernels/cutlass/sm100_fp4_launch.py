@@ -1,0 +1,176 @@
+"""Launch the grouped GEMM of sm100_fp4_grouped_gemm.py, and where its scales lie.
+
+Compiled, never run: there was no SM100 GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.kernels.cuda_driver import Kernel, Launch, cached_cubin, tensor_map
+from moequant.kernels.cutlass.grouped_gemm import COMPILER, entry_of
+from moequant.kernels.cutlass.sm100_fp4_variant import (
+    SCALE_TILE_BYTES,
+    STEP,
+    THREADS,
+    TILE_ROWS,
+    WEIGHT_ROWS,
+    Fp4Variant,
+)
+from moequant.kernels.routing import max_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+_SOURCES = ("sm100_fp4_grouped_gemm.py", "sm100_fp4_variant.py")
+
+
+def padded(rows: int) -> int:
+    """`rows` with those that fill up the last tile of scales."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS
+
+
+def scale_row_offsets(counts: Iterable[int]) -> list[int]:
+    """The first padded row of each expert's scales, and behind the last: E + 1 numbers.
+
+    Args:
+        counts: rows of each expert.
+    """
+    return [0, *accumulate(map(padded, counts))]
+
+
+def max_scale_rows(pairs: int, experts: int) -> int:
+    """The most padded rows that any routing of `pairs` pairs makes."""
+    return max_tiles(pairs, experts, TILE_ROWS) * TILE_ROWS
+
+
+def scale_columns(K: int, group: int) -> int:
+    """Scales of a row, padded to whole tiles of 4."""
+    return -(-K // group // 4) * 4
+
+
+def scale_words(scale: Tensor) -> Tensor:
+    """A view of swizzled scales as TMA reads them: one row for every 128, int64.
+
+    Args:
+        scale: [..., 128 * tiles, 4 * G] of a one-byte dtype, contiguous, swizzled 128x4.
+
+    Returns:
+        int64 [all tiles, 64 * G].
+    """
+    rows, columns = scale.shape[-2:]
+    assert scale.is_contiguous()
+    assert rows % TILE_ROWS == columns % 4 == 0
+    row_bytes = columns // 4 * SCALE_TILE_BYTES
+    return scale.view(torch.uint8).view(-1, row_bytes).view(torch.int64)
+
+
+def cubin_of(variant: Fp4Variant) -> bytes:
+    """The compiled kernel, from the disk cache if it is there."""
+    sources = (Path(__file__).parent / name for name in _SOURCES)
+    key = "\0".join([*(s.read_text("utf-8") for s in sources), repr(variant), version(COMPILER)])
+    return cached_cubin(key, lambda: _compile(variant))
+
+
+def _compile(variant: Fp4Variant) -> bytes:
+    from moequant.kernels.cutlass.sm100_fp4_grouped_gemm import compile_variant
+
+    return compile_variant(variant).cubin
+
+
+class Fp4GroupedGemm:
+    """A grouped GEMM over fixed weights and buffers; a call launches one kernel.
+
+    It keeps no tensor: what it is given must outlive it.
+
+    Args:
+        variant: the kernel.
+        x: uint8 [rows, K / 2] contiguous, rows in the order of the experts; K a multiple of 32.
+        x_scale: one-byte [at least 128 * tiles, scale_columns(K)] contiguous, swizzled 128x4, each
+            expert's rows from `scale_row_offsets` on.
+        w: uint8 [E, N, K / 2] contiguous; N a multiple of 8.
+        w_scale: one-byte [E, padded(N), scale_columns(K)] contiguous, each expert swizzled 128x4.
+        alpha: float32 [E], the factor of each expert's results; None for a format without.
+        tiles: int32 [most tiles, TILE_FIELDS], each expert's of 128 rows but for its last.
+        tile_count: int32 [1].
+        out: bfloat16 [rows, N] contiguous; rows of no tile are not written.
+    """
+
+    def __init__(
+        self,
+        variant: Fp4Variant,
+        *,
+        x: Tensor,
+        x_scale: Tensor,
+        w: Tensor,
+        w_scale: Tensor,
+        alpha: Tensor | None,
+        tiles: Tensor,
+        tile_count: Tensor,
+        out: Tensor,
+    ) -> None:
+        E, N, row_bytes = w.shape
+        K = 2 * row_bytes
+        columns = scale_columns(K, variant.group)
+        assert K % 32 == 0
+        assert N % 8 == 0
+        assert x.shape[1] == row_bytes
+        assert out.shape == (x.shape[0], N)
+        assert w_scale.shape == (E, padded(N), columns)
+        assert x_scale.shape[1] == columns
+        assert x_scale.shape[0] >= tiles.shape[0] * TILE_ROWS
+        assert (alpha is not None) == variant.e4m3_scales
+        index = out.device.index or 0
+        units = tiles.shape[0] * -(-N // WEIGHT_ROWS)
+        sms = torch.cuda.get_device_properties(index).multi_processor_count
+        codes_box, scale_box = (TILE_ROWS, STEP // 2), (1, variant.scale_bytes // 8)
+        operands = (
+            (x, codes_box),
+            (w.view(E * N, row_bytes), codes_box),
+            (scale_words(x_scale), scale_box),
+            (scale_words(w_scale), scale_box),
+        )
+        pointers = (alpha, out, tiles, tile_count)
+        self._launch = Launch(
+            _kernel(variant, index),
+            min(sms, units),
+            [
+                *(
+                    a
+                    for tensor, box in operands
+                    for a in (tensor_map(tensor, box=box), _shape(tensor))
+                ),
+                *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in pointers),
+                ctypes.c_int(N),
+                ctypes.c_int(K),
+            ],
+        )
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream of CUDA's."""
+        self._launch(stream)
+
+
+PARAMETER_BYTES = (128, 8) * 4 + (8,) * 4 + (4,) * 2
+"""Of the kernel's parameters: four TMA descriptors, each with its tensor's shape, then the rest."""
+
+
+@cache
+def _kernel(variant: Fp4Variant, device: int) -> Kernel:
+    cubin = cubin_of(variant)
+    return Kernel.load(
+        cubin, entry_of(cubin), threads=THREADS, shared_bytes=variant.shared_bytes, cluster=1
+    )
+
+
+def _shape(tensor: Tensor) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * 2)(*tensor.shape)

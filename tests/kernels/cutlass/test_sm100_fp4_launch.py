@@ -1,0 +1,279 @@
+"""What `Fp4GroupedGemm` passes to its kernel, which was never run: a model of the kernel reads it.
+
+The model follows the description in sm100_fp4_grouped_gemm.py through the addresses, boxes and
+numbers that the launch is given, so that a wrong stride, offset or factor gives a wrong result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moequant.formats.elements import decode_e2m1, decode_e4m3, decode_e8m0, unpack_nibbles
+from moequant.kernels.cutlass import sm100_fp4_launch as module
+from moequant.kernels.cutlass.sm100_fp4_launch import (
+    PARAMETER_BYTES,
+    Fp4GroupedGemm,
+    max_scale_rows,
+    padded,
+    scale_columns,
+    scale_row_offsets,
+    scale_words,
+)
+from moequant.kernels.cutlass.sm100_fp4_variant import MXFP4, NVFP4, VARIANTS
+from moequant.kernels.launch import INTERPRETED, stream_of
+from moequant.kernels.routing import Grouping, SortedRouting, sort_routing
+from moequant.layouts.swizzle_128x4 import swizzle
+
+E, N, K = 4, 200, 352  # parts of a tile of weight rows, of a step, and of a tile of scales
+COUNTS = (130, 0, 3, 256)
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def sorted_ids(counts, *, elsewhere=0):
+    """The work list of a routing that gives each expert `counts` pairs, others are not here."""
+    ids = torch.tensor([e for e, n in enumerate(counts) for _ in range(n)] + [-1] * elsewhere)
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+    grouping = Grouping(experts=len(counts), tile_rows=128)
+    routing = SortedRouting.allocate(len(ids), grouping, device=DEVICE)
+    sort_routing(ids[:, None].int().to(DEVICE), routing, grouping)
+    return routing
+
+
+@pytest.mark.parametrize(
+    ("rows", "want"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256), (300, 384)]
+)
+def test_rows_are_padded_to_whole_tiles_of_scales(rows, want):
+    assert padded(rows) == want
+
+
+def test_experts_scales_start_behind_the_padded_rows_of_those_before():
+    # vLLM: blockscale_offsets[e + 1] = blockscale_offsets[e] + ceil(rows[e] / 128) * 128.
+    assert scale_row_offsets(COUNTS) == [0, 256, 256, 384, 640]
+    assert scale_row_offsets([]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("K", "group", "want"),
+    [(64, 16, 4), (80, 16, 8), (352, 16, 24), (7168, 16, 448), (352, 32, 12), (2880, 32, 92)],
+)
+def test_scales_of_a_row_fill_tiles_of_four(K, group, want):
+    assert scale_columns(K, group) == want
+
+
+@pytest.mark.parametrize("counts", [COUNTS, (0, 0, 1), (128, 128), (1,) * 9, (511, 1, 129, 0, 2)])
+def test_the_tiles_of_a_routing_are_the_tiles_of_its_scales(counts):
+    routing = sorted_ids(counts, elsewhere=5)
+    offsets, starts = scale_row_offsets(counts), [sum(counts[:e]) for e in range(len(counts))]
+    n = int(routing.tile_count)
+    assert 128 * n == offsets[-1]
+    for i, (expert, first, _, _) in enumerate(routing.tiles[:n].tolist()):
+        assert 128 * i == offsets[expert] + first - starts[expert]
+
+
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 8), (8, 8), (300, 2), (1000, 4), (4096, 128)])
+def test_no_routing_has_more_padded_rows(pairs, experts):
+    # Most where every expert has a row, and then as many as possible one row behind whole tiles.
+    used = min(pairs, experts)
+    rest = pairs - used
+    counts = [1 + 128 * (rest // 128) + rest % 128, *[1] * (used - 1)]
+    assert scale_row_offsets(counts)[-1] <= max_scale_rows(pairs, experts)
+    counts = [1 + 128 * (rest // 128), *[1] * (used - 1)]
+    assert scale_row_offsets(counts)[-1] == max_scale_rows(pairs, experts)
+
+
+def test_scales_are_read_as_one_row_of_words_for_128_rows():
+    scale = torch.arange(2 * 256 * 8, dtype=torch.int32).to(torch.uint8).view(2, 256, 8)
+    words = scale_words(scale)
+    assert words.shape == (4, 128)
+    assert words.data_ptr() == scale.data_ptr()
+    assert torch.equal(words.view(torch.uint8).flatten(), scale.flatten())
+
+
+class Box:
+    """A TMA descriptor: loads a box of bytes, 0 where it is outside the tensor."""
+
+    def __init__(self, tensor, box):
+        assert tensor.data_ptr() % 16 == 0
+        assert tensor.stride(1) == 1
+        assert tensor.stride(0) * tensor.itemsize % 16 == 0
+        assert max(box) <= 256
+        self.address, self.shape, self.box = tensor.data_ptr(), tuple(tensor.shape), box
+        self.stride, self.size = tensor.stride(0) * tensor.itemsize, tensor.itemsize
+        # 128 bytes of codes, or scales as they lie: what the kernel's shared memory expects.
+        assert tensor.dtype == torch.int64 or box[1] == 128
+
+    def load(self, row, column):
+        out = torch.zeros(self.box[0], self.box[1] * self.size, dtype=torch.uint8)
+        n = min(self.box[1], self.shape[1] - column) * self.size
+        for i in range(max(0, min(self.box[0], self.shape[0] - row))):
+            at = self.address + (row + i) * self.stride + column * self.size
+            out[i, :n] = memory(at, n)
+        return out
+
+
+def memory(address, size):
+    """Bytes at `address`, to be read and written."""
+    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+
+
+def numbers(codes, scales, variant):
+    """float64 [128, 256] of a step's codes [128, 128] and scales, which are tiles of 512 bytes."""
+    r, c = torch.arange(128)[:, None], torch.arange(256 // variant.group)
+    scale = scales.flatten()[c // 4 * 512 + r % 32 * 16 + r // 32 * 4 + c % 4]
+    return decode_e2m1(unpack_nibbles(codes)).double() * decoded(scale, variant).repeat_interleave(
+        variant.group, 1
+    )
+
+
+def decoded(scale, variant):
+    """float64 of scales in bytes."""
+    if variant.e4m3_scales:
+        return decode_e4m3(scale.view(torch.float8_e4m3fn)).double()
+    return decode_e8m0(scale.view(torch.float8_e8m0fnu)).double()
+
+
+def run_model(variant, blocks, arguments):
+    """What the kernel does with the arguments of its launch."""
+    for argument, size in zip(arguments, PARAMETER_BYTES, strict=True):
+        assert isinstance(argument, Box) if size == 128 else ctypes.sizeof(argument) == size
+    maps, shapes = arguments[0:8:2], arguments[1:8:2]
+    assert [tuple(shape) for shape in shapes] == [box.shape for box in maps]
+    x, w, x_scale, w_scale = maps
+    alpha, out, tiles, tile_count = (argument.value for argument in arguments[8:12])
+    n, k = (argument.value for argument in arguments[12:])
+    words, bands = 256 // variant.group * 16, -(-n // 128)
+    units = int(memory(tile_count, 4).view(torch.int32)) * bands
+    for unit in (u for block in range(blocks) for u in range(block, units, blocks)):
+        tile, band = divmod(unit, bands)
+        expert, first, rows = memory(tiles + 16 * tile, 12).view(torch.int32).tolist()
+        total = torch.zeros(128, 128, dtype=torch.float64)
+        for step in range(-(-k // 256)):
+            a = x.load(first, 128 * step), x_scale.load(tile, words * step)
+            b = (
+                w.load(expert * n + 128 * band, 128 * step),
+                w_scale.load(expert * bands + band, words * step),
+            )
+            total += numbers(*a, variant) @ numbers(*b, variant).T
+        total = total.float()
+        if alpha is not None:
+            total *= memory(alpha + 4 * expert, 4).view(torch.float32)
+        columns = min(128, n - 128 * band)
+        for row in range(rows):
+            at = out + 2 * ((first + row) * n + 128 * band)
+            memory(at, 2 * columns).copy_(total[row, :columns].bfloat16().view(torch.uint8))
+
+
+class Problem:
+    """Random operands of a routing, and the results it has."""
+
+    def __init__(self, variant, device):
+        g = torch.Generator().manual_seed(1)
+        routing = sorted_ids(COUNTS, elsewhere=7)
+        pairs = sum(COUNTS) + 7
+        groups = K // variant.group
+
+        def codes(*shape):
+            return torch.randint(256, (*shape, K // 2), dtype=torch.uint8, generator=g)
+
+        def scales(*shape):
+            """Between 1 / 8 and 8, so that float64 has all sums exactly."""
+            low, high = (32, 80) if variant.e4m3_scales else (124, 130)
+            return torch.randint(low, high, (*shape, groups), generator=g).to(torch.uint8)
+
+        x, x_scale, w, w_scale = codes(pairs), scales(pairs), codes(E, N), scales(E, N)
+        alpha = torch.rand(E, generator=g) + 0.5 if variant.e4m3_scales else None
+        # What no row has is NaN, in E4M3 as in E8M0.
+        swizzled = torch.full(
+            (max_scale_rows(pairs, E), scale_columns(K, variant.group)), 255, dtype=torch.uint8
+        )
+        self.want = torch.full((pairs, N), torch.nan, dtype=torch.bfloat16)
+        first = 0
+        for e, (n, at) in enumerate(zip(COUNTS, scale_row_offsets(COUNTS), strict=False)):
+            rows = slice(first, first + n)
+            padding = x_scale.new_full((padded(n) - n, groups), 255)
+            swizzled[at : at + padded(n)] = swizzle(torch.cat([x_scale[rows], padding]))
+            factors = (decoded(s, variant) for s in (x_scale[rows], w_scale[e]))
+            a, b = (
+                decode_e2m1(unpack_nibbles(c)).double() * f.repeat_interleave(variant.group, 1)
+                for c, f in zip((x[rows], w[e]), factors, strict=True)
+            )
+            total = (a @ b.T).float()
+            self.want[rows] = (total if alpha is None else total * alpha[e]).bfloat16()
+            first += n
+        self.out = torch.full((pairs, N), torch.nan, dtype=torch.bfloat16, device=device)
+        self.operands = {
+            "x": x,
+            "x_scale": swizzled,
+            "w": w,
+            "w_scale": swizzle(w_scale),
+            "alpha": alpha,
+            "tiles": routing.tiles,
+            "tile_count": routing.tile_count,
+        }
+        self.operands = {k: v if v is None else v.to(device) for k, v in self.operands.items()}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches made, instead of the driver's: (kernel, blocks, arguments)."""
+    made = []
+
+    def launch(kernel, blocks, arguments):
+        made.append((kernel, blocks, arguments))
+        return lambda stream: None
+
+    monkeypatch.setattr(module, "Launch", launch)
+    monkeypatch.setattr(module, "tensor_map", Box)
+    monkeypatch.setattr(module, "_kernel", lambda variant, device: (variant, device))
+    properties = SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return made
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_the_launch_multiplies_each_expert_s_rows_by_its_weights(variant, launches):
+    problem = Problem(variant, torch.device("cpu"))
+    Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
+    ((kernel, blocks, arguments),) = launches
+    assert kernel == (variant, 0)
+    assert blocks == 3
+    run_model(variant, blocks, arguments)
+    torch.testing.assert_close(problem.out, problem.want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_there_are_no_more_ctas_than_units(launches):
+    problem = Problem(NVFP4, torch.device("cpu"))
+    problem.operands["tiles"] = problem.operands["tiles"][:1]
+    Fp4GroupedGemm(NVFP4, **problem.operands, out=problem.out)
+    assert launches[0][1] == 2  # a tile by two bands of weight rows
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_a_factor_is_given_where_the_format_has_one(variant, launches):
+    problem = Problem(variant, torch.device("cpu"))
+    problem.operands["alpha"] = torch.ones(E) if variant is MXFP4 else None
+    with pytest.raises(AssertionError):
+        Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability(0) != (10, 0),
+    reason="needs a GPU of SM100 (B200)",
+)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_the_kernel_agrees_on_a_gpu(variant):
+    problem = Problem(variant, torch.device("cuda"))
+    Fp4GroupedGemm(variant, **problem.operands, out=problem.out)(stream_of(problem.out.device))
+    live = sum(COUNTS)
+    assert bool(problem.out[live:].isnan().all())
+    got, want = problem.out[:live].cpu().double(), problem.want[:live].double()
+    # Both are rounded to bfloat16, by at most 2**-9. A tensor core that keeps 13 bits below the
+    # largest addend, as Hopper's does, adds less than 2**-13 of it for each of K / 64 steps.
+    assert (got - want).norm() <= (2 * 2**-9 + K / 64 * 2**-13) * want.norm()
