@@ -26,6 +26,8 @@ from moequant.errors import MoequantError, UnsupportedError
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
 from moequant.kernels.launch import Relaunch, stream_of
+from moequant.kernels.portable.portable_grouped_gemm import Rows
+from moequant.kernels.portable.quantize import quantize_rows as quantize_static
 from moequant.kernels.routing import (
     ONE_LAUNCH_PAIRS,
     Grouping,
@@ -68,6 +70,10 @@ class Sm90Weights(ABC):
         bias13: float32 [E, 2 * Ip], gate over up, or [E, Ip]; 0 where padded; None is 0.
         bias2: float32 [E, H]; None is 0.
         act_fn: the function between the GEMMs.
+        static13: float32 [1], the scale of all tokens that gate and up are fed; None, and each
+            token's is computed.
+        static2: likewise of what down is fed; with `static13`, and of a family whose
+            `quantizes_apart`.
     """
 
     w13: Tensor
@@ -77,6 +83,8 @@ class Sm90Weights(ABC):
     bias13: Tensor | None = None
     bias2: Tensor | None = None
     act_fn: ActFn = SILU
+    static13: Tensor | None = None
+    static2: Tensor | None = None
     _plans: dict[tuple[int, ...], Sm90Plan] = field(default_factory=dict, init=False, repr=False)
     _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
     _workspace_bytes: dict[tuple[int, int], int] = field(
@@ -280,6 +288,7 @@ class Buffers:
         x: float8_e4m3fn [rows, H], the tokens in the order of the experts; or [M, H], as they
             come, where the first GEMM gathers; None where hidden states are not quantized.
         x_scale: float32, of `x`: see `quantize_permute`.
+        tokens: with a static scale, [M, H] as they come, before they are copied to `x`.
         act: bfloat16 [rows, Ip], what the first GEMM leaves, unless it quantizes that itself.
         codes: float8_e4m3fn [rows, Ip], the same quantized; None where it is not.
         codes_scale: float32, of `codes`.
@@ -289,6 +298,7 @@ class Buffers:
     routing: SortedRouting
     x: Tensor | None
     x_scale: Tensor | None
+    tokens: Rows | None
     act: Tensor | None
     codes: Tensor | None
     codes_scale: Tensor | None
@@ -320,6 +330,9 @@ class Buffers:
 
         routing = arena.sorted_routing(pairs, weights.grouping(tiling))
         x = quantized(first, H, by_token=tiling.gather)
+        of_tokens = None
+        if weights.static13 is not None:
+            of_tokens = Rows.empty("fp8_token", tokens, H, dtype=torch.float32, arena=arena)
         apart = weights.quantizes_apart or not weights.quantizes
         act = arena.empty(rows, I, dtype=torch.bfloat16) if apart else None
         codes = quantized(rows, I, by_token=False)
@@ -327,6 +340,7 @@ class Buffers:
             routing=routing,
             x=x and x[0],
             x_scale=x and x[1],
+            tokens=of_tokens,
             act=act,
             codes=codes and codes[0],
             codes_scale=codes and codes[1],
@@ -361,6 +375,7 @@ class Sm90Plan:
         self.workspace = ref(workspace)
         self.grouping = weights.grouping(self.tiling)
         self._routed = routed(self.tiling, tokens * topk)
+        self._static13, self._static2 = weights.static13, weights.static2
         self._launches: dict[tuple[object, ...], tuple[Relaunch, Relaunch | None, Relaunch]] = {}
         act_fn = weights.act_fn
         self.gate_up = self._gemm(
@@ -444,6 +459,9 @@ class Sm90Plan:
         if b.x is None or b.x_scale is None:
             self.gate_up.gather_from(hidden)
             return sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
+        if b.tokens is not None and hidden_scale is None:
+            quantize_static(hidden, b.tokens, static=self._static13)
+            hidden, hidden_scale = b.tokens.qdata.view(torch.float8_e4m3fn), b.tokens.scale
         if hidden_scale is not None:
             sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
             if self.tiling.gather:
@@ -462,6 +480,15 @@ class Sm90Plan:
         """What the first GEMM leaves, where it does not quantize that itself."""
         b = self.buffers
         if b.act is None or b.codes is None or b.codes_scale is None:
+            return None
+        if self._static2 is not None:
+            rows = Rows(
+                scheme="fp8_token",
+                qdata=b.codes.view(torch.uint8),
+                scale=b.codes_scale[:, None],
+            )
+            row_of_pair = b.routing.row_of_pair
+            quantize_static(b.act, rows, row_of_pair=row_of_pair, static=self._static2)
             return None
         return quantize_rows(b.act, b.routing, b.codes, b.codes_scale)
 

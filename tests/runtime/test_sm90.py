@@ -173,7 +173,7 @@ every_tiling = tilings_of(TILINGS)
     ("change", "reason"),
     [
         ({"format": "bf16", "activations": "none"}, "runs only"),
-        ({"activations": "fp8_static"}, "takes only activations"),
+        ({"activations": "mxfp8"}, "takes only activations"),
         ({"experts": 0}, "needs at least one expert"),
         ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
@@ -547,6 +547,23 @@ def test_other_formats_take_every_activation_function(weights, inputs, format, a
 def test_biases_count_for_silu_too(weights, inputs, format, M):
     shape = ODD[format]
     check(format, weights(format, shape, SILU, True), inputs(shape, M, "skewed"))
+
+
+@gpu
+@pytest.mark.parametrize("M", [1, 5, 40, 700, 3000])
+@pytest.mark.parametrize("scales", [1, SMALL[0]])
+def test_static_scales_count_instead_of_those_of_tokens(weights, inputs, scales, M):
+    layer, call = weights("fp8_tensor", SMALL), inputs(SMALL, M, "holes")
+    static = replace(
+        layer,
+        gate_up_input_scale=torch.linspace(0.004, 0.008, scales, device="cuda"),
+        down_input_scale=torch.linspace(0.002, 0.004, scales, device="cuda"),
+    )
+    got = check("fp8_tensor", static, call)
+    assert not torch.equal(got, experts("fp8_tensor", layer)(*call))
+    x = quantize_activations(call[0], "fp8_static", static_scale=static.static_scale("gate_up"))
+    module = experts("fp8_tensor", static)
+    assert torch.equal(module(x.qdata, *call[1:], hidden_scale=x.scale), got)
 
 
 def run_plan(format, layer, call, choice, *, byte, hidden_scale=None):

@@ -22,7 +22,8 @@ _FORMATS = ("fp8_channel", "fp8_tensor")
 class Sm90Fp8Channel(Backend):
     """FP8 x FP8 GEMMs: scales of weight rows and of tokens are applied to the sums in float32.
 
-    Activations are quantized to FP8 per token, hidden states as `quantize_activations` does. The
+    Activations are quantized to FP8 per token, or with the static scales that came with the
+    weights, which takes up to two launches more; hidden states as `quantize_activations` does. The
     result of the activation function is rounded to bfloat16 before that, as is an expert's result,
     whatever the dtype of the hidden states; the sum over a token's experts is float32. Every
     activation function, with biases or without. Nothing is read on the host: an id that is out of
@@ -35,14 +36,18 @@ class Sm90Fp8Channel(Backend):
     name = "sm90_fp8_channel"
 
     def supports(self, workload: Workload) -> str | None:
-        """Needs fp8_channel or fp8_tensor, FP8 per token, sizes for TMA, SM90, triton and NVRTC."""
-        reason = why_not_kernels_for(workload, _FORMATS, activations="fp8_token")
+        """Needs a format of its own, FP8 activations, sizes for TMA, SM90, triton and NVRTC."""
+        static = workload.activations == "fp8_static"
+        scheme = "fp8_static" if static else "fp8_token"
+        reason = why_not_kernels_for(workload, _FORMATS, activations=scheme)
         return reason or _why_not_sizes(workload) or why_not_sm90_nvrtc(workload.device)
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
         from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelWeights
 
+        static = workload.activations == "fp8_static"
+        scale_of = self.layout.unpack(tensors, workload).static_scale
         weights = Fp8ChannelWeights(
             w13=tensors["w13_qdata"],
             w13_scale=tensors["w13_scale"],
@@ -53,6 +58,8 @@ class Sm90Fp8Channel(Backend):
             bias13=tensors.get("w13_bias"),
             bias2=tensors.get("w2_bias"),
             act_fn=workload.act_fn,
+            static13=scale_of("gate_up") if static else None,
+            static2=scale_of("down") if static else None,
         )
         return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
 
