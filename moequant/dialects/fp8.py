@@ -1,7 +1,7 @@
 """FP8 blocks as in the releases of DeepSeek-V3 and Qwen3, for vLLM, SGLang and transformers.
 
-`weight` is E4M3 and `weight_scale_inv` FP32, a multiplier despite its name. Without
-`weight_block_size` a weight has one scale, which is read-only.
+`weight` is E4M3 and `weight_scale_inv` FP32, a multiplier despite its name. Other formats, by
+`weight_block_size` as in FP8 of schemes.py, are read-only.
 
 Decisions, each with the failure it prevents:
 
@@ -74,8 +74,8 @@ class Fp8(Dialect):
         name of a parent module, the end of its name after a dot, or a regular expression for one of
         the first two. That is what transformers does; vLLM compares only full names.
 
-        With `weights_only`, a weight has one scale where there is no `weight_block_size`, and
-        routed experts may be in MXFP4, if one of two fields says so.
+        With `weights_only`, `weight_block_size` says the format, and routed experts may be in
+        MXFP4, if one of two fields says so.
         """
         kept = KeptModules(config, "modules_to_not_convert", "ignored_layers")
         readable, format, of_experts = _READABLE, _FORMAT, _FORMAT

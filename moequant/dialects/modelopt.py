@@ -1,18 +1,11 @@
-"""The dialect of NVIDIA Model-Optimizer: NVFP4 for vLLM and SGLang, FP8 and MXFP8 read-only.
+"""The dialect of NVIDIA Model-Optimizer: NVFP4 for vLLM and SGLang; other formats are read-only.
 
-| `quant_algo` | scales | read | written |
-|---|---|---|---|
-| W4A16_NVFP4 | `weight_scale` E4M3 [N, K/16], `weight_scale_2` FP32 [] | yes | yes |
-| NVFP4 | the same, and `input_scale` | weights only | no |
-| FP8 | `weight_scale` FP32 [], `input_scale` | weights only | no |
-| FP8_PER_CHANNEL_PER_TOKEN | `weight_scale` FP32 [N] | weights only | no |
-| FP8_PB_WO, FP8_PB_REAL, FP8_BLOCK_SCALES | as `Fp8BlocksFlexible` | weights only | no |
-| MXFP8 | `weight_scale` U8 [N, K/32], the E8M0 byte | weights only | no |
-| MIXED_PRECISION | per module, in `quantized_layers` | per module | no |
-
-Codes are `weight`, U8 [N, K/2] for NVFP4 and E4M3 [N, K] for FP8 and MXFP8. `weight_scale_2` is a
-multiplier; compressed-tensors stores its reciprocal. Older releases have only hf_quant_config.json,
-whose `quantization` has the same fields, with `exclude_modules` in place of `ignore`.
+`quant_algo` says the format, as in MODELOPT of schemes.py, or MIXED_PRECISION, with one for each
+module in `quantized_layers`. Codes are `weight`, U8 [N, K/2] for NVFP4; `weight_scale` is E4M3
+[N, K/16], and `weight_scale_2` FP32 [], a multiplier, where compressed-tensors stores its
+reciprocal. Scales of activations, `input_scale`, are not read. Older releases have only
+hf_quant_config.json, whose `quantization` has the same fields, with `exclude_modules` in place of
+`ignore`.
 
 Decisions, each with the failure it prevents:
 
@@ -122,7 +115,8 @@ class ModelOpt(Dialect):
 
         A module is kept if consecutive components of its name are listed, or if a pattern with `*`
         matches the name or one component. NVFP4 is supported if every config group says that
-        activations are not quantized; with `weights_only` they do not matter, and FP8 is read too.
+        activations are not quantized; with `weights_only` they do not matter, and other formats are
+        read too.
         """
         names = names_field(config, "ignore", _WHERE)
         kept = _Kept(names + names_field(config, "exclude_modules", _WHERE))
