@@ -27,22 +27,24 @@ import torch
 
 from moequant.kernels.calls import part_tokens
 from moequant.kernels.cuda_driver import tensor_map
+from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
 from moequant.kernels.sm90.quantize_permute import rows_a_program
-from moequant.kernels.sm90.tiling import Tiling, Tilings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from moequant.kernels.sm90.tiling import Tiling
+
 _GROUPS = 8
 """Groups of rows of a unit, of which either block has 16 rows; see `rows_by_block`."""
 
 
-class Fp8ChannelTilings(Tilings):
-    """Rules of `W4a8Tilings`, with gathering where registers allow it; not yet timed on a GPU."""
+class Fp8ChannelTilings(Fp8BlockTilings):
+    """The splits of FP8 blocks, which are as many bytes; not yet timed on a GPU."""
 
     name = "fp8_channel"
     version = 1
@@ -50,12 +52,8 @@ class Fp8ChannelTilings(Tilings):
     pair_rows = (96, 128)
     gather_rows = (48, 64, 96, 128)
 
-    def _split(self, rows: int, rounds: float) -> int:
-        if rows > 16 or rounds > 0.5:
-            return 1
-        return 2 if rounds > 0.25 else 4
-
     def _gathers(self, rows: int, pair: bool) -> bool:
+        # As W4A8 does with tiles of up to 64 rows, and FP8 blocks with pairs.
         return rows in (48, 64) or pair
 
 

@@ -1,4 +1,4 @@
-"""Tilings of both families: formulas, tables, and what a call of a size gets."""
+"""Tilings of the families: formulas, tables, and what a call of a size gets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from moequant.errors import MoequantError
 from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
 from moequant.kernels.sm90 import tiling as module
 from moequant.kernels.sm90.tiling import Tiling, TuningProblem
+from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelTilings
 from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Tilings
 
-FP8, W4A8 = Fp8BlockTilings(), W4a8Tilings()
-every_family = pytest.mark.parametrize("family", [FP8, W4A8], ids=["fp8_block", "w4a8"])
+FP8, W4A8, CHANNEL = Fp8BlockTilings(), W4a8Tilings(), Fp8ChannelTilings()
+every_family = pytest.mark.parametrize("family", [FP8, W4A8, CHANNEL], ids=lambda f: f.name)
 
 
 def problem(tokens, **changes):
@@ -110,6 +111,8 @@ def test_a_broken_table_is_named(family, change):
         (W4A8, {"rows": 16, "split13": 3}),
         (W4A8, {"rows": 64, "pair": True}),
         (W4A8, {"rows": 128, "gather": True}),
+        (CHANNEL, {"rows": 32, "gather": True}),
+        (CHANNEL, {"rows": 64, "pair": True}),
     ],
 )
 def test_a_tiling_that_no_kernel_has_is_refused(family, wrong):
