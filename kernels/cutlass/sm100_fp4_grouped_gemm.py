@@ -1,6 +1,7 @@
 """Grouped GEMM for SM100 in CuTe DSL: four-bit rows by four-bit weights, block scales on both.
 
-    out[r, n] = alpha[e] * sum over k of x[r, k] * x_scale[r, k] * w[e, n, k] * w_scale[e, n, k]
+    out[r, n] = x_factor[r] * alpha[e] *
+                sum over k of x[r, k] * x_scale[r, k] * w[e, n, k] * w_scale[e, n, k]
 
 x and w are E2M1 codes, two a byte, the even column low. A scale is a byte for a group of `group`
 columns. Scales are in tiles of 128 rows by 4 groups, 512 bytes each, see
@@ -10,7 +11,8 @@ x            uint8 [R, K / 2]        rows in the order of their experts; K a mul
 w            uint8 [E * N, K / 2]
 x_scale      int64 [tiles, 64 * G]   i: the rows of tile i, and anything for the rows it lacks
 w_scale      int64 [E * B, 64 * G]   e * B + b: rows 128 * b on of expert e
-alpha        float32 [E]             with E4M3 scales only
+x_factor     float32 [R]             the rows' global scales; with E4M3 scales only
+alpha        float32 [E]             the weights' global scales; with E4M3 scales only
 out          bfloat16 [R, N]         rounded once; N a multiple of 8
 tiles        int32 [tiles, 4]        expert, first row, rows: see `moequant.kernels.routing`
 tile_count   int32 [1]
@@ -20,9 +22,10 @@ a multiple of 128 for each expert have, as vLLM's `blockscale_offsets` say.
 
 A unit of work is a tile and 128 weight rows of its expert. One warp loads by TMA. One copies scales
 into tensor memory and issues the block-scaled MMA of tcgen05, which adds into one of two
-accumulators in tensor memory. Four warps read the other, multiply by alpha, and store the rows that
-the tile has. CTAs are persistent: unit u belongs to CTA u modulo the grid. What TMA reads behind a
-tile or an expert is multiplied too and not stored; what lies behind K or a tensor is read as 0.
+accumulators in tensor memory. Four warps read the other, multiply by the factors, and store the
+rows that the tile has. CTAs are persistent: unit u belongs to CTA u modulo the grid. What TMA reads
+behind a tile or an expert is multiplied too and not stored; what lies behind K or a tensor is read
+as 0.
 
 Compiled, never run: there was no SM100 GPU. Sources: PTX ISA, "tcgen05.mma", for what the MMA
 reads; CUTLASS 4.8's CuTe DSL examples for Blackwell for how its parts are called.
@@ -81,7 +84,7 @@ def compile_variant(variant: Fp4Variant) -> Compiled:
         return make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
 
     codes, scales = rows_of(cutlass.Uint8, 16), rows_of(cutlass.Int64, 64)
-    alpha, out, ints = (
+    floats, out, ints = (
         nullptr(dtype, cute.AddressSpace.gmem, assumed_align=align)
         for dtype, align in ((cutlass.Float32, 4), (cutlass.BFloat16, 16), (cutlass.Int32, 4))
     )
@@ -92,7 +95,8 @@ def compile_variant(variant: Fp4Variant) -> Compiled:
             codes,
             scales,
             scales,
-            alpha,
+            floats,
+            floats,
             out,
             ints,
             ints,
@@ -128,6 +132,7 @@ class _GroupedGemm:
         w: cute.Tensor,
         x_scale: cute.Tensor,
         w_scale: cute.Tensor,
+        x_factor: cute.Pointer,
         alpha: cute.Pointer,
         out: cute.Pointer,
         tiles: cute.Pointer,
@@ -148,7 +153,7 @@ class _GroupedGemm:
         w_scale_load, w_scale = self._loads(w_scale, scales, (1, words))
         self.kernel(
             x_load, x, w_load, w, x_scale_load, x_scale, w_scale_load, w_scale,
-            alpha, out, tiles, tile_count, N, K, codes, scales,
+            x_factor, alpha, out, tiles, tile_count, N, K, codes, scales,
         ).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), smem=v.shared_bytes, min_blocks_per_mp=1
         )  # fmt: skip
@@ -169,6 +174,7 @@ class _GroupedGemm:
         x_scale: cute.Tensor,
         w_scale_load: cute.CopyAtom,
         w_scale: cute.Tensor,
+        x_factor: cute.Pointer,
         alpha: cute.Pointer,
         out: cute.Pointer,
         tiles: cute.Pointer,
@@ -220,7 +226,7 @@ class _GroupedGemm:
         N = cute.assume(N, divby=_CHUNK)
         bands = cute.ceil_div(N, WEIGHT_ROWS)
         steps = cute.ceil_div(K, STEP)
-        units = cute.make_tensor(tile_count, cute.make_layout(1))[0] * bands
+        units = self.number(tile_count) * bands
         if warp == _LOADING_WARP:
             self.load(
                 ring,
@@ -240,7 +246,9 @@ class _GroupedGemm:
             tensor_memory.allocate(_TENSOR_COLUMNS)
             tensor_memory.wait_for_alloc()
             start = tensor_memory.retrieve_ptr(cutlass.Float32)
-            self.store(thread, sums, start, alpha, out, tiles, block, grid, units, bands, N)
+            self.store(
+                thread, sums, start, x_factor, alpha, out, tiles, block, grid, units, bands, N
+            )
             tensor_memory.relinquish_alloc_permit()
             # All have read what they need of it.
             pipeline.NamedBarrier(
@@ -371,7 +379,7 @@ class _GroupedGemm:
         return scales, copy, source, part.partition_D(once)
 
     @cute.jit
-    def store(self, thread, sums, start, alpha, out, tiles, block, grid, units, bands, N):
+    def store(self, thread, sums, start, x_factor, alpha, out, tiles, block, grid, units, bands, N):
         """Scale, round and store this CTA's units; of four warps, `thread` in 0 to 127."""
         parts = (TILE_ROWS, _READ_COLUMNS)
         accumulators = self.accumulators(self.mma(), start)[(None, None), 0, 0, None]
@@ -385,6 +393,7 @@ class _GroupedGemm:
         )
         values = cute.make_rmem_tensor(place[None, None, None, 0, 0].shape, cutlass.Float32)
         rounded = cute.make_rmem_tensor(_READ_COLUMNS, cutlass.BFloat16)
+        row, _ = place[None, None, None, 0, 0][0]  # the one that this thread reads
         turn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _ACCUMULATORS)
         unit = block
         while unit < units:
@@ -392,19 +401,25 @@ class _GroupedGemm:
             column = unit % bands * WEIGHT_ROWS
             factor = cutlass.Float32(1.0)
             if cutlass.const_expr(self.variant.e4m3_scales):
-                factor = cute.make_tensor(alpha + expert, cute.make_layout(1))[0]
+                # Of a row that is not stored, that of the last one that is.
+                at = x_factor + (first + cutlass.min(row, rows - 1))
+                factor = self.number(alpha + expert) * self.number(at)
             sums.consumer_wait(turn)
             for part in cutlass.range_constexpr(WEIGHT_ROWS // _READ_COLUMNS):
                 cute.copy(read, source[None, None, None, 0, part, turn.index], values)
                 cute.arch.fence_view_async_tmem_load()
-                row, at = place[None, None, None, 0, part][0]
                 for i in cutlass.range_constexpr(_READ_COLUMNS):
                     rounded[i] = (values[i] * factor).to(cutlass.BFloat16)
                 if row < rows:
-                    self.store_row(rounded, out, first + row, column + at, N)
+                    self.store_row(rounded, out, first + row, column + part * _READ_COLUMNS, N)
             sums.consumer_release(turn)
             turn.advance()
             unit += grid
+
+    @cute.jit
+    def number(self, pointer):
+        """What is at `pointer`."""
+        return cute.make_tensor(pointer, cute.make_layout(1))[0]
 
     @cute.jit
     def store_row(self, rounded, out, row, column, N):

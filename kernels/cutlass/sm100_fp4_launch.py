@@ -1,6 +1,7 @@
-"""Launch the grouped GEMM of sm100_fp4_grouped_gemm.py, and where its scales lie.
+"""Compile the grouped GEMM of sm100_fp4_grouped_gemm.py once, and launch it.
 
-Compiled, never run: there was no SM100 GPU.
+Compiled, never run: there was no SM100 GPU. Rows, their scales and factors are what
+`moequant.kernels.block_scaled_quantize` makes with a `Grouping` of tiles of 128 rows.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from importlib.metadata import version
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,8 @@ from moequant.kernels.cutlass.sm100_fp4_variant import (
     WEIGHT_ROWS,
     Fp4Variant,
 )
-from moequant.kernels.routing import max_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
 _SOURCES = ("sm100_fp4_grouped_gemm.py", "sm100_fp4_variant.py")
@@ -37,20 +34,6 @@ _SOURCES = ("sm100_fp4_grouped_gemm.py", "sm100_fp4_variant.py")
 def padded(rows: int) -> int:
     """`rows` with those that fill up the last tile of scales."""
     return -(-rows // TILE_ROWS) * TILE_ROWS
-
-
-def scale_row_offsets(counts: Iterable[int]) -> list[int]:
-    """The first padded row of each expert's scales, and behind the last: E + 1 numbers.
-
-    Args:
-        counts: rows of each expert.
-    """
-    return [0, *accumulate(map(padded, counts))]
-
-
-def max_scale_rows(pairs: int, experts: int) -> int:
-    """The most padded rows that any routing of `pairs` pairs makes."""
-    return max_tiles(pairs, experts, TILE_ROWS) * TILE_ROWS
 
 
 def scale_columns(K: int, group: int) -> int:
@@ -62,12 +45,13 @@ def scale_words(scale: Tensor) -> Tensor:
     """A view of swizzled scales as TMA reads them: one row for every 128, int64.
 
     Args:
-        scale: [..., 128 * tiles, 4 * G] of a one-byte dtype, contiguous, swizzled 128x4.
+        scale: [..., 128 * tiles, 4 * G] of a one-byte dtype, or int32 [..., 128 * tiles, G];
+            contiguous, swizzled 128x4.
 
     Returns:
         int64 [all tiles, 64 * G].
     """
-    rows, columns = scale.shape[-2:]
+    rows, columns = scale.view(torch.uint8).shape[-2:]
     assert scale.is_contiguous()
     assert rows % TILE_ROWS == columns % 4 == 0
     row_bytes = columns // 4 * SCALE_TILE_BYTES
@@ -95,11 +79,12 @@ class Fp4GroupedGemm:
     Args:
         variant: the kernel.
         x: uint8 [rows, K / 2] contiguous, rows in the order of the experts; K a multiple of 32.
-        x_scale: one-byte [at least 128 * tiles, scale_columns(K)] contiguous, swizzled 128x4, each
-            expert's rows from `scale_row_offsets` on.
+        x_scale: [at least 128 * tiles, scale_columns(K)] contiguous, in bytes or int32 of four,
+            swizzled 128x4, each expert's rows padded to a multiple of 128.
+        x_factor: float32 [rows], of each row's results; None for a format without global scales.
         w: uint8 [E, N, K / 2] contiguous; N a multiple of 8.
         w_scale: one-byte [E, padded(N), scale_columns(K)] contiguous, each expert swizzled 128x4.
-        alpha: float32 [E], the factor of each expert's results; None for a format without.
+        alpha: float32 [E], of each expert's results; None as for `x_factor`.
         tiles: int32 [most tiles, TILE_FIELDS], each expert's of 128 rows but for its last.
         tile_count: int32 [1].
         out: bfloat16 [rows, N] contiguous; rows of no tile are not written.
@@ -111,6 +96,7 @@ class Fp4GroupedGemm:
         *,
         x: Tensor,
         x_scale: Tensor,
+        x_factor: Tensor | None,
         w: Tensor,
         w_scale: Tensor,
         alpha: Tensor | None,
@@ -126,12 +112,11 @@ class Fp4GroupedGemm:
         assert x.shape[1] == row_bytes
         assert out.shape == (x.shape[0], N)
         assert w_scale.shape == (E, padded(N), columns)
-        assert x_scale.shape[1] == columns
+        assert x_scale.view(torch.uint8).shape[1] == columns
         assert x_scale.shape[0] >= tiles.shape[0] * TILE_ROWS
-        assert (alpha is not None) == variant.e4m3_scales
+        assert (alpha is not None) == (x_factor is not None) == variant.e4m3_scales
         index = out.device.index or 0
         units = tiles.shape[0] * -(-N // WEIGHT_ROWS)
-        sms = torch.cuda.get_device_properties(index).multi_processor_count
         codes_box, scale_box = (TILE_ROWS, STEP // 2), (1, variant.scale_bytes // 8)
         operands = (
             (x, codes_box),
@@ -139,10 +124,10 @@ class Fp4GroupedGemm:
             (scale_words(x_scale), scale_box),
             (scale_words(w_scale), scale_box),
         )
-        pointers = (alpha, out, tiles, tile_count)
+        pointers = (x_factor, alpha, out, tiles, tile_count)
         self._launch = Launch(
             _kernel(variant, index),
-            min(sms, units),
+            min(_multiprocessors(index), units),
             [
                 *(
                     a
@@ -160,7 +145,7 @@ class Fp4GroupedGemm:
         self._launch(stream)
 
 
-PARAMETER_BYTES = (128, 8) * 4 + (8,) * 4 + (4,) * 2
+PARAMETER_BYTES = (128, 8) * 4 + (8,) * 5 + (4,) * 2
 """Of the kernel's parameters: four TMA descriptors, each with its tensor's shape, then the rest."""
 
 
@@ -170,6 +155,10 @@ def _kernel(variant: Fp4Variant, device: int) -> Kernel:
     return Kernel.load(
         cubin, entry_of(cubin), threads=THREADS, shared_bytes=variant.shared_bytes, cluster=1
     )
+
+
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _shape(tensor: Tensor) -> ctypes.Array[ctypes.c_int]:

@@ -33,7 +33,7 @@ class Fp4Variant:
     Attributes:
         name: as in errors and tests.
         group: elements of K that share a scale.
-        e4m3_scales: whether scales are E4M3, and each expert has a factor; else E8M0 without.
+        e4m3_scales: whether scales are E4M3, with global scales beside them; else E8M0 without.
     """
 
     name: str

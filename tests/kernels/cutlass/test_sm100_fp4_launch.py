@@ -7,7 +7,8 @@ numbers that the launch is given, so that a wrong stride, offset or factor gives
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
+from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -15,20 +16,31 @@ import torch
 pytest.importorskip("triton")
 
 from moequant.formats.elements import decode_e2m1, decode_e4m3, decode_e8m0, unpack_nibbles
+from moequant.kernels.block_scaled_quantize import (
+    BlockScaledRows,
+    ScalePlaces,
+    place_scales,
+    quantize_sorted,
+)
 from moequant.kernels.cutlass import sm100_fp4_launch as module
 from moequant.kernels.cutlass.sm100_fp4_launch import (
     PARAMETER_BYTES,
     Fp4GroupedGemm,
-    max_scale_rows,
     padded,
     scale_columns,
-    scale_row_offsets,
     scale_words,
 )
 from moequant.kernels.cutlass.sm100_fp4_variant import MXFP4, NVFP4, VARIANTS
 from moequant.kernels.launch import INTERPRETED, stream_of
-from moequant.kernels.routing import Grouping, SortedRouting, sort_routing
+from moequant.kernels.routing import (
+    Grouping,
+    SortedRouting,
+    max_rows,
+    max_tiles,
+    sort_routing,
+)
 from moequant.layouts.swizzle_128x4 import swizzle
+from moequant.runtime.block_scaled import nvfp4_token_scale, quantize_mxfp4, quantize_nvfp4
 
 E, N, K = 4, 200, 352  # parts of a tile of weight rows, of a step, and of a tile of scales
 COUNTS = (130, 0, 3, 256)
@@ -36,13 +48,17 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def sorted_ids(counts, *, elsewhere=0):
-    """The work list of a routing that gives each expert `counts` pairs, others are not here."""
+    """A routing that gives each expert `counts` pairs, others are not here; and its ids."""
     ids = torch.tensor([e for e, n in enumerate(counts) for _ in range(n)] + [-1] * elsewhere)
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
-    grouping = Grouping(experts=len(counts), tile_rows=128)
-    routing = SortedRouting.allocate(len(ids), grouping, device=DEVICE)
-    sort_routing(ids[:, None].int().to(DEVICE), routing, grouping)
-    return routing
+    ids = ids[:, None].int().to(DEVICE)
+    routing = SortedRouting.allocate(len(ids), grouping(counts), device=DEVICE)
+    sort_routing(ids, routing, grouping(counts))
+    return routing, ids
+
+
+def grouping(counts):
+    return Grouping(experts=len(counts), tile_rows=128)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +66,6 @@ def sorted_ids(counts, *, elsewhere=0):
 )
 def test_rows_are_padded_to_whole_tiles_of_scales(rows, want):
     assert padded(rows) == want
-
-
-def test_experts_scales_start_behind_the_padded_rows_of_those_before():
-    # vLLM: blockscale_offsets[e + 1] = blockscale_offsets[e] + ceil(rows[e] / 128) * 128.
-    assert scale_row_offsets(COUNTS) == [0, 256, 256, 384, 640]
-    assert scale_row_offsets([]) == [0]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +76,15 @@ def test_scales_of_a_row_fill_tiles_of_four(K, group, want):
     assert scale_columns(K, group) == want
 
 
+def scale_row_offsets(counts):
+    """vLLM's blockscale_offsets: the first padded row of each expert's scales, and the end."""
+    return [0, *accumulate(-(-n // 128) * 128 for n in counts)]
+
+
 @pytest.mark.parametrize("counts", [COUNTS, (0, 0, 1), (128, 128), (1,) * 9, (511, 1, 129, 0, 2)])
 def test_the_tiles_of_a_routing_are_the_tiles_of_its_scales(counts):
-    routing = sorted_ids(counts, elsewhere=5)
+    assert scale_row_offsets(COUNTS) == [0, 256, 256, 384, 640]
+    routing, _ = sorted_ids(counts, elsewhere=5)
     offsets, starts = scale_row_offsets(counts), [sum(counts[:e]) for e in range(len(counts))]
     n = int(routing.tile_count)
     assert 128 * n == offsets[-1]
@@ -76,15 +92,11 @@ def test_the_tiles_of_a_routing_are_the_tiles_of_its_scales(counts):
         assert 128 * i == offsets[expert] + first - starts[expert]
 
 
-@pytest.mark.parametrize(("pairs", "experts"), [(1, 8), (8, 8), (300, 2), (1000, 4), (4096, 128)])
-def test_no_routing_has_more_padded_rows(pairs, experts):
-    # Most where every expert has a row, and then as many as possible one row behind whole tiles.
-    used = min(pairs, experts)
-    rest = pairs - used
-    counts = [1 + 128 * (rest // 128) + rest % 128, *[1] * (used - 1)]
-    assert scale_row_offsets(counts)[-1] <= max_scale_rows(pairs, experts)
-    counts = [1 + 128 * (rest // 128), *[1] * (used - 1)]
-    assert scale_row_offsets(counts)[-1] == max_scale_rows(pairs, experts)
+@pytest.mark.parametrize("experts", [1, 4, 128])
+def test_there_is_room_for_the_scales_of_as_many_tiles_as_there_may_be(experts):
+    # What the quantizer allocates, and what the launch wants.
+    for pairs in (1, 3, 4, 127, 128, 129, 1000, 4096):
+        assert max_rows(pairs, experts, 128) == 128 * max_tiles(pairs, experts, 128)
 
 
 def test_scales_are_read_as_one_row_of_words_for_128_rows():
@@ -93,6 +105,7 @@ def test_scales_are_read_as_one_row_of_words_for_128_rows():
     assert words.shape == (4, 128)
     assert words.data_ptr() == scale.data_ptr()
     assert torch.equal(words.view(torch.uint8).flatten(), scale.flatten())
+    assert torch.equal(scale_words(scale.view(torch.int32)), words)
 
 
 class Box:
@@ -126,16 +139,17 @@ def numbers(codes, scales, variant):
     """float64 [128, 256] of a step's codes [128, 128] and scales, which are tiles of 512 bytes."""
     r, c = torch.arange(128)[:, None], torch.arange(256 // variant.group)
     scale = scales.flatten()[c // 4 * 512 + r % 32 * 16 + r // 32 * 4 + c % 4]
-    return decode_e2m1(unpack_nibbles(codes)).double() * decoded(scale, variant).repeat_interleave(
-        variant.group, 1
-    )
+    return dequantized(codes, scale, variant)
 
 
-def decoded(scale, variant):
-    """float64 of scales in bytes."""
+def dequantized(codes, scale, variant):
+    """float64 [..., K] of codes [..., K / 2] and of scales in bytes, as rows and columns."""
     if variant.e4m3_scales:
-        return decode_e4m3(scale.view(torch.float8_e4m3fn)).double()
-    return decode_e8m0(scale.view(torch.float8_e8m0fnu)).double()
+        scale = decode_e4m3(scale.view(torch.float8_e4m3fn))
+    else:
+        scale = decode_e8m0(scale.view(torch.float8_e8m0fnu))
+    values = decode_e2m1(unpack_nibbles(codes)).double()
+    return values * scale.double().repeat_interleave(variant.group, -1)
 
 
 def run_model(variant, blocks, arguments):
@@ -145,8 +159,8 @@ def run_model(variant, blocks, arguments):
     maps, shapes = arguments[0:8:2], arguments[1:8:2]
     assert [tuple(shape) for shape in shapes] == [box.shape for box in maps]
     x, w, x_scale, w_scale = maps
-    alpha, out, tiles, tile_count = (argument.value for argument in arguments[8:12])
-    n, k = (argument.value for argument in arguments[12:])
+    x_factor, alpha, out, tiles, tile_count = (argument.value for argument in arguments[8:13])
+    n, k = (argument.value for argument in arguments[13:])
     words, bands = 256 // variant.group * 16, -(-n // 128)
     units = int(memory(tile_count, 4).view(torch.int32)) * bands
     for unit in (u for block in range(blocks) for u in range(block, units, blocks)):
@@ -161,8 +175,9 @@ def run_model(variant, blocks, arguments):
             )
             total += numbers(*a, variant) @ numbers(*b, variant).T
         total = total.float()
-        if alpha is not None:
-            total *= memory(alpha + 4 * expert, 4).view(torch.float32)
+        if variant.e4m3_scales:
+            factor = memory(x_factor + 4 * first, 4 * rows).view(torch.float32)
+            total[:rows] *= factor[:, None] * memory(alpha + 4 * expert, 4).view(torch.float32)
         columns = min(128, n - 128 * band)
         for row in range(rows):
             at = out + 2 * ((first + row) * n + 128 * band)
@@ -174,7 +189,7 @@ class Problem:
 
     def __init__(self, variant, device):
         g = torch.Generator().manual_seed(1)
-        routing = sorted_ids(COUNTS, elsewhere=7)
+        routing, _ = sorted_ids(COUNTS, elsewhere=7)
         pairs = sum(COUNTS) + 7
         groups = K // variant.group
 
@@ -187,10 +202,12 @@ class Problem:
             return torch.randint(low, high, (*shape, groups), generator=g).to(torch.uint8)
 
         x, x_scale, w, w_scale = codes(pairs), scales(pairs), codes(E, N), scales(E, N)
+        x_factor = torch.rand(pairs, generator=g) + 0.5 if variant.e4m3_scales else None
         alpha = torch.rand(E, generator=g) + 0.5 if variant.e4m3_scales else None
+        self.weights = dequantized(w, w_scale, variant)
         # What no row has is NaN, in E4M3 as in E8M0.
         swizzled = torch.full(
-            (max_scale_rows(pairs, E), scale_columns(K, variant.group)), 255, dtype=torch.uint8
+            (max_rows(pairs, E, 128), scale_columns(K, variant.group)), 255, dtype=torch.uint8
         )
         self.want = torch.full((pairs, N), torch.nan, dtype=torch.bfloat16)
         first = 0
@@ -198,18 +215,16 @@ class Problem:
             rows = slice(first, first + n)
             padding = x_scale.new_full((padded(n) - n, groups), 255)
             swizzled[at : at + padded(n)] = swizzle(torch.cat([x_scale[rows], padding]))
-            factors = (decoded(s, variant) for s in (x_scale[rows], w_scale[e]))
-            a, b = (
-                decode_e2m1(unpack_nibbles(c)).double() * f.repeat_interleave(variant.group, 1)
-                for c, f in zip((x[rows], w[e]), factors, strict=True)
-            )
-            total = (a @ b.T).float()
-            self.want[rows] = (total if alpha is None else total * alpha[e]).bfloat16()
+            total = (dequantized(x[rows], x_scale[rows], variant) @ self.weights[e].T).float()
+            if variant.e4m3_scales:
+                total *= x_factor[rows, None] * alpha[e]
+            self.want[rows] = total.bfloat16()
             first += n
         self.out = torch.full((pairs, N), torch.nan, dtype=torch.bfloat16, device=device)
         self.operands = {
             "x": x,
             "x_scale": swizzled,
+            "x_factor": x_factor,
             "w": w,
             "w_scale": swizzle(w_scale),
             "alpha": alpha,
@@ -231,8 +246,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(module, "Launch", launch)
     monkeypatch.setattr(module, "tensor_map", Box)
     monkeypatch.setattr(module, "_kernel", lambda variant, device: (variant, device))
-    properties = SimpleNamespace(multi_processor_count=3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(module, "_multiprocessors", lambda device: 3)
     return made
 
 
@@ -247,6 +261,49 @@ def test_the_launch_multiplies_each_expert_s_rows_by_its_weights(variant, launch
     torch.testing.assert_close(problem.out, problem.want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("variant", "static"),
+    [(NVFP4, False), (NVFP4, True), (MXFP4, False)],
+    ids=["nvfp4", "nvfp4_static", "mxfp4"],
+)
+def test_it_multiplies_what_the_quantizer_writes(variant, static, launches):
+    problem = Problem(variant, torch.device("cpu"))
+    routing, ids = sorted_ids(COUNTS, elsewhere=7)
+    pairs = len(ids)
+    hidden = torch.randn(pairs, K, generator=torch.Generator().manual_seed(2)).bfloat16()
+    scales = torch.rand(E, generator=torch.Generator().manual_seed(3)) / 1000 + 1e-3
+    empty = partial(torch.empty, device=DEVICE)
+    places = ScalePlaces.allocate(pairs, E, empty=empty)
+    rows = BlockScaledRows.allocate(variant.name, pairs, K, E, empty=empty)
+    place_scales(ids, routing, places, grouping(COUNTS))
+    quantize_sorted(
+        hidden.to(DEVICE),
+        rows,
+        routing,
+        places,
+        topk=1,
+        static=scales.to(DEVICE) if static else None,
+    )
+    problem.operands |= {"x": rows.codes.cpu(), "x_scale": rows.scale.cpu()}
+    if variant is NVFP4:
+        problem.operands["x_factor"] = rows.global_scale.cpu()
+    Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
+    run_model(variant, 3, launches[0][2])
+    for pair, row in enumerate(routing.row_of_pair.tolist()):
+        if row < 0:
+            continue
+        expert = int(ids[pair])
+        x, factor = hidden[pair : pair + 1].float(), torch.ones(1, 1)
+        if variant is NVFP4:
+            factor = scales[None, expert : expert + 1] if static else nvfp4_token_scale(x)
+            codes, scale = quantize_nvfp4(x, factor)
+            factor = factor * problem.operands["alpha"][expert]
+        else:
+            codes, scale = quantize_mxfp4(x)
+        total = dequantized(codes, scale.view(torch.uint8), variant) @ problem.weights[expert].T
+        assert torch.equal(problem.out[row], (total.float() * factor).bfloat16()[0])
+
+
 def test_there_are_no_more_ctas_than_units(launches):
     problem = Problem(NVFP4, torch.device("cpu"))
     problem.operands["tiles"] = problem.operands["tiles"][:1]
@@ -255,9 +312,10 @@ def test_there_are_no_more_ctas_than_units(launches):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
-def test_a_factor_is_given_where_the_format_has_one(variant, launches):
+@pytest.mark.parametrize("name", ["alpha", "x_factor"])
+def test_factors_are_given_where_the_format_has_them(variant, name, launches):
     problem = Problem(variant, torch.device("cpu"))
-    problem.operands["alpha"] = torch.ones(E) if variant is MXFP4 else None
+    problem.operands[name] = torch.ones(512) if variant is MXFP4 else None
     with pytest.raises(AssertionError):
         Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
 
