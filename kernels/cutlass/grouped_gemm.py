@@ -37,7 +37,8 @@ def cubin_of(variant: GemmVariant) -> bytes:
 def _compile(variant: GemmVariant) -> bytes:
     from moequant.kernels.cutlass.sm90_fp8_channel_grouped_gemm import compile_variant
 
-    return compile_variant(variant)
+    cubin, _ = compile_variant(variant)
+    return cubin
 
 
 def entry_of(cubin: bytes) -> str:

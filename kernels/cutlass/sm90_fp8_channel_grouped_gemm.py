@@ -46,8 +46,8 @@ _CHUNK = 8  # elements of a 16-byte store
 _OUT_BARRIER = 1
 
 
-def compile_variant(variant: GemmVariant) -> bytes:
-    """A cubin for sm_90a. Needs no GPU, and no CUDA toolkit."""
+def compile_variant(variant: GemmVariant) -> tuple[bytes, str]:
+    """A cubin for sm_90a, and the PTX it was made from. Needs no GPU, and no CUDA toolkit."""
     rows_of_fp8 = make_fake_compact_tensor(
         E4M3,
         (cute.sym_int(), cute.sym_int(divisibility=16)),
@@ -70,10 +70,9 @@ def compile_variant(variant: GemmVariant) -> bytes:
             ints,
             cutlass.Int32(0),
             cutlass.Int32(0),
-            options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {dump}",
+            options=f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {dump}",
         )
-        cubin: bytes = compiled.__cubin__
-    return cubin
+        return compiled.__cubin__, compiled.__ptx__
 
 
 class _GroupedGemm:
