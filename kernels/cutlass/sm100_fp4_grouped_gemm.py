@@ -1,6 +1,6 @@
 """Grouped GEMM for SM100 in CuTe DSL: four-bit rows by four-bit weights, block scales on both.
 
-    out[r, n] = x_factor[r] * alpha[e] *
+    out[r, n] = x_factor[r] * alpha[e, n // (N / A)] *
                 sum over k of x[r, k] * x_scale[r, k] * w[e, n, k] * w_scale[e, n, k]
 
 x and w are E2M1 codes, two a byte, the even column low. A scale is a byte for a group of `group`
@@ -12,7 +12,8 @@ w            uint8 [E * N, K / 2]
 x_scale      int64 [tiles, 64 * G]   i: the rows of tile i, and anything for the rows it lacks
 w_scale      int64 [E * B, 64 * G]   e * B + b: rows 128 * b on of expert e
 x_factor     float32 [R]             the rows' global scales; with E4M3 scales only
-alpha        float32 [E]             the weights' global scales; with E4M3 scales only
+alpha        float32 [E, A]          those of A equal parts of the weights, such as gate and up;
+                                     N / A a multiple of 32 unless A = 1
 out          bfloat16 [R, N]         rounded once; N a multiple of 8
 tiles        int32 [tiles, 4]        expert, first row, rows: see `moequant.kernels.routing`
 tile_count   int32 [1]
@@ -102,6 +103,7 @@ def compile_variant(variant: Fp4Variant) -> Compiled:
             ints,
             cutlass.Int32(0),
             cutlass.Int32(0),
+            cutlass.Int32(0),
             options=f"--gpu-arch sm_100a --keep-cubin --keep-ptx --dump-dir {dump}",
         )
         return Compiled(compiled.__cubin__, compiled.__ptx__)
@@ -139,6 +141,7 @@ class _GroupedGemm:
         tile_count: cute.Pointer,
         N: cutlass.Int32,
         K: cutlass.Int32,
+        A: cutlass.Int32,
     ) -> None:
         """Traced to compile `kernel`."""
         v = self.variant
@@ -153,7 +156,7 @@ class _GroupedGemm:
         w_scale_load, w_scale = self._loads(w_scale, scales, (1, words))
         self.kernel(
             x_load, x, w_load, w, x_scale_load, x_scale, w_scale_load, w_scale,
-            x_factor, alpha, out, tiles, tile_count, N, K, codes, scales,
+            x_factor, alpha, out, tiles, tile_count, N, K, A, codes, scales,
         ).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), smem=v.shared_bytes, min_blocks_per_mp=1
         )  # fmt: skip
@@ -181,6 +184,7 @@ class _GroupedGemm:
         tile_count: cute.Pointer,
         N: cutlass.Int32,
         K: cutlass.Int32,
+        A: cutlass.Int32,
         codes: cute.ComposedLayout,
         scales: cute.Layout,
     ) -> None:
@@ -247,7 +251,7 @@ class _GroupedGemm:
             tensor_memory.wait_for_alloc()
             start = tensor_memory.retrieve_ptr(cutlass.Float32)
             self.store(
-                thread, sums, start, x_factor, alpha, out, tiles, block, grid, units, bands, N
+                thread, sums, start, x_factor, alpha, out, tiles, block, grid, units, bands, N, A
             )
             tensor_memory.relinquish_alloc_permit()
             # All have read what they need of it.
@@ -379,7 +383,9 @@ class _GroupedGemm:
         return scales, copy, source, part.partition_D(once)
 
     @cute.jit
-    def store(self, thread, sums, start, x_factor, alpha, out, tiles, block, grid, units, bands, N):
+    def store(
+        self, thread, sums, start, x_factor, alpha, out, tiles, block, grid, units, bands, N, A
+    ):
         """Scale, round and store this CTA's units; of four warps, `thread` in 0 to 127."""
         parts = (TILE_ROWS, _READ_COLUMNS)
         accumulators = self.accumulators(self.mma(), start)[(None, None), 0, 0, None]
@@ -400,14 +406,19 @@ class _GroupedGemm:
             expert, first, rows = self.tile(tiles, unit // bands)
             column = unit % bands * WEIGHT_ROWS
             factor = cutlass.Float32(1.0)
+            row_factor = cutlass.Float32(1.0)
             if cutlass.const_expr(self.variant.e4m3_scales):
                 # Of a row that is not stored, that of the last one that is.
                 at = x_factor + (first + cutlass.min(row, rows - 1))
-                factor = self.number(alpha + expert) * self.number(at)
+                row_factor = self.number(at)
             sums.consumer_wait(turn)
             for part in cutlass.range_constexpr(WEIGHT_ROWS // _READ_COLUMNS):
                 cute.copy(read, source[None, None, None, 0, part, turn.index], values)
                 cute.arch.fence_view_async_tmem_load()
+                if cutlass.const_expr(self.variant.e4m3_scales):
+                    # Behind N nothing is stored; there is no factor either.
+                    index = cutlass.min((column + part * _READ_COLUMNS) // (N // A), A - 1)
+                    factor = row_factor * self.number(alpha + (expert * A + index))
                 for i in cutlass.range_constexpr(_READ_COLUMNS):
                     rounded[i] = (values[i] * factor).to(cutlass.BFloat16)
                 if row < rows:

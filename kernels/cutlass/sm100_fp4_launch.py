@@ -84,7 +84,8 @@ class Fp4GroupedGemm:
         x_factor: float32 [rows], of each row's results; None for a format without global scales.
         w: uint8 [E, N, K / 2] contiguous; N a multiple of 8.
         w_scale: one-byte [E, padded(N), scale_columns(K)] contiguous, each expert swizzled 128x4.
-        alpha: float32 [E], of each expert's results; None as for `x_factor`.
+        alpha: float32 [E, A] contiguous, of the results of A equal parts of w; N / A a multiple of
+            32 unless A = 1. None as for `x_factor`.
         tiles: int32 [most tiles, TILE_FIELDS], each expert's of 128 rows but for its last.
         tile_count: int32 [1].
         out: bfloat16 [rows, N] contiguous; rows of no tile are not written.
@@ -114,6 +115,8 @@ class Fp4GroupedGemm:
         assert w_scale.shape == (E, padded(N), columns)
         assert x_scale.view(torch.uint8).shape[1] == columns
         assert x_scale.shape[0] >= tiles.shape[0] * TILE_ROWS
+        parts = 1 if alpha is None else alpha.shape[1]
+        assert parts == 1 or N % (32 * parts) == 0
         assert (alpha is not None) == (x_factor is not None) == variant.e4m3_scales
         index = out.device.index or 0
         units = tiles.shape[0] * -(-N // WEIGHT_ROWS)
@@ -137,6 +140,7 @@ class Fp4GroupedGemm:
                 *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in pointers),
                 ctypes.c_int(N),
                 ctypes.c_int(K),
+                ctypes.c_int(parts),
             ],
         )
 
@@ -145,7 +149,7 @@ class Fp4GroupedGemm:
         self._launch(stream)
 
 
-PARAMETER_BYTES = (128, 8) * 4 + (8,) * 5 + (4,) * 2
+PARAMETER_BYTES = (128, 8) * 4 + (8,) * 5 + (4,) * 3
 """Of the kernel's parameters: four TMA descriptors, each with its tensor's shape, then the rest."""
 
 

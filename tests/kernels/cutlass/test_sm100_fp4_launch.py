@@ -160,7 +160,7 @@ def run_model(variant, blocks, arguments):
     assert [tuple(shape) for shape in shapes] == [box.shape for box in maps]
     x, w, x_scale, w_scale = maps
     x_factor, alpha, out, tiles, tile_count = (argument.value for argument in arguments[8:13])
-    n, k = (argument.value for argument in arguments[13:])
+    n, k, parts = (argument.value for argument in arguments[13:])
     words, bands = 256 // variant.group * 16, -(-n // 128)
     units = int(memory(tile_count, 4).view(torch.int32)) * bands
     for unit in (u for block in range(blocks) for u in range(block, units, blocks)):
@@ -177,7 +177,9 @@ def run_model(variant, blocks, arguments):
         total = total.float()
         if variant.e4m3_scales:
             factor = memory(x_factor + 4 * first, 4 * rows).view(torch.float32)
-            total[:rows] *= factor[:, None] * memory(alpha + 4 * expert, 4).view(torch.float32)
+            part = torch.arange(128 * band, min(128 * band + 128, n)) // (n // parts)
+            alphas = memory(alpha + 4 * expert * parts, 4 * parts).view(torch.float32)[part]
+            total[:rows, : len(part)] *= factor[:, None] * alphas
         columns = min(128, n - 128 * band)
         for row in range(rows):
             at = out + 2 * ((first + row) * n + 128 * band)
@@ -187,7 +189,7 @@ def run_model(variant, blocks, arguments):
 class Problem:
     """Random operands of a routing, and the results it has."""
 
-    def __init__(self, variant, device):
+    def __init__(self, variant, device, *, parts=1, n_out=N):
         g = torch.Generator().manual_seed(1)
         routing, _ = sorted_ids(COUNTS, elsewhere=7)
         pairs = sum(COUNTS) + 7
@@ -201,15 +203,15 @@ class Problem:
             low, high = (32, 80) if variant.e4m3_scales else (124, 130)
             return torch.randint(low, high, (*shape, groups), generator=g).to(torch.uint8)
 
-        x, x_scale, w, w_scale = codes(pairs), scales(pairs), codes(E, N), scales(E, N)
+        x, x_scale, w, w_scale = codes(pairs), scales(pairs), codes(E, n_out), scales(E, n_out)
         x_factor = torch.rand(pairs, generator=g) + 0.5 if variant.e4m3_scales else None
-        alpha = torch.rand(E, generator=g) + 0.5 if variant.e4m3_scales else None
+        alpha = torch.rand(E, parts, generator=g) + 0.5 if variant.e4m3_scales else None
         self.weights = dequantized(w, w_scale, variant)
         # What no row has is NaN, in E4M3 as in E8M0.
         swizzled = torch.full(
             (max_rows(pairs, E, 128), scale_columns(K, variant.group)), 255, dtype=torch.uint8
         )
-        self.want = torch.full((pairs, N), torch.nan, dtype=torch.bfloat16)
+        self.want = torch.full((pairs, n_out), torch.nan, dtype=torch.bfloat16)
         first = 0
         for e, (n, at) in enumerate(zip(COUNTS, scale_row_offsets(COUNTS), strict=False)):
             rows = slice(first, first + n)
@@ -217,10 +219,10 @@ class Problem:
             swizzled[at : at + padded(n)] = swizzle(torch.cat([x_scale[rows], padding]))
             total = (dequantized(x[rows], x_scale[rows], variant) @ self.weights[e].T).float()
             if variant.e4m3_scales:
-                total *= x_factor[rows, None] * alpha[e]
+                total *= x_factor[rows, None] * alpha[e].repeat_interleave(n_out // parts)
             self.want[rows] = total.bfloat16()
             first += n
-        self.out = torch.full((pairs, N), torch.nan, dtype=torch.bfloat16, device=device)
+        self.out = torch.full((pairs, n_out), torch.nan, dtype=torch.bfloat16, device=device)
         self.operands = {
             "x": x,
             "x_scale": swizzled,
@@ -250,9 +252,13 @@ def launches(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
-def test_the_launch_multiplies_each_expert_s_rows_by_its_weights(variant, launches):
-    problem = Problem(variant, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [(NVFP4, {}), (NVFP4, {"parts": 2, "n_out": 192}), (MXFP4, {})],
+    ids=["nvfp4", "nvfp4_gate_up", "mxfp4"],
+)
+def test_the_launch_multiplies_each_expert_s_rows_by_its_weights(variant, sizes, launches):
+    problem = Problem(variant, torch.device("cpu"), **sizes)
     Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
     ((kernel, blocks, arguments),) = launches
     assert kernel == (variant, 0)
@@ -297,7 +303,7 @@ def test_it_multiplies_what_the_quantizer_writes(variant, static, launches):
         if variant is NVFP4:
             factor = scales[None, expert : expert + 1] if static else nvfp4_token_scale(x)
             codes, scale = quantize_nvfp4(x, factor)
-            factor = factor * problem.operands["alpha"][expert]
+            factor = factor * problem.operands["alpha"][expert, 0]
         else:
             codes, scale = quantize_mxfp4(x)
         total = dequantized(codes, scale.view(torch.uint8), variant) @ problem.weights[expert].T
@@ -315,7 +321,7 @@ def test_there_are_no_more_ctas_than_units(launches):
 @pytest.mark.parametrize("name", ["alpha", "x_factor"])
 def test_factors_are_given_where_the_format_has_them(variant, name, launches):
     problem = Problem(variant, torch.device("cpu"))
-    problem.operands[name] = torch.ones(512) if variant is MXFP4 else None
+    problem.operands[name] = torch.ones(512, 1) if variant is MXFP4 else None
     with pytest.raises(AssertionError):
         Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
 
