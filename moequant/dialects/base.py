@@ -39,6 +39,8 @@ class Dialect:
     """By name, the quantized formats it knows; some are read-only."""
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` of config.json in this dialect."""
+    input_scale: ClassVar[str | None] = None
+    """Last name component of static global scales of NVFP4 activations; None where it has none."""
     config_keys: ClassVar[tuple[str, ...]] = ()
     """Keys at the top of config.json that speak of its quantization too."""
     stacks: ClassVar[bool] = False
@@ -207,6 +209,31 @@ class Dialect:
     def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As `reader`."""
         return lambda module: None
+
+    def activations_reader(
+        self, quantization_config: Mapping[str, Any]
+    ) -> Callable[[str], str | None]:
+        """Parse the config once, to look up schemes of activations that formats do not imply.
+
+        Args:
+            quantization_config: of config.json, completed.
+
+        Returns:
+            A function from a module's name to "nvfp4_static" or "mxfp4", where the config says that
+            its input is quantized so; else None, and `reader` says whether it is supported.
+
+        Raises:
+            CheckpointError: a field has the wrong type.
+        """
+        return self._activations_reader(as_mapping(quantization_config, QUANTIZATION_CONFIG))
+
+    def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As `activations_reader`."""
+        return lambda module: None
+
+    def input_multiplier(self, stored: Tensor) -> Tensor:
+        """Static scales of activations, which multiply, as tensors of `input_scale` hold them."""
+        return stored
 
 
 class Unquantized(Dialect):

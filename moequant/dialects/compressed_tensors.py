@@ -42,6 +42,8 @@ from moequant.formats.base import WHOLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from torch import Tensor
+
     from moequant.dialects.schemes import Scheme
 
 
@@ -93,6 +95,23 @@ def _input_activations(scheme: Scheme) -> dict[str, Any] | None:
     return {"num_bits": 8, "type": "float", **groups, "symmetric": True, "dynamic": True}
 
 
+_FOUR_BITS = {"num_bits": 4, "type": "float", "symmetric": True}
+_FOUR_BIT_ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nvfp4-pack-quantized": (
+        "nvfp4_static",
+        # Scales of groups are computed, the global scale is not.
+        {**_FOUR_BITS, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+    ),
+    "mxfp4-pack-quantized": (
+        "mxfp4",
+        {**_FOUR_BITS, "strategy": "group", "group_size": 32, "dynamic": True},
+    ),
+}
+"""By the library's name of the weights' encoding, the scheme of FP4 activations and its arguments.
+
+What llm-compressor's presets NVFP4 and MXFP4 write.
+"""
+
 # In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
 _LINEAR = "w4a8"
 
@@ -112,6 +131,7 @@ class CompressedTensors(Dialect):
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
     methods = ("compressed-tensors", "compressed_tensors")
     schemes = COMPRESSED_TENSORS
+    input_scale = "input_global_scale"
 
     def _config(
         self, formats: Mapping[str, str], blocks: list[str], others: list[str]
@@ -137,32 +157,71 @@ class CompressedTensors(Dialect):
         for it, then a group that targets `Linear`.
         """
         problem = _unreadable_config(config)
-        ignored = NamePatterns(names_field(config, "ignore", _WHERE), f"{_WHERE}.ignore")
-        groups = mapping_field(config, "config_groups", _WHERE)
-        targets: list[str] = []
-        schemes: list[str | UnsupportedError] = []
-        for name in groups:
-            where = f"{_WHERE}.config_groups.{key_text(name)}"
-            group = as_mapping(groups[name], where)
-            own = names_field(group, "targets", where)
-            schemes += [_format_of_group(group, config, where, weights_only)] * len(own)
-            targets += own
-        targeted = NamePatterns(targets, f"{_WHERE}.config_groups")
-        linear = targets.index("Linear") if "Linear" in targets else None
+        groups = _Groups(config)
+        schemes = {
+            where: _format_of_group(group, config, where, weights_only)
+            for where, group in groups.by_place.items()
+        }
 
         def format_of(module: str) -> str | None:
-            if ignored.first_match(module) is not None:
+            where = groups.of(module)
+            if where is None:
                 return None
-            found = targeted.first_match(module)
-            found = linear if found is None else found
-            if found is None:
-                return None
-            scheme = problem or schemes[found]
+            scheme = problem or schemes[where]
             if isinstance(scheme, UnsupportedError):
                 raise UnsupportedError(f"{module}: {scheme}")
             return scheme
 
         return format_of
+
+    def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect: NVFP4 with a static global scale, and MXFP4."""
+        groups = _Groups(config)
+        schemes = {
+            where: _four_bit_activations(group, config, where)
+            for where, group in groups.by_place.items()
+        }
+
+        def activations_of(module: str) -> str | None:
+            where = groups.of(module)
+            return None if where is None else schemes[where]
+
+        return activations_of
+
+    def input_multiplier(self, stored: Tensor) -> Tensor:
+        """As Dialect; the files hold divisors."""
+        return stored.reciprocal()
+
+
+class _Groups:
+    """The config groups, and which one targets a module.
+
+    Attributes:
+        by_place: each group by its place in config.json.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._ignored = NamePatterns(names_field(config, "ignore", _WHERE), f"{_WHERE}.ignore")
+        self.by_place: dict[str, Mapping[str, Any]] = {}
+        targets: list[str] = []
+        self._places: list[str] = []
+        groups = mapping_field(config, "config_groups", _WHERE)
+        for name in groups:
+            where = f"{_WHERE}.config_groups.{key_text(name)}"
+            self.by_place[where] = as_mapping(groups[name], where)
+            own = names_field(self.by_place[where], "targets", where)
+            self._places += [where] * len(own)
+            targets += own
+        self._targeted = NamePatterns(targets, f"{_WHERE}.config_groups")
+        self._linear = targets.index("Linear") if "Linear" in targets else None
+
+    def of(self, module: str) -> str | None:
+        """The place of the group that targets a module; None if none does."""
+        if self._ignored.first_match(module) is not None:
+            return None
+        found = self._targeted.first_match(module)
+        found = self._linear if found is None else found
+        return None if found is None else self._places[found]
 
 
 def _targets(formats: Mapping[str, str], patterns: ModulePatterns) -> dict[str, list[str]]:
@@ -238,6 +297,23 @@ def _format_of_group(
         differences = {name: f"weights{difference}" for name, difference in by_weights.items()}
     name, difference = next(iter(differences.items()))
     return UnsupportedError(f"{where}.{difference}, unlike {name} in moequant")
+
+
+def _four_bit_activations(
+    group: Mapping[str, Any], config: Mapping[str, Any], where: str
+) -> str | None:
+    """The scheme of a group's activations where weights and activations are FP4; else None.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    stated = group.get("format") or config.get("format")
+    found = mapping_field(group, "input_activations", where)
+    outputs = mapping_field(group, "output_activations", where)
+    if not isinstance(stated, str) or stated not in _FOUR_BIT_ACTIVATIONS or outputs:
+        return None
+    scheme, wanted = _FOUR_BIT_ACTIVATIONS[stated]
+    return scheme if _difference(found, wanted) is None else None
 
 
 def _weights_difference(weights: Mapping[str, Any], scheme: Scheme) -> str | None:

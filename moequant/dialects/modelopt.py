@@ -3,9 +3,9 @@
 `quant_algo` says the format, as in MODELOPT of schemes.py, or MIXED_PRECISION, with one for each
 module in `quantized_layers`. Codes are `weight`, U8 [N, K/2] for NVFP4; `weight_scale` is E4M3
 [N, K/16], and `weight_scale_2` FP32 [], a multiplier, where compressed-tensors stores its
-reciprocal. Scales of activations, `input_scale`, are not read. Older releases have only
-hf_quant_config.json, whose `quantization` has the same fields, with `exclude_modules` in place of
-`ignore`.
+reciprocal. Of scales of activations only those of NVFP4 are read, and only to run experts:
+`input_scale` FP32 [], a multiplier. Older releases have only hf_quant_config.json, whose
+`quantization` has the same fields, with `exclude_modules` in place of `ignore`.
 
 Decisions, each with the failure it prevents:
 
@@ -79,6 +79,7 @@ class ModelOpt(Dialect):
     summary = "vLLM and SGLang; what NVIDIA Model-Optimizer writes"
     methods = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
     schemes = MODELOPT
+    input_scale = "input_scale"
 
     def _config(
         self, formats: Mapping[str, str], blocks: list[str], others: list[str]
@@ -118,14 +119,10 @@ class ModelOpt(Dialect):
         activations are not quantized; with `weights_only` they do not matter, and other formats are
         read too.
         """
-        names = names_field(config, "ignore", _WHERE)
-        kept = _Kept(names + names_field(config, "exclude_modules", _WHERE))
-        algorithm_of = _algorithms(config)
+        algorithm_of = _algorithms_but_kept(config)
         quantizes_activations = _quantizes_activations(config)
 
         def format_of(module: str) -> str | None:
-            if module in kept:
-                return None
             found = algorithm_of(module)
             if found is None:
                 return None
@@ -139,6 +136,18 @@ class ModelOpt(Dialect):
             )
 
         return format_of
+
+    def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """As Dialect: NVFP4, unless every config group says that activations are not quantized."""
+        algorithm_of = _algorithms_but_kept(config)
+        quantizes_activations = _quantizes_activations(config)
+
+        def activations_of(module: str) -> str | None:
+            found = algorithm_of(module)
+            is_nvfp4 = found is not None and found[0] == "NVFP4"
+            return "nvfp4_static" if is_nvfp4 and quantizes_activations else None
+
+        return activations_of
 
 
 def _lacks_layers(quantization_config: Mapping[str, Any]) -> bool:
@@ -206,6 +215,16 @@ def _algorithms(
         )
 
     return of_layer
+
+
+def _algorithms_but_kept(
+    config: Mapping[str, Any],
+) -> Callable[[str], tuple[str, object, str] | None]:
+    """As `_algorithms`, with None for the modules in `ignore` and `exclude_modules`."""
+    names = names_field(config, "ignore", _WHERE)
+    kept = _Kept(names + names_field(config, "exclude_modules", _WHERE))
+    algorithm_of = _algorithms(config)
+    return lambda module: None if module in kept else algorithm_of(module)
 
 
 def _enclosing(module: str) -> Iterator[str]:

@@ -94,6 +94,9 @@ class LayerReader:
         """
         if self._prepared is None:
             weights = self.read(layer, experts)
+            stated = self.converted.activations_of_experts(layer)
+            if stated == "nvfp4_static" and activations in ("format", "nvfp4"):
+                weights = self._with_input_scales(weights, layer, experts)
             return pack_experts(weights, backend=backend, activations=activations)
         file, layout, format = self._prepared.open_layer(layer)
         moe = self.converted.moe
@@ -113,6 +116,26 @@ class LayerReader:
             if chosen.layout != layout:
                 tensors = chosen.layout.pack(layout.unpack(tensors, workload))
             return chosen.load(tensors, workload)
+
+    def choose_activations(self, layer: int, activations: ActivationsChoice) -> ActivationsChoice:
+        """What "format" stands for, where config.json says more than the format; else as given.
+
+        A static global scale comes with the weights, and needs no choice.
+
+        Raises:
+            UnsupportedError: the layer's experts differ in it.
+        """
+        if activations == "format" and self._prepared is None:
+            stated = self.converted.activations_of_experts(layer)
+            return "mxfp4" if stated == "mxfp4" else activations
+        return activations
+
+    def _with_input_scales(
+        self, weights: ExpertWeights, layer: int, experts: Sequence[int]
+    ) -> ExpertWeights:
+        scales = self.converted.read_input_scales(layer, experts)
+        there = {name: scale.to(self.device) for name, scale in scales.items()}
+        return ExpertWeights.of(weights.projections(), weights.act_fn, **weights.biases(), **there)
 
     def _read_file(self, file: LayerFile, experts: Sequence[int]) -> dict[str, Tensor]:
         """The tensors of a prepared layer, for `experts`."""

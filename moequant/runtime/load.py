@@ -74,9 +74,9 @@ def load_experts(
         layer: index of the layer, or of several.
         device: where to put them.
         backend: name of a backend; by default the best that can run them there.
-        activations: "format" quantizes activations as the format's GEMM does, "none" never does,
-            "fp8_token" to FP8 with a scale per token, which makes MXFP4 faster on Hopper; others
-            as `FusedExperts`.
+        activations: "format" quantizes activations as the format's GEMM does, and to NVFP4 or MXFP4
+            where config.json says so; "none" never does, "fp8_token" to FP8 with a scale per token,
+            which makes MXFP4 faster on Hopper; others as `FusedExperts`.
         experts: load only these, as one rank of an expert-parallel group does; the result then
             takes global ids and contributes nothing for the other experts.
         architecture: a TOML file that describes the checkpoint's architecture; needed only where
@@ -93,27 +93,37 @@ def load_experts(
             compute, there is no such device here, or no backend runs it there.
     """
     place = usable_device(device)
-    reader = open_reader(checkpoint, place, architecture)
+    reader = open_reader(checkpoint, place, architecture, quantized_activations=True)
     chosen = _choose(reader.converted, experts)
     one = isinstance(layer, int)
     layers = _indices("layer", [layer] if isinstance(layer, int) else layer)
     _check(reader.converted, layers)
-    loaded = {
-        number: FusedExperts(
-            reader.load(number, chosen, backend=backend, activations=activations),
+    loaded = {}
+    for number in layers:
+        wanted = reader.choose_activations(number, activations)
+        loaded[number] = FusedExperts(
+            reader.load(number, chosen, backend=backend, activations=wanted),
             backend=backend,
-            activations=activations,
+            activations=wanted,
             expert_map=None if experts is None else _expert_map(reader.converted, chosen, place),
         )
-        for number in layers
-    }
     return loaded[layers[0]] if one else loaded
 
 
 def open_reader(
-    checkpoint: str | Path, device: torch.device, architecture: str | Path | None = None
+    checkpoint: str | Path,
+    device: torch.device,
+    architecture: str | Path | None = None,
+    *,
+    quantized_activations: bool = False,
 ) -> LayerReader:
     """The reader for the layers of a converted checkpoint, or of a prepared folder in one.
+
+    Args:
+        checkpoint: which.
+        device: where layers shall be.
+        architecture: see `load_experts`.
+        quantized_activations: see `ConvertedCheckpoint.open`; folders never have them.
 
     Raises:
         ArchitectureError: the file `architecture` is invalid.
@@ -125,7 +135,10 @@ def open_reader(
     if is_prepared_folder(folder):
         prepared = PreparedCheckpoint.open(folder, architecture=architecture)
         return LayerReader(prepared.converted, device, prepared=prepared)
-    return LayerReader(ConvertedCheckpoint.open(folder, architecture=architecture), device)
+    converted = ConvertedCheckpoint.open(
+        folder, architecture=architecture, quantized_activations=quantized_activations
+    )
+    return LayerReader(converted, device)
 
 
 _OTHER_DEVICE = 'choose one that this machine and this build of torch have, such as "cpu"'

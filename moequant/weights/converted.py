@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from moequant.dialects import find_dialect
 from moequant.dialects.names import ACTIVATION_SCALES
@@ -22,7 +24,7 @@ from moequant.storage.reader import FixedFile
 from moequant.weights.encoded import EncodedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -42,6 +44,8 @@ class ConvertedCheckpoint:
         architecture: the family it belongs to.
         moe: sizes of its expert layers.
         format_of: the format config.json gives a module, or None for one that is not quantized.
+        activations_of: the scheme of a module's input, where config.json says one that its format
+            does not imply; else None.
     """
 
     checkpoint: Checkpoint
@@ -49,15 +53,24 @@ class ConvertedCheckpoint:
     architecture: Architecture
     moe: MoeConfig
     format_of: Callable[[str], str | None]
+    activations_of: Callable[[str], str | None] = lambda module: None
 
     @classmethod
-    def open(cls, path: Path, *, architecture: str | Path | None = None) -> ConvertedCheckpoint:
+    def open(
+        cls,
+        path: Path,
+        *,
+        architecture: str | Path | None = None,
+        quantized_activations: bool = False,
+    ) -> ConvertedCheckpoint:
         """Read config and headers.
 
         Args:
             path: its directory.
             architecture: a TOML file that describes its architecture; the default is the
                 description in moequant.json, then the built-in table.
+            quantized_activations: whether modules may have activations in NVFP4 or MXFP4, which
+                `activations_of` then says; else `format_of` refuses them.
 
         Raises:
             ArchitectureError: the file `architecture`, or the record, is invalid.
@@ -79,7 +92,7 @@ class ConvertedCheckpoint:
             dialect=dialect,
             architecture=found,
             moe=found.read_config(checkpoint.config),
-            format_of=dialect.reader(quantization_config),
+            **_readers(dialect, quantization_config, quantized_activations),
         )
 
     def expert_layers(self) -> tuple[int, ...]:
@@ -100,6 +113,62 @@ class ConvertedCheckpoint:
     def format_of_experts(self, layer: int) -> str | None:
         """The format of a layer's routed experts; None where they were not converted."""
         return self.format_of(self.expert_module(layer, 0, "down"))
+
+    def activations_of_experts(self, layer: int) -> str | None:
+        """`activations_of` of a layer's routed experts.
+
+        Raises:
+            UnsupportedError: the experts differ in it.
+        """
+        modules = [
+            self.expert_module(layer, expert, projection)
+            for expert in range(self.moe.experts)
+            for projection in self.moe.projections
+        ]
+        found = {self.activations_of(module): module for module in modules}
+        if len(found) > 1:
+            several = " and ".join(f"{module} {scheme}" for scheme, module in found.items())
+            raise UnsupportedError(
+                f"the experts of a layer share one scheme of activations, but here: {several}; "
+                'load them with activations = "none"'
+            )
+        return next(iter(found))
+
+    def read_input_scales(self, layer: int, experts: Sequence[int]) -> dict[str, Tensor]:
+        """Static global scales of NVFP4 activations, which multiply, of some experts of a layer.
+
+        Gate and up have the same input; of their scales the larger counts, as in vLLM.
+
+        Returns:
+            `gate_up_input_scale` and `down_input_scale`, float32 [experts].
+
+        Raises:
+            CheckpointError: a scale is missing, or is not one number.
+        """
+        scales = {
+            projection: torch.stack([self._input_scale(layer, e, projection) for e in experts])
+            for projection in self.moe.projections
+        }
+        down = scales.pop("down")
+        return {
+            "gate_up_input_scale": torch.stack([*scales.values()]).amax(0),
+            "down_input_scale": down,
+        }
+
+    def _input_scale(self, layer: int, expert: int, projection: str) -> Tensor:
+        name = f"{self.expert_module(layer, expert, projection)}.{self.dialect.input_scale}"
+        if name not in self.checkpoint.tensors:
+            raise CheckpointError(
+                f"{name}: not there, but config.json says that activations have a static global "
+                'scale; calibrate the checkpoint again, or load it with activations = "none"'
+            )
+        stored = self.checkpoint.read(name)
+        if stored.numel() != 1:
+            raise CheckpointError(
+                f"{name}: shape {list(stored.shape)}, but a global scale is one number; fetch the "
+                "checkpoint again"
+            )
+        return self.dialect.input_multiplier(stored.float().reshape(()))
 
     def tensor_names(self, module: str, format: str) -> list[str]:
         """The tensors on disk that hold a converted module, alone or with others."""
@@ -222,6 +291,21 @@ class ConvertedCheckpoint:
                 bias = bias[:, rows.start : rows.stop : rows.step]
             biases[projection] = bias.contiguous()
         return biases
+
+
+def _readers(
+    dialect: Dialect, quantization_config: Mapping[str, Any], quantized_activations: bool
+) -> dict[str, Callable[[str], str | None]]:
+    """`format_of` and `activations_of` of `ConvertedCheckpoint`."""
+    format_of = dialect.reader(quantization_config)
+    if not quantized_activations:
+        return {"format_of": format_of}
+    activations_of = dialect.activations_reader(quantization_config)
+    of_weights = dialect.reader(quantization_config, weights_only=True)
+    return {
+        "format_of": lambda m: format_of(m) if activations_of(m) is None else of_weights(m),
+        "activations_of": activations_of,
+    }
 
 
 def described_architectures(path: Path, file: str | Path | None = None) -> tuple[Architecture, ...]:
