@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import (
     rows_by_block,
 )
 
+COMPILER = shutil.which("g++")
 E = 2
 # (gated, columns of the output, K): whole units, last units of a part, half a block along K.
 SHAPES = [
@@ -51,15 +56,21 @@ def load_box(view, box, start):
     return memory
 
 
-def load_block(c, weight, expert, n, block, k):
-    """`load_weights` of the kernel: a block of unit n, whatever was there behind the last rows."""
-    memory = torch.full((16384,), 0x7F, dtype=torch.uint8)  # NaN
-    tail = c.tail_groups > 0 and n == c.units_n - 1
-    box = (c.tail_groups if tail else 8, 2, 4, 2, 128)
+def box_of(c, expert, n, block, k):
+    """`load_weights` of the kernel: groups of a block of unit n, and where the box starts."""
+    groups = c.tail_groups if c.tail_groups > 0 and n == c.units_n - 1 else 8
     if c.gated:
-        start = ((expert * c.w_rows + n * 128) // 16 + block * (c.n_out // 16), 0, 0, 0, k * 128)
+        first, half = (expert * c.w_rows + n * 128) // 16 + block * (c.n_out // 16), 0
     else:
-        start = ((expert * c.w_rows + n * 256) // 32, 2 * block, 0, 0, k * 128)
+        first, half = (expert * c.w_rows + n * 256) // 32, 2 * block
+    return groups, (first, half, 0, 0, k * 128)
+
+
+def load_block(c, weight, expert, n, block, k):
+    """A block of a unit in shared memory, whatever was there behind the last rows."""
+    memory = torch.full((16384,), 0x7F, dtype=torch.uint8)  # NaN
+    groups, start = box_of(c, expert, n, block, k)
+    box = (groups, 2, 4, 2, 128)
     loaded = load_box(rows_by_block(weight.flatten(0, 1), gated=c.gated), box, start)
     memory[: loaded.numel()] = loaded
     return memory
@@ -259,6 +270,102 @@ def test_a_tensor_map_of_words_has_strides_in_bytes_and_is_not_permuted(monkeypa
     # cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8 and INT64, CU_TENSOR_MAP_SWIZZLE_NONE and 128B.
     assert (kind, plain, swizzle, permuted) == (5, 0, 0, 3)
     assert [list(part) for part in (sizes, strides, box)] == [[64, 6], [512], [256, 1]]
+
+
+# What the functions use; a load prints where it goes, its groups, coordinates and bytes expected.
+STUBS = """
+#include <cstdio>
+#define __device__
+#define __forceinline__ inline
+typedef unsigned u32;
+struct { int x; } threadIdx;
+struct Unit { int expert, row, rows, n; bool alone, shared; };
+struct TensorMap { int groups; };
+u32 expected;
+inline int __shfl_sync(u32, int x, int) { return x; }
+inline int class_of(int) { return 0; }
+inline int rows_of(int) { return ROWS; }
+inline void barrier_expect(u32, u32 bytes) { expected = bytes; }
+inline void load_5d(u32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, u32) {
+  std::printf("%u %d %d %d %d %d %d %u\\n", to, map->groups, c4, c3, c2, c1, c0, expected);
+}
+#define load_5d_streaming load_5d
+#define load_5d_pair load_5d
+"""
+MAIN = """
+int main() {
+  TensorMap whole{GROUPS}, tail{TAIL_GROUPS};
+  Loads loads{&whole, &tail};
+  for (int expert = 0; expert < EXPERTS; ++expert)
+    for (int n = 0; n < UNITS_N; ++n) {
+      const Unit unit{expert, 0, ROWS, n, false, PAIR > 1};
+      for (int rank = 0; rank < PAIR; ++rank) loads.load_weights(unit, 1, 0, 0, rank, 0);
+      for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) {
+        const int first = first_column(unit);
+        std::printf("%d", first);
+        for (int i = 0; i < 4; ++i) std::printf(" %d", weight_row(first, i / 2, i % 2));
+        std::puts("");
+      }
+    }
+}
+"""
+
+
+def function(source, name, *, indent=""):
+    """The text of a function of the source."""
+    start = rf"^{indent}__device__ __forceinline__ \w+ {name}\("
+    (text,) = re.findall(rf"({start}.*?\n{indent}}}\n)", source, re.DOTALL | re.MULTILINE)
+    return text
+
+
+def host_program(config):
+    source = config.source()
+    sizes = re.findall(
+        r"^constexpr (?:int GROUPS|u32 GROUP_BYTES|u32 BLOCK_BYTES).*$", source, re.M
+    )
+    assert len(sizes) == 3
+    macros = {**config.defines(), "EXPERTS": E}
+    return "\n".join(
+        [
+            *(f"#define {name} {value}" for name, value in macros.items()),
+            STUBS,
+            *sizes,
+            "constexpr u32 OFF_W = 0;",
+            function(source, "first_column"),
+            function(source, "weight_row"),
+            "struct Loads {\n  const TensorMap *w_map, *w_tail_map;",
+            function(source, "load_weights", indent="  "),
+            "};",
+            MAIN,
+        ]
+    )
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("pair", [False, True])
+@every_shape
+def test_the_formulas_here_are_those_of_the_kernel(tmp_path, gated, n_out, K, pair):
+    """Its functions, compiled for a CPU, print boxes, and the rows of every thread."""
+    c = Fp8ChannelGemmConfig(
+        act="silu" if gated else None, gated=gated, rows=96, pair=pair, K=K, n_out=n_out
+    )
+    program, source = tmp_path / "program", tmp_path / "program.cpp"
+    source.write_text(host_program(c))
+    subprocess.run([COMPILER, "-std=c++17", source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    want = []
+    for expert in range(E):
+        for n in range(c.units_n):
+            for block in range(2):
+                groups, start = box_of(c, expert, n, block, 1)
+                want.append((block * 16384, groups, *start, groups * 4096 + c.rows * 128))
+            for thread in range(256):
+                first = first_column(c, n, thread // 128, thread // 32 % 4)
+                f = thread % 32 // 4
+                held = [weight_row(c, first, i // 2, i % 2, f) for i in range(4)]
+                want.append((first, *held))
+    assert found == want
 
 
 def tensor_core_sum(products, promoted):
