@@ -334,13 +334,15 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
         )
 
 
-def on_gpu(capability):
-    have = torch.cuda.is_available() and torch.cuda.get_device_capability() >= capability
-    skip = pytest.mark.skipif(not have, reason=f"needs a CUDA device of SM{capability[0]}0")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def on_gpu(runs, needed):
+    skip = pytest.mark.skipif(not runs, reason=f"needs a CUDA device of {needed}")
     return lambda test: pytest.mark.gpu(skip(test))
 
 
-@on_gpu((8, 0))
+@on_gpu(CAPABILITY >= (8, 0), "SM80 or newer")
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 @pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor", "w4a8"])
 def test_on_a_gpu_rows_run_on_kernels(format, tokens):
@@ -352,7 +354,7 @@ def test_on_a_gpu_rows_run_on_kernels(format, tokens):
     assert calc_diff(run(w1, w2, hidden, router, ids), want) <= 1e-3
 
 
-@on_gpu((9, 0))
+@on_gpu(CAPABILITY == (9, 0), "SM90")
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_on_hopper_panels_give_the_bits_of_the_backend(tokens):
     *_, weights = layer("w4a8", device="cuda")
@@ -363,7 +365,7 @@ def test_on_hopper_panels_give_the_bits_of_the_backend(tokens):
     assert torch.equal(got, FusedExperts(packed, backend="sm90_w4a8")(hidden, router, ids))
 
 
-@on_gpu((9, 0))
+@on_gpu(CAPABILITY == (9, 0), "SM90")
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_on_hopper_cutlass_runs_by_name(tokens):
     pytest.importorskip("cutlass")
