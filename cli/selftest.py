@@ -48,7 +48,7 @@ def _explain(document: Mapping[str, Any]) -> str:
         for failure in row["failures"]
     ]
     return "\n".join(
-        [f"{count(len(failures), 'call')} failed; report this with the output", *failures]
+        [f"{count(len(failures), 'failure')}; open an issue with this output", *failures]
     )
 
 

@@ -52,7 +52,7 @@ EVEN = Variant(
 )
 ODD = Variant(
     name="incomplete tiles, biases, swigluoai",
-    # From no multiple of anything to multiples of 128, which W4A8 needs.
+    # Odd sizes for formats without groups; then multiples of 16, of 32, and of 128 for w4a8.
     sizes=tuple(
         LayerSizes(experts=8, hidden=hidden, intermediate=intermediate, topk=2)
         for hidden, intermediate in ((717, 333), (720, 336), (736, 352), (640, 384))

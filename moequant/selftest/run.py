@@ -267,10 +267,10 @@ def _compare(
     row: _Row, what: str, wanted: torch.Tensor, found: torch.Tensor, again: torch.Tensor
 ) -> None:
     """Add what is wrong with an output to a row."""
-    if not torch.equal(found.view(torch.int16), again.view(torch.int16)):
-        row.failures.append(
-            f"{what}: two equal calls differ in {int((found != again).sum())} values"
-        )
+    # As bits: a NaN differs from itself, and 0 does not from -0.
+    differ = int((found.view(torch.int16) != again.view(torch.int16)).sum())
+    if differ:
+        row.failures.append(f"{what}: two equal calls differ in {differ} values")
     if not found.isfinite().all():
         row.failures.append(f"{what}: {int((~found.isfinite()).sum())} values are not finite")
         return

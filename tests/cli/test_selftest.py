@@ -38,7 +38,7 @@ def test_it_ends_with_5_and_the_reasons_where_a_backend_is_wrong(run, broken):
     result = run(*ARGUMENTS)
     assert result.exit_code == 5
     assert result.stdout.count("FAILED") == 2
-    assert "Error: 12 calls failed; report this with the output\n" in result.stderr
+    assert "Error: 12 failures; open an issue with this output\n" in result.stderr
     assert (
         "naive_batched, bf16 x none: multiples of 256, 1 token: off from the CPU reference by 1 in "
         "norm, where its roundings explain 0.0078\n" in result.stderr

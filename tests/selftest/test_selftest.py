@@ -82,6 +82,17 @@ def test_a_call_of_zeros_must_be_zeros():
     assert row.failures
 
 
+def test_calls_are_compared_as_bits():
+    def failures(found, again):
+        row = run._Row(backend="one", format="bf16", activations="none", limit=0.01)
+        run._compare(row, "one", *(torch.tensor([x]).bfloat16() for x in (0.0, found, again)))
+        return row.failures
+
+    assert failures(0.0, 0.0) == []
+    assert failures(0.0, -0.0) == ["one: two equal calls differ in 1 values"]
+    assert failures(torch.nan, torch.nan) == ["one: 1 values are not finite"]
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_calls_are_what_their_names_say(variant):
     sizes = variant.sizes[0]
