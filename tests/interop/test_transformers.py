@@ -71,7 +71,7 @@ MODELS = {
         )
     ),
 }
-LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel")
+LOADED = ("fp8_block", "mxfp4", "w4a8")
 """Formats that transformers 5.23 loads right; nvfp4 it loads without the global scale."""
 
 
