@@ -8,6 +8,7 @@
 | Nvfp4Multiplied | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [], the global scale |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
+| Fp8Channels | E4M3 [N, K] | FP32 [N, 1] | |
 
 Read-only: Fp8BlocksFlexible, as Fp8Blocks with either name of the scale, also four-dimensional;
 Int4Groups, as Int4Packed with groups of any size.
@@ -288,6 +289,23 @@ class Int4Groups(Int4Packed):
         return values.float()
 
 
+class Fp8Channels(Encoding):
+    """`fp8_channel`: E4M3 codes, one scale per row, [N, 1] or [N], or a single one.
+
+    Args:
+        scales: names of the scale; exactly one must be present.
+        read_only: as Encoding.
+    """
+
+    def __init__(self, *scales: str, read_only: bool = True) -> None:
+        super().__init__("fp8_channel", "weight", *scales, scales=_FLOATS, read_only=read_only)
+
+    def _read_scale(self, tensors: _Tensors, names: Sequence[str], shape: _Shape) -> Tensor:
+        N = shape[0]
+        scale = self._scale(tensors, _only_one(tensors, names), (N, 1), (N,), (1,), ())
+        return scale.reshape(-1, 1).expand(N, 1)
+
+
 class Fp8BlocksFlexible(Encoding):
     """`fp8_block` as written by Model-Optimizer and related tools; read-only.
 
@@ -323,6 +341,8 @@ def _only_one(tensors: _Tensors, names: Sequence[str]) -> str:
 FP8 = _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale_inv"), names=([128, 128],)),
     Scheme(encoding=mxfp4_bytes("weight_scale_inv")),
+    # vLLM's name and transformers' name; both are multipliers.
+    Scheme(encoding=Fp8Channels("weight_scale", "weight_scale_inv"), names=(None,)),
 )
 """By `weight_block_size`."""
 
@@ -331,6 +351,11 @@ COMPRESSED_TENSORS = _by_format(
     Scheme(encoding=Nvfp4Packed(), names=("nvfp4-pack-quantized",)),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed"), names=("mxfp4-pack-quantized",)),
     Scheme(encoding=Int4Packed(), names=("pack-quantized",)),
+    Scheme(
+        encoding=Fp8Channels("weight_scale", read_only=False),
+        names=("float-quantized",),
+        strategies=("tensor",),
+    ),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight"), names=("mxfp8-quantized",)),
     Scheme(
         encoding=Int4Groups(),
@@ -345,6 +370,7 @@ GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 
 MODELOPT = _by_format(
     Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4")),
+    Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
     Scheme(encoding=Fp8BlocksFlexible(), names=("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight", read_only=True), names=("MXFP8",)),
 )

@@ -23,6 +23,7 @@ from moequant.formats.base import (
     tile_rows,
 )
 from moequant.formats.fp8_block import Fp8Block
+from moequant.formats.fp8_channel import Fp8Channel
 from moequant.formats.fp8_tensor import Fp8Tensor
 from moequant.formats.int4 import Int4
 from moequant.formats.lossless import requantize_losslessly
@@ -46,6 +47,7 @@ REGISTRY: dict[str, Format] = {
         Nvfp4(),
         Mxfp4(),
         W4A8(),
+        Fp8Channel(),
         Mxfp8(),
         Fp8Tensor(),
         Int4(),

@@ -89,6 +89,7 @@ _DEFINITIONS = {
     "nvfp4": (_E2M1, (1, 16)),
     "mxfp4": (_E2M1, (1, 32)),
     "w4a8": (_INT4, (1, 128)),
+    "fp8_channel": (_E4M3, (1, 1 << 30)),
     "mxfp8": (_E4M3, (1, 32)),
 }
 """Value of every code, float64, and rows and columns that share a scale."""

@@ -257,7 +257,7 @@ def test_a_recipe_for_another_architecture_is_refused():
         plan(Recipe(rules=rules, architectures=("MixtralForCausalLM",)))
 
 
-@pytest.mark.parametrize("format", sorted(CONVERTIBLE))
+@pytest.mark.parametrize("format", sorted({*CONVERTIBLE} - {"fp8_channel"}))
 def test_a_shape_the_format_or_dialect_cannot_hold_is_refused_before_anything_is_written(format):
     odd = 392  # neither a multiple of 16 nor of 128
     planned = plan(

@@ -23,6 +23,7 @@ PRESETS = {
     "nvfp4": "NVFP4A16",
     "mxfp4": "MXFP4A16",
     "w4a8": "W4AFP8",
+    "fp8_channel": "FP8_DYNAMIC",
     "mxfp8": "MXFP8A16",
 }
 EXPERT = "model.layers.1.mlp.experts.0.up_proj"

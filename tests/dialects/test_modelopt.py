@@ -333,7 +333,7 @@ def test_what_config_says_of_a_module(case):
     assert MODELOPT.reader({"quant_method": "modelopt"} | config)(EXPERT) == format
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8_PB_WO"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "FP8_PB_WO"])
 def test_what_quantizes_activations_is_read_as_a_source_alone(algorithm):
     config = {"quant_method": "modelopt", "quant_algo": algorithm}
     with pytest.raises(

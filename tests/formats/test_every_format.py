@@ -36,6 +36,7 @@ NOT_SIGN_SYMMETRIC = {"w4a8": "codes reach -8 but not 8"}
 NO_HALF_STEP_BOUND = {"w4a8": "w4a8 gives up the largest weight of a group for a smaller step"}
 NOT_IDEMPOTENT = {
     ("fp8_block", "float32"): "448 * scale / 448 may be one ulp off; see test_fp8_block",
+    ("fp8_channel", "float32"): "448 * scale / 448 may be one ulp off",
     ("w4a8", "none"): "dequantized groups no longer ask for the step they were given",
     ("w4a8", "mse"): "dequantized groups no longer ask for the step they were given",
 }
@@ -347,6 +348,7 @@ HALF_STEP = {
     "fp8_block": half_step_e4m3,
     "nvfp4": half_step_e2m1,
     "mxfp4": half_step_e2m1,
+    "fp8_channel": half_step_e4m3,
     "mxfp8": half_step_e4m3,
 }
 

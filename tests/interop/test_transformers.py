@@ -71,7 +71,7 @@ MODELS = {
         )
     ),
 }
-LOADED = ("fp8_block", "mxfp4", "w4a8")
+LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel")
 """Formats that transformers 5.23 loads right; nvfp4 it loads without the global scale."""
 
 

@@ -147,7 +147,7 @@ def test_every_shape_decodes_to_the_reference_bytes(quantizer, stored, shape, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_text)
-@pytest.mark.parametrize("stored", ["fp8_block"])
+@pytest.mark.parametrize("stored", ["fp8_block", "fp8_channel"])
 @pytest.mark.parametrize("shape", [(5, 161), (130, 8), (0, 128), (3, 0)], ids=str)
 def test_columns_that_fill_no_vector_decode_by_the_reference(quantizer, stored, shape, dtype):
     N, K = shape
@@ -282,6 +282,14 @@ def test_sums_are_those_of_squares():
     # Differences are rounded to float32 first, by at most 2**-24 of each.
     exact = math.fsum((x - y) ** 2 for x, y in zip(numbers, written, strict=True))
     assert noise == pytest.approx(exact, rel=2.0**-22)
+
+
+def test_the_smallest_difference_there_is_is_noise(quantizer):
+    q = weight("fp8_channel", torch.zeros(2, 32).to(torch.float8_e4m3fn), torch.ones(2, 1))
+    after = torch.zeros(2, 32)
+    after[1, 31] = 2.0**-149
+    assert quantizer.compare(q, after) == (0.0, 2.0**-298)
+    assert quantizer.compare(q, -torch.zeros(2, 32)) == (0.0, 0.0)
 
 
 @every_stored

@@ -21,7 +21,7 @@ from moequant.runtime.backends import Backend, PackedExperts
 from moequant.runtime.packing import workload_of
 
 ANYWHERE = ["torch_reference", "naive_batched"]
-QUANTIZING = ["fp8_block", "w4a8", "fp8_tensor"]
+QUANTIZING = ["fp8_block", "w4a8", "fp8_channel", "fp8_tensor"]
 
 
 def weights_of(layer, format):
@@ -251,6 +251,7 @@ def test_activations_may_stay_as_they_are_beside_static_scales(layers):
 @pytest.mark.parametrize(
     ("format", "changes", "error", "message"),
     [
+        ("fp8_channel", {}, UnsupportedError, "only nvfp4 and fp8_tensor take static scales"),
         ("fp8_tensor", {"down_input_scale": None}, CheckpointError, "go together"),
         (
             "fp8_tensor",

@@ -21,6 +21,7 @@ HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0
 # By case: the format of the weights, and "_fp8" where activations are not those of the format.
 ACTIVATIONS = {
     "fp8_block": "fp8_group128",
+    "fp8_channel": "fp8_token",
     "fp8_tensor": "fp8_token",
     "w4a8": "fp8_token",
     "mxfp4_fp8": "fp8_token",
@@ -42,6 +43,7 @@ SMALL = (16, 1024, 512, 4)  # E, H, I, T
 # FP4: multiples of their groups, 16 and 32. FP8 with other scales: multiples of 32 and of 16 or 32.
 ODD = {
     "fp8_block": (8, 720, 336, 2),
+    "fp8_channel": (8, 608, 336, 2),
     "fp8_tensor": (8, 608, 416, 2),
     "w4a8": (8, 640, 384, 2),
     "mxfp4_fp8": (8, 608, 416, 2),
@@ -79,6 +81,21 @@ TILINGS = {
         {"rows": 128},
         {"rows": 128, "pair": True},
         {"rows": 128, "gather": True},
+        {"rows": 128, "pair": True, "gather": True},
+    ],
+    "fp8_channel": [
+        {"rows": 8},
+        {"rows": 8, "split13": 2, "split2": 4},
+        {"rows": 16, "split13": 4, "split2": 2},
+        {"rows": 32, "split13": 2, "split2": 4},
+        {"rows": 48},
+        {"rows": 48, "gather": True},
+        {"rows": 64},
+        {"rows": 64, "gather": True},
+        {"rows": 96, "gather": True},
+        {"rows": 96, "pair": True},
+        {"rows": 128},
+        {"rows": 128, "pair": True},
         {"rows": 128, "pair": True, "gather": True},
     ],
     "fp8_tensor": [{"rows": 8}, {"rows": 128, "pair": True, "gather": True}],
@@ -193,7 +210,7 @@ def test_without_a_device_it_says_so(format):
         ({"intermediate": 144, "act_fn": RELU2}, "I to be a multiple of 32"),
     ],
 )
-@pytest.mark.parametrize("format", ["fp8_tensor"])
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
 def test_fp8_of_sizes_that_are_no_whole_groups_of_rows_is_refused(format, change, reason):
     with pytest.raises(UnsupportedError, match=reason):
         select(replace(workload(format), **change), "sm90_fp8_channel")
@@ -252,6 +269,7 @@ def random_weight(format, size, g):
         E, N = rows
         scales = {
             "fp8_block": (E, -(-N // 128), -(-K // 128)),
+            "fp8_channel": (E, N, 1),
             "fp8_tensor": (E, 1, 1),
         }[format]
         scale = (torch.rand(scales, generator=g, device=g.device) + 0.5) * 0.006 * K**-0.5
@@ -517,6 +535,8 @@ def test_fp8_blocks_take_every_activation_function(weights, inputs, act_fn, bias
 def test_other_formats_take_every_activation_function(weights, inputs, format, act_fn, bias):
     # Without a gate, these columns are no whole units. Tiles of 8 and 128 rows.
     shape = ODD[format]
+    if format == "fp8_channel" and not act_fn.gated:
+        pytest.skip("without a gate, I is a multiple of 32: see fp8_tensor")
     for M in (6, 700):
         check(format, weights(format, shape, act_fn, bias), inputs(shape, M))
 

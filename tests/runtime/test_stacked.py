@@ -60,7 +60,7 @@ def test_unstacking_gives_the_bits_of_every_part_as_views(format, act_fn):
 @pytest.mark.parametrize("act_fn", [SILU, RELU2], ids=str)
 @pytest.mark.parametrize("experts", [1, 3])
 @pytest.mark.parametrize("I", [128, 144])
-@pytest.mark.parametrize("format", ["fp8_block", "fp8_tensor", "bf16"])
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel", "fp8_tensor", "bf16"])
 def test_what_is_stacked_already_is_not_copied(format, I, experts, act_fn):
     weights = weights_of(format, I, act_fn, torch.float32, E=experts)
     first = STACKED.pack(weights)

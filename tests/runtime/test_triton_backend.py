@@ -36,7 +36,7 @@ ODD = {
     "fp8_block": (8, 720, 336, 2),
     "w4a8": (8, 640, 384, 2),
     **dict.fromkeys(("nvfp4", "mxfp4", "mxfp8"), (8, 736, 352, 2)),
-    **dict.fromkeys(RUNNABLE.keys() - FORMATS.keys(), (8, 717, 333, 2)),
+    **dict.fromkeys((RUNNABLE.keys() - FORMATS.keys()) | {"fp8_channel"}, (8, 717, 333, 2)),
 }
 
 # For float32 hidden states nothing is rounded but sums. As a random walk of K <= 1024 terms a sum
@@ -318,7 +318,7 @@ def test_the_scheme_of_a_call_is_its_own(weights, inputs):
 
 @gpu
 @pytest.mark.parametrize("M", [1, 40, 700])
-@pytest.mark.parametrize("format", ["fp8_block", "w4a8", "fp8_tensor"])
+@pytest.mark.parametrize("format", ["fp8_block", "w4a8", "fp8_channel", "fp8_tensor"])
 def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
     weights, inputs, format, M
 ):

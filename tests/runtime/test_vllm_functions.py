@@ -24,8 +24,6 @@ from moequant.runtime.backends.stacked import STACKED
 from moequant.runtime.batched import finalize_batched, prepare_batched
 from moequant.runtime.routing import route
 
-pytest.skip("the format that they test is not there", allow_module_level=True)
-
 E, H, I, T, M = 6, 256, 128, 2, 9
 STATIC = {"gate_up_input_scale": torch.tensor([0.02]), "down_input_scale": torch.tensor([0.004])}
 

@@ -115,11 +115,29 @@ def int4(shape, generator, *, group=128, scale_dtype=torch.bfloat16):
     )
 
 
+def fp8_channel(shape, generator, *, scale_dtype=torch.float32, per_tensor=False, scale_shape=None):
+    code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    code[(code & 0x7F) == 0x7F] = 0x7E
+    scale = 1e-4 * (1 + torch.rand((1 if per_tensor else shape[0], 1), generator=generator))
+    scale = scale.to(scale_dtype)
+    numbers = e4m3(code) * scale.double()
+    stored = scale.reshape(1) if per_tensor else scale
+    if scale_shape is not None:
+        stored = scale.reshape(scale_shape)
+    return Encoded({"weight": code.view(torch.float8_e4m3fn), "weight_scale": stored}, numbers)
+
+
 def modelopt_blocks(shape, generator):
     """FP8 blocks as Model-Optimizer exports them: the scale keeps the axes it was reduced over."""
     encoded = renamed(fp8_block(shape, generator))
     scale = encoded.tensors["weight_scale"][:, None, :, None]
     return Encoded(encoded.tensors | {"weight_scale": scale}, encoded.numbers)
+
+
+def fp8_tensor(shape, generator):
+    """FP8 with one scale, a scalar, beside that of activations."""
+    encoded = fp8_channel(shape, generator, per_tensor=True, scale_shape=())
+    return Encoded(encoded.tensors | {"input_scale": torch.tensor(0.02)}, encoded.numbers)
 
 
 class Source:
@@ -245,7 +263,7 @@ FORMS = {
             FOUR_BITS | BYTE_SCALE | {"strategy": "group", "group_size": 32},
         ),
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block", "mxfp8"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8"),
     ),
     "float-quantized, blocks": Form(
         lambda shape, generator: renamed(fp8_block(shape, generator)),
@@ -261,6 +279,20 @@ FORMS = {
         ),
         "fp8_block",
         ("bf16", "fp8_block", "mxfp8"),
+    ),
+    "float-quantized, channels": Form(
+        fp8_channel,
+        group_of(
+            "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, TOKENS
+        ),
+        "fp8_channel",
+        ("fp8_channel",),
+    ),
+    "float-quantized, tensor": Form(
+        partial(fp8_channel, per_tensor=True, scale_dtype=torch.bfloat16),
+        group_of("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+        "fp8_channel",
+        ("fp8_channel",),
     ),
     "pack-quantized, W4AFP8": Form(
         int4,
@@ -302,7 +334,28 @@ FORMS = {
             "modules_to_not_convert": FP8_KEPT,
         },
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block", "mxfp8"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8"),
+    ),
+    "fp8, one scale": Form(
+        fp8_tensor,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": FP8_KEPT,
+        },
+        "fp8_channel",
+        ("fp8_channel",),
+    ),
+    "fp8, one scale by transformers' name": Form(
+        lambda shape, generator: as_transformers(fp8_tensor(shape, generator)),
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": FP8_KEPT,
+        },
+        "fp8_channel",
+        ("fp8_channel",),
     ),
     "modelopt": Form(
         partial(nvfp4, modelopt=True),
@@ -320,6 +373,34 @@ FORMS = {
         "nvfp4",
         ("bf16", "nvfp4"),
         {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
+    ),
+    "modelopt, FP8": Form(
+        fp8_tensor,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                    "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": KEPT_BY_MODELOPT,
+        },
+        "fp8_channel",
+        ("fp8_channel",),
+    ),
+    "modelopt, FP8 by row": Form(
+        partial(fp8_channel, scale_shape=-1),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
+            "ignore": KEPT_BY_MODELOPT,
+        },
+        "fp8_channel",
+        ("fp8_channel",),
     ),
     "modelopt, FP8 blocks": Form(
         modelopt_blocks,
@@ -370,6 +451,14 @@ def as_int8(encoded):
     codes = encoded.tensors["weight_packed"].view(torch.int8)
     scale = encoded.tensors["weight_scale"].view(torch.float8_e8m0fnu)
     return Encoded({"weight": codes, "weight_scale_inv": scale}, encoded.numbers)
+
+
+def as_transformers(encoded):
+    """One scale and that of activations as transformers calls them."""
+    tensors = dict(encoded.tensors)
+    tensors["weight_scale_inv"] = tensors.pop("weight_scale")
+    tensors["activation_scale"] = tensors.pop("input_scale")
+    return Encoded(tensors, encoded.numbers)
 
 
 def renamed(encoded):
@@ -581,7 +670,9 @@ def write_source_fixture():
 @pytest.fixture(scope="session")
 def by_hand():
     """What encodes by hand: by_hand.mxfp4(shape, generator), and others."""
-    return SimpleNamespace(mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, mxfp8=mxfp8)
+    return SimpleNamespace(
+        mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, fp8_tensor=fp8_tensor, mxfp8=mxfp8
+    )
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ EXPERTS = [
     f"model.layers.0.mlp.experts.{e}.{n}_proj" for e in (0, 1) for n in ("gate", "up", "down")
 ]
 LAYERS = {module: {"quant_algo": "NVFP4", "group_size": 16} for module in EXPERTS}
-LAYERS |= {module: {"quant_algo": "FP8_PB_WO"} for module in ATTENTION}
+LAYERS |= {module: {"quant_algo": "FP8"} for module in ATTENTION}
 MIXED = {
     "quant_method": "modelopt",
     "quant_algo": "MIXED_PRECISION",
@@ -34,7 +34,7 @@ MIXED = {
 
 @pytest.fixture
 def mixed(make_checkpoint, write_source, by_hand, edit, tmp_path):
-    """Experts in NVFP4, attention in FP8 blocks, and scales of the KV cache."""
+    """Experts in NVFP4, attention in FP8 with one scale, and scales of the KV cache."""
     plain = make_checkpoint(experts=2, layers=1)
     first = write_source(
         tmp_path / "first",
@@ -48,7 +48,7 @@ def mixed(make_checkpoint, write_source, by_hand, edit, tmp_path):
         first.path,
         lambda module: module in ATTENTION,
         MIXED,
-        by_hand.fp8_block,
+        by_hand.fp8_tensor,
     )
     source.numbers |= first.numbers
     for name in ("k_proj.k_scale", "v_proj.v_scale"):
@@ -60,7 +60,7 @@ def test_each_module_is_read_by_its_own_algorithm(mixed, read_tensors, config_of
     result = convert(mixed.path, tmp_path / "out", format="bf16")
     assert {(error.source, error.weights) for error in result.requantization_errors} == {
         ("nvfp4", len(EXPERTS)),
-        ("fp8_block", len(ATTENTION)),
+        ("fp8_channel", len(ATTENTION)),
     }
     found = read_tensors(tmp_path / "out")
     assert len(mixed.numbers) == len(EXPERTS) + len(ATTENTION)
@@ -76,8 +76,8 @@ def test_what_is_not_of_weights_is_left_out_and_what_cannot_stay_is_said(
 ):
     result = convert(mixed.path, tmp_path / "out", format="nvfp4", dialect="modelopt")
     warnings = "\n".join(result.plan.warnings)
-    # input_scale of the experts, and two of the KV cache.
-    assert f"{len(EXPERTS) + 2} calibrated scales of activations or of the KV" in warnings
+    # input_scale of all modules, and two of the KV cache.
+    assert f"{len(mixed.numbers) + 2} calibrated scales of activations or of the KV" in warnings
     assert f"{len(ATTENTION)} weights that no rule converts" in warnings
     found, stored = read_tensors(tmp_path / "out"), read_tensors(mixed.path)
     for module in EXPERTS:
@@ -144,11 +144,11 @@ def test_mxfp8_is_read_as_engines_read_it(
 def test_a_module_of_a_mixed_checkpoint_may_be_mxfp8():
     layers = {
         EXPERT: {"quant_algo": "MXFP8", "group_size": 32},
-        ATTENTION[0]: {"quant_algo": "FP8_PB_WO"},
+        ATTENTION[0]: {"quant_algo": "FP8"},
     }
     read = get_dialect("modelopt").reader(MIXED | {"quantized_layers": layers}, weights_only=True)
     assert read(EXPERT) == "mxfp8"
-    assert read(ATTENTION[0]) == "fp8_block"
+    assert read(ATTENTION[0]) == "fp8_channel"
 
 
 NAMED = {
@@ -245,4 +245,4 @@ def test_two_scales_of_one_weight_are_refused(by_hand):
 def test_the_json_of_a_mixed_source_names_both_formats(mixed):
     result = CliRunner().invoke(cli, ["inspect", str(mixed.path), "--json"])
     assert result.exit_code == 0, result.output
-    assert sorted(json.loads(result.stdout)["formats"]) == ["fp8_block", "nvfp4"]
+    assert sorted(json.loads(result.stdout)["formats"]) == ["fp8_channel", "nvfp4"]

@@ -58,7 +58,7 @@ def test_every_format_computes_what_the_reference_does(weights, call, format, ac
     run(weights(format), call(), activations)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "bf16"])
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel", "bf16"])
 def test_last_blocks_may_be_incomplete(weights, call, format):
     run(weights(format, H=200, I=72), call(H=200))
 
@@ -155,6 +155,7 @@ def test_the_workspace_is_as_large_as_was_said(weights, call):
     ("format", "options"),
     [
         *((format, {}) for format in RUNNABLE),
+        ("fp8_channel", {"act_fn": RELU2, "biases": True}),
         ("mxfp4", {"act_fn": SWIGLUOAI, "biases": True}),
     ],
 )

@@ -113,7 +113,7 @@ def check(weights, tokens=9, tiling=None, monkeypatch=None, **options):
     return got
 
 
-@pytest.mark.parametrize("format", ["fp8_tensor"])
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("act_fn", [SWIGLUOAI, RELU2], ids=str)
 def test_a_call_computes_what_the_reference_does(format, act_fn, bias):
@@ -129,7 +129,7 @@ every_tiling = pytest.mark.parametrize("tiling", TILINGS, ids=["split", "pair", 
 def test_it_does_with_every_way_to_prepare(monkeypatch, tiling, few):
     if not few:
         monkeypatch.setattr(quantize_permute, "FEW_PAIRS", {128: 0, 0: 0})
-    check(layer("fp8_tensor"), tiling=tiling, monkeypatch=monkeypatch)
+    check(layer("fp8_channel"), tiling=tiling, monkeypatch=monkeypatch)
 
 
 @every_tiling
