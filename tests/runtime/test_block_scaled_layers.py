@@ -16,7 +16,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize, get_format
 from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.activations import quantize_activations
-from moequant.runtime.backends import REGISTRY
+from moequant.runtime.backends import REGISTRY, torch_reference
 from moequant.runtime.packing import scheme_of, workload_of
 
 E, H, I, M, T = 4, 96, 64, 11, 2
@@ -158,3 +158,12 @@ def test_hidden_states_that_come_quantized_are_refused():
     experts = FusedExperts(weights_of(), activations="mxfp8")
     with pytest.raises(UnsupportedError, match="quantize hidden states to mxfp8 themselves"):
         experts(x.qdata, *rest, hidden_scale=x.scale)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_static", "mxfp4", "mxfp8"])
+def test_within_a_capture_every_expert_computes_all_tokens_to_the_same_bits(monkeypatch, scheme):
+    weights = weights_of(static=scheme == "nvfp4_static")
+    experts = FusedExperts(weights, activations=scheme.removesuffix("_static"))
+    want = experts(*call_of())
+    monkeypatch.setattr(torch_reference, "capturing", lambda device: True)
+    assert torch.equal(experts(*call_of()), want)
