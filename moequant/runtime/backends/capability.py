@@ -36,6 +36,15 @@ def why_not_kernels_for(
     return None if workload.device.type == "cuda" else "needs a CUDA device"
 
 
+def why_not_multiples(workload: Workload, *, hidden: int, intermediate: int) -> str | None:
+    """Why H is no multiple of `hidden`, or I of `intermediate`; None if both are."""
+    sizes = ("H", workload.hidden, hidden), ("I", workload.intermediate, intermediate)
+    for name, size, multiple in sizes:
+        if size % multiple:
+            return f"needs {name} to be a multiple of {multiple}"
+    return None
+
+
 def why_not_capable(
     device: torch.device, wanted: str, suits: Callable[[tuple[int, int]], bool]
 ) -> str | None:
@@ -59,11 +68,14 @@ def why_not_sm90(device: torch.device) -> str | None:
     return why_not_capable(device, "9.0", lambda capability: capability == (9, 0))
 
 
+def why_not_sm90_triton(device: torch.device) -> str | None:
+    """Why `device` is no Hopper, or Triton is not installed; None where both are there."""
+    if (reason := why_not_sm90(device)) is not None:
+        return reason
+    return "needs the package triton" if find_spec("triton") is None else None
+
+
 @cache
 def why_not_sm90_nvrtc(device: torch.device) -> str | None:
     """Why `device` cannot run a backend of NVRTC and Triton kernels for SM90; None if it can."""
-    if (reason := why_not_sm90(device)) is not None:
-        return reason
-    if find_spec("triton") is None:
-        return "needs the package triton"
-    return why_no_compiler()
+    return why_not_sm90_triton(device) or why_no_compiler()

@@ -8,9 +8,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.capability import (
+    why_not_kernels_for,
+    why_not_multiples,
+    why_not_sm90_triton,
+)
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts
+from moequant.runtime.backends.sm90_fp8_block import ROW_MULTIPLE
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -23,8 +28,6 @@ if TYPE_CHECKING:
     from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.workload import Workload
-
-_ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
 
 
 class CutlassFp8Experts(PlannedExperts):
@@ -62,18 +65,11 @@ class CutlassFp8(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_channel, its activations, H and I in 16s, SM90, triton and CuTe DSL."""
-        if workload.format != "fp8_channel":
-            return "runs only fp8_channel"
-        if workload.activations != "fp8_token":
-            return "takes only activations in fp8_token"
-        for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
-            if size % _ROW_MULTIPLE:
-                return f"needs {name} to be a multiple of {_ROW_MULTIPLE}"
-        if workload.experts == 0:
-            return "needs at least one expert"
-        if workload.device.type != "cuda":
-            return "needs a CUDA device"
-        return _why_not_on(workload.device)
+        return (
+            why_not_kernels_for(workload, ("fp8_channel",), activations="fp8_token")
+            or why_not_multiples(workload, hidden=ROW_MULTIPLE, intermediate=ROW_MULTIPLE)
+            or _why_not_on(workload.device)
+        )
 
 
 class CutlassFp8BatchedExperts(BatchedExperts):
@@ -97,11 +93,7 @@ class CutlassFp8Batched(CutlassFp8):
 
 @cache
 def _why_not_on(device: torch.device) -> str | None:
-    if (reason := why_not_sm90(device)) is not None:
-        return reason
-    if find_spec("triton") is None:
-        return "needs the package triton"
-    return why_no_cute_dsl()
+    return why_not_sm90_triton(device) or why_no_cute_dsl()
 
 
 def why_no_cute_dsl() -> str | None:

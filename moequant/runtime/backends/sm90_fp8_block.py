@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
+from moequant.runtime.backends.capability import (
+    why_not_kernels_for,
+    why_not_multiples,
+    why_not_sm90_nvrtc,
+)
 from moequant.runtime.backends.sm90 import Sm90Experts
 
 if TYPE_CHECKING:
@@ -16,7 +20,8 @@ if TYPE_CHECKING:
     from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.workload import Workload
 
-_ROW_MULTIPLE = 16  # bytes: the stride between rows that TMA reads
+ROW_MULTIPLE = 16
+"""Bytes: the stride between rows that TMA reads is a multiple."""
 
 
 class Sm90Fp8Block(Backend):
@@ -60,9 +65,4 @@ class Sm90Fp8Block(Backend):
 def why_not_fp8_block(workload: Workload) -> str | None:
     """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
     reason = why_not_kernels_for(workload, ("fp8_block",), activations="fp8_group128")
-    if reason is not None:
-        return reason
-    for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
-        if size % _ROW_MULTIPLE:
-            return f"needs {name} to be a multiple of {_ROW_MULTIPLE}"
-    return None
+    return reason or why_not_multiples(workload, hidden=ROW_MULTIPLE, intermediate=ROW_MULTIPLE)

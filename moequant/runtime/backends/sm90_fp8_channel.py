@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
+from moequant.runtime.backends.capability import (
+    why_not_kernels_for,
+    why_not_multiples,
+    why_not_sm90_nvrtc,
+)
 from moequant.runtime.backends.sm90 import Sm90Experts
 
 if TYPE_CHECKING:
@@ -71,7 +75,4 @@ def _why_not_sizes(workload: Workload) -> str | None:
     bytes.
     """
     rows = 16 if workload.act_fn.gated else 32
-    for name, size, multiple in (("H", workload.hidden, 32), ("I", workload.intermediate, rows)):
-        if size % multiple:
-            return f"needs {name} to be a multiple of {multiple}"
-    return None
+    return why_not_multiples(workload, hidden=32, intermediate=rows)
