@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.activations import GROUPS
 from moequant.runtime.backends import REGISTRY, backends
 
 if TYPE_CHECKING:
@@ -73,9 +74,12 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
         f"{b.name}: {_why_not_default(b, workload, layout) or 'runs it'}"
         for b in backends().values()
     ]
+    advice = ""
+    if workload.activations in GROUPS:
+        advice = '; activations="none" runs the same weights without quantized activations'
     function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
     return (
         f"{subject} {workload.format} with activations {workload.activations}, "
         f"E {workload.experts}, H {workload.hidden}, I {workload.intermediate}, "
-        f"{function} on {workload.device}. {'; '.join(reasons)}"
+        f"{function} on {workload.device}. {'; '.join(reasons)}{advice}"
     )

@@ -29,6 +29,14 @@ def test_the_reference_is_the_default_on_a_cpu_for_every_format():
             assert select(workload).name == "torch_reference"
 
 
+def test_a_refusal_of_fp4_activations_says_what_runs_the_weights():
+    with pytest.raises(UnsupportedError, match=r"activations=\"none\" runs the same weights"):
+        select(replace(ON_CUDA, activations="nvfp4_static"))
+    with pytest.raises(UnsupportedError) as error:
+        select(ON_CUDA, "deepgemm")
+    assert "runs the same weights" not in str(error.value)
+
+
 def test_the_reference_runs_on_cuda_only_when_named():
     with pytest.raises(UnsupportedError, match=r"on cuda:0.*runs on cuda only when named"):
         select(ON_CUDA)
