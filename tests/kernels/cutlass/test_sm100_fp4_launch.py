@@ -1,5 +1,7 @@
 """What `Fp4GroupedGemm` passes to its kernel, which was never run: a model of the kernel reads it.
 
+Calls of `Fp4Plan` run it too; Triton interprets their other kernels.
+
 The model follows the description in sm100_fp4_grouped_gemm.py through the addresses, boxes and
 numbers that the launch is given, so that a wrong stride, offset or factor gives a wrong result.
 """
@@ -15,14 +17,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from moequant.act_fn import RELU2, SILU, SWIGLUOAI
 from moequant.formats.elements import decode_e2m1, decode_e4m3, decode_e8m0, unpack_nibbles
+from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.block_scaled_quantize import (
     BlockScaledRows,
     ScalePlaces,
     place_scales,
     quantize_sorted,
 )
+from moequant.kernels.cutlass import sm100_fp4_fused as fused
 from moequant.kernels.cutlass import sm100_fp4_launch as module
+from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan
 from moequant.kernels.cutlass.sm100_fp4_launch import (
     PARAMETER_BYTES,
     Fp4GroupedGemm,
@@ -43,7 +49,7 @@ from moequant.layouts.swizzle_128x4 import swizzle
 from moequant.runtime.block_scaled import nvfp4_token_scale, quantize_mxfp4, quantize_nvfp4
 
 E, N, K = 4, 200, 352  # parts of a tile of weight rows, of a step, and of a tile of scales
-COUNTS = (130, 0, 3, 256)
+COUNTS = (130, 0, 3, 128)
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
@@ -83,7 +89,7 @@ def scale_row_offsets(counts):
 
 @pytest.mark.parametrize("counts", [COUNTS, (0, 0, 1), (128, 128), (1,) * 9, (511, 1, 129, 0, 2)])
 def test_the_tiles_of_a_routing_are_the_tiles_of_its_scales(counts):
-    assert scale_row_offsets(COUNTS) == [0, 256, 256, 384, 640]
+    assert scale_row_offsets(COUNTS) == [0, 256, 256, 384, 512]
     routing, _ = sorted_ids(counts, elsewhere=5)
     offsets, starts = scale_row_offsets(counts), [sum(counts[:e]) for e in range(len(counts))]
     n = int(routing.tile_count)
@@ -238,12 +244,12 @@ class Problem:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches made, instead of the driver's: (kernel, blocks, arguments)."""
+    """Launches made, instead of the driver's, which run the model: (kernel, blocks, arguments)."""
     made = []
 
     def launch(kernel, blocks, arguments):
         made.append((kernel, blocks, arguments))
-        return lambda stream: None
+        return lambda stream: run_model(kernel[0], blocks, arguments)
 
     monkeypatch.setattr(module, "Launch", launch)
     monkeypatch.setattr(module, "tensor_map", Box)
@@ -259,11 +265,10 @@ def launches(monkeypatch):
 )
 def test_the_launch_multiplies_each_expert_s_rows_by_its_weights(variant, sizes, launches):
     problem = Problem(variant, torch.device("cpu"), **sizes)
-    Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
-    ((kernel, blocks, arguments),) = launches
+    Fp4GroupedGemm(variant, **problem.operands, out=problem.out)(0)
+    ((kernel, blocks, _),) = launches
     assert kernel == (variant, 0)
     assert blocks == 3
-    run_model(variant, blocks, arguments)
     torch.testing.assert_close(problem.out, problem.want, rtol=0, atol=0, equal_nan=True)
 
 
@@ -293,8 +298,7 @@ def test_it_multiplies_what_the_quantizer_writes(variant, static, launches):
     problem.operands |= {"x": rows.codes.cpu(), "x_scale": rows.scale.cpu()}
     if variant is NVFP4:
         problem.operands["x_factor"] = rows.global_scale.cpu()
-    Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
-    run_model(variant, 3, launches[0][2])
+    Fp4GroupedGemm(variant, **problem.operands, out=problem.out)(0)
     for pair, row in enumerate(routing.row_of_pair.tolist()):
         if row < 0:
             continue
@@ -324,6 +328,86 @@ def test_factors_are_given_where_the_format_has_them(variant, name, launches):
     problem.operands[name] = torch.ones(512, 1) if variant is MXFP4 else None
     with pytest.raises(AssertionError):
         Fp4GroupedGemm(variant, **problem.operands, out=problem.out)
+
+
+def quantized(x, static, variant):
+    """Rows of float32 as a GEMM reads them, float64, and their factors."""
+    if variant is MXFP4:
+        codes, scale = quantize_mxfp4(x)
+        return dequantized(codes, scale.view(torch.uint8), variant), torch.ones(len(x), 1)
+    factor = nvfp4_token_scale(x) if static is None else static
+    codes, scale = quantize_nvfp4(x, factor)
+    return dequantized(codes, scale.view(torch.uint8), variant), factor
+
+
+def by_expert(variant, tensors, act, hidden, topk_weights, topk_ids):
+    """The layer, pair by pair, rounded where `Fp4Plan` rounds: [M, H] float32."""
+    out = torch.zeros(hidden.shape)
+    for m, t in (topk_ids >= 0).nonzero().tolist():
+        e = int(topk_ids[m, t])
+
+        def linear(x, of, e=e):
+            static = tensors.get(f"{of}_input_scale")
+            x, factor = quantized(x, None if static is None else static[e].view(1, 1), variant)
+            w = dequantized(tensors[f"{of}_qdata"][e], tensors[f"{of}_plain_scale"][e], variant)
+            y = (x @ w.T).float()
+            if variant is NVFP4:
+                alpha = tensors[f"{of}_global_scale"].view(len(tensors["w2_qdata"]), -1)[e]
+                y = y * (factor * alpha.repeat_interleave(len(w) // len(alpha)))
+            return y.bfloat16().float() + tensors.get(f"{of}_bias", torch.zeros(e + 1, 1))[e]
+
+        y = linear(hidden[m : m + 1].float(), "w13")
+        halves = y.chunk(2, 1) if act.gated else (None, y)
+        out[m] += topk_weights[m, t] * linear(act(*halves), "w2")[0]
+    return out
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the model reads memory of the CPU")
+@pytest.mark.parametrize(
+    ("variant", "act", "given"),
+    [
+        (NVFP4, SILU, ()),
+        (NVFP4, SILU, ("w13_input_scale", "w2_input_scale", "w13_bias", "w2_bias")),
+        (MXFP4, SWIGLUOAI, ("w13_bias",)),
+        (MXFP4, RELU2, ()),
+    ],
+    ids=["nvfp4", "nvfp4_static_bias", "mxfp4_bias", "mxfp4_no_gate"],
+)
+def test_a_layer_is_its_experts_weighted(variant, act, given, launches, monkeypatch):
+    M, T, experts, H, I = 5, 2, 3, 96, 160
+    g = torch.Generator().manual_seed(4)
+    tensors, rows = {}, {"w13": (1 + act.gated) * I, "w2": H}
+    for of, k in (("w13", H), ("w2", I)):
+        low, high = (40, 64) if variant.e4m3_scales else (122, 126)
+        shape = (experts, rows[of], k // variant.group)
+        scale = torch.randint(low, high, shape, generator=g).to(torch.uint8)
+        tensors[f"{of}_qdata"] = torch.randint(
+            256, (experts, rows[of], k // 2), dtype=torch.uint8, generator=g
+        )
+        tensors |= {f"{of}_plain_scale": scale, f"{of}_scale": swizzle(scale)}
+        tensors[f"{of}_bias"] = torch.randn(experts, rows[of], generator=g)
+        tensors[f"{of}_input_scale"] = torch.rand(experts, generator=g) / 100 + 1e-3
+    if variant is NVFP4:
+        tensors["w13_global_scale"] = torch.rand(experts, 2, generator=g)
+        tensors["w2_global_scale"] = torch.rand(experts, generator=g)
+    optional = ("w13_bias", "w2_bias", "w13_input_scale", "w2_input_scale")
+    tensors = {k: v for k, v in tensors.items() if k not in optional or k in given}
+    hidden = torch.randn(M, H, generator=g).bfloat16()
+    topk_weights = torch.rand(M, T, generator=g)
+    topk_ids = torch.tensor([[0, 2], [2, -1], [2, 0], [0, 2], [2, 0]], dtype=torch.int32)
+    arena = WorkspaceArena()
+    Fp4Plan(variant, tensors, act, M, T, arena)
+    memory_of_call = torch.full((arena.size_bytes,), 255, dtype=torch.uint8)
+    plan = Fp4Plan(variant, tensors, act, M, T, WorkspaceArena(memory_of_call))
+    monkeypatch.setattr(fused, "stream_of", lambda device: 0)
+    out = torch.full((M, H), torch.nan, dtype=torch.float32)
+    plan(hidden, topk_weights, topk_ids, out)
+    assert [blocks for _, blocks, _ in launches] == [3, 3]
+    want = by_expert(variant, tensors, act, hidden, topk_weights, topk_ids)
+    # The same values are rounded, but for exp, which is good to a few ulp of float32, and the order
+    # of sums: no code is expected to differ, and a result in bfloat16 rarely, by 2**-8.
+    assert ((out - want).abs() <= 2**-8 * want.abs().amax(1, keepdim=True)).all()
+    assert (out == want).float().mean() > 0.9
 
 
 @pytest.mark.gpu
