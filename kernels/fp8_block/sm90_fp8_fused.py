@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -30,9 +30,9 @@ class Fp8BlockTilings(Tilings):
 
     name = "fp8_block"
     version = 3
-    rows = (8, 16, 32, 64, 128)
-    pair_rows = (128,)
-    gather_rows = (64, 128)
+    rows: ClassVar[tuple[int, ...]] = (8, 16, 32, 64, 128)
+    pair_rows: ClassVar[tuple[int, ...]] = (128,)
+    gather_rows: ClassVar[tuple[int, ...]] = (64, 128)
 
     def _split(self, rows: int, rounds: float) -> int:
         # Halves fill SMs that have nothing, and the second of two rounds that is not full.

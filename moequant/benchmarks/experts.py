@@ -57,7 +57,7 @@ from moequant.benchmarks.stages import check_has_stages, time_stages, timed_tili
 from moequant.errors import MoequantError, NumericsError, UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.runtime.activations import FP8_SCHEMES
+from moequant.runtime.activations import FP8_SCHEMES, MXFP8
 from moequant.runtime.packing import scheme_of
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def products_of(scheme: str, ceilings: Ceilings) -> str:
     """
     if scheme == "none" or not ceilings.fp8_tflops:
         return "bf16"
-    if scheme in FP8_SCHEMES or scheme == "mxfp8":
+    if scheme in FP8_SCHEMES or scheme == MXFP8:
         return "fp8"
     raise UnsupportedError(f"the rate of products with activations in {scheme} is not measured")
 

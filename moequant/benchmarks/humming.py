@@ -26,6 +26,7 @@ import torch
 
 from moequant.act_fn import SILU
 from moequant.errors import UnsupportedError
+from moequant.formats import CONVERTIBLE, get_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,18 +39,28 @@ if TYPE_CHECKING:
 
 PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
-_WEIGHTS: dict[str, dict[str, Any]] = {
-    "w4a8": {"dtype": "int4", "group_size": 128},
-    "mxfp4": {"dtype": "float4e2m1", "scale_dtype": "float8e8m0", "group_size": 32},
-    "nvfp4": {
+_WEIGHTS: dict[tuple[str, torch.dtype], dict[str, Any]] = {
+    ("int4", torch.bfloat16): {"dtype": "int4", "group_size": 128},
+    ("e2m1", torch.float8_e8m0fnu): {
+        "dtype": "float4e2m1",
+        "scale_dtype": "float8e8m0",
+        "group_size": 32,
+    },
+    ("e2m1", torch.float8_e4m3fn): {
         "dtype": "float4e2m1",
         "scale_dtype": "float8e4m3",
         "group_size": 16,
         "scale_2_type": "tensor",
     },
 }
+"""By the element of codes and the dtype of scales."""
 _INPUTS = {"fp8_token": {"dtype": "float8e4m3"}, "none": {"dtype": "bfloat16"}}
-_RUNS = {("w4a8", "fp8_token"), ("mxfp4", "fp8_token"), ("mxfp4", "none"), ("nvfp4", "none")}
+_RUNS = {
+    ("int4", torch.bfloat16): ["fp8_token"],
+    ("e2m1", torch.float8_e8m0fnu): ["fp8_token", "none"],
+    ("e2m1", torch.float8_e4m3fn): ["none"],
+}
+"""Schemes of activations, likewise."""
 _COMPUTE = json.dumps({"gemm_type": "grouped_contiguous"})
 _OFFSET = 0x88
 """Flips the sign of two's complement nibbles: Humming's integers are codes + 8."""
@@ -68,8 +79,10 @@ def humming(weights: ExpertWeights, scheme: str) -> Callable[[Tensor, Tensor, Te
         UnsupportedError: weights, activations or a function that it is not timed with, or it is not
             installed.
     """
-    if (weights.format, scheme) not in _RUNS:
-        pairs = ", ".join(f"{format} with {scheme}" for format, scheme in sorted(_RUNS))
+    if scheme not in _RUNS.get(_stored_as(weights.format), ()):
+        pairs = ", ".join(
+            f"{name} with {one}" for name in CONVERTIBLE for one in _RUNS.get(_stored_as(name), ())
+        )
         raise UnsupportedError(
             f"humming is timed with weights and activations of {pairs}, not with {weights.format} "
             f"and {scheme}"
@@ -186,7 +199,7 @@ def _layer(parts: Sequence[QuantizedWeight], bias: Tensor | None, scheme: str) -
         layer = HummingLayer(
             shape_n=sum(part.shape[1] for part in parts),
             shape_k=K,
-            weight_config=dict(_WEIGHTS[first.format]),
+            weight_config=dict(_WEIGHTS[_stored_as(first.format)]),
             input_config=dict(_INPUTS[scheme]),
             # As vLLM pads.
             pad_n_to_multiple=256,
@@ -203,10 +216,15 @@ def _layer(parts: Sequence[QuantizedWeight], bias: Tensor | None, scheme: str) -
     return layer
 
 
+def _stored_as(format: str) -> tuple[str, torch.dtype]:
+    fmt = get_format(format)
+    return fmt.element.name, fmt.scale_dtype
+
+
 def _tensors(parts: Sequence[QuantizedWeight]) -> dict[str, Tensor]:
     """Codes int32 [E, N, K / 8], scale [E, N, groups] and, of nvfp4, global scales [E]."""
     codes = torch.cat([part.qdata for part in parts], 1)
-    if parts[0].format == "w4a8":
+    if get_format(parts[0].format).element.name == "int4":
         codes ^= _OFFSET
     tensors = {
         "weight": codes.view(torch.int32),

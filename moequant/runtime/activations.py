@@ -23,7 +23,7 @@ Kernels differ only for tiny amax: DeepGEMM's recipe raises amax to 1e-4, vLLM's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -52,11 +52,15 @@ ActivationsChoice = Literal["format", "none", "fp8_token", "nvfp4", "mxfp4", "mx
 """What callers ask for; "format" stands for a scheme that weights say, "nvfp4" for one of two."""
 
 FP8_SCHEMES = ("fp8_group128", "fp8_token", "fp8_static")
+NVFP4: Final = "nvfp4"
+NVFP4_STATIC: Final = "nvfp4_static"
+MXFP4: Final = "mxfp4"
+MXFP8: Final = "mxfp8"
 GROUPS = {
-    "nvfp4": NVFP4_GROUP,
-    "nvfp4_static": NVFP4_GROUP,
-    "mxfp4": E8M0_GROUP,
-    "mxfp8": E8M0_GROUP,
+    NVFP4: NVFP4_GROUP,
+    NVFP4_STATIC: NVFP4_GROUP,
+    MXFP4: E8M0_GROUP,
+    MXFP8: E8M0_GROUP,
 }
 """Columns of a group, of the schemes whose scales are a byte."""
 SCHEMES = (*FP8_SCHEMES, *GROUPS, "none")
@@ -151,7 +155,7 @@ def quantize_activations(
     return Activations(scheme=scheme, qdata=qdata, scale=scale)
 
 
-_DYNAMIC_OF = {"fp8_static": "fp8_token", "nvfp4_static": "nvfp4"}
+_DYNAMIC_OF = {"fp8_static": "fp8_token", NVFP4_STATIC: NVFP4}
 """The scheme that computes what a static one is given."""
 
 
@@ -163,13 +167,13 @@ def _quantize_groups(x: Tensor, scheme: str, static_scale: Tensor | None) -> Act
             "quantize these activations by another scheme"
         )
     global_scale = None
-    if scheme == "mxfp4":
+    if scheme == MXFP4:
         qdata, scale = quantize_mxfp4(x)
-    elif scheme == "mxfp8":
+    elif scheme == MXFP8:
         qdata, scale = quantize_mxfp8(x)
     else:
         global_scale = nvfp4_token_scale(x)
-        if scheme == "nvfp4_static":
+        if scheme == NVFP4_STATIC:
             assert static_scale is not None
             global_scale = static_scale.expand(x.shape[0], 1).contiguous()
         qdata, scale = quantize_nvfp4(x, global_scale)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.runtime.activations import FP8_SCHEMES, QUANTIZED_DTYPE, scale_columns
+from moequant.formats import get_format
+from moequant.runtime.activations import (
+    FP8_SCHEMES,
+    NVFP4_STATIC,
+    QUANTIZED_DTYPE,
+    scale_columns,
+)
 from moequant.runtime.block_scaled import LARGEST_GLOBAL_SCALE, LEAST_GLOBAL_SCALE
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 
@@ -167,7 +173,7 @@ def check_input_scales(scales: Mapping[str, Tensor], format: str) -> None:
             positive; of nvfp4, one is not from LEAST_GLOBAL_SCALE to LARGEST_GLOBAL_SCALE.
     """
     for name, scale in scales.items():
-        if format == "nvfp4":
+        if get_format(format).static_activations == NVFP4_STATIC:
             wrong = ~((scale >= LEAST_GLOBAL_SCALE) & (scale <= LARGEST_GLOBAL_SCALE))
             wanted = f"each must be from {LEAST_GLOBAL_SCALE:g} to {LARGEST_GLOBAL_SCALE:g}"
         else:

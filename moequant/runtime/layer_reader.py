@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import Workload
 from moequant.runtime.backends.stacked import projections, room
 from moequant.runtime.packing import pack_experts, scheme_of
@@ -95,7 +96,7 @@ class LayerReader:
         if self._prepared is None:
             weights = self.read(layer, experts)
             stated = self.converted.activations_of_experts(layer)
-            if stated == "nvfp4_static" and activations in ("format", "nvfp4"):
+            if stated == NVFP4_STATIC and activations in ("format", NVFP4):
                 weights = self._with_input_scales(weights, layer, experts)
             return pack_experts(weights, backend=backend, activations=activations)
         file, layout, format = self._prepared.open_layer(layer)
@@ -127,7 +128,7 @@ class LayerReader:
         """
         if activations == "format" and self._prepared is None:
             stated = self.converted.activations_of_experts(layer)
-            return "mxfp4" if stated == "mxfp4" else activations
+            return MXFP4 if stated == MXFP4 else activations
         return activations
 
     def _with_input_scales(

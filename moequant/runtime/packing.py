@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
-from moequant.runtime.activations import ActivationsChoice
+from moequant.runtime.activations import NVFP4, NVFP4_STATIC, ActivationsChoice
 from moequant.runtime.backends import Workload
 from moequant.runtime.inputs import check_input_scales
 from moequant.runtime.kept_memory import make_kept
@@ -87,6 +87,6 @@ def scheme_of(format: str, activations: str, *, static: bool) -> str:
     static_scheme = get_format(format).static_activations if static else None
     if activations == "format":
         return static_scheme or get_format(format).activations
-    if activations == "nvfp4" and static_scheme == "nvfp4_static":
+    if activations == NVFP4 and static_scheme == NVFP4_STATIC:
         return static_scheme
     return activations

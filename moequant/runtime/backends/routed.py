@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from moequant.runtime.activations import Activations, quantize_activations
+from moequant.runtime.activations import NVFP4_STATIC, Activations, quantize_activations
 from moequant.runtime.backends.base import PackedExperts
 from moequant.runtime.batched import check_batches, finalize_batched, largest_batch, lay_out
 from moequant.runtime.capture import capturing, plain_mode
@@ -55,7 +55,7 @@ class _RoutedExperts(PackedExperts):
                 if w.activations == "fp8_static":
                     static = self.tensors["w13_input_scale"].amax(0, keepdim=True)
                 # Where each expert has its own scale, hidden states are quantized for each.
-                scheme = "none" if w.activations == "nvfp4_static" else w.activations
+                scheme = "none" if w.activations == NVFP4_STATIC else w.activations
                 x = quantize_activations(hidden_states, scheme, static_scale=static)
             out.copy_(self._weighted(x, routing))
 

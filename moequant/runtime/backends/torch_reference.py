@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
-from moequant.runtime.activations import GROUPS, SCHEMES, quantize_activations
+from moequant.runtime.activations import GROUPS, NVFP4_STATIC, SCHEMES, quantize_activations
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.routed import StandardExperts
 from moequant.runtime.capture import capturing
@@ -99,7 +99,7 @@ def run_expert(x: Activations, weights: ExpertWeights, e: int, scheme: str) -> T
         scheme: how the values between the GEMMs are quantized.
     """
     R = x.qdata.shape[0]
-    if scheme == "nvfp4_static":
+    if scheme == NVFP4_STATIC:
         static = weights.static_scale("gate_up", e)
         x = quantize_activations(x.qdata, scheme, static_scale=static)
     padded = pad(x.dequantize(), (0, 0, 0, -R % ROW_MULTIPLE))
@@ -107,7 +107,7 @@ def run_expert(x: Activations, weights: ExpertWeights, e: int, scheme: str) -> T
     if weights.gate is not None:
         gate = _linear(padded, weights.gate[e], weights.gate_bias, e)
     h = weights.act_fn(gate, _linear(padded, weights.up[e], weights.up_bias, e))
-    static = weights.static_scale("down", e if scheme == "nvfp4_static" else None)
+    static = weights.static_scale("down", e if scheme == NVFP4_STATIC else None)
     h = quantize_activations(h, scheme, static_scale=static).dequantize()
     return _linear(h, weights.down[e], weights.down_bias, e)[:R]
 
