@@ -109,7 +109,15 @@ class BlockScaledRows:
     def allocate(
         scheme: str, rows: int, K: int, experts: int, *, empty: Callable[..., Tensor]
     ) -> BlockScaledRows:
-        """Room for `rows` rows in any distribution over `experts` experts; see `ScalePlaces`."""
+        """Room for `rows` rows of K columns in any distribution over `experts` experts.
+
+        Args:
+            scheme: "nvfp4", "mxfp4" or "mxfp8".
+            rows: R.
+            K: columns, a multiple of 16 (nvfp4) or 32.
+            experts: E.
+            empty: as for `ScalePlaces.allocate`.
+        """
         words = -(-K // (_GROUPS[scheme] * _CODES_PER_WORD))
         if scheme == "mxfp8":
             shape = (words, -(-rows // 4) * 4)
@@ -178,7 +186,7 @@ def quantize_sorted(
 
     Args:
         x: contiguous bfloat16, float16 or float32: [M, K] of tokens, with `topk`; or [R, K] of
-            rows that are sorted by expert.
+            rows that are sorted by expert. K is a multiple of 16 (nvfp4) or 32.
         out: is written, at the rows of `routing`.
         routing: which row each pair has.
         places: of `place_scales`.
@@ -189,6 +197,8 @@ def quantize_sorted(
     if pairs == 0:
         return
     group = _GROUPS[out.scheme]
+    assert K % group == 0
+    assert x.is_contiguous()
     overlap = overlaps_launches(x.device)
     quantize_pair[(pairs,)](
         x,

@@ -262,7 +262,8 @@ def test_kernels_compile_and_round_nothing_but_what_the_reference_rounds(tmp_pat
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8"])
-def test_rows_are_quantized_at_three_terabytes_a_second_of_bfloat16_on_an_h200(scheme):
+def test_rows_are_quantized_at_seven_eighths_of_the_bandwidth_of_an_h200(scheme):
+    """Of the 4.38 TB/s that docs/commands.md measured: 3 TB/s of BF16 to FP4, 2.5 to MXFP8."""
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("needs an H200")
     from moequant.benchmarks.cuda_timing import time_interleaved
@@ -275,4 +276,5 @@ def test_rows_are_quantized_at_three_terabytes_a_second_of_bfloat16_on_an_h200(s
     out = BlockScaledRows.allocate(scheme, rows, K, E, empty=poisoned)
     calls = [lambda: quantize_sorted(x, out, routing, places, topk=1)]
     times = time_interleaved({scheme: calls})
-    assert x.nbytes / times[scheme].median_us >= 3e6
+    moved = x.nbytes + M * (out.codes.shape[1] + K // GROUPS[scheme])
+    assert moved / times[scheme].median_us >= 7 / 8 * 4.38e6
