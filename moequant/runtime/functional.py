@@ -12,6 +12,9 @@ from moequant.runtime.call import run_experts
 from moequant.runtime.inputs import check_expert_map
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
     from torch import Tensor
 
 
@@ -104,8 +107,8 @@ def deep_gemm_moe_fp8(
         hidden_scale: of hidden states that come quantized, float32 [M, ceil(H / 128)].
 
     Raises:
-        UnsupportedError: sizes, a function, a device or an installation that it cannot run with; or
-            as `FusedExperts.forward`.
+        UnsupportedError: sizes, a function, a device or an installation that it cannot run with,
+            weights on several devices; or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
     workload = _workload(w13, w2, act_fn)
@@ -116,6 +119,7 @@ def deep_gemm_moe_fp8(
             f"deep_gemm_moe_fp8 {reason}; fused_experts picks a backend that runs here"
         )
     E, H = workload.experts, workload.hidden
+    check_devices(w13.device, {"w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale})
     check_parts({"qdata": w13, "scale": w13_scale}, "fp8_block", (E, w13.shape[1], H), "w13")
     check_parts({"qdata": w2, "scale": w2_scale}, "fp8_block", (E, H, workload.intermediate), "w2")
     tensors = {
@@ -133,6 +137,23 @@ def deep_gemm_moe_fp8(
         apply_router_weight_on_input=apply_router_weight_on_input,
         hidden_scale=hidden_scale,
     )
+
+
+def check_devices(device: torch.device, tensors: Mapping[str, Tensor | None]) -> None:
+    """Check that weights are where they shall run, because kernels only get their addresses.
+
+    Args:
+        device: of the first weight.
+        tensors: the other weights, scales and biases by argument.
+
+    Raises:
+        UnsupportedError: one is on another device; the message names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise UnsupportedError(
+                f"{name} is on {tensor.device}, but the first weight is on {device}; move it there"
+            )
 
 
 def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:

@@ -20,7 +20,7 @@ from moequant.formats.w4a8 import GROUP
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.batched import BatchedTokens
-from moequant.runtime.functional import fused_experts
+from moequant.runtime.functional import check_devices, fused_experts
 from moequant.runtime.select import select
 from moequant.runtime.weights import ExpertWeights
 
@@ -92,13 +92,23 @@ def run_cutlass_moe_fp8(
         `output`.
 
     Raises:
-        UnsupportedError: scales that do not go together, no backend that runs this, or as
-            `FusedExperts.forward`.
+        UnsupportedError: scales that do not go together, weights on several devices, no backend
+            that runs this, or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
     scheme = _scheme(a1q_scale, a2_scale, per_act_token=per_act_token, per_out_ch=per_out_ch)
     format = "fp8_channel" if per_out_ch else "fp8_tensor"
     workload = _workload(format, scheme, w1, w2, activation)
+    check_devices(
+        w1.device,
+        {
+            "w2": w2,
+            "w1_scale": w1_scale,
+            "w2_scale": w2_scale,
+            "a1q_scale": a1q_scale,
+            "a2_scale": a2_scale,
+        },
+    )
     tensors = _fp8_tensors(workload, w1, w2, w1_scale, w2_scale)
     if scheme == "fp8_static":
         assert a1q_scale is not None
@@ -184,12 +194,13 @@ def cutlass_moe_w4a8_fp8(
         [M, H] in the dtype of `a`, bfloat16 where it is quantized.
 
     Raises:
-        UnsupportedError: another group size, scales with panels or none without, no backend that
-            runs this, or as `FusedExperts.forward`.
+        UnsupportedError: another group size, scales with panels or none without, weights on several
+            devices, no backend that runs this, or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
     if group_size != GROUP:
         raise UnsupportedError(f"group_size is {group_size}, but must be {GROUP}")
+    check_devices(w1_q.device, {"w2_q": w2_q, "w1_scale": w1_scale, "w2_scale": w2_scale})
     if w1_q.dim() == 4:
         if w1_scale is not None or w2_scale is not None:
             raise UnsupportedError("panels hold their scales; leave w1_scale and w2_scale out")

@@ -210,6 +210,11 @@ def test_batches_are_run_and_not_weighted(format, static):
         ),
         ({"global_num_experts": 8}, UnsupportedError, "is 8, but there is 6 experts; give 6 or"),
         ({"w1_scale": torch.ones(E, I)}, CheckpointError, "w1.scale is"),
+        (
+            {"w2_scale": torch.ones(E, H, device="meta")},
+            UnsupportedError,
+            "w2_scale is on meta, but the first weight is on cpu; move it there",
+        ),
         ({"topk_ids": None}, UnsupportedError, "topk_ids and topk_weights are needed"),
         ({"use_batched_format": True}, UnsupportedError, "needs expert_num_tokens"),
         ({"a1q_scale": torch.ones(M, 1)}, UnsupportedError, "hidden_states is torch.bfloat16"),
@@ -321,6 +326,7 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
     for (a, b), options, reason in (
         ((w1.qdata, w2.qdata), {}, "needs w1_scale and w2_scale"),
         ((w1.qdata, w2.qdata), {"group_size": 64}, "group_size is 64, but must be 128"),
+        ((p1, p2.to("meta")), {}, "w2_q is on meta, but the first weight is on cpu"),
         ((p1, p2), {"w1_scale": w1.scale}, "panels hold their scales"),
         ((p1, w2.qdata), {}, "give both in panels, or both in rows"),
         ((p1[:, :, :, :8000], p2), {}, "w13_panels is .* but for H 256 and I 128 it must be"),
