@@ -1,7 +1,6 @@
 """act_fn(gate, up) of a GEMM's output, quantized again with one scale a row.
 
 gate_up  bfloat16       [rows, 2 * I], gate then up; [rows, I], up alone, where there is no gate
-bias     float32        likewise for each expert, added to that; or None
 codes    float8_e4m3fn  [rows, I]
 scale    float32        [rows], amax / 448, and 1 where that is 0
 """
@@ -17,7 +16,6 @@ from moequant.kernels.deepgemm.act_requantize import biased
 from moequant.kernels.fp8_codes import encode_e4m3, scale_of
 from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.act_fn import act_fn
-from moequant.kernels.weighted_reduce import expert_of_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +32,7 @@ def act_quantize(
     act: ActFn,
     *,
     row_of_pair: Tensor | None = None,
-    row_end: Tensor | None = None,
     counts: Tensor | None = None,
-    bias: Tensor | None = None,
 ) -> None:
     """Quantize act(gate, up) for the rows in use; others are not written.
 
@@ -46,15 +42,11 @@ def act_quantize(
         scale: float32 [rows], written.
         act: the function.
         row_of_pair: [M * T] int32, the rows in use, -1 for none; None for batches.
-        row_end: with `row_of_pair`, [E] int32, the row behind the last of each expert.
         counts: of batches of rows / E rows, [E] int32, how many rows of each are in use.
-        bias: float32 [E, columns of gate_up] contiguous.
     """
-    used, experts = (counts, counts) if row_of_pair is None else (row_of_pair, row_end)
+    used = counts if row_of_pair is None else row_of_pair
     assert used is not None
-    assert experts is not None
     rows, I = codes.shape
-    E = experts.shape[0]
     programs = rows if row_of_pair is None else row_of_pair.shape[0]
     if programs == 0:
         return
@@ -66,15 +58,10 @@ def act_quantize(
         codes,
         scale,
         used,
-        experts,
-        experts if bias is None else bias,
-        rows // E,
+        rows // used.shape[0],
         I=I,
-        E=E,
-        E_PAD=triton.next_power_of_2(E),
         ACT=act.name,
         GATED=act.gated,
-        BIAS=bias is not None,
         LIMIT=act.limit or 0.0,
         ALPHA=act.alpha,
         BETA=act.beta,
@@ -94,15 +81,10 @@ def act_quantize_row(
     codes,
     scale,
     used,
-    experts,
-    bias,
     capacity,
     I: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BETA: tl.constexpr,
@@ -116,29 +98,23 @@ def act_quantize_row(
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if BATCHED:
-        expert = row // capacity
-        if row % capacity >= tl.load(used + expert):
+        if row % capacity >= tl.load(used + row // capacity):
             return
     else:
         row = tl.load(used + row).to(tl.int64)
         if row < 0:
             return
-        expert = row
-        if BIAS:
-            expert = expert_of_row(row, experts, E, E_PAD)
-    COLUMNS: tl.constexpr = 2 * I if GATED else I
-    gate_up += row * COLUMNS
-    bias += expert * COLUMNS
+    gate_up += row * (2 * I if GATED else I)
     amax = 0.0
     for first in tl.static_range(0, I, BLOCK):
         y = activated(
-            gate_up, bias, first, I, BLOCK, ACT, GATED, BIAS, LIMIT, ALPHA, BETA, LINEAR_BETA
+            gate_up, gate_up, first, I, BLOCK, ACT, GATED, False, LIMIT, ALPHA, BETA, LINEAR_BETA
         )
         amax = tl.maximum(amax, tl.max(tl.abs(y), 0))
     row_scale = scale_of(amax)
     for first in tl.static_range(0, I, BLOCK):
         y = activated(
-            gate_up, bias, first, I, BLOCK, ACT, GATED, BIAS, LIMIT, ALPHA, BETA, LINEAR_BETA
+            gate_up, gate_up, first, I, BLOCK, ACT, GATED, False, LIMIT, ALPHA, BETA, LINEAR_BETA
         )
         col = first + tl.arange(0, BLOCK)
         code = encode_e4m3(tl.math.div_rn(y, tl.zeros([BLOCK], tl.float32) + row_scale), NATIVE)

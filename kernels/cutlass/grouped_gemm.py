@@ -62,6 +62,7 @@ class CutlassGroupedGemm:
         w_scale: float32, E * N of them, contiguous.
         x: float8_e4m3fn [rows, K] contiguous, rows in the order of the experts.
         x_scale: float32 [rows].
+        bias: float32 [E, N] contiguous, if `variant` has one; else None.
         tiles: int32 [most tiles, TILE_FIELDS], of at most `variant.tile_rows` rows each.
         tile_count: int32 [1].
         out: bfloat16 [rows, N] contiguous; rows of no tile are not written.
@@ -75,6 +76,7 @@ class CutlassGroupedGemm:
         w_scale: Tensor,
         x: Tensor,
         x_scale: Tensor,
+        bias: Tensor | None,
         tiles: Tensor,
         tile_count: Tensor,
         out: Tensor,
@@ -82,6 +84,8 @@ class CutlassGroupedGemm:
         E, N, K = w.shape
         assert N % 16 == 0
         assert K % 16 == 0
+        assert (bias is not None) == variant.bias
+        assert bias is None or (bias.is_contiguous() and bias.shape == (E, N))
         assert out.shape == (x.shape[0], N)
         index = out.device.index or 0
         units = tiles.shape[0] * -(-N // WEIGHT_ROWS)
@@ -94,8 +98,7 @@ class CutlassGroupedGemm:
                 _shape(E * N, K),
                 tensor_map(x.view(torch.uint8), box=(variant.tile_rows, COLUMNS)),
                 _shape(*x.shape),
-                *(ctypes.c_void_p(t.data_ptr()) for t in (w_scale, x_scale, out)),
-                *(ctypes.c_void_p(t.data_ptr()) for t in (tiles, tile_count)),
+                *map(_pointer, (w_scale, x_scale, bias, out, tiles, tile_count)),
                 ctypes.c_int(N),
                 ctypes.c_int(K),
             ],
@@ -106,7 +109,7 @@ class CutlassGroupedGemm:
         self._launch(stream)
 
 
-PARAMETER_BYTES = (128, 8, 128, 8, 8, 8, 8, 8, 8, 4, 4)
+PARAMETER_BYTES = (128, 8, 128, 8, 8, 8, 8, 8, 8, 8, 4, 4)
 """Of the kernel's parameters: two TMA descriptors, each with its tensor's shape, then the rest."""
 
 
@@ -120,3 +123,7 @@ def _kernel(variant: GemmVariant, device: int) -> Kernel:
 
 def _shape(rows: int, columns: int) -> ctypes.Array[ctypes.c_int]:
     return (ctypes.c_int * 2)(rows, columns)
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())

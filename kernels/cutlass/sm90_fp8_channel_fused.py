@@ -1,9 +1,9 @@
 """FP8 experts with one scale a row, through the grouped GEMM in CuTe DSL, on SM90.
 
     prepare          sort the routing, quantize each token, lay it in the rows of its experts
-    gate and up      grouped GEMM
-    act_quantize     biases, the activation function, quantized again
-    down             grouped GEMM
+    gate and up      grouped GEMM, with biases
+    act_quantize     the activation function, quantized again
+    down             grouped GEMM, with biases
     weighted reduce  per token, float32, in the order of its experts
 
 Results of both GEMMs are rounded to bfloat16. Nothing is read on the host.
@@ -11,6 +11,7 @@ Results of both GEMMs are rounded to bfloat16. Nothing is read on the host.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,18 +116,9 @@ class CutlassPlan:
             self.act_scale,
             self.act_fn,
             row_of_pair=routing.row_of_pair,
-            row_end=routing.row_end,
-            bias=self.tensors.get("w13_bias"),
         )
         self._gemm("w2", self.act, self.act_scale, self.y)
-        weighted_reduce(
-            self.y,
-            routing.row_of_pair,
-            topk_weights,
-            out,
-            bias=self.tensors.get("w2_bias"),
-            row_end=routing.row_end,
-        )
+        weighted_reduce(self.y, routing.row_of_pair, topk_weights, out)
 
     def _gemm(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
         tiles, tile_count = self.routing.tiles, self.routing.tile_count
@@ -146,7 +138,7 @@ def batched_experts(
         counts: [E] int32; more than C is C.
 
     Returns:
-        [E, C, H] bfloat16, rounded twice with a bias; rows at or beyond counts[e] are anything.
+        [E, C, H] bfloat16; rows at or beyond counts[e] are anything.
     """
     E, C, H = qdata.shape
     I = tensors["w2_qdata"].shape[2]
@@ -167,10 +159,8 @@ def batched_experts(
     with on(qdata.device):
         batch_tiles(counts, tiles, tile_count, unused, capacity=C, tile_rows=variant.tile_rows)
         run_gemm(variant, tensors, "w13", x, x_scale, tiles, tile_count, gate_up)
-        act_quantize(gate_up, act, act_scale, act_fn, counts=counts, bias=tensors.get("w13_bias"))
+        act_quantize(gate_up, act, act_scale, act_fn, counts=counts)
         run_gemm(variant, tensors, "w2", act, act_scale, tiles, tile_count, rows)
-    if "w2_bias" in tensors:
-        y += tensors["w2_bias"][:, None]
     return y
 
 
@@ -184,13 +174,18 @@ def run_gemm(
     tile_count: Tensor,
     out: Tensor,
 ) -> None:
-    """Multiply the rows of `tiles` by `weight`, "w13" or "w2", on the current stream."""
+    """Multiply the rows of `tiles` by `weight`, "w13" or "w2", on the current stream.
+
+    Whether there is a bias is not read from `variant`, but from `tensors`.
+    """
+    bias = tensors.get(f"{weight}_bias")
     gemm = CutlassGroupedGemm(
-        variant,
+        replace(variant, bias=bias is not None),
         w=tensors[f"{weight}_qdata"],
         w_scale=tensors[f"{weight}_scale"],
         x=x,
         x_scale=x_scale,
+        bias=bias,
         tiles=tiles,
         tile_count=tile_count,
         out=out,

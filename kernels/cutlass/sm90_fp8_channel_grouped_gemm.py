@@ -1,11 +1,12 @@
 """Grouped GEMM for SM90 in CuTe DSL: FP8 rows by FP8 weights, each row with a float32 scale.
 
-    out[r, n] = x_scale[r] * w_scale[e, n] * sum over k of x[r, k] * w[e * N + n, k]
+    out[r, n] = x_scale[r] * w_scale[e, n] * (sum over k of x[r, k] * w[e * N + n, k]) + bias[e, n]
 
 w            float8_e4m3fn [E * N, K]  the weights of E experts; K a multiple of 16
 x            float8_e4m3fn [R, K]      rows in the order of their experts
 w_scale      float32 [E, N]
 x_scale      float32 [R]
+bias         float32 [E, N]            read by variants with a bias alone
 out          bfloat16 [R, N]           rounded once; N a multiple of 8
 tiles        int32 [tiles, 4]          expert, first row, rows: see `moequant.kernels.routing`
 tile_count   int32 [1]
@@ -65,6 +66,7 @@ def compile_variant(variant: GemmVariant) -> tuple[bytes, str]:
             rows_of_fp8,
             floats,
             floats,
+            floats,
             out,
             ints,
             ints,
@@ -86,6 +88,7 @@ class _GroupedGemm:
         x: cute.Tensor,
         w_scale: cute.Pointer,
         x_scale: cute.Pointer,
+        bias: cute.Pointer,
         out: cute.Pointer,
         tiles: cute.Pointer,
         tile_count: cute.Pointer,
@@ -104,7 +107,7 @@ class _GroupedGemm:
         w_load, w = self._loads(w, w_layout, WEIGHT_ROWS)
         x_load, x = self._loads(x, x_layout, v.tile_rows)
         self.kernel(
-            w_load, w, x_load, x, w_scale, x_scale, out, tiles, tile_count, N, K,
+            w_load, w, x_load, x, w_scale, x_scale, bias, out, tiles, tile_count, N, K,
             w_layout, x_layout, out_layout,
         ).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), smem=v.shared_bytes, min_blocks_per_mp=1
@@ -125,6 +128,7 @@ class _GroupedGemm:
         x: cute.Tensor,
         w_scale: cute.Pointer,
         x_scale: cute.Pointer,
+        bias: cute.Pointer,
         out: cute.Pointer,
         tiles: cute.Pointer,
         tile_count: cute.Pointer,
@@ -172,7 +176,7 @@ class _GroupedGemm:
         else:
             cute.arch.setmaxregister_increase(_MULTIPLIER_REGISTERS)
             self.multiply(
-                thread - _GROUP, ring, w_stages, x_stages, tile_out, w_scale, x_scale, out,
+                thread - _GROUP, ring, w_stages, x_stages, tile_out, w_scale, x_scale, bias, out,
                 tiles, block, grid, units, bands, steps, N,
             )  # fmt: skip
 
@@ -215,7 +219,7 @@ class _GroupedGemm:
 
     @cute.jit
     def multiply(
-        self, thread, ring, w_stages, x_stages, tile_out, w_scale, x_scale, out,
+        self, thread, ring, w_stages, x_stages, tile_out, w_scale, x_scale, bias, out,
         tiles, block, grid, units, bands, steps, N,
     ):  # fmt: skip
         """Compute and store this CTA's units; of two warpgroups, `thread` in 0 to 255."""
@@ -245,9 +249,11 @@ class _GroupedGemm:
         while unit < units:
             expert, row, rows = self.tile(tiles, unit // bands)
             column = unit % bands * WEIGHT_ROWS
-            w_scales, x_scales = self.scales(
-                place, w_scale + (expert * N + column), N - column, x_scale + row, rows
-            )
+            w_row = expert * N + column
+            w_scales = self.of_weight_rows(place, w_scale + w_row, N - column)
+            x_scales = self.of_rows(place, x_scale + row, rows)
+            if cutlass.const_expr(v.bias):
+                biases = self.of_weight_rows(place, bias + w_row, N - column)
             sums.fill(0.0)
             for _ in cutlass.range(steps, unroll=1):
                 ring.consumer_wait(state)
@@ -267,7 +273,10 @@ class _GroupedGemm:
                 for i in cutlass.range_constexpr(4):
                     at = 4 * four + i
                     scale = w_scales[i // 2] * x_scales[2 * four + i % 2]
-                    rounded[at] = (sums[at] * scale).to(cutlass.BFloat16)
+                    result = sums[at] * scale
+                    if cutlass.const_expr(v.bias):
+                        result += biases[i // 2]
+                    rounded[at] = result.to(cutlass.BFloat16)
             out_barrier.arrive_and_wait()  # The tile before is stored.
             cute.copy(store, own.retile(rounded), own.partition_D(tile_out))
             out_barrier.arrive_and_wait()
@@ -276,23 +285,28 @@ class _GroupedGemm:
             unit += grid
 
     @cute.jit
-    def scales(self, place, w_scale, w_rows, x_scale, rows):
-        """Scales of this thread's two weight rows, and of its rows, in pairs of neighbours.
+    def of_weight_rows(self, place, values, rows):
+        """The numbers of this thread's two weight rows, float32.
 
-        Those of rows that are not stored are of the last one that is, so that nothing is read
-        behind the scales.
+        Behind the last of `rows`, it is that one's: nothing is read behind it, or stored of it.
         """
-        w_all = cute.make_tensor(w_scale, cute.make_layout(WEIGHT_ROWS))
-        x_all = cute.make_tensor(x_scale, cute.make_layout(self.variant.tile_rows))
-        w_scales = cute.make_rmem_tensor(2, cutlass.Float32)
-        x_scales = cute.make_rmem_tensor(self.variant.tile_rows // 4, cutlass.Float32)
+        there = cute.make_tensor(values, cute.make_layout(WEIGHT_ROWS))
+        own = cute.make_rmem_tensor(2, cutlass.Float32)
         for i in cutlass.range_constexpr(2):
             at, _ = place[2 * i]
-            w_scales[i] = w_all[cutlass.min(at, w_rows - 1)]
-        for i in cutlass.range_constexpr(self.variant.tile_rows // 4):
+            own[i] = there[cutlass.min(at, rows - 1)]
+        return own
+
+    @cute.jit
+    def of_rows(self, place, values, rows):
+        """The same of its rows of the tile, in pairs of neighbours."""
+        tile_rows = self.variant.tile_rows
+        there = cute.make_tensor(values, cute.make_layout(tile_rows))
+        own = cute.make_rmem_tensor(tile_rows // 4, cutlass.Float32)
+        for i in cutlass.range_constexpr(tile_rows // 4):
             _, at = place[i // 2 * 4 + i % 2]
-            x_scales[i] = x_all[cutlass.min(at, rows - 1)]
-        return w_scales, x_scales
+            own[i] = there[cutlass.min(at, rows - 1)]
+        return own
 
     @cute.jit
     def store_rows(self, thread, tile_out, address, rows, N, columns):

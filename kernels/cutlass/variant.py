@@ -26,11 +26,13 @@ class GemmVariant:
 
     Attributes:
         tile_rows: one of TILE_ROWS.
+        bias: whether there is one, of each weight row, to add.
         promote: whether the tensor cores' sums of COLUMNS columns are added up in float32; without,
             a sum over all of K stays in the tensor cores, which keep about 14 bits of it.
     """
 
     tile_rows: int
+    bias: bool = False
     promote: bool = True
 
     @property
@@ -55,6 +57,8 @@ class GemmVariant:
 
 
 VARIANTS = tuple(
-    GemmVariant(tile_rows=rows, promote=promote) for promote in (True, False) for rows in TILE_ROWS
+    GemmVariant(tile_rows=rows, bias=bias, promote=promote)
+    for bias, promote in ((False, True), (True, True), (False, False))
+    for rows in TILE_ROWS
 )
-"""All that there are."""
+"""Those that backends run, and those without promotion."""

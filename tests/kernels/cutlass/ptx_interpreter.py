@@ -197,8 +197,9 @@ class Warp:
         if name in special:
             special[name](kinds, operands)
         elif kinds[-1] == "f32":
-            a, b = (self.floats(o) for o in operands[1:])
-            self.put_floats(operands[0], {"add": a + b, "mul": a * b}[name])
+            a, b, *c = (self.floats(o).astype(np.float64) for o in operands[1:])
+            result = {"add": a + b, "mul": a * b, "fma": a * b + (c[0] if c else 0)}
+            self.put_floats(operands[0], result[name])
         else:
             self.compute(name, kinds, operands)
         return after

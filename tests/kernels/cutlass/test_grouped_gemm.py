@@ -34,6 +34,7 @@ def test_it_writes_the_rows_of_tiles_and_no_others(variant):
     x = torch.randn(R, K, generator=g, device="cuda").to(torch.float8_e4m3fn)
     w_scale = torch.rand(E, N, generator=g, device="cuda") + 0.5
     x_scale = torch.rand(R, generator=g, device="cuda") + 0.5
+    bias = torch.randn(E, N, generator=g, device="cuda") * 10 if variant.bias else None
     out = torch.full((R, N), torch.nan, dtype=torch.bfloat16, device="cuda")
     work = torch.tensor([[*tile, 0] for tile in tiles], dtype=torch.int32, device="cuda")
     count = torch.tensor([len(tiles)], dtype=torch.int32, device="cuda")
@@ -47,6 +48,7 @@ def test_it_writes_the_rows_of_tiles_and_no_others(variant):
         w_scale=w_scale,
         x=x,
         x_scale=x_scale,
+        bias=bias,
         tiles=work,
         tile_count=count,
         out=out,
@@ -56,4 +58,6 @@ def test_it_writes_the_rows_of_tiles_and_no_others(variant):
     for expert, first, used in tiles:
         at = slice(first, first + used)
         want = x[at].double() @ w[expert].double().mT * x_scale[at, None] * w_scale[expert]
+        if bias is not None:
+            want += bias[expert]
         assert (out[at].double() - want).norm() <= ERROR * want.norm()

@@ -12,12 +12,12 @@ from moequant.kernels.cutlass.sm90_fp8_channel_grouped_gemm import compile_varia
 from moequant.kernels.cutlass.variant import COLUMNS, THREADS, VARIANTS, WEIGHT_ROWS
 
 
-def interpret(ptx, variant, *, w, x, w_scale, x_scale, tiles, out, grid):
+def interpret(ptx, variant, *, w, x, w_scale, x_scale, bias, tiles, out, grid):
     """Run the kernel as `CutlassGroupedGemm` launches it."""
     E, N, K = w.shape
     program, memory = ptx.instructions(compile_variant(variant)[1]), ptx.Memory()
     count = torch.tensor([len(tiles)], dtype=torch.int32)
-    pointers = [memory.place(t) for t in (w_scale, x_scale, out, tiles, count)]
+    pointers = [memory.place(t) for t in (w_scale, x_scale, bias, out, tiles, count)]
     maps = (
         ptx.TensorMap(w.view(E * N, K), (WEIGHT_ROWS, COLUMNS)),
         ptx.TensorMap(x, (variant.tile_rows, COLUMNS)),
@@ -35,7 +35,14 @@ def interpret(ptx, variant, *, w, x, w_scale, x_scale, tiles, out, grid):
         ).run()
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        v if v.bias or v.tile_rows == 8 else pytest.param(v, marks=pytest.mark.full)
+        for v in VARIANTS
+    ],
+    ids=str,
+)
 def test_it_multiplies_scales_and_writes_the_rows_of_tiles_alone(ptx_interpreter, variant):
     E, N, K, rows = 3, 208, 400, variant.tile_rows
     # Expert, first row, rows: a whole tile, part of one, one behind a gap, and the last row.
@@ -48,6 +55,7 @@ def test_it_multiplies_scales_and_writes_the_rows_of_tiles_alone(ptx_interpreter
     live = torch.zeros(R, dtype=torch.bool)
     for _, first, used in tiles:
         live[first : first + used] = True
+    bias = torch.randn(E, N, generator=g) * 10
     x.view(torch.uint8)[~live] = 0x7F  # NaN
     x_scale[~live] = torch.nan
     out = torch.full((R, N), torch.nan, dtype=torch.bfloat16)
@@ -59,6 +67,7 @@ def test_it_multiplies_scales_and_writes_the_rows_of_tiles_alone(ptx_interpreter
         x=x,
         w_scale=w_scale,
         x_scale=x_scale,
+        bias=bias,
         tiles=work,
         out=out,
         grid=2,
@@ -67,6 +76,7 @@ def test_it_multiplies_scales_and_writes_the_rows_of_tiles_alone(ptx_interpreter
     for expert, first, used in tiles:
         at = slice(first, first + used)
         want = x[at].double() @ w[expert].double().mT * x_scale[at, None] * w_scale[expert]
+        want += bias[expert] * variant.bias
         # A rounding to bfloat16, 2**-9, and 400 additions in float32 to sums of up to 64, 2**-19
         # each at random: sqrt(400) * 2e-6 = 4e-5, times scales of up to 2.25. Twice both.
         error = (out[at].double() - want).abs()

@@ -1,0 +1,150 @@
+"""What lies around the grouped GEMM: in the interpreter, around GEMMs that torch computes.
+
+The GEMM's own kernel is tested in test_ptx.py, and all of it in tests/runtime/test_cutlass.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
+from moequant.benchmarks.experts import calc_diff
+from moequant.formats import quantize
+from moequant.kernels.arena import WorkspaceArena
+from moequant.kernels.cutlass import sm90_fp8_channel_fused as fused
+from moequant.kernels.cutlass.variant import TILE_ROWS, GemmVariant
+from moequant.kernels.launch import INTERPRETED
+from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime.activations import quantize_activations
+from moequant.runtime.backends import REGISTRY
+from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.call import run_experts
+from moequant.runtime.packing import workload_of
+from moequant.runtime.routing import route
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/runtime/test_cutlass.py has a GPU")
+
+E, H, I, M, T = 4, 256, 144, 9, 2
+FUNCTIONS = [SILU, SWIGLUOAI, SITU, RELU2, ActFn(name="gelu", gated=False, limit=0.5)]
+
+# As derived in tests/runtime/test_cutlass.py.
+CALC_DIFF = 1e-3
+
+
+class TorchGemm:
+    """Stands for `CutlassGroupedGemm`: the same arguments, float32 sums."""
+
+    def __init__(self, variant, *, w, w_scale, x, x_scale, bias, tiles, tile_count, out):
+        assert w_scale.numel() == w.shape[0] * w.shape[1]
+        assert w_scale.is_contiguous()
+        assert (bias is not None) == variant.bias
+        self.variant, self.out = variant, out
+        self.bias = torch.zeros(w.shape[:2]) if bias is None else bias
+        self.w = w.float() * w_scale.view(*w.shape[:2], 1)
+        self.x = x.float() * x_scale[:, None]
+        self.tiles = tiles[: tile_count.item()].tolist()
+
+    def __call__(self, stream):
+        for expert, first, rows, _ in self.tiles:
+            assert 0 < rows <= self.variant.tile_rows
+            at = slice(first, first + rows)
+            self.out[at] = (self.x[at] @ self.w[expert].mT + self.bias[expert]).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def gemm(monkeypatch):
+    monkeypatch.setattr(fused, "CutlassGroupedGemm", TorchGemm)
+    monkeypatch.setattr(fused, "stream_of", lambda device: 0)
+
+
+def weights_of(act_fn=SILU, biases=False):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+    if not act_fn.gated:
+        del shapes["gate"]
+    parts = {"gate": None}
+    for name, shape in shapes.items():
+        w = torch.randn(shape, generator=g) * shape[2] ** -0.5
+        parts[name] = quantize(w, "fp8_channel", scale="float32")
+        if biases:
+            parts[f"{name}_bias"] = torch.randn(shape[:2], generator=g)
+    return ExpertWeights(**parts, act_fn=act_fn)
+
+
+def call_of(dtype=torch.float32):
+    g = torch.Generator().manual_seed(1)
+    hidden = torch.randn(M, H, generator=g).to(dtype)
+    topk_weights, ids = torch.rand(M, E, generator=g).topk(T)
+    ids[0, 0] = -1
+    return hidden, topk_weights, ids
+
+
+def packed_by(name, weights):
+    """As the backend packs them, which runs on GPUs alone."""
+    backend = REGISTRY[name]
+    return backend.load(backend.layout.pack(weights), workload_of(weights, "format"))
+
+
+def check(got, weights, call, **options):
+    want = FusedExperts(weights, backend="torch_reference")(*call, **options)
+    assert got.dtype == want.dtype
+    assert bool(got.isfinite().all())
+    assert calc_diff(got, want) <= CALC_DIFF
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("act_fn", FUNCTIONS, ids=str)
+def test_every_function_with_and_without_biases(act_fn, biases):
+    weights, call = weights_of(act_fn, biases), call_of()
+    check(run_experts(packed_by("cutlass_fp8", weights), *call), weights, call)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("act_fn", FUNCTIONS, ids=str)
+def test_batches_too(act_fn, biases):
+    weights, (hidden, topk_weights, ids) = weights_of(act_fn, biases), call_of()
+    routing = route(topk_weights, ids, experts=E)
+    tokens, places = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="fp8_token")
+    rows = packed_by("cutlass_fp8_batched", weights).run_batches(tokens)
+    check(finalize_batched(rows, routing, places), weights, (hidden, topk_weights, ids))
+
+
+def test_the_ids_of_other_ranks():
+    weights, (hidden, topk_weights, ids) = weights_of(), call_of()
+    call = (hidden, topk_weights, ids + 3)
+    here = torch.tensor([-1, -1, -1, 3, 2, -1, 0])
+    got = run_experts(packed_by("cutlass_fp8", weights), *call, expert_map=here)
+    check(got, weights, call, expert_map=here)
+
+
+def test_hidden_states_that_come_quantized_give_the_same_bits():
+    packed, (hidden, *routing) = packed_by("cutlass_fp8", weights_of()), call_of(torch.bfloat16)
+    x = quantize_activations(hidden, "fp8_token")
+    got = run_experts(packed, x.qdata, *routing, hidden_scale=x.scale)
+    assert torch.equal(got, run_experts(packed, hidden, *routing))
+
+
+@pytest.mark.parametrize("tile_rows", TILE_ROWS)
+def test_nothing_is_read_before_it_is_written(tile_rows):
+    weights, call = weights_of(biases=True), call_of()
+    tensors = packed_by("cutlass_fp8", weights).tensors
+    size, variant = WorkspaceArena(), GemmVariant(tile_rows=tile_rows)
+    fused.CutlassPlan(tensors, SILU, M, T, size, variant=variant)
+    arena = WorkspaceArena(torch.full((size.size_bytes,), 0xFF, dtype=torch.uint8))
+    out = torch.full((M, H), torch.nan)
+    fused.CutlassPlan(tensors, SILU, M, T, arena, variant=variant)(*call, out)
+    check(out, weights, call)
+
+
+def test_the_tile_grows_with_the_rows_of_an_expert():
+    assert [fused.tile_rows_for(mean) for mean in (0.1, 2, 10, 20, 60, 1000)] == [
+        8,
+        8,
+        32,
+        32,
+        128,
+        128,
+    ]
