@@ -10,7 +10,7 @@
 
 Results of both GEMMs are rounded to bfloat16. Nothing is read on the host.
 
-Compiled, never run: there was no SM100 GPU, and no backend uses this yet.
+Compiled, never run: there was no SM100 GPU.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Fp4Plan:
         topk_ids: Tensor,
         out: Tensor,
         expert_map: Tensor | None = None,
+        hidden_scale: None = None,
     ) -> None:
         """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
         routing, places = self.routing, self.places

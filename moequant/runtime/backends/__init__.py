@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
+from moequant.runtime.backends.cutlass_fp4 import CutlassFp4
 from moequant.runtime.backends.cutlass_fp8 import CutlassFp8, CutlassFp8Batched
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
@@ -31,6 +32,7 @@ REGISTRY: dict[str, Backend] = {
         Sm90Fp8Channel(),
         DeepGemm(),
         CutlassFp8(),
+        CutlassFp4(),
         TritonPortable(),
         TorchReference(),
         DeepGemmBatched(),

@@ -1,0 +1,127 @@
+"""FP4 weights by FP4 activations, through CUTLASS on SM100: kernels of moequant.kernels.cutlass."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+from moequant.errors import UnsupportedError
+from moequant.formats import get_format
+from moequant.kernels.cutlass.sm100_fp4_variant import VARIANTS
+from moequant.layouts.swizzle_128x4 import swizzle, unswizzle
+from moequant.runtime.backends.base import Backend
+from moequant.runtime.backends.capability import why_not_capable
+from moequant.runtime.backends.cutlass_fp8 import why_no_cute_dsl
+from moequant.runtime.backends.layout import Layout
+from moequant.runtime.backends.planned import PlannedExperts
+from moequant.runtime.backends.stacked import STACKED
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from moequant.kernels.arena import WorkspaceArena
+    from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan
+    from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.weights import ExpertWeights
+    from moequant.runtime.workload import Workload
+
+_VARIANTS = {variant.name: variant for variant in VARIANTS}
+_COLUMNS_MULTIPLE = 32  # codes of 16 bytes: the stride between rows that TMA reads
+
+
+class StackedTiles(Layout):
+    """`stacked`, with scales in 128x4 tiles: [E, ceil128(rows), ceil4(groups)], by expert."""
+
+    name = "stacked_tiles"
+    version = 1
+
+    def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
+        """See `Layout.pack`."""
+        if weights.format not in _VARIANTS:
+            raise UnsupportedError(
+                f"the layout {self.name} holds {' and '.join(_VARIANTS)}, not {weights.format}"
+            )
+        tensors = STACKED.pack(weights)
+        return tensors | {name: swizzle(tensors[name]) for name in ("w13_scale", "w2_scale")}
+
+    def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
+        """See `Layout.unpack`; scales are copies."""
+        w, group = workload, get_format(workload.format).block[1]
+        sizes = {
+            "w13_scale": ((1 + w.act_fn.gated) * w.intermediate, w.hidden // group),
+            "w2_scale": (w.hidden, w.intermediate // group),
+        }
+        plain = {
+            name: unswizzle(tensors[name], rows, columns, name=name)
+            for name, (rows, columns) in sizes.items()
+        }
+        return STACKED.unpack({**tensors, **plain}, workload)
+
+
+class CutlassFp4Experts(PlannedExperts):
+    """See `CutlassFp4`."""
+
+    takes_quantized = False
+
+    def kernels_for(self, tokens: int, topk: int) -> Hashable:
+        """See `PackedExperts.kernels_for`."""
+        from moequant.kernels.calls import part_tokens
+        from moequant.kernels.routing import ONE_LAUNCH_PAIRS, chunk_of
+
+        tokens = part_tokens(tokens, topk)
+        pairs = tokens * topk
+        sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs)
+        return sort, pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+
+    def plan(self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype) -> Fp4Plan:
+        """See `PlannedExperts.plan`."""
+        from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan
+
+        variant = _VARIANTS[self.workload.format]
+        return Fp4Plan(variant, self.tensors, self.workload.act_fn, tokens, topk, arena)
+
+
+class CutlassFp4(Backend):
+    """Block-scaled FP4 GEMMs in CuTe DSL, as vLLM's CutlassExpertsFp4 and CutlassExpertsMxfp4.
+
+    Activations are quantized as `quantize_activations` does. What the first GEMM computes is
+    rounded to bfloat16 before the activation function, and so is an expert's result. Nothing is
+    read on the host: an id that is out of range contributes nothing, like -1, and raises no error.
+
+    Runs only when named: it was compiled, and never run on a GPU.
+    """
+
+    name = "cutlass_fp4"
+    layout: ClassVar[Layout] = StackedTiles()
+    experts: ClassVar[type[PackedExperts]] = CutlassFp4Experts
+
+    def supports(self, workload: Workload) -> str | None:
+        """Needs FP4 with its own activations, H and I in 32s, SM100, triton and CuTe DSL."""
+        variant = _VARIANTS.get(workload.format)
+        if variant is None:
+            return f"runs only {' and '.join(_VARIANTS)}"
+        wanted = [variant.name, f"{variant.name}_static"][: 1 + variant.e4m3_scales]
+        if workload.activations not in wanted:
+            return f"takes only activations in {' or '.join(wanted)}"
+        for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
+            if size % _COLUMNS_MULTIPLE:
+                return f"needs {name} to be a multiple of {_COLUMNS_MULTIPLE}"
+        if workload.experts == 0:
+            return "needs at least one expert"
+        if workload.device.type != "cuda":
+            return "needs a CUDA device"
+        return _why_not_on(workload.device)
+
+
+@cache
+def _why_not_on(device: torch.device) -> str | None:
+    reason = why_not_capable(device, "10.0", lambda capability: capability == (10, 0))
+    if reason is not None:
+        return reason
+    if find_spec("triton") is None:
+        return "needs the package triton"
+    return why_no_cute_dsl()
