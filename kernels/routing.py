@@ -1,18 +1,19 @@
 """Sort the M * T pairs of a routing by expert, on the device, without atomics.
 
-A pair s = m * T + t is the t-th choice of token m. Rows are pairs in the order of their expert and,
+Pair m * T + t is the t-th choice of token m. Rows are pairs in the order of their expert and,
 within one, of the pair, so the order is the same from run to run. Each expert's rows start at a
 multiple of `alignment`. Tiles are runs of at most `tile_rows` rows of one expert: the work list of
 the grouped GEMMs.
 
 One launch up to ONE_LAUNCH_PAIRS pairs: every program counts all of them by itself. Above, a first
 launch counts per chunk. A pair's place within its chunk and expert is the number of equal experts
-before it, found by comparing all pairs.
+before it, found by comparing the expert of each pair with that of each other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -20,6 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moequant.kernels.launch import Relaunch, launch, overlaps_launches, wait_for_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TILE_FIELDS = 4
 """int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""
@@ -114,6 +118,23 @@ def chunk_of(pairs: int) -> int:
 def chunks(pairs: int) -> int:
     """Programs that place `pairs` pairs."""
     return -(-pairs // chunk_of(pairs))
+
+
+def sort_kernel(pairs: int) -> int:
+    """Equal for numbers of pairs, at least 1, that the same compiled kernels sort."""
+    return (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs)
+
+
+def likely_tile_rows(mean: float, tile_rows: Sequence[int]) -> int:
+    """The least of `tile_rows` that nearly all experts fit in, else the largest.
+
+    Args:
+        mean: rows an expert has; with uniform routing they scatter by its square root, of which two
+            are added.
+        tile_rows: rows of the tiles to choose from, ascending.
+    """
+    likely = mean + 2 * mean**0.5
+    return next((rows for rows in tile_rows if likely <= rows), tile_rows[-1])
 
 
 def sort_routing(

@@ -23,11 +23,11 @@ from moequant.kernels.cutlass.grouped_gemm import CutlassGroupedGemm
 from moequant.kernels.cutlass.variant import TILE_ROWS, GemmVariant
 from moequant.kernels.launch import stream_of
 from moequant.kernels.routing import (
-    ONE_LAUNCH_PAIRS,
     TILE_FIELDS,
     Grouping,
-    chunk_of,
+    likely_tile_rows,
     max_rows,
+    sort_kernel,
     sort_routing,
 )
 from moequant.kernels.sm90.quantize_permute import FEW_PAIRS, copy_rows, prepare
@@ -42,18 +42,11 @@ if TYPE_CHECKING:
     from moequant.kernels.arena import WorkspaceArena
 
 
-def tile_rows_for(mean: float) -> int:
-    """The tile that nearly all experts fit in, for `mean` rows an expert: mean + 2 sigma."""
-    likely = mean + 2 * mean**0.5
-    return next((rows for rows in TILE_ROWS if likely <= rows), TILE_ROWS[-1])
-
-
 def kernels_for(experts: int, tokens: int, topk: int) -> Hashable:
     """Equal for calls that run the same kernels, see `PackedExperts.kernels_for`."""
     tokens = part_tokens(tokens, topk)
     pairs = tokens * topk
-    sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs)
-    tile_rows = tile_rows_for(pairs / experts)
+    tile_rows, sort = likely_tile_rows(pairs / experts, TILE_ROWS), sort_kernel(pairs)
     return tile_rows, sort, pairs <= FEW_PAIRS[0], pairs % 16 == 0, pairs == 1, tokens <= 64, topk
 
 
@@ -83,7 +76,7 @@ class CutlassPlan:
         E, H, I = tensors["w2_qdata"].shape
         pairs = tokens * topk
         rows = max_rows(pairs, E, 1)
-        self.variant = variant or GemmVariant(tile_rows=tile_rows_for(pairs / E))
+        self.variant = variant or GemmVariant(tile_rows=likely_tile_rows(pairs / E, TILE_ROWS))
         self.grouping = Grouping(experts=E, tile_rows=self.variant.tile_rows)
         self.routing = arena.sorted_routing(pairs, self.grouping)
         self.x = arena.empty(rows, H, dtype=torch.float8_e4m3fn)

@@ -21,7 +21,7 @@ from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on, part_tokens
 from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
-from moequant.kernels.routing import ONE_LAUNCH_PAIRS, Grouping, chunk_of, max_rows, sort_routing
+from moequant.kernels.routing import Grouping, likely_tile_rows, max_rows, sort_kernel, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ def kernels_for(experts: Experts, tokens: int, topk: int) -> Hashable:
     """
     tokens = part_tokens(tokens, topk)
     pairs = tokens * topk
-    sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs)
-    tile_rows = likely_rows(pairs / max(experts.experts, 1))
-    return tile_rows, sort, pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+    tile_rows = likely_tile_rows(pairs / max(experts.experts, 1), TILE_ROWS)
+    return tile_rows, sort_kernel(pairs), pairs % 16 == 0, pairs == 1, tokens <= 64, topk
 
 
 class PortablePlan:
@@ -73,7 +72,7 @@ class PortablePlan:
         E, H = experts.experts, experts.hidden
         pairs = tokens * topk
         rows = max_rows(pairs, E, 1)
-        tile_rows = tile_rows or likely_rows(pairs / max(E, 1))
+        tile_rows = tile_rows or likely_tile_rows(pairs / max(E, 1), TILE_ROWS)
         self.grouping = Grouping(experts=E, tile_rows=tile_rows)
         self.routing = arena.sorted_routing(pairs, self.grouping)
         self.work = Work(
@@ -208,9 +207,3 @@ def batched_experts(
 def between_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of what is not quantized between and behind the GEMMs, for hidden states of `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.float32) else torch.bfloat16
-
-
-def likely_rows(mean: float) -> int:
-    """The tile that nearly all experts fit in, for `mean` rows an expert: mean + 2 sigma."""
-    likely = mean + 2 * mean**0.5
-    return next((rows for rows in TILE_ROWS if likely <= rows), TILE_ROWS[-1])

@@ -29,11 +29,10 @@ from moequant.kernels.launch import Relaunch, stream_of
 from moequant.kernels.portable.portable_grouped_gemm import Rows
 from moequant.kernels.portable.quantize import quantize_rows as quantize_static
 from moequant.kernels.routing import (
-    ONE_LAUNCH_PAIRS,
     Grouping,
     SortedRouting,
-    chunk_of,
     max_rows,
+    sort_kernel,
     sort_routing,
 )
 from moequant.kernels.sm90.grouped_gemm import ROUTED_PAIRS, GroupedGemm
@@ -214,7 +213,7 @@ class Sm90Weights(ABC):
             tiling,
             topk,
             routed(tiling, pairs),
-            (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs),
+            sort_kernel(pairs),
             pairs <= BESIDE_PAIRS,
             tokens == 1,
             tokens <= 64,
