@@ -11,7 +11,7 @@ from moequant.formats import get_format
 from moequant.kernels.cutlass.sm100_fp4_variant import VARIANTS
 from moequant.layouts.swizzle_128x4 import swizzle, unswizzle
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_capable
+from moequant.runtime.backends.capability import why_not_capable, why_not_multiples
 from moequant.runtime.backends.cutlass_fp8 import why_no_cute_dsl
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.planned import PlannedExperts
@@ -70,12 +70,11 @@ class CutlassFp4Experts(PlannedExperts):
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`."""
         from moequant.kernels.calls import part_tokens
-        from moequant.kernels.routing import ONE_LAUNCH_PAIRS, chunk_of
+        from moequant.kernels.routing import sort_kernel
 
         tokens = part_tokens(tokens, topk)
         pairs = tokens * topk
-        sort = (pairs - 1).bit_length() if pairs <= ONE_LAUNCH_PAIRS else chunk_of(pairs)
-        return sort, pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+        return sort_kernel(pairs), pairs % 16 == 0, pairs == 1, tokens <= 64, topk
 
     def plan(self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype) -> Fp4Plan:
         """See `PlannedExperts.plan`."""
@@ -107,9 +106,10 @@ class CutlassFp4(Backend):
         wanted = [variant.name, f"{variant.name}_static"][: 1 + variant.e4m3_scales]
         if workload.activations not in wanted:
             return f"takes only activations in {' or '.join(wanted)}"
-        for name, size in (("H", workload.hidden), ("I", workload.intermediate)):
-            if size % _COLUMNS_MULTIPLE:
-                return f"needs {name} to be a multiple of {_COLUMNS_MULTIPLE}"
+        multiple = _COLUMNS_MULTIPLE
+        reason = why_not_multiples(workload, hidden=multiple, intermediate=multiple)
+        if reason is not None:
+            return reason
         if workload.experts == 0:
             return "needs at least one expert"
         if workload.device.type != "cuda":
