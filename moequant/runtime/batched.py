@@ -20,7 +20,7 @@ from moequant.runtime.activations import (
     quantize_activations,
     scale_columns,
 )
-from moequant.runtime.inputs import HIDDEN_DTYPES
+from moequant.runtime.inputs import HIDDEN_DTYPES, check_tensor
 from moequant.runtime.routing import NOWHERE, permute
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
         tensor: Tensor | None = getattr(tokens, name)
         if tensor is None:
             raise UnsupportedError(f"{name} is None, but {tokens.scheme} needs {shape}")
+        check_tensor(name, tensor)
         if list(tensor.shape) != shape or tensor.dtype not in dtypes:
             raise UnsupportedError(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, but these experts need "

@@ -9,12 +9,11 @@ from moequant.errors import UnsupportedError
 from moequant.formats import check_parts
 from moequant.runtime.backends import REGISTRY, PackedExperts, Workload
 from moequant.runtime.call import run_experts
-from moequant.runtime.inputs import check_expert_map
+from moequant.runtime.inputs import check_expert_map, check_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from torch import Tensor
 
 
@@ -111,6 +110,7 @@ def deep_gemm_moe_fp8(
             weights on several devices; or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
+    check_weights({"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale})
     workload = _workload(w13, w2, act_fn)
     backend = REGISTRY["deepgemm"]
     reason = backend.supports(workload)
@@ -119,7 +119,6 @@ def deep_gemm_moe_fp8(
             f"deep_gemm_moe_fp8 {reason}; fused_experts picks a backend that runs here"
         )
     E, H = workload.experts, workload.hidden
-    check_devices(w13.device, {"w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale})
     check_parts({"qdata": w13, "scale": w13_scale}, "fp8_block", (E, w13.shape[1], H), "w13")
     check_parts({"qdata": w2, "scale": w2_scale}, "fp8_block", (E, H, workload.intermediate), "w2")
     tensors = {
@@ -139,25 +138,45 @@ def deep_gemm_moe_fp8(
     )
 
 
-def check_devices(device: torch.device, tensors: Mapping[str, Tensor | None]) -> None:
-    """Check that weights are where they shall run, because kernels only get their addresses.
+def check_weights(
+    needed: Mapping[str, Tensor], optional: Mapping[str, Tensor | None] | None = None
+) -> None:
+    """Check that weights are tensors on one device, because kernels only get their addresses.
 
     Args:
-        device: of the first weight.
-        tensors: the other weights, scales and biases by argument.
+        needed: weights, scales and biases by argument, on the device of the first.
+        optional: those that may be None.
 
     Raises:
-        UnsupportedError: one is on another device; the message names it.
+        UnsupportedError: one is no tensor or on another device; the message names it.
     """
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
+    given = {n: t for n, t in (optional or {}).items() if t is not None}
+    device = None
+    for name, tensor in {**needed, **given}.items():
+        check_tensor(name, tensor)
+        device = device or tensor.device
+        if tensor.device != device:
             raise UnsupportedError(
                 f"{name} is on {tensor.device}, but the first weight is on {device}; move it there"
             )
 
 
-def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
+def check_act_fn(act_fn: ActFn) -> None:
+    """Check that the runtime computes an activation function.
+
+    Raises:
+        UnsupportedError: it does not, or `act_fn` is no ActFn, such as a name.
+    """
+    if not isinstance(act_fn, ActFn):
+        raise UnsupportedError(
+            f"the activation function is {act_fn!r}, but must be a moequant.act_fn.ActFn; use one "
+            "of that module, such as SILU"
+        )
     act_fn.check()
+
+
+def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
+    check_act_fn(act_fn)
     halves = 2 if act_fn.gated else 1
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] != -(-w2.shape[2] // 128) * 128 * halves:
         raise UnsupportedError(

@@ -56,7 +56,7 @@ def check_inputs(
             multiply the input, and more than one of them a token.
     """
     hidden, device = workload.hidden, workload.device
-    _check_tensor("hidden_states", hidden_states)
+    check_tensor("hidden_states", hidden_states)
     _check_quantized(hidden_states, hidden_scale, workload.activations)
     dtypes = HIDDEN_DTYPES if hidden_scale is None else QUANTIZED_DTYPES
     _check("hidden_states", hidden_states, dtypes, 2, device)
@@ -194,7 +194,7 @@ def _check(
     dimensions: int,
     device: torch.device,
 ) -> None:
-    _check_tensor(name, tensor)
+    check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         expected = ", ".join(str(dtype) for dtype in dtypes)
         raise UnsupportedError(f"{name} is {tensor.dtype}, but must be one of: {expected}")
@@ -204,7 +204,12 @@ def _check(
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
 
 
-def _check_tensor(name: str, value: object) -> None:
+def check_tensor(name: str, value: object) -> None:
+    """Check that an argument is a dense tensor.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError(f"{name} is {type(value).__name__}, but must be a tensor")
     if value.layout is not torch.strided:

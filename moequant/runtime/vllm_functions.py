@@ -20,7 +20,8 @@ from moequant.formats.w4a8 import GROUP
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.batched import BatchedTokens
-from moequant.runtime.functional import check_devices, fused_experts
+from moequant.runtime.functional import check_act_fn, check_weights, fused_experts
+from moequant.runtime.inputs import HIDDEN_DTYPES, check_expert_map, check_tensor
 from moequant.runtime.select import select
 from moequant.runtime.weights import ExpertWeights
 
@@ -92,23 +93,19 @@ def run_cutlass_moe_fp8(
         `output`.
 
     Raises:
-        UnsupportedError: scales that do not go together, weights on several devices, no backend
-            that runs this, or as `FusedExperts.forward`.
+        UnsupportedError: scales that do not go together, weights on several devices, an
+            argument that is no tensor, no backend that runs this, or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
     scheme = _scheme(a1q_scale, a2_scale, per_act_token=per_act_token, per_out_ch=per_out_ch)
     format = "fp8_channel" if per_out_ch else "fp8_tensor"
-    workload = _workload(format, scheme, w1, w2, activation)
-    check_devices(
-        w1.device,
-        {
-            "w2": w2,
-            "w1_scale": w1_scale,
-            "w2_scale": w2_scale,
-            "a1q_scale": a1q_scale,
-            "a2_scale": a2_scale,
-        },
+    check_tensor("hidden_states", hidden_states)
+    check_tensor("output", output)
+    check_weights(
+        {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
+        {"a1q_scale": a1q_scale, "a2_scale": a2_scale},
     )
+    workload = _workload(format, scheme, w1, w2, activation)
     tensors = _fp8_tensors(workload, w1, w2, w1_scale, w2_scale)
     if scheme == "fp8_static":
         assert a1q_scale is not None
@@ -120,6 +117,11 @@ def run_cutlass_moe_fp8(
         rows = hidden_states.shape[:-1]
         a1q_scale = tensors["w13_input_scale"].expand(*rows, 1).contiguous()
     if use_batched_format:
+        if expert_map is not None:
+            raise UnsupportedError(
+                "expert_map is given, but batches are of the experts here; leave it out"
+            )
+        _check_global(global_num_experts, None, workload)
         return _run_batches(
             output,
             hidden_states,
@@ -134,7 +136,7 @@ def run_cutlass_moe_fp8(
             "without use_batched_format, topk_ids and topk_weights are needed, and no "
             "expert_num_tokens"
         )
-    _check_global(global_num_experts, expert_map, workload.experts)
+    _check_global(global_num_experts, expert_map, workload)
     return fused_experts(
         hidden_states,
         select(workload, backend, layout=STACKED).load(tensors, workload),
@@ -200,7 +202,7 @@ def cutlass_moe_w4a8_fp8(
     """
     if group_size != GROUP:
         raise UnsupportedError(f"group_size is {group_size}, but must be {GROUP}")
-    check_devices(w1_q.device, {"w2_q": w2_q, "w1_scale": w1_scale, "w2_scale": w2_scale})
+    check_weights({"w1_q": w1_q, "w2_q": w2_q}, {"w1_scale": w1_scale, "w2_scale": w2_scale})
     if w1_q.dim() == 4:
         if w1_scale is not None or w2_scale is not None:
             raise UnsupportedError("panels hold their scales; leave w1_scale and w2_scale out")
@@ -220,7 +222,7 @@ def cutlass_moe_w4a8_fp8(
             "w2_scale": w2_scale.contiguous(),
         }
         chosen = select(workload, backend, layout=STACKED)
-    _check_global(global_num_experts, expert_map, workload.experts)
+    _check_global(global_num_experts, expert_map, workload)
     return fused_experts(
         a,
         chosen.load(tensors, workload),
@@ -258,7 +260,7 @@ def _workload(
     format: str, scheme: str, w1: Tensor, w2: Tensor, act_fn: ActFn, *, packed: int = 1
 ) -> Workload:
     """What is asked for, from weights with `packed` columns a byte."""
-    act_fn.check()
+    check_act_fn(act_fn)
     halves = 2 if act_fn.gated else 1
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != halves * w2.shape[2] * packed:
         raise UnsupportedError(
@@ -327,9 +329,14 @@ def _run_batches(
             f"backend {name!r} does not run batches; name a batched one, such as "
             f"{', '.join(_BATCHED.values())}"
         )
-    if output.shape != hidden_states.shape:
+    if output.shape != hidden_states.shape or output.dtype not in HIDDEN_DTYPES:
         raise UnsupportedError(
-            f"output is {list(output.shape)}, but must be {list(hidden_states.shape)}"
+            f"output is {output.dtype} {list(output.shape)}, but must be "
+            f"{' or '.join(map(str, HIDDEN_DTYPES))} {list(hidden_states.shape)}"
+        )
+    if output.device != workload.device:
+        raise UnsupportedError(
+            f"output is on {output.device}, but the experts are on {workload.device}; move it there"
         )
     tokens = BatchedTokens(
         scheme=workload.activations, qdata=hidden_states, scale=scale, counts=counts
@@ -339,7 +346,7 @@ def _run_batches(
 
 def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, Tensor]]:
     """Weights in panels, whose sizes follow from their blocks of 128 columns."""
-    act_fn.check()
+    check_act_fn(act_fn)
     if w2.dim() != 4:
         raise UnsupportedError(
             f"w1_q is {list(w1.shape)}, which are panels, but w2_q is {list(w2.shape)}; give both "
@@ -390,10 +397,13 @@ def _shape_of(workload: Workload) -> ExpertWeights:
     )
 
 
-def _check_global(global_num_experts: int, expert_map: Tensor | None, experts: int) -> None:
-    known = experts if expert_map is None else expert_map.shape[0]
+def _check_global(global_num_experts: int, expert_map: Tensor | None, workload: Workload) -> None:
+    known = workload.experts
+    if expert_map is not None:
+        check_expert_map(expert_map, experts=known, device=workload.device, values=False)
+        known = expert_map.shape[0]
     if global_num_experts not in (-1, known):
-        there = f"{known} experts" if expert_map is None else f"an expert_map of {known}"
+        there = f"are {known} experts" if expert_map is None else f"is an expert_map of {known}"
         raise UnsupportedError(
-            f"global_num_experts is {global_num_experts}, but there is {there}; give {known} or -1"
+            f"global_num_experts is {global_num_experts}, but there {there}; give {known} or -1"
         )

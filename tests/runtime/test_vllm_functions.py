@@ -208,7 +208,7 @@ def test_batches_are_run_and_not_weighted(format, static):
             UnsupportedError,
             "only with weights of one scale per matrix",
         ),
-        ({"global_num_experts": 8}, UnsupportedError, "is 8, but there is 6 experts; give 6 or"),
+        ({"global_num_experts": 8}, UnsupportedError, "is 8, but there are 6 experts; give 6 or"),
         ({"w1_scale": torch.ones(E, I)}, CheckpointError, "w1.scale is"),
         (
             {"w2_scale": torch.ones(E, H, device="meta")},
@@ -338,6 +338,49 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
         cutlass_moe_w4a8_fp8(
             hidden, wide, w2.qdata, router, ids, w1_scale=w1.scale, w2_scale=w2.scale
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"w1_scale": None}, "w1_scale is NoneType, but must be a tensor"),
+        ({"w2_scale": 0.5}, "w2_scale is float, but must be a tensor"),
+        ({"a1q_scale": 1}, "a1q_scale is int, but must be a tensor"),
+        ({"output": None}, "output is NoneType, but must be a tensor"),
+        ({"expert_map": [0] * E}, "expert_map is list, but must be a tensor"),
+        ({"expert_map": torch.tensor(1)}, r"expert_map is \[\], but must be \[global experts\]"),
+        ({"act_fn": "silu"}, "the activation function is 'silu', but must be .*ActFn"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type_are_named(options, reason):
+    w1, w2, _ = layer("fp8_channel")
+    with pytest.raises(UnsupportedError, match=reason):
+        run_fp8(w1, w2, *call(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"output": torch.empty(E, 4, H, dtype=torch.int32)}, r"output is torch\.int32 \[6, 4"),
+        ({"output": torch.empty(E, 4, H, device="meta")}, "output is on meta, but the experts are"),
+        ({"expert_map": torch.zeros(E, dtype=torch.int32)}, "expert_map is given, but batches"),
+        ({"global_num_experts": 99}, "is 99, but there are 6 experts; give 6 or -1"),
+        ({"expert_num_tokens": [4] * E}, "counts is list, but must be a tensor"),
+    ],
+    ids=str,
+)
+def test_batches_refuse_what_they_would_ignore_or_round_to_integers(options, reason):
+    w1, w2, _ = layer("fp8_channel")
+    given = {
+        "output": torch.empty(E, 4, H, dtype=torch.bfloat16),
+        "a1q_scale": torch.ones(E, 4, 1),
+        "use_batched_format": True,
+        "expert_num_tokens": torch.full((E,), 4, dtype=torch.int32),
+    } | options
+    hidden = torch.zeros(E, 4, H).to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match=reason):
+        run_fp8(w1, w2, hidden, None, None, **given)
 
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
