@@ -41,7 +41,11 @@ def command(device: str, backend: str | None, as_json: bool, quiet: bool) -> Non
 
 def _explain(document: Mapping[str, Any]) -> str:
     if not document["rows"]:
-        return f"no backend runs on {document['device']}, so that nothing was checked"
+        names = ", ".join(document["not_run"])
+        return (
+            f"nothing was checked, because {names} cannot run on {document['device']}; name "
+            "another --backend or --device"
+        )
     failures = [
         f"{row['backend']}, {row['format']} x {row['activations']}: {failure}"
         for row in document["rows"]

@@ -102,7 +102,7 @@ def selftest(
         attributes of a row, and `not_run`: reasons of backends that run nothing there, by name.
 
     Raises:
-        UnsupportedError: no such device or backend here.
+        UnsupportedError: no such device or backend here, or the reference itself.
     """
     place = usable_device(device)
     chosen = _backends(backend, place)
@@ -140,6 +140,11 @@ def _backends(name: str | None, place: torch.device) -> list[Backend]:
     known = backends()
     if name is not None and name not in known:
         raise UnsupportedError(f"there is no backend {name!r}; use one of: {', '.join(known)}")
+    if name == REFERENCE and place.type == "cpu":
+        raise UnsupportedError(
+            f"{REFERENCE} on a CPU is what the others are compared with; name another backend, or "
+            "another device"
+        )
     chosen = [known[name]] if name is not None else list(known.values())
     # On the CPU it would be compared with itself.
     return [one for one in chosen if one.name != REFERENCE or place.type != "cpu"]

@@ -57,4 +57,10 @@ def test_where_nothing_runs_it_fails_and_says_so(run):
     result = run("selftest", "--device", "cpu", "--backend", "triton")
     assert result.exit_code == 5
     assert "not run: triton: needs a CUDA device" in result.stdout
-    assert "no backend runs on cpu, so that nothing was checked" in result.stderr
+    assert "nothing was checked, because triton cannot run on cpu; name another" in result.stderr
+
+
+def test_the_reference_is_not_compared_with_itself(run):
+    result = run("selftest", "--device", "cpu", "--backend", "torch_reference")
+    assert result.exit_code == 4
+    assert "torch_reference on a CPU is what the others are compared with" in result.stderr
