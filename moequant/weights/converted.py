@@ -143,7 +143,7 @@ class ConvertedCheckpoint:
             `gate_up_input_scale` and `down_input_scale`, float32 [experts].
 
         Raises:
-            CheckpointError: a scale is missing, or is not one number.
+            CheckpointError: a scale is missing, or is not one floating-point number.
         """
         scales = {
             projection: torch.stack([self._input_scale(layer, e, projection) for e in experts])
@@ -163,10 +163,10 @@ class ConvertedCheckpoint:
                 'scale; calibrate the checkpoint again, or load it with activations = "none"'
             )
         stored = self.checkpoint.read(name)
-        if stored.numel() != 1:
+        if stored.numel() != 1 or not stored.is_floating_point():
             raise CheckpointError(
-                f"{name}: shape {list(stored.shape)}, but a global scale is one number; fetch the "
-                "checkpoint again"
+                f"{name}: {stored.dtype} of shape {list(stored.shape)}, but a global scale is one "
+                "floating-point number; fetch the checkpoint again"
             )
         return self.dialect.input_multiplier(stored.float().reshape(()))
 
