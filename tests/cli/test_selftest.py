@@ -64,3 +64,13 @@ def test_the_reference_is_not_compared_with_itself(run):
     result = run("selftest", "--device", "cpu", "--backend", "torch_reference")
     assert result.exit_code == 4
     assert "torch_reference on a CPU is what the others are compared with" in result.stderr
+
+
+def test_an_error_of_any_type_in_a_backend_is_its_failure(run, monkeypatch):
+    def load(*_):
+        raise KeyError("w13")
+
+    monkeypatch.setattr(NaiveBatched, "load", load)
+    result = run(*ARGUMENTS)
+    assert result.exit_code == 5
+    assert "naive_batched, bf16 x none: multiples of 256: KeyError: 'w13'\n" in result.stderr
