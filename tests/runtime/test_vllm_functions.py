@@ -362,8 +362,8 @@ def test_arguments_of_another_type_are_named(options, reason):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"output": torch.empty(E, 4, H, dtype=torch.int32)}, r"output is torch\.int32 \[6, 4"),
-        ({"output": torch.empty(E, 4, H, device="meta")}, "output is on meta, but the experts are"),
+        ({"output": torch.zeros(E, 4, H, dtype=torch.int32)}, r"output is torch\.int32 \[6, 4"),
+        ({"output": torch.zeros(E, 4, H, device="meta")}, "output is on meta, but the experts are"),
         ({"expert_map": torch.zeros(E, dtype=torch.int32)}, "expert_map is given, but batches"),
         ({"global_num_experts": 99}, "is 99, but there are 6 experts; give 6 or -1"),
         ({"expert_num_tokens": [4] * E}, "counts is list, but must be a tensor"),
@@ -373,7 +373,7 @@ def test_arguments_of_another_type_are_named(options, reason):
 def test_batches_refuse_what_they_would_ignore_or_round_to_integers(options, reason):
     w1, w2, _ = layer("fp8_channel")
     given = {
-        "output": torch.empty(E, 4, H, dtype=torch.bfloat16),
+        "output": torch.zeros(E, 4, H, dtype=torch.bfloat16),
         "a1q_scale": torch.ones(E, 4, 1),
         "use_batched_format": True,
         "expert_num_tokens": torch.full((E,), 4, dtype=torch.int32),
