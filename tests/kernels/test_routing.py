@@ -10,6 +10,7 @@ from moequant.kernels.routing import (
     ONE_LAUNCH_PAIRS,
     Grouping,
     SortedRouting,
+    likely_tile_rows,
     max_rows,
     max_tiles,
     sort_routing,
@@ -130,3 +131,8 @@ def test_ids_out_of_range_are_no_expert_s(mapped):
 
 def test_a_map_of_nothing_knows_no_id():
     check(torch.tensor([[0, 1], [2, -1]]), 4, 1, 16, torch.empty(0, dtype=torch.int64))
+
+
+def test_tiles_grow_with_the_rows_of_an_expert():
+    means = {0.1: 8, 2: 8, 4: 8, 10: 32, 20: 32, 60: 128, 1000: 128}
+    assert {mean: likely_tile_rows(mean, (8, 16, 32, 64, 128)) for mean in means} == means

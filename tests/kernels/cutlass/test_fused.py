@@ -137,14 +137,3 @@ def test_nothing_is_read_before_it_is_written(tile_rows):
     out = torch.full((M, H), torch.nan)
     fused.CutlassPlan(tensors, SILU, M, T, arena, variant=variant)(*call, out)
     check(out, weights, call)
-
-
-def test_the_tile_grows_with_the_rows_of_an_expert():
-    assert [fused.tile_rows_for(mean) for mean in (0.1, 2, 10, 20, 60, 1000)] == [
-        8,
-        8,
-        32,
-        32,
-        128,
-        128,
-    ]
