@@ -1,37 +1,26 @@
-"""Compile the grouped GEMM of sm90_fp8_channel_grouped_gemm.py once, and launch it.
-
-CuTe DSL only makes the cubin. It is kept like those of NVRTC and launched by `Launch`, so a process
-that finds it on disk imports nothing of CUTLASS, and a launch costs what the others cost.
-"""
+"""Compile the grouped GEMM of sm90_fp8_channel_grouped_gemm.py once, and launch it."""
 
 from __future__ import annotations
 
 import ctypes
-import re
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.cuda_driver import Kernel, Launch, cached_cubin, tensor_map
+from moequant.kernels.cuda_driver import Kernel, Launch, tensor_map
+from moequant.kernels.cutlass.compiled import compile_once, load
 from moequant.kernels.cutlass.variant import COLUMNS, THREADS, WEIGHT_ROWS, GemmVariant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-COMPILER = "nvidia-cutlass-dsl-libs-base"
-"""The distribution whose version is that of CuTe DSL, by whatever name it was installed."""
-
-_SOURCE = "sm90_fp8_channel_grouped_gemm.py"
+_SOURCES = ("sm90_fp8_channel_grouped_gemm.py", "variant.py")
 
 
 def cubin_of(variant: GemmVariant) -> bytes:
     """The compiled kernel, from the disk cache if it is there."""
-    sources = (Path(__file__).parent / name for name in (_SOURCE, "variant.py"))
-    key = "\0".join([*(s.read_text("utf-8") for s in sources), repr(variant), version(COMPILER)])
-    return cached_cubin(key, lambda: _compile(variant))
+    return compile_once(variant, _SOURCES, lambda: _compile(variant))
 
 
 def _compile(variant: GemmVariant) -> bytes:
@@ -39,16 +28,6 @@ def _compile(variant: GemmVariant) -> bytes:
 
     cubin, _ = compile_variant(variant)
     return cubin
-
-
-def entry_of(cubin: bytes) -> str:
-    """The name of the one kernel in `cubin`, whose code is the section .text.NAME.
-
-    Raises:
-        AssertionError: there is not exactly one.
-    """
-    (name,) = set(re.findall(rb"\0\.text\.(\w+)\0", cubin))
-    return str(name, "ascii")
 
 
 class CutlassGroupedGemm:
@@ -115,10 +94,7 @@ PARAMETER_BYTES = (128, 8, 128, 8, 8, 8, 8, 8, 8, 8, 4, 4)
 
 @cache
 def _kernel(variant: GemmVariant, device: int) -> Kernel:
-    cubin = cubin_of(variant)
-    return Kernel.load(
-        cubin, entry_of(cubin), threads=THREADS, shared_bytes=variant.shared_bytes, cluster=1
-    )
+    return load(cubin_of(variant), threads=THREADS, shared_bytes=variant.shared_bytes)
 
 
 def _shape(rows: int, columns: int) -> ctypes.Array[ctypes.c_int]:

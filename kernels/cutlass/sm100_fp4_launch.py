@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.cuda_driver import Kernel, Launch, cached_cubin, tensor_map
-from moequant.kernels.cutlass.grouped_gemm import COMPILER, entry_of
+from moequant.kernels.cuda_driver import Kernel, Launch, tensor_map
+from moequant.kernels.cutlass.compiled import compile_once, load
 from moequant.kernels.cutlass.sm100_fp4_variant import (
     SCALE_TILE_BYTES,
     STEP,
@@ -60,9 +58,7 @@ def scale_words(scale: Tensor) -> Tensor:
 
 def cubin_of(variant: Fp4Variant) -> bytes:
     """The compiled kernel, from the disk cache if it is there."""
-    sources = (Path(__file__).parent / name for name in _SOURCES)
-    key = "\0".join([*(s.read_text("utf-8") for s in sources), repr(variant), version(COMPILER)])
-    return cached_cubin(key, lambda: _compile(variant))
+    return compile_once(variant, _SOURCES, lambda: _compile(variant))
 
 
 def _compile(variant: Fp4Variant) -> bytes:
@@ -155,10 +151,7 @@ PARAMETER_BYTES = (128, 8) * 4 + (8,) * 5 + (4,) * 3
 
 @cache
 def _kernel(variant: Fp4Variant, device: int) -> Kernel:
-    cubin = cubin_of(variant)
-    return Kernel.load(
-        cubin, entry_of(cubin), threads=THREADS, shared_bytes=variant.shared_bytes, cluster=1
-    )
+    return load(cubin_of(variant), threads=THREADS, shared_bytes=variant.shared_bytes)
 
 
 def _multiprocessors(device: int) -> int:

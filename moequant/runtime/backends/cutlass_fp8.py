@@ -101,7 +101,7 @@ def why_no_cute_dsl() -> str | None:
 
     It is not imported: that takes a second, and cubins on disk need none of it.
     """
-    from moequant.kernels.cutlass.grouped_gemm import COMPILER
+    from moequant.kernels.cutlass.compiled import COMPILER
 
     try:
         version(COMPILER)

@@ -13,7 +13,8 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the extra moequ
 
 import triton
 
-from moequant.kernels.cutlass.grouped_gemm import PARAMETER_BYTES, cubin_of, entry_of
+from moequant.kernels.cutlass.compiled import entry_of
+from moequant.kernels.cutlass.grouped_gemm import PARAMETER_BYTES, cubin_of
 from moequant.kernels.cutlass.variant import COLUMNS, TILE_ROWS, VARIANTS, WEIGHT_ROWS, GemmVariant
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -87,9 +88,9 @@ def test_a_second_process_finds_it_on_disk(cubin, monkeypatch):
 
 def test_another_version_of_the_compiler_compiles_again(cubin, monkeypatch):
     cubin(GemmVariant(tile_rows=8))
-    package = "moequant.kernels.cutlass.grouped_gemm"
-    monkeypatch.setattr(f"{package}.version", lambda name: "0.0.0")
-    monkeypatch.setattr(f"{package}._compile", lambda variant: b"new")
+    package = "moequant.kernels.cutlass"
+    monkeypatch.setattr(f"{package}.compiled.version", lambda name: "0.0.0")
+    monkeypatch.setattr(f"{package}.grouped_gemm._compile", lambda variant: b"new")
     assert cubin_of(GemmVariant(tile_rows=8)) == b"new"
 
 

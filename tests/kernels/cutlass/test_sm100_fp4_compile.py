@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the extra moequ
 
 import triton
 
-from moequant.kernels.cutlass.grouped_gemm import entry_of
+from moequant.kernels.cutlass.compiled import entry_of
 from moequant.kernels.cutlass.sm100_fp4_grouped_gemm import compile_variant
 from moequant.kernels.cutlass.sm100_fp4_launch import PARAMETER_BYTES
 from moequant.kernels.cutlass.sm100_fp4_variant import MMA_K, MXFP4, NVFP4, STEP, VARIANTS
