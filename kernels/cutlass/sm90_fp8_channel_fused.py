@@ -28,9 +28,8 @@ from moequant.kernels.routing import (
     likely_tile_rows,
     max_rows,
     sort_kernel,
-    sort_routing,
 )
-from moequant.kernels.sm90.quantize_permute import FEW_PAIRS, copy_rows, prepare
+from moequant.kernels.sm90.quantize_permute import FEW_PAIRS, prepare_or_copy
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -97,11 +96,16 @@ class CutlassPlan:
     ) -> None:
         """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
         routing, x, scale = self.routing, self.x, self.x_scale
-        if hidden_scale is None:
-            prepare(hidden, topk_ids, routing, x, scale, self.grouping, expert_map=expert_map)
-        else:
-            sort_routing(topk_ids, routing, self.grouping, expert_map=expert_map)
-            copy_rows(hidden, hidden_scale, routing.row_of_pair, x, scale)
+        prepare_or_copy(
+            hidden,
+            hidden_scale,
+            topk_ids,
+            routing,
+            x,
+            scale,
+            self.grouping,
+            expert_map=expert_map,
+        )
         self._gemm("w13", x, scale, self.gate_up)
         act_quantize(
             self.gate_up,

@@ -23,8 +23,8 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.kernels.calls import on
 from moequant.kernels.deepgemm.act_requantize import act_requantize
-from moequant.kernels.routing import Grouping, max_rows, sort_routing
-from moequant.kernels.sm90.quantize_permute import copy_rows, prepare
+from moequant.kernels.routing import Grouping, max_rows
+from moequant.kernels.sm90.quantize_permute import prepare_or_copy
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -87,11 +87,16 @@ class DeepGemmPlan:
     ) -> None:
         """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
         routing, x, scale = self.routing, self.x, self.x_scale
-        if hidden_scale is None:
-            prepare(hidden, topk_ids, routing, x, scale, self.grouping, expert_map=expert_map)
-        else:
-            sort_routing(topk_ids, routing, self.grouping, expert_map=expert_map)
-            copy_rows(hidden, hidden_scale, routing.row_of_pair, x, scale)
+        prepare_or_copy(
+            hidden,
+            hidden_scale,
+            topk_ids,
+            routing,
+            x,
+            scale,
+            self.grouping,
+            expert_map=expert_map,
+        )
         self._gemm(x, scale, "w13", self.gate_up)
         act_requantize(
             self.gate_up,
