@@ -13,7 +13,8 @@ struct Work {
 
 // The kernel of a family of grouped GEMMs. A persistent CTA works through units, the next free one each time, as units
 // differ in cost: a tile of rows times 256 weight rows. One thread fills the ring of stages, the other warps beside it
-// gather tokens or bring scales, and two warpgroups multiply. A family has
+// gather tokens or bring scales, and two warpgroups multiply. A CTA ends when all that others of its cluster write to it
+// has arrived: what arrives at a CTA that has ended is a fault. A family has
 //   load_weights(unit, k, stage, rank, bar)  starts the loads of a stage's weights; `bar` expects these and x
 //   load_x(unit, x_map, k, stage, bar)       of its tokens, where they are not gathered
 //   bring_scales(unit, k_begin, k_end, ..)   one warp's, if SCALE_WARPS is 1
@@ -91,6 +92,13 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
         u = PAIR > 1 && rank > 0 ? choice.receive() : next;
       }
       queue.push({0, 0, -1, 0});
+      if (PAIR > 1) {
+        for (int i = 0; i < STAGES; ++i) {
+          barrier_wait(empty(s), parity);
+          if (++s == STAGES) s = 0, parity ^= 1;
+        }
+        if (rank == 0) choice.await_taken();
+      }
     } else if (warp == 9) {
       asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
       if constexpr (SCALE_WARPS > 0) {
@@ -144,7 +152,6 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
       switch (class_of(unit.rows)) { EACH_CLASS(RUN) }
     }
     family.end(lane);
+    worker.await_sums_taken();
   }
-  // No CTA of a cluster may end while another still writes to it.
-  if (CLUSTER > 1) cluster_sync();
 }

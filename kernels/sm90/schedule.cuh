@@ -105,6 +105,10 @@ struct Choice {
     store_in(there, unit, there + 16);
     ++turn;
   }
+  // Wait until all that was sent is taken.
+  __device__ __forceinline__ void await_taken() {
+    for (int i = 0; i < 2; ++i, ++turn) barrier_wait(slot() + 32, (turn >> 1 & 1) ^ 1);
+  }
   __device__ __forceinline__ int receive() {
     barrier_wait(slot() + 16, turn >> 1 & 1);
     int unit;
@@ -131,6 +135,10 @@ struct Worker {
   int rank, k_begin, k_end;
   Ring ring;
   u32 split_parity = 0;
+  // Wait until the first CTA has read what this one gave of its last split sums.
+  __device__ __forceinline__ void await_sums_taken() const {
+    if (SPLIT > 1 && rank > 0) barrier_wait(base + OFF_SPLIT + 8, split_parity ^ 1);
+  }
 };
 
 // What threads copied is to be read by the tensor cores.

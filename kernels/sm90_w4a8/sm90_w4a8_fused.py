@@ -32,7 +32,7 @@ class W4a8Tilings(Tilings):
     version = 1
     rows = (8, 16, 32, 48, 64, 96, 128)
     pair_rows = (96, 128)
-    gather_rows = (48, 64)
+    gather_rows = (48, 64, 96, 128)
 
     def _split(self, rows: int, rounds: float) -> int:
         if rows > 16 or rounds > 0.5:
@@ -40,7 +40,7 @@ class W4a8Tilings(Tilings):
         return 2 if rounds > 0.25 else 4
 
     def _gathers(self, rows: int, pair: bool) -> bool:
-        return rows in self.gather_rows
+        return rows in (48, 64) or pair
 
 
 class Mxfp4Fp8Tilings(W4a8Tilings):

@@ -19,7 +19,7 @@
 #include "sm90/ptx.cuh"
 
 constexpr int SCALE_WARPS = 0, X_PARTS = 1;
-constexpr int MATH_REGISTERS = GATHER > 0 ? 224 : 232, OTHER_REGISTERS = GATHER > 0 ? 56 : 40;  // of a thread
+constexpr int MATH_REGISTERS = 232, OTHER_REGISTERS = 40;  // of a thread
 constexpr int PANELS = (N_OUT + (GATED ? 63 : 127)) / (GATED ? 64 : 128);  // of an expert, the last perhaps half full
 constexpr u32 CODE_BYTES = 8192;  // of a panel
 #if MXFP4

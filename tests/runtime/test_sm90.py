@@ -110,8 +110,11 @@ TILINGS = {
         {"rows": 64, "gather": True},
         {"rows": 96},
         {"rows": 96, "pair": True},
+        {"rows": 96, "gather": True},
         {"rows": 128},
         {"rows": 128, "pair": True},
+        {"rows": 128, "gather": True},
+        {"rows": 128, "pair": True, "gather": True},
     ],
     "nvfp4": [
         {"rows": 8},
@@ -121,7 +124,9 @@ TILINGS = {
         {"rows": 48},
         {"rows": 64},
         {"rows": 96},
+        {"rows": 96, "pair": True},
         {"rows": 128},
+        {"rows": 128, "pair": True},
     ],
 }
 TILINGS["mxfp4_fp8"], TILINGS["mxfp4"] = TILINGS["w4a8"], TILINGS["nvfp4"]
@@ -216,12 +221,8 @@ def test_fp8_of_sizes_that_are_no_whole_groups_of_rows_is_refused(format, change
         select(replace(workload(format), **change), "sm90_fp8_channel")
 
 
-def test_kernels_that_have_not_run_on_a_gpu_run_only_by_name():
-    assert REGISTRY["sm90_fp8_channel"].default_on == ()
-
-
 @gpu
-@pytest.mark.parametrize("format", [f for f in QUANTIZED if REGISTRY[name_of(f)].default_on])
+@every_format
 def test_it_is_the_default_where_it_runs(format):
     assert select(workload(format)).name == name_of(format)
 

@@ -32,12 +32,10 @@ class Sm90Fp8Channel(Backend):
     whatever the dtype of the hidden states; the sum over a token's experts is float32. Every
     activation function, with biases or without. Nothing is read on the host: an id that is out of
     range contributes nothing, like -1, and raises no error.
-
-    Runs only when named: its kernels compile, and their index formulas were checked on a CPU, but
-    they have not run on a GPU yet.
     """
 
     name = "sm90_fp8_channel"
+    default_on = ("cuda",)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs a format of its own, FP8 activations, sizes for TMA, SM90, triton and NVRTC."""

@@ -13,7 +13,7 @@ from moequant.runtime.backends.sm90 import Sm90Experts, weights_of_panels
 from moequant.runtime.backends.stacked import name_input_scales, stack_biases
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -76,18 +76,20 @@ class Sm90W4a16(Backend):
     bfloat16, whatever the dtype of the hidden states; sums are float32. Every activation function,
     with biases or without. Runs of one call are bitwise equal. Nothing is read on the host: an id
     that is out of range contributes nothing, like -1, and raises no error.
-
-    Runs only when named: with CTAs in pairs, which it no longer has, a call of 8192 tokens ended in
-    a launch failure, and what caused it is not known.
     """
 
     name = "sm90_w4a16"
+    default_on = ("cuda",)
     layout = W4a16Panels()
 
     def supports(self, workload: Workload) -> str | None:
         """Needs nvfp4 or mxfp4, activations that are not quantized, SM90, triton and NVRTC."""
         reason = why_not_kernels_for(workload, _FORMATS, activations="none")
         return reason or why_not_sm90_nvrtc(workload.device)
+
+    def serves(self, target: str) -> Collection[str]:
+        """See `Backend.serves`."""
+        return _FORMATS if target == "sm90" else ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

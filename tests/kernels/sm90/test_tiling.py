@@ -110,7 +110,7 @@ def test_a_broken_table_is_named(family, change):
         (W4A8, {"rows": 48, "split2": 2}),
         (W4A8, {"rows": 16, "split13": 3}),
         (W4A8, {"rows": 64, "pair": True}),
-        (W4A8, {"rows": 128, "gather": True}),
+        (W4A8, {"rows": 32, "gather": True}),
         (CHANNEL, {"rows": 32, "gather": True}),
         (CHANNEL, {"rows": 64, "pair": True}),
     ],
@@ -150,7 +150,7 @@ def test_few_units_are_split_and_so_are_those_of_part_of_a_second_round():
         (4096, (128, 2048, 768), Tiling(rows=48, gather=True)),
         (16384, (256, 7168, 2048), Tiling(rows=96)),
         (16384, (128, 2048, 768), Tiling(rows=128)),
-        (65536, (128, 2048, 768), Tiling(rows=128, pair=True)),
+        (65536, (128, 2048, 768), Tiling(rows=128, pair=True, gather=True)),
     ],
 )
 def test_the_formula_of_w4a8_chooses_what_was_fast(pairs, shape, want):
