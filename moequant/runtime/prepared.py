@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import CheckpointError, MoequantError
-from moequant.formats import QuantizedWeight, get_format
 from moequant.runtime.backends import backends
 from moequant.runtime.prepared_manifest import Manifest, add_originals, read_manifest
-from moequant.runtime.weights import ExpertWeights
+from moequant.runtime.weights import weights_without_data
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import PREPARED_FOLDER
@@ -25,7 +24,7 @@ from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -225,25 +224,8 @@ def expected(
     Raises:
         UnsupportedError: the layout does not hold weights of this format or these sizes.
     """
-    weights = {p: _meta(format, (1, *moe.shape(p))) for p in moe.projections}
-    biases = {
-        f"{p}_bias": torch.empty(q.shape[:2], device="meta") for p, q in weights.items() if biased
-    }
-    return layout.pack(ExpertWeights.of(weights, act_fn, **biases))
-
-
-def _meta(format: str, shape: Sequence[int]) -> QuantizedWeight:
-    parts = {
-        name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        for name, spec in get_format(format).specs(shape).items()
-    }
-    return QuantizedWeight(
-        format=format,
-        qdata=parts["qdata"],
-        scale=parts["scale"],
-        global_scale=parts.get("global_scale"),
-        shape=torch.Size(shape),
-    )
+    shapes = {p: (1, *moe.shape(p)) for p in moe.projections}
+    return layout.pack(weights_without_data(format, shapes, act_fn, biased=biased))
 
 
 def check_size(path: Path, entry: PreparedLayer) -> FixedFile:

@@ -15,7 +15,7 @@ import torch
 
 from moequant.act_fn import SILU, ActFn
 from moequant.errors import UnsupportedError
-from moequant.formats import QuantizedWeight, check_parts, get_format
+from moequant.formats import check_parts
 from moequant.formats.w4a8 import GROUP
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
@@ -23,7 +23,7 @@ from moequant.runtime.batched import BatchedTokens
 from moequant.runtime.functional import check_act_fn, check_weights, fused_experts
 from moequant.runtime.inputs import HIDDEN_DTYPES, check_expert_map, check_tensor
 from moequant.runtime.select import select
-from moequant.runtime.weights import ExpertWeights
+from moequant.runtime.weights import weights_without_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -363,7 +363,12 @@ def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, 
         act_fn=act_fn,
     )
     tensors = dict(zip(_PANELS, (w1, w2), strict=True))
-    for name, needed in REGISTRY["sm90_w4a8"].layout.pack(_shape_of(workload)).items():
+    E = workload.experts
+    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+    if not act_fn.gated:
+        del shapes["gate"]
+    like = weights_without_data(workload.format, shapes, act_fn)
+    for name, needed in REGISTRY["sm90_w4a8"].layout.pack(like).items():
         found = tensors[name]
         if found.shape != needed.shape or found.dtype != needed.dtype:
             raise UnsupportedError(
@@ -371,30 +376,6 @@ def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, 
                 f"{needed.dtype} {list(needed.shape)}; pack_experts makes panels"
             )
     return workload, {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _shape_of(workload: Workload) -> ExpertWeights:
-    """Weights of these sizes without data."""
-
-    def empty(N: int, K: int) -> QuantizedWeight:
-        shape = torch.Size((workload.experts, N, K))
-        specs = get_format(workload.format).specs(shape, "w")
-        parts = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in specs.items()}
-        return QuantizedWeight(
-            format=workload.format,
-            qdata=parts["qdata"],
-            scale=parts["scale"],
-            global_scale=None,
-            shape=shape,
-        )
-
-    H, I = workload.hidden, workload.intermediate
-    return ExpertWeights(
-        gate=empty(I, H) if workload.act_fn.gated else None,
-        up=empty(I, H),
-        down=empty(H, I),
-        act_fn=workload.act_fn,
-    )
 
 
 def _check_global(global_num_experts: int, expert_map: Tensor | None, workload: Workload) -> None:

@@ -12,7 +12,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import RUNNABLE, QuantizedWeight, check_parts, get_format
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -163,6 +163,43 @@ class ExpertWeights:
     def device(self) -> torch.device:
         """Where all parts are."""
         return self.up.qdata.device
+
+
+def weights_without_data(
+    format: str,
+    shapes: Mapping[str, Sequence[int]],
+    act_fn: ActFn,
+    *,
+    biased: bool = False,
+    static: bool = False,
+) -> ExpertWeights:
+    """Experts on the device "meta", of which a layout makes tensors that show dtypes and shapes.
+
+    Args:
+        format: of the projections.
+        shapes: [E, N, K] of each projection, "gate" only where `act_fn` is gated.
+        act_fn: the function between the GEMMs.
+        biased: whether every projection has a bias, float32.
+        static: whether there are static scales of activations, one for each expert.
+
+    Raises:
+        UnsupportedError: the format does not support a shape.
+    """
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weights, tensors = {}, {}
+    for name, shape in shapes.items():
+        specs = get_format(format).specs(shape, name).items()
+        parts: dict[str, Any] = {part: empty(*s.shape, dtype=s.dtype) for part, s in specs}
+        weights[name] = QuantizedWeight(format=format, shape=torch.Size(shape), **parts)
+        if biased:
+            tensors[f"{name}_bias"] = empty(*shape[:2])
+    if static:
+        experts = shapes["up"][0]
+        tensors |= {f"{of}_input_scale": empty(experts) for of in ("gate_up", "down")}
+    return ExpertWeights.of(weights, act_fn, **tensors)
 
 
 def _check_types(weights: ExpertWeights) -> None:
