@@ -1,0 +1,259 @@
+"""vLLM's functions around its CUTLASS kernels for FP4 by FP4, on the kernels for SM100 here.
+
+Names, order and meaning of arguments are those of `cutlass_moe.py` of vLLM 00606a9 (Aug 2026). Left
+out is what tensors say or what only vLLM's kernels need: m, n, k, e, the device and workspaces.
+Nothing is read on the host, and contiguous weights are not copied. A call makes what `pack_experts`
+makes once; where calls repeat eagerly, `pack_experts` and `fused_experts` spend less time on the
+host.
+
+The kernels were compiled, and never run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import dtype_text
+from moequant.kernels.cutlass.sm100_fp4_variant import MXFP4 as MXFP4_KERNEL
+from moequant.kernels.cutlass.sm100_fp4_variant import NVFP4 as NVFP4_KERNEL
+from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
+from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.functional import check_act_fn, check_weights, fused_experts
+from moequant.runtime.inputs import check_tensor
+from moequant.runtime.weights import weights_without_data
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from moequant.act_fn import ActFn
+
+_BACKEND = REGISTRY["cutlass_fp4"]
+
+
+def run_cutlass_moe_fp4(
+    output: Tensor,
+    a: Tensor,
+    a1_gscale: Tensor | None,
+    w1_fp4: Tensor,
+    w1_blockscale: Tensor,
+    w1_alphas: Tensor,
+    a2_gscale: Tensor | None,
+    w2_fp4: Tensor,
+    w2_blockscale: Tensor,
+    w2_alphas: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: ActFn,
+    *,
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
+    """Run NVFP4 experts with NVFP4 activations on SM100, as vLLM's CutlassExpertsFp4.
+
+    Unlike there: `a` may be float32 and is never written to; the global scales of activations may
+    be left out, and then each token has its own; gate and up may have an alpha each; an id that is
+    no expert's contributes nothing; scales of sizes that are not multiples of a tile are padded for
+    each expert; and `output` is returned. Quotients are rounded correctly where vLLM's kernels take
+    approximate reciprocals, so that codes may differ in rare cases.
+
+    Args:
+        output: [M, H] contiguous, of the dtype of `a`, written.
+        a: [M, H] bfloat16, float16 or float32.
+        a1_gscale: float32 [E], for each expert what its input is multiplied by before it is
+            quantized: 1 / input_scale; or None, and each token's is computed. Its values are not
+            read, so they are not checked either.
+        w1_fp4: uint8 [E, 2 * I, H / 2], gate over up, E2M1, the even column low; [E, I, H / 2]
+            where `activation` has no gate. H and I are multiples of 32.
+        w1_blockscale: float8_e4m3fn [E, ceil128(rows of w1_fp4), ceil4(H / 16)], swizzled 128x4 by
+            expert: `moequant.layouts.swizzle_128x4.swizzle` of [E, rows, H / 16].
+        w1_alphas: float32 [E], the global scale of the weights divided by `a1_gscale`; with
+            `a1_gscale` None, the global scale alone. Or [E, 2], gate's and up's.
+        a2_gscale: likewise of the second GEMM's input; None if and only if `a1_gscale` is.
+        w2_fp4: uint8 [E, H, I / 2].
+        w2_blockscale: float8_e4m3fn [E, ceil128(H), ceil4(I / 16)], swizzled likewise.
+        w2_alphas: float32 [E].
+        topk_weights: [M, T] float32, bfloat16 or float16.
+        topk_ids: [M, T] int32 or int64.
+        activation: the function between the GEMMs.
+        apply_router_weight_on_input: whether router weights multiply `a`; for T = 1 only.
+
+    Returns:
+        `output`.
+
+    Raises:
+        UnsupportedError: a device other than SM100, sizes that the kernels do not have, one global
+            scale of activations without the other, weights on several devices; or as
+            `FusedExperts.forward`.
+        CheckpointError: a weight, scale or alpha of another shape or dtype.
+    """
+    if (a1_gscale is None) != (a2_gscale is None):
+        missing, there = ("a1", "a2") if a1_gscale is None else ("a2", "a1")
+        raise UnsupportedError(
+            f"{missing}_gscale is None, but {there}_gscale is given; give both, or none, and every "
+            "token has its own global scales"
+        )
+    given = {n: s for n, s in (("w13", a1_gscale), ("w2", a2_gscale)) if s is not None}
+    tensors = {
+        "w13_qdata": w1_fp4,
+        "w13_scale": w1_blockscale,
+        "w13_global_scale": w1_alphas,
+        "w2_qdata": w2_fp4,
+        "w2_scale": w2_blockscale,
+        "w2_global_scale": w2_alphas,
+    } | {f"{of}_input_scale": scale for of, scale in given.items()}
+    scheme = NVFP4_STATIC if given else NVFP4
+    workload = _workload("run_cutlass_moe_fp4", NVFP4_KERNEL.name, scheme, tensors, activation)
+    if w1_alphas.dim() == 1:
+        tensors["w13_global_scale"] = w1_alphas[:, None].expand(-1, 1 + activation.gated)
+    _check(tensors, workload)
+    for of, scale in given.items():
+        alphas = tensors[f"{of}_global_scale"]
+        per_expert = scale.view(-1, *[1] * (alphas.dim() - 1))
+        tensors[f"{of}_global_scale"] = alphas * per_expert
+        tensors[f"{of}_input_scale"] = scale.reciprocal()
+    return _run(output, a, tensors, workload, topk_weights, topk_ids, apply_router_weight_on_input)
+
+
+def run_cutlass_moe_mxfp4(
+    output: Tensor,
+    a: Tensor,
+    w1_fp4: Tensor,
+    w1_blockscale: Tensor,
+    w2_fp4: Tensor,
+    w2_blockscale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: ActFn,
+    *,
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
+    """Run MXFP4 experts with MXFP4 activations on SM100, as vLLM's CutlassExpertsMxfp4.
+
+    What is not described here, also where it differs from vLLM's, is as for `run_cutlass_moe_fp4`.
+
+    Args:
+        output: [M, H] contiguous, of the dtype of `a`, written.
+        a: [M, H] bfloat16, float16 or float32.
+        w1_fp4: uint8 [E, 2 * I, H / 2]; [E, I, H / 2] where `activation` has no gate.
+        w1_blockscale: uint8 or float8_e8m0fnu [E, ceil128(rows of w1_fp4), ceil4(H / 32)], swizzled
+            128x4 by expert.
+        w2_fp4: uint8 [E, H, I / 2].
+        w2_blockscale: uint8 or float8_e8m0fnu [E, ceil128(H), ceil4(I / 32)], swizzled likewise.
+        topk_weights: [M, T].
+        topk_ids: [M, T].
+        activation: the function between the GEMMs.
+        apply_router_weight_on_input: whether router weights multiply `a`; for T = 1 only.
+
+    Returns:
+        `output`.
+
+    Raises:
+        UnsupportedError: a device other than SM100, sizes that the kernels do not have, weights on
+            several devices; or as `FusedExperts.forward`.
+        CheckpointError: a weight or scale of another shape or dtype.
+    """
+    tensors = {
+        "w13_qdata": w1_fp4,
+        "w13_scale": w1_blockscale,
+        "w2_qdata": w2_fp4,
+        "w2_scale": w2_blockscale,
+    }
+    workload = _workload("run_cutlass_moe_mxfp4", MXFP4_KERNEL.name, MXFP4, tensors, activation)
+    tensors |= {name: _as_e8m0(tensors[name]) for name in ("w13_scale", "w2_scale")}
+    _check(tensors, workload)
+    return _run(output, a, tensors, workload, topk_weights, topk_ids, apply_router_weight_on_input)
+
+
+_ARGUMENTS = {
+    "w13_qdata": "w1_fp4",
+    "w13_scale": "w1_blockscale",
+    "w13_global_scale": "w1_alphas",
+    "w13_input_scale": "a1_gscale",
+    "w2_qdata": "w2_fp4",
+    "w2_scale": "w2_blockscale",
+    "w2_global_scale": "w2_alphas",
+    "w2_input_scale": "a2_gscale",
+}
+"""What the tensors of the layout are called here."""
+
+
+def _workload(
+    function: str, format: str, scheme: str, tensors: Mapping[str, Tensor], act_fn: ActFn
+) -> Workload:
+    """What is asked for, if the backend runs it."""
+    check_weights({_ARGUMENTS[name]: tensor for name, tensor in tensors.items()})
+    check_act_fn(act_fn)
+    w1, w2 = tensors["w13_qdata"], tensors["w2_qdata"]
+    halves = 2 if act_fn.gated else 1
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != halves * 2 * w2.shape[2]:
+        raise UnsupportedError(
+            f"w1_fp4 is {list(w1.shape)} and w2_fp4 {list(w2.shape)}, but with {act_fn} they must "
+            f"be [E, {'2 * ' if act_fn.gated else ''}I, H / 2] and [E, H, I / 2]"
+        )
+    workload = Workload(
+        format=format,
+        activations=scheme,
+        experts=w1.shape[0],
+        hidden=2 * w1.shape[2],
+        intermediate=2 * w2.shape[2],
+        device=w1.device,
+        act_fn=act_fn,
+    )
+    reason = _BACKEND.supports(workload)
+    if reason is not None:
+        raise UnsupportedError(
+            f"{function} runs backend {_BACKEND.name!r} on SM100 (compute capability 10.0), and "
+            f"that does not run H {workload.hidden}, I {workload.intermediate} on "
+            f'{workload.device}: {reason}; elsewhere, pack_experts with activations="none" and '
+            'fused_experts run the same weights, and backend="torch_reference" computes the same '
+            "with these activations"
+        )
+    return workload
+
+
+def _as_e8m0(scale: Tensor) -> Tensor:
+    """What vLLM has as bytes, as torch calls it."""
+    return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+
+
+def _check(tensors: Mapping[str, Tensor], workload: Workload) -> None:
+    """Check shapes and dtypes against those that the backend's layout makes of such weights."""
+    E, I, H = workload.experts, workload.intermediate, workload.hidden
+    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+    if not workload.act_fn.gated:
+        del shapes["gate"]
+    static = "w13_input_scale" in tensors
+    like = weights_without_data(workload.format, shapes, workload.act_fn, static=static)
+    for name, needed in _BACKEND.layout.pack(like).items():
+        found = tensors[name]
+        if found.shape != needed.shape or found.dtype != needed.dtype:
+            raise CheckpointError(
+                f"{_ARGUMENTS[name]} is {dtype_text(found.dtype)} {list(found.shape)}, but for "
+                f"E {E}, H {H} and I {I} it must be {dtype_text(needed.dtype)} "
+                f"{list(needed.shape)}; moequant.layouts.swizzle_128x4 swizzles scales"
+            )
+
+
+def _run(
+    output: Tensor,
+    a: Tensor,
+    tensors: Mapping[str, Tensor],
+    workload: Workload,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    weight_on_input: bool,
+) -> Tensor:
+    check_tensor("output", output)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return fused_experts(
+        a,
+        _BACKEND.load(contiguous, workload),
+        topk_weights,
+        topk_ids,
+        apply_router_weight_on_input=weight_on_input,
+        out=output,
+    )
