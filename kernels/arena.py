@@ -25,7 +25,8 @@ class WorkspaceArena:
     """
 
     def __init__(self, buffer: Tensor | None = None) -> None:
-        self._buffer = buffer
+        # Views of `buffer` itself would keep that object, and `KeptPlans` asks whether it is gone.
+        self._buffer = None if buffer is None else buffer.data
         self.size_bytes = 0
         """Bytes handed out so far."""
 

@@ -84,6 +84,7 @@ class CutlassPlan:
         self.act = arena.empty(rows, I, dtype=torch.float8_e4m3fn)
         self.act_scale = arena.empty(rows, dtype=torch.float32)
         self.y = arena.empty(rows, H, dtype=torch.bfloat16)
+        self._gemms: dict[str, CutlassGroupedGemm] = {}
 
     def __call__(
         self,
@@ -118,8 +119,13 @@ class CutlassPlan:
         weighted_reduce(self.y, routing.row_of_pair, topk_weights, out)
 
     def _gemm(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
-        tiles, tile_count = self.routing.tiles, self.routing.tile_count
-        run_gemm(self.variant, self.tensors, weight, x, x_scale, tiles, tile_count, out)
+        # Made by the first call: a plan that counts bytes has nowhere for a tensor map to point.
+        gemm = self._gemms.get(weight)
+        if gemm is None:
+            tiles, tile_count = self.routing.tiles, self.routing.tile_count
+            gemm = gemm_of(self.variant, self.tensors, weight, x, x_scale, tiles, tile_count, out)
+            self._gemms[weight] = gemm
+        gemm(stream_of(out.device))
 
 
 def batched_experts(
@@ -155,13 +161,14 @@ def batched_experts(
     x, x_scale, rows = qdata.view(E * C, H), scale.view(E * C), y.view(E * C, H)
     with on(qdata.device):
         batch_tiles(counts, tiles, tile_count, unused, capacity=C, tile_rows=variant.tile_rows)
-        run_gemm(variant, tensors, "w13", x, x_scale, tiles, tile_count, gate_up)
+        stream = stream_of(qdata.device)
+        gemm_of(variant, tensors, "w13", x, x_scale, tiles, tile_count, gate_up)(stream)
         act_quantize(gate_up, act, act_scale, act_fn, counts=counts)
-        run_gemm(variant, tensors, "w2", act, act_scale, tiles, tile_count, rows)
+        gemm_of(variant, tensors, "w2", act, act_scale, tiles, tile_count, rows)(stream)
     return y
 
 
-def run_gemm(
+def gemm_of(
     variant: GemmVariant,
     tensors: Mapping[str, Tensor],
     weight: str,
@@ -170,13 +177,13 @@ def run_gemm(
     tiles: Tensor,
     tile_count: Tensor,
     out: Tensor,
-) -> None:
-    """Multiply the rows of `tiles` by `weight`, "w13" or "w2", on the current stream.
+) -> CutlassGroupedGemm:
+    """What multiplies the rows of `tiles` by `weight`, "w13" or "w2".
 
     Whether there is a bias is not read from `variant`, but from `tensors`.
     """
     bias = tensors.get(f"{weight}_bias")
-    gemm = CutlassGroupedGemm(
+    return CutlassGroupedGemm(
         replace(variant, bias=bias is not None),
         w=tensors[f"{weight}_qdata"],
         w_scale=tensors[f"{weight}_scale"],
@@ -187,4 +194,3 @@ def run_gemm(
         tile_count=tile_count,
         out=out,
     )
-    gemm(stream_of(out.device))

@@ -16,7 +16,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from moequant.act_fn import SILU, ActFn
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_tokens, run_in_parts
+from moequant.kernels.kept_plans import KeptPlans
 from moequant.kernels.launch import Relaunch, stream_of
 from moequant.kernels.portable.portable_grouped_gemm import Rows
 from moequant.kernels.portable.quantize import quantize_rows as quantize_static
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
     from moequant.kernels.sm90.grouped_gemm import GemmConfig
 
-_PLANS_KEPT = 64
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sm90Weights(ABC):
@@ -84,7 +82,7 @@ class Sm90Weights(ABC):
     act_fn: ActFn = SILU
     static13: Tensor | None = None
     static2: Tensor | None = None
-    _plans: dict[tuple[int, ...], Sm90Plan] = field(default_factory=dict, init=False, repr=False)
+    _plans: KeptPlans[Sm90Plan] = field(default_factory=KeptPlans, init=False, repr=False)
     _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
     _workspace_bytes: dict[tuple[int, int], int] = field(
         default_factory=dict, init=False, repr=False
@@ -249,8 +247,16 @@ class Sm90Weights(ABC):
                 [M, ceil(H / 128)] of groups, or [M, 1] of tokens.
         """
         T = topk_ids.shape[1]
+
+        def plan_for(tokens: int) -> Sm90Plan:
+            return self._plans.get(
+                (tokens, T),
+                workspace,
+                lambda: self.plan(tokens, T, tiling=None, workspace=workspace),
+            )
+
         run_in_parts(
-            lambda tokens: self._plan(tokens, T, workspace),
+            plan_for,
             hidden,
             topk_weights,
             topk_ids,
@@ -258,24 +264,6 @@ class Sm90Weights(ABC):
             expert_map=expert_map,
             hidden_scale=hidden_scale,
         )
-
-    def _plan(self, tokens: int, topk: int, workspace: Tensor) -> Sm90Plan:
-        """A plan in `workspace`: one that was made before, where that has not moved."""
-        key = (tokens, topk, workspace.data_ptr())
-        plans = self._plans
-        plan = plans.get(key)
-        if plan is None:
-            plan = self.plan(tokens, topk, tiling=None, workspace=workspace)
-            if not torch.cuda.is_current_stream_capturing():  # that workspace is the graph's own
-                # A copy, and pop: another thread may be at the same.
-                for old, other in list(plans.items()):
-                    if other.workspace() is None or len(plans) >= _PLANS_KEPT:
-                        plans.pop(old, None)
-                plans[key] = plan
-        return plan
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_plans": {}}  # plans hold addresses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +359,6 @@ class Sm90Plan:
         weights.family.check(self.tiling)
         arena = WorkspaceArena(workspace)
         self.buffers = b = Buffers.carve(weights, tokens, topk, self.tiling, arena)
-        self.workspace = ref(workspace)
         self.grouping = weights.grouping(self.tiling)
         self._routed = routed(self.tiling, tokens * topk)
         self._static13, self._static2 = weights.static13, weights.static2

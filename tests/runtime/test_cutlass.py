@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
@@ -257,6 +258,35 @@ def test_a_captured_call_is_replayed_on_new_inputs_to_the_same_bits(weights, inp
             to.copy_(value)
         graph.replay()
         assert torch.equal(out, module(*new))
+
+
+@gpu
+def test_a_second_call_encodes_no_tensor_map(weights, inputs, monkeypatch):
+    from moequant.kernels.cutlass import grouped_gemm
+
+    module = FusedExperts(weights(SMALL), backend="cutlass_fp8")
+    module(*inputs(SMALL, 64))
+    monkeypatch.delattr(grouped_gemm, "tensor_map")
+    for kind in ("skewed", "holes"):
+        call = inputs(SMALL, 64, kind)
+        check(module(*call), weights(SMALL), call)
+
+
+@gpu
+def test_calls_from_threads_on_streams_of_their_own_do_not_meet(weights, inputs):
+    module = FusedExperts(weights(SMALL), backend="cutlass_fp8")
+    calls = [inputs(SMALL, 64, kind) for kind in ("uniform", "skewed", "holes")]
+    want = [module(*call) for call in calls]
+    torch.cuda.synchronize()
+
+    def run(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got = [module(*calls[i]) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(result, want[i]) for result in got)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        assert all(pool.map(run, range(len(calls))))
 
 
 @gpu

@@ -7,18 +7,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.kernels.kept_plans import KeptPlans
 from moequant.runtime.backends.base import PackedExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from moequant.kernels.arena import WorkspaceArena
+    from moequant.runtime.backends.base import Backend
+    from moequant.runtime.workload import Workload
 
 
 class PlannedExperts(PackedExperts):
-    """Makes a plan for each call, in the workspace of that call, and runs it."""
+    """Runs a call by its plan, made in the first call of its size with that workspace."""
+
+    def __init__(
+        self, backend: Backend, tensors: Mapping[str, Tensor], *, workload: Workload
+    ) -> None:
+        super().__init__(backend, tensors, workload=workload)
+        self._plans: KeptPlans[Callable[..., None]] = KeptPlans()
+        self._workspace_bytes: dict[tuple[int, int], int] = {}
 
     @abstractmethod
     def plan(
@@ -26,10 +36,13 @@ class PlannedExperts(PackedExperts):
     ) -> Callable[..., None]:
         """What runs calls of exactly [tokens, topk] token-expert pairs, as `run_in_parts` calls it.
 
+        It runs many calls, so it may prepare all that depends on weights and buffers alone; but not
+        before the first call, because it may be made to count bytes only.
+
         Args:
             tokens: M, at least 1.
             topk: T, at least 1.
-            arena: where its buffers come from.
+            arena: where its buffers come from; on "meta" where bytes are counted.
             dtype: of the hidden states.
         """
 
@@ -38,10 +51,14 @@ class PlannedExperts(PackedExperts):
         from moequant.kernels.arena import WorkspaceArena
         from moequant.kernels.calls import part_tokens
 
-        arena = WorkspaceArena()
-        if tokens * topk:
-            self.plan(part_tokens(tokens, topk), topk, arena, torch.float32)
-        return arena.size_bytes
+        if tokens * topk == 0:
+            return 0
+        size, known = (part_tokens(tokens, topk), topk), self._workspace_bytes
+        if size not in known:
+            arena = WorkspaceArena()
+            self.plan(*size, arena, torch.float32)
+            known[size] = arena.size_bytes
+        return known[size]
 
     def run(
         self,
@@ -58,9 +75,14 @@ class PlannedExperts(PackedExperts):
         from moequant.kernels.arena import WorkspaceArena
         from moequant.kernels.calls import run_in_parts
 
+        T, dtype = topk_ids.shape[1], hidden_states.dtype
+
         def plan_for(tokens: int) -> Callable[..., None]:
-            arena = WorkspaceArena(workspace)
-            return self.plan(tokens, topk_ids.shape[1], arena, hidden_states.dtype)
+            return self._plans.get(
+                (tokens, T, dtype),
+                workspace,
+                lambda: self.plan(tokens, T, WorkspaceArena(workspace), dtype),
+            )
 
         run_in_parts(
             plan_for,

@@ -5,6 +5,8 @@ The GEMM's own kernel is tested in test_ptx.py, and all of it in tests/runtime/t
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,7 +16,10 @@ from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.formats import quantize
 from moequant.kernels.arena import WorkspaceArena
+from moequant.kernels.cuda_driver import TensorMap
+from moequant.kernels.cutlass import grouped_gemm
 from moequant.kernels.cutlass import sm90_fp8_channel_fused as fused
+from moequant.kernels.cutlass.grouped_gemm import CutlassGroupedGemm
 from moequant.kernels.cutlass.variant import TILE_ROWS, GemmVariant
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights, FusedExperts
@@ -44,14 +49,15 @@ class TorchGemm:
         self.variant, self.out = variant, out
         self.bias = torch.zeros(w.shape[:2]) if bias is None else bias
         self.w = w.float() * w_scale.view(*w.shape[:2], 1)
-        self.x = x.float() * x_scale[:, None]
-        self.tiles = tiles[: tile_count.item()].tolist()
+        self.x, self.x_scale = x, x_scale
+        self.tiles, self.tile_count = tiles, tile_count
 
     def __call__(self, stream):
-        for expert, first, rows, _ in self.tiles:
+        x = self.x.float() * self.x_scale[:, None]
+        for expert, first, rows, _ in self.tiles[: self.tile_count.item()].tolist():
             assert 0 < rows <= self.variant.tile_rows
             at = slice(first, first + rows)
-            self.out[at] = (self.x[at] @ self.w[expert].mT + self.bias[expert]).bfloat16()
+            self.out[at] = (x[at] @ self.w[expert].mT + self.bias[expert]).bfloat16()
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +80,8 @@ def weights_of(act_fn=SILU, biases=False):
     return ExpertWeights(**parts, act_fn=act_fn)
 
 
-def call_of(dtype=torch.float32):
-    g = torch.Generator().manual_seed(1)
+def call_of(dtype=torch.float32, seed=1):
+    g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(M, H, generator=g).to(dtype)
     topk_weights, ids = torch.rand(M, E, generator=g).topk(T)
     ids[0, 0] = -1
@@ -137,3 +143,55 @@ def test_nothing_is_read_before_it_is_written(tile_rows):
     out = torch.full((M, H), torch.nan)
     fused.CutlassPlan(tensors, SILU, M, T, arena, variant=variant)(*call, out)
     check(out, weights, call)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """What tensor maps are encoded of, where a GEMM is made and launched as on a GPU."""
+
+    class Both(TorchGemm):
+        def __init__(self, variant, **tensors):
+            super().__init__(variant, **tensors)
+            CutlassGroupedGemm(variant, **tensors)
+
+    addresses = []
+
+    def encode(tensor, box):
+        addresses.append(tensor.data_ptr())
+        return TensorMap()
+
+    monkeypatch.setattr(fused, "CutlassGroupedGemm", Both)
+    monkeypatch.setattr(grouped_gemm, "tensor_map", encode)
+    monkeypatch.setattr(grouped_gemm, "Launch", lambda *arguments: None)
+    monkeypatch.setattr(grouped_gemm, "_kernel", lambda variant, index: None)
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: sms)
+    return addresses
+
+
+def test_a_second_call_encodes_nothing_and_reads_its_own_hidden_states(encoded):
+    weights = weights_of(biases=True)
+    packed = packed_by("cutlass_fp8", weights)
+    workspace = torch.empty(packed.workspace_bytes(M, T), dtype=torch.uint8)
+    assert not encoded
+    for seed in (1, 2, 3):
+        call = call_of(seed=seed)
+        check(run_experts(packed, *call, workspace=workspace), weights, call)
+        assert len(encoded) == 4
+    x = quantize_activations(call[0], "fp8_token")
+    run_experts(packed, x.qdata, *call[1:], hidden_scale=x.scale, workspace=workspace)
+    assert call[0].data_ptr() not in encoded
+    assert x.qdata.data_ptr() not in encoded
+
+
+def test_another_workspace_or_size_has_tensor_maps_of_its_own(encoded):
+    weights, call = weights_of(), call_of()
+    packed = packed_by("cutlass_fp8", weights)
+    size = packed.workspace_bytes(M, T)
+    one, other = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
+    for workspace in (one, other, one):
+        check(run_experts(packed, *call, workspace=workspace), weights, call)
+    assert len(encoded) == 8
+    fewer = tuple(t[:3] for t in call)
+    check(run_experts(packed, *fewer, workspace=one), weights, fewer)
+    assert len(encoded) == 12
