@@ -50,6 +50,15 @@ class BatchedTokens:
     counts: Tensor
 
 
+def batch_scheme(activations: str) -> str:
+    """The scheme of the tokens in batches for experts that take `activations`.
+
+    Those whose scales are bytes have an order of their own in every GEMM, so the experts quantize
+    to them: such batches hold tokens that are not quantized.
+    """
+    return "none" if activations in GROUPS else activations
+
+
 def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
     """Check tokens against the experts that shall run them; on CUDA, limit counts to C.
 
@@ -57,10 +66,12 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
         UnsupportedError: another E, H, scheme or device than the experts have; dtypes or shapes
             that contradict each other; on a CPU, a count beyond C or below 0.
     """
-    if tokens.scheme != workload.activations:
+    scheme = batch_scheme(workload.activations)
+    if tokens.scheme != scheme:
         raise UnsupportedError(
-            f"the tokens are in {tokens.scheme}, but these experts take {workload.activations}; "
-            "quantize them by that scheme"
+            f"the tokens are in {tokens.scheme}, but experts with activations "
+            f'{workload.activations} take batches in {scheme}; prepare_batched(scheme="{scheme}") '
+            "makes them"
         )
     E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1:2]
     groups = scale_columns(tokens.scheme, H)
@@ -138,7 +149,7 @@ def prepare_batched(
         routing: the experts here of the M tokens.
         experts: E.
         capacity: C; `largest_batch`, or M, which is enough where no token has an expert twice.
-        scheme: how to quantize, "none" or one of FP8_SCHEMES.
+        scheme: how to quantize, "none" or one of FP8_SCHEMES: `batch_scheme` of the experts'.
         static_scale: for "fp8_static", the scale, [1] float32.
 
     Returns:
@@ -165,7 +176,7 @@ def lay_out(
     if x.scheme in GROUPS:
         raise UnsupportedError(
             f"there are no batches of tokens in {x.scheme}; quantize them by one of: "
-            f"{', '.join(FP8_SCHEMES)}"
+            f"{', '.join(FP8_SCHEMES)}; in batches by none, the experts do"
         )
     permutation = permute(routing, experts)
     begin, end = permutation.offsets[:-1], permutation.offsets[1:]

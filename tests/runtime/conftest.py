@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from moequant.formats import CONVERTIBLE, dequantize, get_format
+from moequant.formats.elements import decode_e2m1, unpack_nibbles
+from moequant.layouts.swizzle_128x4 import unswizzle
 from moequant.runtime import ExpertWeights
 from moequant.verification.reference import evaluate_layer
 
@@ -128,3 +130,57 @@ def _inputs(
         ids[:] = -1
     router = torch.rand(M, T, generator=g, device="cuda") + 0.1
     return hidden, router / router.sum(1, keepdim=True), ids.int()
+
+
+@pytest.fixture
+def fp4_on_cpu(monkeypatch):
+    """fp4_on_cpu(): from then on cutlass_fp4 and its batches run, with GEMMs of torch."""
+
+    def patch():
+        from moequant.kernels.cutlass import sm100_fp4_fused as fused
+        from moequant.runtime.backends.cutlass_fp4 import CutlassFp4
+
+        monkeypatch.setattr(CutlassFp4, "supports", lambda self, workload: None)
+        monkeypatch.setattr(fused, "Fp4GroupedGemm", TorchFp4Gemm)
+        monkeypatch.setattr(fused, "stream_of", lambda device: 0)
+
+    return patch
+
+
+class TorchFp4Gemm:
+    """Stands for `Fp4GroupedGemm`: the same arguments, float32 sums."""
+
+    def __init__(self, variant, *, x, x_scale, x_factor, w, w_scale, alpha, tiles, tile_count, out):
+        self.group, self.dtype, self.out = variant.group, w_scale.dtype, out
+        self.x, self.x_scale, self.x_factor = x, x_scale.view(torch.uint8), x_factor
+        rows, K = w.shape[1], 2 * w.shape[2]
+        self.w = self.numbers(w, unswizzle(w_scale, rows, K // self.group))
+        if alpha is not None:
+            self.w *= alpha.repeat_interleave(rows // alpha.shape[1], 1)[..., None]
+        self.tiles, self.tile_count = tiles, tile_count
+
+    def numbers(self, codes, scale):
+        scale = scale.view(self.dtype).float().repeat_interleave(self.group, -1)
+        return decode_e2m1(unpack_nibbles(codes)) * scale
+
+    def __call__(self, stream):
+        columns = 2 * self.x.shape[1] // self.group
+        tiles = self.tiles[: self.tile_count.item()].tolist()
+        for index, (expert, first, rows, _) in enumerate(tiles):
+            at = slice(first, first + rows)
+            # What rows that the tile lacks have was not written.
+            scale = self.x_scale[128 * index : 128 * index + 128]
+            scale = unswizzle(zero_padding(scale, rows, columns), rows, columns)
+            x = self.numbers(self.x[at], scale)
+            if self.x_factor is not None:
+                x *= self.x_factor[at, None]
+            self.out[at] = (x @ self.w[expert].T).bfloat16()
+
+
+def zero_padding(scale, rows, columns):
+    """Swizzled scales of a tile of rows, with zeros in the rows and columns of padding."""
+    r, c = torch.arange(128)[:, None], torch.arange(scale.shape[1])
+    at = c // 4 * 512 + r % 32 * 16 + r // 32 * 4 + c % 4
+    flat = scale.flatten().clone()
+    flat[at[(r >= rows) | (c >= columns)]] = 0
+    return flat.view(scale.shape)

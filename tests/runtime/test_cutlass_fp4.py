@@ -1,6 +1,7 @@
 """FP4 by FP4 as a backend, whose kernels were never run; results want SM100.
 
-The layout is tested with the others in test_every_backend.py, the plan in
+Without SM100, torch computes the GEMMs and Triton's interpreter runs the other kernels. The layout
+is tested with the others in test_every_backend.py, the plan and the batches bit by bit in
 tests/kernels/cutlass/test_sm100_fp4_launch.py.
 """
 
@@ -18,10 +19,14 @@ from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
 from moequant.formats import quantize
 from moequant.kernels.arena import WorkspaceArena
-from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.kernels.launch import INTERPRETED
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.backends import REGISTRY, Workload, cutlass_fp4
+from moequant.runtime.batched import prepare_batched
 from moequant.runtime.packing import workload_of
+from moequant.runtime.routing import route
 
+NAMES = ("cutlass_fp4", "cutlass_fp4_batched")
 BACKEND = REGISTRY["cutlass_fp4"]
 WORKLOAD = Workload(
     format="nvfp4",
@@ -53,6 +58,7 @@ def weights_of(format, act_fn=SILU, *, static=False, device="cpu", H=256, I=160)
     return ExpertWeights.of(quantized, act_fn, **scales)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -65,8 +71,8 @@ def weights_of(format, act_fn=SILU, *, static=False, device="cpu", H=256, I=160)
         ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
 )
-def test_it_says_what_it_does_not_run(change, reason):
-    assert BACKEND.supports(replace(WORKLOAD, **change)) == reason
+def test_it_says_what_it_does_not_run(change, reason, name):
+    assert REGISTRY[name].supports(replace(WORKLOAD, **change)) == reason
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 3), (12, 0)])
@@ -97,10 +103,45 @@ def test_a_plan_has_the_format_and_its_static_scales(format, activations):
     experts = BACKEND.load(BACKEND.layout.pack(weights), workload)
     arena = WorkspaceArena()
     plan = experts.plan(5, 2, arena, torch.bfloat16)
-    assert plan.variant.name == format
-    assert ("w13_input_scale" in plan.tensors) == (activations == "nvfp4_static")
+    assert plan.gemms.variant.name == format
+    assert ("w13_input_scale" in plan.gemms.tensors) == (activations == "nvfp4_static")
     assert experts.workspace_bytes(5, 2) == arena.size_bytes
-    assert plan.tensors["w13_scale"].shape == (8, 384, 256 // plan.variant.group)
+    assert plan.gemms.tensors["w13_scale"].shape == (8, 384, 256 // plan.gemms.variant.group)
+
+
+def call_of(M, device):
+    g = torch.Generator(device).manual_seed(M)
+    hidden = torch.randn(M, 256, generator=g, device=device).bfloat16()
+    router = torch.rand(M, 2, generator=g, device=device)
+    return hidden, router, torch.rand(M, 8, generator=g, device=device).topk(2).indices
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, which has tests of its own")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("act_fn", [SILU, RELU2], ids=str)
+@pytest.mark.parametrize(("format", "activations"), SCHEMES)
+def test_it_computes_what_the_reference_does_but_for_the_gemm(
+    format, activations, act_fn, name, fp4_on_cpu
+):
+    fp4_on_cpu()
+    weights = weights_of(format, act_fn, static=activations == "nvfp4_static", H=96, I=64)
+    hidden, router, ids = call_of(40, "cpu")
+    call = hidden[:, :96], router, ids.int().masked_fill(ids == 3, -1)
+    got, want = (
+        FusedExperts(weights, activations=format, backend=n)(*call)
+        for n in (name, "torch_reference")
+    )
+    assert calc_diff(got, want) <= CALC_DIFF
+
+
+def test_batches_hold_tokens_that_are_not_quantized(fp4_on_cpu):
+    fp4_on_cpu()
+    packed = pack_experts(weights_of("mxfp4"), backend="cutlass_fp4_batched", activations="mxfp4")
+    hidden, router, ids = call_of(5, "cpu")
+    routing = route(router, ids, experts=8)
+    tokens, _ = prepare_batched(hidden, routing, experts=8, capacity=5, scheme="fp8_token")
+    with pytest.raises(UnsupportedError, match=r"in fp8_token, but .*mxfp4 take batches in none"):
+        packed.run_batches(tokens)
 
 
 @pytest.mark.gpu
@@ -108,15 +149,13 @@ def test_a_plan_has_the_format_and_its_static_scales(format, activations):
 @pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI, RELU2], ids=str)
 @pytest.mark.parametrize(("format", "activations"), SCHEMES)
 @pytest.mark.parametrize("M", [0, 1, 33, 700])
-def test_it_agrees_with_the_reference(format, activations, act_fn, M):
+@pytest.mark.parametrize("name", NAMES)
+def test_it_agrees_with_the_reference(format, activations, act_fn, M, name):
     weights = weights_of(format, act_fn, static=activations == "nvfp4_static", device="cuda")
-    g = torch.Generator("cuda").manual_seed(M)
-    hidden = torch.randn(M, 256, generator=g, device="cuda").bfloat16()
-    router = torch.rand(M, 2, generator=g, device="cuda")
-    ids = torch.rand(M, 8, generator=g, device="cuda").topk(2).indices
+    call = call_of(M, "cuda")
     got, want = (
-        FusedExperts(weights, activations=format, backend=name)(hidden, router, ids)
-        for name in ("cutlass_fp4", "torch_reference")
+        FusedExperts(weights, activations=format, backend=n)(*call)
+        for n in (name, "torch_reference")
     )
     assert got.shape == want.shape
     assert bool(got.isfinite().all())

@@ -17,10 +17,7 @@ from moequant.act_fn import RELU2, SILU, SWIGLUOAI
 from moequant.benchmarks.experts import calc_diff
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import quantize
-from moequant.formats.elements import decode_e2m1, unpack_nibbles
-from moequant.kernels.cutlass import sm100_fp4_fused as fused
 from moequant.kernels.launch import INTERPRETED
-from moequant.layouts.swizzle_128x4 import unswizzle
 from moequant.runtime import (
     ExpertWeights,
     FusedExperts,
@@ -28,7 +25,6 @@ from moequant.runtime import (
     run_cutlass_moe_mxfp4,
 )
 from moequant.runtime.backends import REGISTRY, Workload
-from moequant.runtime.backends.cutlass_fp4 import CutlassFp4
 
 E, H, I, T, M = 5, 160, 96, 2, 7
 BACKEND = REGISTRY["cutlass_fp4"]
@@ -61,52 +57,11 @@ DEVICES = [
 on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
-class TorchGemm:
-    """Stands for `Fp4GroupedGemm`: the same arguments, float32 sums."""
-
-    def __init__(self, variant, *, x, x_scale, x_factor, w, w_scale, alpha, tiles, tile_count, out):
-        self.group, self.out = variant.group, out
-        self.dtype = w_scale.dtype
-        self.x, self.x_scale, self.x_factor = x, x_scale.view(torch.uint8), x_factor
-        rows, K = w.shape[1], 2 * w.shape[2]
-        self.w = self.numbers(w, unswizzle(w_scale, rows, K // self.group))
-        if alpha is not None:
-            self.w *= alpha.repeat_interleave(rows // alpha.shape[1], 1)[..., None]
-        self.tiles = tiles[: tile_count.item()].tolist()
-
-    def numbers(self, codes, scale):
-        scale = scale.view(self.dtype).float().repeat_interleave(self.group, -1)
-        return decode_e2m1(unpack_nibbles(codes)) * scale
-
-    def __call__(self, stream):
-        for index, (expert, first, rows, _) in enumerate(self.tiles):
-            at = slice(first, first + rows)
-            # What rows that the tile lacks have was not written.
-            scale = self.x_scale[128 * index : 128 * index + 128]
-            columns = 2 * self.x.shape[1] // self.group
-            scale = unswizzle(zero_padding(scale, rows, columns), rows, columns)
-            x = self.numbers(self.x[at], scale)
-            if self.x_factor is not None:
-                x *= self.x_factor[at, None]
-            self.out[at] = (x @ self.w[expert].T).bfloat16()
-
-
-def zero_padding(scale, rows, columns):
-    """Swizzled scales of a tile of rows, with zeros in the rows and columns of padding."""
-    r, c = torch.arange(128)[:, None], torch.arange(scale.shape[1])
-    at = c // 4 * 512 + r % 32 * 16 + r // 32 * 4 + c % 4
-    flat = scale.flatten().clone()
-    flat[at[(r >= rows) | (c >= columns)]] = 0
-    return flat.view(scale.shape)
-
-
 @pytest.fixture(autouse=True)
-def anywhere(request, monkeypatch):
+def anywhere(request, fp4_on_cpu):
     """On a CPU, the backend with GEMMs of torch; tests of refusals have it as it is."""
     if request.node.callspec.params.get("device") == "cpu":
-        monkeypatch.setattr(CutlassFp4, "supports", lambda self, workload: None)
-        monkeypatch.setattr(fused, "Fp4GroupedGemm", TorchGemm)
-        monkeypatch.setattr(fused, "stream_of", lambda device: 0)
+        fp4_on_cpu()
 
 
 def layer(format, act_fn=SILU, *, static=False, device="cpu"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
-from moequant.runtime.backends.cutlass_fp4 import CutlassFp4
+from moequant.runtime.backends.cutlass_fp4 import CutlassFp4, CutlassFp4Batched
 from moequant.runtime.backends.cutlass_fp8 import CutlassFp8, CutlassFp8Batched
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
 from moequant.runtime.backends.layout import Layout
@@ -37,6 +37,7 @@ REGISTRY: dict[str, Backend] = {
         TorchReference(),
         DeepGemmBatched(),
         CutlassFp8Batched(),
+        CutlassFp4Batched(),
         TritonBatched(),
         NaiveBatched(),
     )

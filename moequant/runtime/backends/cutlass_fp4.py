@@ -15,6 +15,7 @@ from moequant.runtime.backends.capability import why_not_capable, why_not_multip
 from moequant.runtime.backends.cutlass_fp8 import why_no_cute_dsl
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.planned import PlannedExperts
+from moequant.runtime.backends.routed import BatchedExperts
 from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan
     from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
@@ -84,6 +86,21 @@ class CutlassFp4Experts(PlannedExperts):
         return Fp4Plan(variant, self.tensors, self.workload.act_fn, tokens, topk, arena)
 
 
+class CutlassFp4BatchedExperts(BatchedExperts):
+    """See `CutlassFp4Batched`."""
+
+    takes_quantized = False
+
+    def _run_batches(self, tokens: BatchedTokens) -> Tensor:
+        """See `BatchedExperts.run_batches`."""
+        from moequant.kernels.cutlass.sm100_fp4_fused import batched_experts
+
+        variant, hidden = _VARIANTS[self.workload.format], tokens.qdata.contiguous()
+        return batched_experts(
+            variant, self.tensors, self.workload.act_fn, hidden, tokens.counts.contiguous()
+        )
+
+
 class CutlassFp4(Backend):
     """Block-scaled FP4 GEMMs in CuTe DSL, as vLLM's CutlassExpertsFp4 and CutlassExpertsMxfp4.
 
@@ -115,6 +132,17 @@ class CutlassFp4(Backend):
         if workload.device.type != "cuda":
             return "needs a CUDA device"
         return _why_not_on(workload.device)
+
+
+class CutlassFp4Batched(CutlassFp4):
+    """The same GEMM over batches of tokens that are not quantized; their counts stay on the device.
+
+    The experts quantize, because scales of FP4 lie by tiles of the rows in use. Results are
+    bfloat16, or float32 where down has biases.
+    """
+
+    name = "cutlass_fp4_batched"
+    experts = CutlassFp4BatchedExperts
 
 
 @cache

@@ -28,7 +28,7 @@ from moequant.kernels.block_scaled_quantize import (
 )
 from moequant.kernels.cutlass import sm100_fp4_fused as fused
 from moequant.kernels.cutlass import sm100_fp4_launch as module
-from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan
+from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan, batched_experts
 from moequant.kernels.cutlass.sm100_fp4_launch import (
     PARAMETER_BYTES,
     Fp4GroupedGemm,
@@ -362,19 +362,8 @@ def by_expert(variant, tensors, act, hidden, topk_weights, topk_ids):
     return out
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the model reads memory of the CPU")
-@pytest.mark.parametrize(
-    ("variant", "act", "given"),
-    [
-        (NVFP4, SILU, ()),
-        (NVFP4, SILU, ("w13_input_scale", "w2_input_scale", "w13_bias", "w2_bias")),
-        (MXFP4, SWIGLUOAI, ("w13_bias",)),
-        (MXFP4, RELU2, ()),
-    ],
-    ids=["nvfp4", "nvfp4_static_bias", "mxfp4_bias", "mxfp4_no_gate"],
-)
-def test_a_layer_is_its_experts_weighted(variant, act, given, launches, monkeypatch):
-    M, T, experts, H, I = 5, 2, 3, 96, 160
+def layer_of(variant, act, given, experts, H, I):
+    """The tensors of a layer, with those of the optional ones that are `given`."""
     g = torch.Generator().manual_seed(4)
     tensors, rows = {}, {"w13": (1 + act.gated) * I, "w2": H}
     for of, k in (("w13", H), ("w2", I)):
@@ -391,23 +380,80 @@ def test_a_layer_is_its_experts_weighted(variant, act, given, launches, monkeypa
         tensors["w13_global_scale"] = torch.rand(experts, 2, generator=g)
         tensors["w2_global_scale"] = torch.rand(experts, generator=g)
     optional = ("w13_bias", "w2_bias", "w13_input_scale", "w2_input_scale")
-    tensors = {k: v for k, v in tensors.items() if k not in optional or k in given}
-    hidden = torch.randn(M, H, generator=g).bfloat16()
-    topk_weights = torch.rand(M, T, generator=g)
-    topk_ids = torch.tensor([[0, 2], [2, -1], [2, 0], [0, 2], [2, 0]], dtype=torch.int32)
+    return {k: v for k, v in tensors.items() if k not in optional or k in given}
+
+
+def check(got, want):
+    """The same values are rounded, but for exp, which is good to a few ulp of float32, and the
+    order of sums: no code is expected to differ, and a result in bfloat16 rarely, by 2**-8.
+    """
+    assert ((got - want).abs() <= 2**-8 * want.abs().amax(1, keepdim=True)).all()
+    assert (got == want).float().mean() > 0.9
+
+
+every_layer = pytest.mark.parametrize(
+    ("variant", "act", "given"),
+    [
+        (NVFP4, SILU, ()),
+        (NVFP4, SILU, ("w13_input_scale", "w2_input_scale", "w13_bias", "w2_bias")),
+        (MXFP4, SWIGLUOAI, ("w13_bias",)),
+        (MXFP4, RELU2, ()),
+    ],
+    ids=["nvfp4", "nvfp4_static_bias", "mxfp4_bias", "mxfp4_no_gate"],
+)
+on_cpu = pytest.mark.skipif(not INTERPRETED, reason="the model reads memory of the CPU")
+
+
+@pytest.fixture
+def no_stream(monkeypatch):
+    monkeypatch.setattr(fused, "stream_of", lambda device: 0)
+
+
+@on_cpu
+@every_layer
+def test_a_layer_is_its_experts_weighted(variant, act, given, launches, no_stream):
+    M, T, experts, H, I = 5, 2, 3, 96, 160
+    tensors = layer_of(variant, act, given, experts, H, I)
+    g = torch.Generator().manual_seed(5)
     arena = WorkspaceArena()
     Fp4Plan(variant, tensors, act, M, T, arena)
     memory_of_call = torch.full((arena.size_bytes,), 255, dtype=torch.uint8)
     plan = Fp4Plan(variant, tensors, act, M, T, WorkspaceArena(memory_of_call))
-    monkeypatch.setattr(fused, "stream_of", lambda device: 0)
-    out = torch.full((M, H), torch.nan, dtype=torch.float32)
-    plan(hidden, topk_weights, topk_ids, out)
+    topk_ids = torch.tensor([[0, 2], [2, -1], [2, 0], [0, 2], [2, 0]], dtype=torch.int32)
+    for ids in (topk_ids, topk_ids.flip(0)):
+        hidden = torch.randn(M, H, generator=g).bfloat16()
+        topk_weights = torch.rand(M, T, generator=g)
+        out = torch.full((M, H), torch.nan, dtype=torch.float32)
+        plan(hidden, topk_weights, ids, out)
+        # The second call encodes no descriptor: it launches what the first one made.
+        assert [blocks for _, blocks, _ in launches] == [3, 3]
+        check(out, by_expert(variant, tensors, act, hidden, topk_weights, ids))
+
+
+@on_cpu
+@every_layer
+def test_batches_are_the_rows_of_their_experts(variant, act, given, launches, no_stream):
+    experts, capacity, H, I = 4, 131, 96, 160
+    tensors = layer_of(variant, act, given, experts, H, I)
+    counts = torch.tensor([2, 0, 999, 1], dtype=torch.int32)  # 999 counts as 131
+    g = torch.Generator().manual_seed(5)
+    hidden = torch.randn(experts, capacity, H, generator=g).bfloat16()
+    got = batched_experts(variant, tensors, act, hidden, counts)
     assert [blocks for _, blocks, _ in launches] == [3, 3]
-    want = by_expert(variant, tensors, act, hidden, topk_weights, topk_ids)
-    # The same values are rounded, but for exp, which is good to a few ulp of float32, and the order
-    # of sums: no code is expected to differ, and a result in bfloat16 rarely, by 2**-8.
-    assert ((out - want).abs() <= 2**-8 * want.abs().amax(1, keepdim=True)).all()
-    assert (out == want).float().mean() > 0.9
+    assert got.shape == hidden.shape
+    assert got.dtype == (torch.float32 if "w2_bias" in given else torch.bfloat16)
+    for expert, rows in ((0, range(2)), (2, (0, 127, 128, 130)), (3, range(1))):
+        x = hidden[expert, list(rows)]
+        ids = torch.full((len(x), 1), expert, dtype=torch.int32)
+        want = by_expert(variant, tensors, act, x, torch.ones(len(x), 1), ids)
+        check(got[expert, list(rows)].float(), want)
+
+
+def test_batches_without_places_have_no_result(launches):
+    tensors = layer_of(NVFP4, SILU, (), 2, 32, 32)
+    got = batched_experts(NVFP4, tensors, SILU, torch.ones(2, 0, 32), torch.zeros(2).int())
+    assert got.shape == (2, 0, 32)
+    assert not launches
 
 
 @pytest.mark.gpu
