@@ -63,6 +63,9 @@ _UNREAD = {
     "W8A8_SQ_PER_CHANNEL": "INT8",
 }
 
+_Algorithm = tuple[str, "Mapping[str, object]", str]
+"""`quant_algo`, what is said of `group_size` by config key, and the config key of both."""
+
 # SGLang matches these against any part of the last component of a module's name.
 _SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 # Engines merge these, and look up the merged module.
@@ -126,8 +129,8 @@ class ModelOpt(Dialect):
             found = algorithm_of(module)
             if found is None:
                 return None
-            name, group_size, where = found
-            format = _format_of_algorithm(module, name, group_size, where)
+            name, group_sizes, where = found
+            format = _format_of_algorithm(module, name, group_sizes, where)
             if weights_only or name == _WRITTEN or (name == "NVFP4" and not quantizes_activations):
                 return format
             raise UnsupportedError(
@@ -182,24 +185,26 @@ class _Kept:
         return self._pattern is not None and any(map(self._pattern.match, (module, *parts)))
 
 
-def _algorithms(
-    config: Mapping[str, Any],
-) -> Callable[[str], tuple[str, object, str] | None]:
-    """A function from a module to its `quant_algo`, `group_size` and config key; None if kept.
+def _algorithms(config: Mapping[str, Any]) -> Callable[[str], _Algorithm | None]:
+    """A function from a module to its algorithm; None if kept.
 
     Raises:
         CheckpointError: a field has the wrong type.
     """
     overall = _algorithm_in(config)
     if overall != _MIXED:
-        return lambda module: (overall, config.get("group_size"), _WHERE)
+        group_sizes = {f"{_WHERE}.group_size": config.get("group_size")}
+        for where, group in _config_groups(config).items():
+            weights = mapping_field(group, "weights", where)
+            group_sizes[f"{where}.weights.group_size"] = weights.get("group_size")
+        return lambda module: (overall, group_sizes, _WHERE)
     where = f"{_WHERE}.quantized_layers"
     layers = {
         name: as_mapping(entry, f"{where}.{key_text(name)}")
         for name, entry in mapping_field(config, "quantized_layers", _WHERE).items()
     }
 
-    def of_layer(module: str) -> tuple[str, object, str] | None:
+    def of_layer(module: str) -> _Algorithm | None:
         if not layers:
             raise UnsupportedError(
                 f"{module}: {where} is missing here and in hf_quant_config.json, so the formats of "
@@ -208,18 +213,13 @@ def _algorithms(
         name = next((name for name in _enclosing(module) if name in layers), None)
         if name is None:
             return None
-        return (
-            _algorithm_in(layers[name]),
-            layers[name].get("group_size"),
-            f"{where}.{key_text(name)}",
-        )
+        layer, key = layers[name], f"{where}.{key_text(name)}"
+        return _algorithm_in(layer), {f"{key}.group_size": layer.get("group_size")}, key
 
     return of_layer
 
 
-def _algorithms_but_kept(
-    config: Mapping[str, Any],
-) -> Callable[[str], tuple[str, object, str] | None]:
+def _algorithms_but_kept(config: Mapping[str, Any]) -> Callable[[str], _Algorithm | None]:
     """As `_algorithms`, with None for the modules in `ignore` and `exclude_modules`."""
     names = names_field(config, "ignore", _WHERE)
     kept = _Kept(names + names_field(config, "exclude_modules", _WHERE))
@@ -241,7 +241,9 @@ def _enclosing(module: str) -> Iterator[str]:
             name = name.rpartition(".")[0]
 
 
-def _format_of_algorithm(module: str, name: str, group_size: object, where: str) -> str:
+def _format_of_algorithm(
+    module: str, name: str, group_sizes: Mapping[str, object], where: str
+) -> str:
     """The format of the weights of the algorithm called `name`.
 
     Raises:
@@ -256,12 +258,13 @@ def _format_of_algorithm(module: str, name: str, group_size: object, where: str)
         )
     format = _ALGORITHMS[name]
     columns = get_format(format).block[1]
-    # Model-Optimizer writes 0 or None for no groups.
-    if group_size and columns != WHOLE and group_size != columns:
-        raise UnsupportedError(
-            f"{module}: {where}.group_size is {show(group_size)}, but moequant reads {name} only "
-            f"with {columns}; use a release with that, or the unquantized one"
-        )
+    for key, group_size in group_sizes.items():
+        # Model-Optimizer writes 0 or None for no groups.
+        if group_size and columns != WHOLE and group_size != columns:
+            raise UnsupportedError(
+                f"{module}: {key} is {show(group_size)}, but moequant reads {name} only with "
+                f"{columns}; use a release with that, or the unquantized one"
+            )
     return format
 
 
@@ -271,10 +274,20 @@ def _quantizes_activations(config: Mapping[str, Any]) -> bool:
     Raises:
         CheckpointError: a field has the wrong type.
     """
-    groups = mapping_field(config, "config_groups", _WHERE)
+    groups = _config_groups(config).values()
+    return not groups or any(group.get("input_activations") is not None for group in groups)
+
+
+def _config_groups(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """`config_groups` by their config keys.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
     where = f"{_WHERE}.config_groups"
-    found = [as_mapping(group, f"{where}.{key_text(name)}") for name, group in groups.items()]
-    return not found or any(group.get("input_activations") is not None for group in found)
+    groups = mapping_field(config, "config_groups", _WHERE)
+    keys = {f"{where}.{key_text(name)}": group for name, group in groups.items()}
+    return {key: as_mapping(group, key) for key, group in keys.items()}
 
 
 def _check_kept_names(formats: Iterable[str], kept: Iterable[str]) -> None:

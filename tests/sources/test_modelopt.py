@@ -202,6 +202,24 @@ def test_groups_of_another_width_are_refused(algorithm, group_size):
         get_dialect("modelopt").reader(entry, weights_only=True)(EXPERT)
 
 
+@pytest.mark.parametrize(("algorithm", "size"), [("NVFP4", 32), ("MXFP8", 16)])
+def test_groups_of_another_width_are_refused_where_only_config_groups_says_so(algorithm, size):
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": size}}}
+    entry = {"quant_method": "modelopt", "quant_algo": algorithm, "config_groups": groups}
+    with pytest.raises(
+        UnsupportedError,
+        match=f"config_groups.group_0.weights.group_size is {size}, .*{algorithm} only with",
+    ):
+        get_dialect("modelopt").reader(entry, weights_only=True)(EXPERT)
+
+
+@pytest.mark.parametrize("groups", [[], {"group_0": []}, {"group_0": {"weights": 8}}])
+def test_config_groups_of_another_type_are_refused(groups):
+    entry = MXFP8 | {"config_groups": groups}
+    with pytest.raises(CheckpointError, match=r"config_groups.* not an object"):
+        get_dialect("modelopt").reader(entry, weights_only=True)
+
+
 def test_a_mixed_checkpoint_that_nobody_describes_is_refused(make_form, tmp_path):
     source = make_form("modelopt, mixed", path=tmp_path / "source")
     (source.path / "hf_quant_config.json").unlink()
