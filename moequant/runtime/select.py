@@ -71,15 +71,16 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
     else:
         subject = f"there is no backend {backend!r} to run"
     reasons = [
-        f"{b.name}: {_why_not_default(b, workload, layout) or 'runs it'}"
+        f"  {b.name}: {_why_not_default(b, workload, layout) or 'runs it'}"
         for b in backends().values()
     ]
     advice = ""
     if workload.activations in GROUPS:
-        advice = '; activations="none" runs the same weights without quantized activations'
+        advice = 'activations="none" runs the same weights without quantized activations'
     function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
-    return (
+    asked = (
         f"{subject} {workload.format} with activations {workload.activations}, "
         f"E {workload.experts}, H {workload.hidden}, I {workload.intermediate}, "
-        f"{function} on {workload.device}. {'; '.join(reasons)}{advice}"
+        f"{function} on {workload.device}:"
     )
+    return "\n".join([asked, *reasons, *([advice] if advice else [])])
