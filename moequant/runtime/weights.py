@@ -122,7 +122,21 @@ class ExpertWeights:
         return {**parts, **self.biases(), **self.input_scales()}
 
     def replace(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
-        """The same experts with `tensors`, named as in `tensors()`, for their data."""
+        """The same experts with `tensors`, named as in `tensors()`, for their data.
+
+        Raises:
+            UnsupportedError: a name is missing, or is none of theirs.
+            CheckpointError: a tensor of another shape or dtype.
+        """
+        known = self.tensors()
+        if tensors.keys() != known.keys():
+            wrong = [name for name in tensors if name not in known]
+            missing = [name for name in known if name not in tensors]
+            found = f"has {', '.join(wrong)}" if wrong else f"lacks {', '.join(missing)}"
+            raise UnsupportedError(
+                f"tensors {found}, but these experts have {', '.join(known)}; give all of them, "
+                "and no other"
+            )
 
         def rebuilt(name: str, q: QuantizedWeight) -> QuantizedWeight:
             return QuantizedWeight(

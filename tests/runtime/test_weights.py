@@ -89,3 +89,16 @@ def test_parts_that_are_not_the_format_s_are_refused_by_name(changes, message):
 def test_weights_on_two_devices_are_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"gate.qdata on cpu.*up.qdata on meta"):
         experts(up=weight(2, 64, 32).to("meta"))
+
+
+def test_replacing_takes_all_tensors_and_no_others():
+    weights = experts()
+    parts = weights.tensors()
+    known = "gate_qdata, gate_scale, up_qdata, up_scale, down_qdata, down_scale"
+    with pytest.raises(UnsupportedError, match=f"^tensors has w1, but these experts have {known};"):
+        weights.replace({**parts, "w1": parts["up_qdata"]})
+    with pytest.raises(UnsupportedError, match=r"^tensors has up_bias, but these"):
+        weights.replace({**parts, "up_bias": torch.zeros(2, 64)})
+    del parts["up_scale"]
+    with pytest.raises(UnsupportedError, match=r"^tensors lacks up_scale, but these"):
+        weights.replace(parts)
