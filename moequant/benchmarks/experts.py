@@ -358,7 +358,10 @@ def products_of(scheme: str, ceilings: Ceilings) -> str:
         return "bf16"
     if scheme in FP8_SCHEMES or scheme == MXFP8:
         return "fp8"
-    raise UnsupportedError(f"the rate of products with activations in {scheme} is not measured")
+    raise UnsupportedError(
+        f"the peak rate of products with activations in {scheme} is not measured, so there is no "
+        f"floor to compare with; time activations in none, {', '.join(FP8_SCHEMES)} or {MXFP8}"
+    )
 
 
 def describe_routing(inputs: Sequence[Inputs], experts: int) -> dict[str, float]:
