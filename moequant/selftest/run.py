@@ -102,9 +102,15 @@ def selftest(
         attributes of a row, and `not_run`: reasons of backends that run nothing there, by name.
 
     Raises:
-        UnsupportedError: no such device or backend here, or the reference itself.
+        UnsupportedError: no such device or backend here, the reference itself, or the device is
+            "meta".
     """
     place = usable_device(device)
+    if place.type == "meta":
+        raise UnsupportedError(
+            "device meta holds no numbers, so there is nothing to compare; name another, such as "
+            "cuda or cpu"
+        )
     chosen = _backends(backend, place)
     report = progress or SilentProgress()
     started = time.monotonic()

@@ -128,3 +128,8 @@ def test_every_backend_of_the_gpu_passes_within_two_minutes():
     document = selftest("cuda")
     assert document["ok"], [row for row in document["rows"] if row["failures"]]
     assert document["seconds"] < 120
+
+
+def test_a_device_without_numbers_is_refused():
+    with pytest.raises(UnsupportedError, match=r"^device meta holds no numbers.* such as cuda or"):
+        selftest("meta")
