@@ -173,12 +173,32 @@ def check_parts(
         UnsupportedError: an unknown format, or one that does not support `shape`.
     """
     specs = get_format(format).specs(shape, name)
+    check_specs(
+        {f"{name}.{part}": tensor for part, tensor in tensors.items()},
+        {f"{name}.{part}": spec for part, spec in specs.items()},
+        advice="prepare or convert the checkpoint again",
+    )
+
+
+def check_specs(
+    tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], *, advice: str
+) -> None:
+    """Check that `tensors` have the dtypes and shapes in `specs`.
+
+    Args:
+        tensors: by what messages call them.
+        specs: likewise.
+        advice: the next step.
+
+    Raises:
+        CheckpointError: one is missing, unexpected, or of another dtype or shape.
+    """
     found = {k: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for k, t in tensors.items()}
-    for part in {**specs, **found}:
-        if found.get(part) != specs.get(part):
+    for name in {**specs, **found}:
+        if found.get(name) != specs.get(name):
             raise CheckpointError(
-                f"{name}.{part} is {found.get(part, 'missing')}, but it should be "
-                f"{specs.get(part, 'missing')}; prepare or convert the checkpoint again"
+                f"{name} is {found.get(name, 'missing')}, but it should be "
+                f"{specs.get(name, 'missing')}; {advice}"
             )
 
 
@@ -192,6 +212,7 @@ __all__ = [
     "StoredWeight",
     "TensorSpec",
     "check_parts",
+    "check_specs",
     "dequantize",
     "dequantize_into",
     "dtype_text",

@@ -24,6 +24,8 @@ from moequant.runtime.inputs import HIDDEN_DTYPES, check_tensor
 from moequant.runtime.routing import NOWHERE, permute
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from moequant.runtime.routing import Routing
@@ -59,8 +61,15 @@ def batch_scheme(activations: str) -> str:
     return "none" if activations in GROUPS else activations
 
 
-def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
+def check_batches(
+    tokens: BatchedTokens, workload: Workload, names: Mapping[str, str] | None = None
+) -> BatchedTokens:
     """Check tokens against the experts that shall run them; on CUDA, limit counts to C.
+
+    Args:
+        tokens: what is checked.
+        workload: of the experts.
+        names: what messages call fields of `tokens`; by default their names.
 
     Raises:
         UnsupportedError: another E, H, scheme or device than the experts have; dtypes or shapes
@@ -83,8 +92,10 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
         needed["scale"] = (torch.float32,), [E, *C, groups]
     elif tokens.scale is not None:
         raise UnsupportedError("scale is given, but the scheme none has no scales; leave it out")
-    for name, (dtypes, shape) in needed.items():
-        tensor: Tensor | None = getattr(tokens, name)
+    called = names or {}
+    for field, (dtypes, shape) in needed.items():
+        name = called.get(field, field)
+        tensor: Tensor | None = getattr(tokens, field)
         if tensor is None:
             raise UnsupportedError(f"{name} is None, but {tokens.scheme} needs {shape}")
         check_tensor(name, tensor)
@@ -99,7 +110,7 @@ def check_batches(tokens: BatchedTokens, workload: Workload) -> BatchedTokens:
             )
     capacity = tokens.qdata.shape[1]
     if tokens.counts.device.type == "cpu":
-        _check_capacity(tokens.counts, capacity)
+        _check_capacity(called.get("counts", "counts"), tokens.counts, capacity)
         return tokens
     # Reading them would synchronize with the device.
     return replace(tokens, counts=tokens.counts.clamp(0, capacity))
@@ -184,7 +195,7 @@ def lay_out(
     expert = routing.expert.clamp(min=0)
     order = permutation.row - begin[expert] if experts else permutation.row
     if x.qdata.device.type == "cpu":
-        _check_capacity(end - begin, capacity)
+        _check_capacity("counts", end - begin, capacity)
     places = torch.where(order < capacity, expert * capacity + order, OVERFLOW)
     places = torch.where(here, places, NOWHERE)
 
@@ -236,9 +247,9 @@ def finalize_batched(rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
     return result
 
 
-def _check_capacity(counts: Tensor, capacity: int) -> None:
+def _check_capacity(name: str, counts: Tensor, capacity: int) -> None:
     if (counts < 0).any():
-        raise UnsupportedError(f"counts has {int(counts.min())}, but must be at least 0")
+        raise UnsupportedError(f"{name} has {int(counts.min())}, but must be at least 0")
     over = counts > capacity
     if over.any():
         expert = int(over.nonzero()[0])

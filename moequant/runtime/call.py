@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.inputs import check_inputs, check_out, check_workspace
+from moequant.runtime.inputs import NAMES, check_inputs, check_out, check_workspace
 from moequant.runtime.routing import weight_input
 from moequant.runtime.workspace import shared_workspace
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime.backends import PackedExperts
+    from moequant.runtime.inputs import ArgumentNames
 
 MAX_TOKENS = 8192
 """Tokens of a part, unless told otherwise: what servers put in one step, and beyond which no kernel
@@ -41,10 +42,11 @@ def run_experts(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     max_tokens: int = MAX_TOKENS,
+    names: ArgumentNames = NAMES,
 ) -> Tensor:
     """Run packed experts; arguments and errors are those of `FusedExperts.forward`.
 
-    `expert_map` has been checked.
+    `expert_map` has been checked. Messages call arguments by `names`.
     """
     check_inputs(
         packed.workload,
@@ -53,18 +55,19 @@ def run_experts(
         topk_ids,
         weight_on_input=weight_on_input,
         hidden_scale=hidden_scale,
+        names=names,
     )
     if hidden_scale is not None and not packed.takes_quantized:
         raise UnsupportedError(
             f"backend {packed.backend.name!r} does not take quantized hidden states; give them "
-            "without hidden_scale, or name another backend"
+            f"without {names.hidden_scale}, or name another backend"
         )
     tokens, topk = topk_ids.shape
     if out is None:
         dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
         out = torch.empty(hidden_states.shape, dtype=dtype, device=hidden_states.device)
     else:
-        check_out(out, hidden_states, hidden_scale)
+        check_out(out, hidden_states, hidden_scale, names)
     parts = parts_of(tokens, max_tokens)
     size_bytes = packed.workspace_bytes(-(-tokens // parts), topk)
     if workspace is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moequant.act_fn import SILU, ActFn
 from moequant.errors import UnsupportedError
-from moequant.formats import check_parts
+from moequant.formats import check_specs, get_format
 from moequant.runtime.backends import REGISTRY, PackedExperts, Workload
 from moequant.runtime.call import run_experts
 from moequant.runtime.inputs import check_expert_map, check_tensor
@@ -119,8 +119,8 @@ def deep_gemm_moe_fp8(
             f"deep_gemm_moe_fp8 {reason}; fused_experts picks a backend that runs here"
         )
     E, H = workload.experts, workload.hidden
-    check_parts({"qdata": w13, "scale": w13_scale}, "fp8_block", (E, w13.shape[1], H), "w13")
-    check_parts({"qdata": w2, "scale": w2_scale}, "fp8_block", (E, H, workload.intermediate), "w2")
+    check_weight({"w13": w13, "w13_scale": w13_scale}, "fp8_block", (E, w13.shape[1], H))
+    check_weight({"w2": w2, "w2_scale": w2_scale}, "fp8_block", (E, H, workload.intermediate))
     tensors = {
         "w13_qdata": w13.contiguous(),
         "w13_scale": w13_scale.contiguous(),
@@ -159,6 +159,27 @@ def check_weights(
             raise UnsupportedError(
                 f"{name} is on {tensor.device}, but the first weight is on {device}; move it there"
             )
+
+
+def check_weight(arguments: Mapping[str, Tensor], format: str, shape: tuple[int, ...]) -> None:
+    """Check the dtypes and shapes of a weight [E, N, K] of a format without global scales.
+
+    Args:
+        arguments: its codes and its scales, by argument.
+        format: its name.
+        shape: [E, N, K].
+
+    Raises:
+        CheckpointError: one has another dtype or shape; the message names the argument.
+        UnsupportedError: the format has no weights of that shape.
+    """
+    codes, scale = arguments
+    specs = get_format(format).specs(shape, codes)
+    check_specs(
+        arguments,
+        {codes: specs["qdata"], scale: specs["scale"]},
+        advice=f"give {codes} and {scale} as moequant.formats.quantize makes {format}",
+    )
 
 
 def check_act_fn(act_fn: ActFn) -> None:

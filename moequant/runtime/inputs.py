@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,15 +30,18 @@ QUANTIZED_DTYPES = (QUANTIZED_DTYPE,)
 WORKSPACE_ALIGNMENT = 16
 """Bytes, as TMA and vectorized loads need it."""
 
-_SHAPES = {
-    "hidden_states": "[M, H]",
-    "topk_weights": "[M, T]",
-    "topk_ids": "[M, T]",
-    "hidden_scale": "[M, groups]",
-    "expert_map": "[global experts]",
-    "out": "[M, H]",
-    "workspace": "[bytes]",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class ArgumentNames:
+    """What the function that was called names the arguments of a call, for messages."""
+
+    hidden_states: str = "hidden_states"
+    hidden_scale: str = "hidden_scale"
+    out: str = "out"
+
+
+NAMES = ArgumentNames()
+"""Those of `FusedExperts.forward`."""
 
 
 def check_inputs(
@@ -48,6 +52,7 @@ def check_inputs(
     *,
     weight_on_input: bool,
     hidden_scale: Tensor | None = None,
+    names: ArgumentNames = NAMES,
 ) -> None:
     """Check the arguments of a call, see `FusedExperts.forward`; reads no values.
 
@@ -56,30 +61,32 @@ def check_inputs(
             multiply the input, and more than one of them a token.
     """
     hidden, device = workload.hidden, workload.device
-    check_tensor("hidden_states", hidden_states)
-    _check_quantized(hidden_states, hidden_scale, workload.activations)
+    check_tensor(names.hidden_states, hidden_states)
+    _check_quantized(hidden_states, hidden_scale, workload.activations, names)
     dtypes = HIDDEN_DTYPES if hidden_scale is None else QUANTIZED_DTYPES
-    _check("hidden_states", hidden_states, dtypes, 2, device)
-    _check("topk_weights", topk_weights, WEIGHT_DTYPES, 2, device)
-    _check("topk_ids", topk_ids, ID_DTYPES, 2, device)
+    _check(names.hidden_states, hidden_states, dtypes, "[M, H]", device)
+    _check("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", device)
+    _check("topk_ids", topk_ids, ID_DTYPES, "[M, T]", device)
     tokens, columns = hidden_states.shape
     if columns != hidden:
         raise UnsupportedError(
-            f"hidden_states is {list(hidden_states.shape)}, but these experts need [M, {hidden}]"
+            f"{names.hidden_states} is {list(hidden_states.shape)}, but these experts need "
+            f"[M, {hidden}]"
         )
     if hidden_scale is not None:
-        _check("hidden_scale", hidden_scale, (torch.float32,), 2, device)
+        _check(names.hidden_scale, hidden_scale, (torch.float32,), "[M, groups]", device)
         shape = [tokens, scale_columns(workload.activations, hidden)]
         if list(hidden_scale.shape) != shape:
             raise UnsupportedError(
-                f"hidden_scale is {list(hidden_scale.shape)}, but for {workload.activations} and "
-                f"hidden_states {list(hidden_states.shape)} it must be {shape}"
+                f"{names.hidden_scale} is {list(hidden_scale.shape)}, but for "
+                f"{workload.activations} and {names.hidden_states} {list(hidden_states.shape)} it "
+                f"must be {shape}"
             )
     shape_of_ids = topk_ids.shape
     if shape_of_ids != topk_weights.shape or shape_of_ids[0] != tokens:
         raise UnsupportedError(
             f"topk_weights is {list(topk_weights.shape)} and topk_ids {list(shape_of_ids)}, but "
-            f"both must be [M, T] for the M = {tokens} rows of hidden_states"
+            f"both must be [M, T] for the M = {tokens} rows of {names.hidden_states}"
         )
     if weight_on_input and shape_of_ids[1] != 1:
         raise UnsupportedError(
@@ -88,7 +95,12 @@ def check_inputs(
         )
 
 
-def check_out(out: Tensor, hidden_states: Tensor, hidden_scale: Tensor | None) -> None:
+def check_out(
+    out: Tensor,
+    hidden_states: Tensor,
+    hidden_scale: Tensor | None,
+    names: ArgumentNames = NAMES,
+) -> None:
     """Check the tensor that a caller gives for the output.
 
     Raises:
@@ -96,10 +108,10 @@ def check_out(out: Tensor, hidden_states: Tensor, hidden_scale: Tensor | None) -
             output.
     """
     dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
-    _check("out", out, (dtype,), 2, hidden_states.device)
+    _check(names.out, out, (dtype,), "[M, H]", hidden_states.device)
     if out.shape != hidden_states.shape or not out.is_contiguous():
         raise UnsupportedError(
-            f"out is {list(out.shape)} with strides {list(out.stride())}, but must be a "
+            f"{names.out} is {list(out.shape)} with strides {list(out.stride())}, but must be a "
             f"contiguous {list(hidden_states.shape)}"
         )
 
@@ -111,7 +123,7 @@ def check_workspace(workspace: Tensor, size_bytes: int, device: torch.device) ->
         UnsupportedError: it is too small, not contiguous, not aligned to 16 bytes, or of another
             dtype or device.
     """
-    _check("workspace", workspace, (torch.uint8,), 1, device)
+    _check("workspace", workspace, (torch.uint8,), "[bytes]", device)
     if (
         workspace.numel() < size_bytes
         or not workspace.is_contiguous()
@@ -124,22 +136,24 @@ def check_workspace(workspace: Tensor, size_bytes: int, device: torch.device) ->
         )
 
 
-def _check_quantized(hidden_states: Tensor, hidden_scale: Tensor | None, scheme: str) -> None:
+def _check_quantized(
+    hidden_states: Tensor, hidden_scale: Tensor | None, scheme: str, names: ArgumentNames
+) -> None:
+    x, scale = names.hidden_states, names.hidden_scale
     if hidden_scale is None and hidden_states.dtype == QUANTIZED_DTYPE:
         raise UnsupportedError(
-            f"hidden_states is {hidden_states.dtype} and there is no hidden_scale; give its "
-            "scales, or hidden states that are not quantized"
+            f"{x} is {hidden_states.dtype} and there is no {scale}; give its scales, or hidden "
+            "states that are not quantized"
         )
-    if hidden_scale is not None and scheme == "none":
-        raise UnsupportedError(
-            "hidden_scale is given, but these experts take activations that are not quantized; "
-            "give hidden_states in bfloat16, float16 or float32, and no scale"
-        )
-    if hidden_scale is not None and scheme not in FP8_SCHEMES:
-        raise UnsupportedError(
-            f"hidden_scale is given, but these experts quantize hidden states to {scheme} "
-            "themselves; give hidden_states in bfloat16, float16 or float32, and no scale"
-        )
+    if hidden_scale is None or scheme in FP8_SCHEMES:
+        return
+    found = "take activations that are not quantized"
+    if scheme != "none":
+        found = f"quantize hidden states to {scheme} themselves"
+    raise UnsupportedError(
+        f"{scale} is given, but these experts {found}; give {x} in bfloat16, float16 or float32, "
+        "and no scale"
+    )
 
 
 def check_expert_map(
@@ -150,7 +164,7 @@ def check_expert_map(
     Raises:
         UnsupportedError: another dtype, shape or device, or an index that is no expert's.
     """
-    _check("expert_map", expert_map, ID_DTYPES, 1, device)
+    _check("expert_map", expert_map, ID_DTYPES, "[global experts]", device)
     if not values:
         return
     unknown = (expert_map < NOWHERE) | (expert_map >= experts)
@@ -191,15 +205,15 @@ def _check(
     name: str,
     tensor: Tensor,
     dtypes: tuple[torch.dtype, ...],
-    dimensions: int,
+    shape: str,
     device: torch.device,
 ) -> None:
     check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         expected = ", ".join(str(dtype) for dtype in dtypes)
         raise UnsupportedError(f"{name} is {tensor.dtype}, but must be one of: {expected}")
-    if tensor.dim() != dimensions:
-        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {_SHAPES[name]}")
+    if tensor.dim() != len(shape.split(",")):
+        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
     if tensor.device != device:
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
 

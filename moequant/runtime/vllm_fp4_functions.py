@@ -21,8 +21,9 @@ from moequant.kernels.cutlass.sm100_fp4_variant import MXFP4 as MXFP4_KERNEL
 from moequant.kernels.cutlass.sm100_fp4_variant import NVFP4 as NVFP4_KERNEL
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, Workload
-from moequant.runtime.functional import check_act_fn, check_weights, fused_experts
-from moequant.runtime.inputs import check_tensor
+from moequant.runtime.call import run_experts
+from moequant.runtime.functional import check_act_fn, check_weights
+from moequant.runtime.inputs import ArgumentNames, check_tensor
 from moequant.runtime.weights import weights_without_data
 
 if TYPE_CHECKING:
@@ -249,11 +250,12 @@ def _run(
 ) -> Tensor:
     check_tensor("output", output)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return fused_experts(
-        a,
+    return run_experts(
         _BACKEND.load(contiguous, workload),
+        a,
         topk_weights,
         topk_ids,
-        apply_router_weight_on_input=weight_on_input,
+        weight_on_input=weight_on_input,
         out=output,
+        names=ArgumentNames(hidden_states="a", out="output"),
     )

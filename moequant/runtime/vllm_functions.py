@@ -15,13 +15,13 @@ import torch
 
 from moequant.act_fn import SILU, ActFn
 from moequant.errors import UnsupportedError
-from moequant.formats import check_parts
 from moequant.formats.w4a8 import GROUP
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.batched import BatchedTokens
-from moequant.runtime.functional import check_act_fn, check_weights, fused_experts
-from moequant.runtime.inputs import HIDDEN_DTYPES, check_expert_map, check_tensor
+from moequant.runtime.call import run_experts
+from moequant.runtime.functional import check_act_fn, check_weight, check_weights
+from moequant.runtime.inputs import HIDDEN_DTYPES, ArgumentNames, check_expert_map, check_tensor
 from moequant.runtime.select import select
 from moequant.runtime.weights import weights_without_data
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _BATCHED = {"cuda": "triton_batched", "cpu": "naive_batched"}
 _PANELS = ("w13_panels", "w2_panels")
+_BATCH_NAMES = {"qdata": "hidden_states", "scale": "a1q_scale", "counts": "expert_num_tokens"}
 
 
 def run_cutlass_moe_fp8(
@@ -76,8 +77,9 @@ def run_cutlass_moe_fp8(
             expert, [E], [E, 1] or [E, 1, 1].
         w2_scale: likewise.
         a1q_scale: float32 scale of the hidden states: with `per_act_token` [M, 1], in batches
-            [E, C, 1]; else one value, which must be given, also to quantize by.
-        a2_scale: without `per_act_token` the static scale of the second GEMM's input, one value;
+            [E, C, 1]; else one value, which must be given, also to quantize by, positive and
+            finite: checked on a CPU, because on a GPU the host would wait for it.
+        a2_scale: without `per_act_token` the static scale of the second GEMM's input, likewise;
             else None, because the scales are computed.
         expert_num_tokens: in batches, int32 [E], how many rows of each expert are tokens.
         per_act_token: whether activations have a scale per token; else static ones of all tokens,
@@ -93,8 +95,9 @@ def run_cutlass_moe_fp8(
         `output`.
 
     Raises:
-        UnsupportedError: scales that do not go together, weights on several devices, an
-            argument that is no tensor, no backend that runs this, or as `FusedExperts.forward`.
+        UnsupportedError: scales that do not go together, a static one that is not positive and
+            finite, weights on several devices, an argument that is no tensor, no backend that
+            runs this, or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
     scheme = _scheme(a1q_scale, a2_scale, per_act_token=per_act_token, per_out_ch=per_out_ch)
@@ -110,8 +113,8 @@ def run_cutlass_moe_fp8(
     if scheme == "fp8_static":
         assert a1q_scale is not None
         assert a2_scale is not None
-        tensors["w13_input_scale"] = _one(a1q_scale, "a1q_scale")
-        tensors["w2_input_scale"] = _one(a2_scale, "a2_scale")
+        tensors["w13_input_scale"] = _static(a1q_scale, "a1q_scale")
+        tensors["w2_input_scale"] = _static(a2_scale, "a2_scale")
     quantized = hidden_states.dtype == torch.float8_e4m3fn
     if quantized and scheme == "fp8_static":
         rows = hidden_states.shape[:-1]
@@ -137,14 +140,15 @@ def run_cutlass_moe_fp8(
             "expert_num_tokens"
         )
     _check_global(global_num_experts, expert_map, workload)
-    return fused_experts(
-        hidden_states,
+    return run_experts(
         select(workload, backend, layout=STACKED).load(tensors, workload),
+        hidden_states,
         topk_weights,
         topk_ids,
         expert_map=expert_map,
         hidden_scale=a1q_scale if quantized or per_act_token else None,
         out=output,
+        names=ArgumentNames(hidden_scale="a1q_scale", out="output"),
     )
 
 
@@ -213,8 +217,8 @@ def cutlass_moe_w4a8_fp8(
             raise UnsupportedError("w1_q in rows needs w1_scale and w2_scale")
         workload = _workload("w4a8", "fp8_token", w1_q, w2_q, activation, packed=2)
         E, H, I = workload.experts, workload.hidden, workload.intermediate
-        check_parts({"qdata": w1_q, "scale": w1_scale}, "w4a8", (E, w1_q.shape[1], H), "w1")
-        check_parts({"qdata": w2_q, "scale": w2_scale}, "w4a8", (E, H, I), "w2")
+        check_weight({"w1_q": w1_q, "w1_scale": w1_scale}, "w4a8", (E, w1_q.shape[1], H))
+        check_weight({"w2_q": w2_q, "w2_scale": w2_scale}, "w4a8", (E, H, I))
         tensors = {
             "w13_qdata": w1_q.contiguous(),
             "w13_scale": w1_scale.contiguous(),
@@ -223,14 +227,15 @@ def cutlass_moe_w4a8_fp8(
         }
         chosen = select(workload, backend, layout=STACKED)
     _check_global(global_num_experts, expert_map, workload)
-    return fused_experts(
-        a,
+    return run_experts(
         chosen.load(tensors, workload),
+        a,
         topk_weights,
         topk_ids,
         expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
+        weight_on_input=apply_router_weight_on_input,
         hidden_scale=a1q_scale,
+        names=ArgumentNames(hidden_states="a", hidden_scale="a1q_scale"),
     )
 
 
@@ -285,8 +290,8 @@ def _fp8_tensors(
     format, E, H = workload.format, workload.experts, workload.hidden
     assert padded_rows(format, workload.intermediate) == workload.intermediate
     w1_scale, w2_scale = (_three_dimensions(s) for s in (w1_scale, w2_scale))
-    check_parts({"qdata": w1, "scale": w1_scale}, format, (E, w1.shape[1], H), "w1")
-    check_parts({"qdata": w2, "scale": w2_scale}, format, (E, H, workload.intermediate), "w2")
+    check_weight({"w1": w1, "w1_scale": w1_scale}, format, (E, w1.shape[1], H))
+    check_weight({"w2": w2, "w2_scale": w2_scale}, format, (E, H, workload.intermediate))
     if format == "fp8_tensor" and workload.act_fn.gated:
         w1_scale = w1_scale.expand(E, 2, 1)  # that of gate, and that of up
     return {
@@ -302,10 +307,17 @@ def _three_dimensions(scale: Tensor) -> Tensor:
     return scale.reshape(*scale.shape, *[1] * max(3 - scale.dim(), 0))
 
 
-def _one(scale: Tensor, name: str) -> Tensor:
+def _static(scale: Tensor, name: str) -> Tensor:
+    """A static scale as [1]. On a GPU its value is not checked: the host would wait for it."""
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise UnsupportedError(
-            f"{name} is {scale.dtype} {list(scale.shape)}, but must be one float32 value"
+            f"{name} is {scale.dtype} {list(scale.shape)}, but must be one float32 value; give "
+            "that, or set per_act_token"
+        )
+    if scale.device.type == "cpu" and not 0 < scale.item() < torch.inf:
+        raise UnsupportedError(
+            f"{name} is {scale.item():g}, but must be positive and finite; calibrate again, or set "
+            "per_act_token"
         )
     return scale.reshape(1)
 
@@ -341,7 +353,7 @@ def _run_batches(
     tokens = BatchedTokens(
         scheme=workload.activations, qdata=hidden_states, scale=scale, counts=counts
     )
-    return output.copy_(packed.run_batches(tokens))
+    return output.copy_(packed.run_batches(tokens, names=_BATCH_NAMES))
 
 
 def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, Tensor]]:

@@ -233,7 +233,7 @@ def test_the_call_without_a_module_gives_the_same_bits():
     w = STACKED.pack(weights)
     parts = tuple(w[name] for name in ("w13_qdata", "w2_qdata", "w13_scale", "w2_scale"))
     assert torch.equal(deep_gemm_moe_fp8(hidden, *parts, topk_weights, ids), want)
-    with pytest.raises(CheckpointError, match=r"w13\.scale"):
+    with pytest.raises(CheckpointError, match="w13_scale is"):
         deep_gemm_moe_fp8(hidden, *parts[:2], w["w2_scale"], w["w2_scale"], topk_weights, ids)
 
 

@@ -202,7 +202,8 @@ def test_router_weights_multiply_the_input_and_leave_it_as_it_is(format, device)
         ({"w1_fp4": torch.zeros(E, 2 * I, H // 2)}, CheckpointError, "w1_fp4 is float32"),
         ({"w2_alphas": 1.0}, UnsupportedError, "w2_alphas is float, but must be a tensor"),
         ({"output": None}, UnsupportedError, "output is NoneType, but must be a tensor"),
-        ({"output": torch.ones(M, H)}, UnsupportedError, "out is torch.float32"),
+        ({"output": torch.ones(M, H)}, UnsupportedError, "output is torch.float32"),
+        ({"a": torch.ones(M, 8)}, UnsupportedError, r"^a is \[\d+, 8\], but these experts need"),
         ({"activation": "silu"}, UnsupportedError, "the activation function is 'silu'"),
         (
             {"a2_gscale": torch.ones(E, device="meta")},

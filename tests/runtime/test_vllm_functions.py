@@ -209,7 +209,11 @@ def test_batches_are_run_and_not_weighted(format, static):
             "only with weights of one scale per matrix",
         ),
         ({"global_num_experts": 8}, UnsupportedError, "is 8, but there are 6 experts; give 6 or"),
-        ({"w1_scale": torch.ones(E, I)}, CheckpointError, "w1.scale is"),
+        (
+            {"w1_scale": torch.ones(E, I)},
+            CheckpointError,
+            "w1_scale is .*; give w1 and w1_scale as",
+        ),
         (
             {"w2_scale": torch.ones(E, H, device="meta")},
             UnsupportedError,
@@ -241,6 +245,57 @@ def test_static_scales_are_single_values():
     options = {"per_act_token": False, "a1q_scale": torch.ones(M, 1), "a2_scale": torch.ones(1)}
     with pytest.raises(UnsupportedError, match=r"a1q_scale is torch.float32 \[9, 1\], but must"):
         run_fp8(w1, w2, *call(), **options)
+
+
+@pytest.mark.parametrize("name", ["a1q_scale", "a2_scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, torch.inf, torch.nan])
+def test_on_a_cpu_values_of_static_scales_are_checked(name, value):
+    w1, w2, _ = layer("fp8_tensor")
+    scales = {"a1q_scale": torch.ones(1), "a2_scale": torch.ones(1)}
+    scales[name] = torch.tensor(value)
+    with pytest.raises(UnsupportedError, match=f"^{name} is {value:g}, but must be positive and"):
+        run_fp8(w1, w2, *call(), per_act_token=False, **scales)
+
+
+def quantized_call():
+    hidden, router, ids = call()
+    x = quantize_activations(hidden, "fp8_token")
+    return x.qdata, router, ids, x.scale
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"a1q_scale": None}, "^hidden_states is .* and there is no a1q_scale; give its scales"),
+        ({"a1q_scale": torch.ones(M)}, r"^a1q_scale is \[9\], but must be \[M, groups\]"),
+        (
+            {"a1q_scale": torch.ones(M, 2)},
+            r"^a1q_scale is \[9, 2\], but for fp8_token and hidden_states \[9, 256\] it",
+        ),
+        ({"output": torch.ones(M, H)}, "^output is torch.float32, but must be"),
+        ({"output": torch.ones(1, H).bfloat16()}, r"^output is \[1, 256\] with strides"),
+    ],
+    ids=str,
+)
+def test_refusals_of_fp8_experts_call_arguments_by_their_names(options, reason):
+    w1, w2, _ = layer("fp8_channel")
+    *given, scale = quantized_call()
+    with pytest.raises(UnsupportedError, match=reason):
+        run_fp8(w1, w2, *given, **{"a1q_scale": scale} | options)
+
+
+def test_refusals_of_w4a8_experts_call_arguments_by_their_names():
+    w1, w2, _ = layer("w4a8")
+    codes, router, ids, scale = quantized_call()
+    for a, options, reason in (
+        (codes, {}, "^a is .* and there is no a1q_scale; give its scales"),
+        (codes[:, :8], {"a1q_scale": scale}, r"^a is \[9, 8\], but these experts need \[M, 256\]"),
+        (codes[:3], {"a1q_scale": scale[:3]}, "for the M = 3 rows of a$"),
+        (codes, {"a1q_scale": scale[:3]}, r"^a1q_scale is \[3, 1\], but for fp8_token and a \["),
+        (None, {}, "^a is NoneType, but must be a tensor"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            run_w4a8(w1, w2, a, router, ids, **options)
 
 
 def test_weights_that_do_not_fit_are_refused():
@@ -334,7 +389,7 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
         with pytest.raises(UnsupportedError, match=reason):
             cutlass_moe_w4a8_fp8(hidden, a, b, router, ids, **options)
     wide = w1.qdata.view(torch.int32).repeat(1, 1, 4)
-    with pytest.raises(CheckpointError, match=r"w1\.qdata is"):
+    with pytest.raises(CheckpointError, match=r"w1_q is .*; give w1_q and w1_scale as"):
         cutlass_moe_w4a8_fp8(
             hidden, wide, w2.qdata, router, ids, w1_scale=w1.scale, w2_scale=w2.scale
         )
@@ -359,6 +414,9 @@ def test_arguments_of_another_type_are_named(options, reason):
         run_fp8(w1, w2, *call(), **options)
 
 
+COUNTS = torch.full((E,), 4, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -366,7 +424,11 @@ def test_arguments_of_another_type_are_named(options, reason):
         ({"output": torch.zeros(E, 4, H, device="meta")}, "output is on meta, but the experts are"),
         ({"expert_map": torch.zeros(E, dtype=torch.int32)}, "expert_map is given, but batches"),
         ({"global_num_experts": 99}, "is 99, but there are 6 experts; give 6 or -1"),
-        ({"expert_num_tokens": [4] * E}, "counts is list, but must be a tensor"),
+        ({"expert_num_tokens": [4] * E}, "^expert_num_tokens is list, but must be a tensor"),
+        ({"expert_num_tokens": COUNTS[:2]}, r"^expert_num_tokens is torch.int32 \[2\], but these"),
+        ({"expert_num_tokens": -COUNTS}, "^expert_num_tokens has -4, but must be at least 0"),
+        ({"a1q_scale": None}, r"^a1q_scale is None, but fp8_token needs \[6, 4, 1\]"),
+        ({"hidden_states": torch.zeros(E, 4, H)}, "^hidden_states is torch.float32"),
     ],
     ids=str,
 )
@@ -376,11 +438,11 @@ def test_batches_refuse_what_they_would_ignore_or_round_to_integers(options, rea
         "output": torch.zeros(E, 4, H, dtype=torch.bfloat16),
         "a1q_scale": torch.ones(E, 4, 1),
         "use_batched_format": True,
-        "expert_num_tokens": torch.full((E,), 4, dtype=torch.int32),
+        "expert_num_tokens": COUNTS,
+        "hidden_states": torch.zeros(E, 4, H).to(torch.float8_e4m3fn),
     } | options
-    hidden = torch.zeros(E, 4, H).to(torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match=reason):
-        run_fp8(w1, w2, hidden, None, None, **given)
+        run_fp8(w1, w2, given.pop("hidden_states"), None, None, **given)
 
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

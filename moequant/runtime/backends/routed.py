@@ -17,7 +17,7 @@ from moequant.runtime.capture import capturing, plain_mode
 from moequant.runtime.routing import permute, reduce, route
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -102,13 +102,16 @@ class BatchedExperts(_RoutedExperts):
         C may be 0.
         """
 
-    def run_batches(self, tokens: BatchedTokens) -> Tensor:
+    def run_batches(
+        self, tokens: BatchedTokens, *, names: Mapping[str, str] | None = None
+    ) -> Tensor:
         """Every expert's result for its tokens, not yet weighted.
 
         Nothing waits for a CUDA device: there a count beyond C counts as C.
 
         Args:
             tokens: at most C tokens of H columns for each of the E experts.
+            names: what messages call the fields of `tokens`; by default their names.
 
         Returns:
             [E, C, H] float32 or bfloat16; rows at or beyond an expert's count hold anything.
@@ -117,7 +120,7 @@ class BatchedExperts(_RoutedExperts):
             UnsupportedError: another E, H, scheme or device than these experts have; dtypes or
                 shapes that contradict each other; on a CPU, a count beyond C or below 0.
         """
-        return self._run_batches(check_batches(tokens, self.workload))
+        return self._run_batches(check_batches(tokens, self.workload, names))
 
     def _weighted(self, x: Activations, routing: Routing) -> Tensor:
         M, E = routing.expert.shape[0], self.workload.experts
