@@ -44,7 +44,7 @@ _GROUPS = 8
 
 
 class Fp8ChannelTilings(Fp8BlockTilings):
-    """The splits of FP8 blocks, which are as many bytes; not yet timed on a GPU."""
+    """The splits of FP8 blocks, which are as many bytes."""
 
     name = "fp8_channel"
     version = 1

@@ -201,6 +201,13 @@ def test_fp8_blocks_of_sizes_that_tma_does_not_read_are_refused(change, reason):
         select(replace(workload("fp8_block"), **change), "sm90_fp8_block")
 
 
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+def test_a_refusal_names_every_scheme_that_would_run(format):
+    asked = replace(workload(format), activations="none")
+    reason = REGISTRY["sm90_fp8_channel"].supports(asked)
+    assert reason == "takes only activations in fp8_token or fp8_static"
+
+
 @every_format
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so(format):

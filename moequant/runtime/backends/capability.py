@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 def why_not_kernels_for(
-    workload: Workload, formats: tuple[str, ...], *, activations: str
+    workload: Workload, formats: tuple[str, ...], *, activations: tuple[str, ...]
 ) -> str | None:
     """Why CUDA kernels for `formats` do not run `workload` on any GPU; None if they do.
 
     Args:
         workload: the layer.
         formats: names of formats.
-        activations: the one scheme that the kernels take.
+        activations: the schemes that the kernels take.
     """
     if workload.format not in formats:
         return f"runs only {' and '.join(formats)}"
-    if workload.activations != activations:
-        wanted = "that are not quantized" if activations == "none" else f"in {activations}"
+    if workload.activations not in activations:
+        wanted = f"in {' or '.join(activations)}"
+        if activations == ("none",):
+            wanted = "that are not quantized"
         return f"takes only activations {wanted}"
     if workload.experts == 0:
         return "needs at least one expert"

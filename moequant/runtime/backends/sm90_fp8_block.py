@@ -64,5 +64,5 @@ class Sm90Fp8Block(Backend):
 
 def why_not_fp8_block(workload: Workload) -> str | None:
     """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
-    reason = why_not_kernels_for(workload, ("fp8_block",), activations="fp8_group128")
+    reason = why_not_kernels_for(workload, ("fp8_block",), activations=("fp8_group128",))
     return reason or why_not_multiples(workload, hidden=ROW_MULTIPLE, intermediate=ROW_MULTIPLE)

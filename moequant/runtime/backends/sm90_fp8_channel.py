@@ -39,9 +39,7 @@ class Sm90Fp8Channel(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs a format of its own, FP8 activations, sizes for TMA, SM90, triton and NVRTC."""
-        static = workload.activations == "fp8_static"
-        scheme = "fp8_static" if static else "fp8_token"
-        reason = why_not_kernels_for(workload, _FORMATS, activations=scheme)
+        reason = why_not_kernels_for(workload, _FORMATS, activations=("fp8_token", "fp8_static"))
         return reason or _why_not_sizes(workload) or why_not_sm90_nvrtc(workload.device)
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:

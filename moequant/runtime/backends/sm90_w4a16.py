@@ -84,7 +84,7 @@ class Sm90W4a16(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs nvfp4 or mxfp4, activations that are not quantized, SM90, triton and NVRTC."""
-        reason = why_not_kernels_for(workload, _FORMATS, activations="none")
+        reason = why_not_kernels_for(workload, _FORMATS, activations=("none",))
         return reason or why_not_sm90_nvrtc(workload.device)
 
     def serves(self, target: str) -> Collection[str]:

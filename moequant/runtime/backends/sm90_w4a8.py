@@ -98,7 +98,7 @@ class Sm90W4a8(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs the format of its layout, activations in FP8 per token, SM90, triton and NVRTC."""
-        reason = why_not_kernels_for(workload, (self.layout.format,), activations="fp8_token")
+        reason = why_not_kernels_for(workload, (self.layout.format,), activations=("fp8_token",))
         return reason or why_not_sm90_nvrtc(workload.device)
 
     def serves(self, target: str) -> Collection[str]:
