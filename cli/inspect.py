@@ -43,7 +43,9 @@ def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: b
     # A Path, not a str, so that a missing directory is not searched for on the hub.
     path = locate(Path(checkpoint))
     if is_prepared_folder(path):
-        prepared = PreparedCheckpoint.open(path, architecture=architecture)
+        prepared = PreparedCheckpoint.open(
+            path, architecture=architecture, quantized_activations=True
+        )
         inspect_prepared.show(out, prepared, with_tensors=tensors)
         return
     out.result(_describe(Checkpoint.open(path), architecture, with_tensors=tensors), _show)

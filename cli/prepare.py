@@ -12,10 +12,13 @@ from moequant.cli.output import Output, count, size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moequant.runtime.activations import ActivationsChoice
+
 
 @click.command("prepare", short_help="Write the tensors that kernels read.")
 @click.argument("converted", type=options.DIRECTORY)
 @options.target_option
+@options.activations_option
 @options.overwrite_option
 @options.recorded_architecture_option
 @options.json_option
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 def command(
     converted: str,
     target: str,
+    activations: ActivationsChoice,
     overwrite: bool,
     architecture: str | None,
     as_json: bool,
@@ -39,6 +43,7 @@ def command(
         result = prepare(
             converted,
             target=target,
+            activations=activations,
             overwrite=overwrite,
             architecture=architecture,
             progress=progress,
@@ -50,7 +55,12 @@ def command(
         "target": target,
         "bytes": sum(layer.bytes for layer in layers.values()),
         "layers": {
-            number: {"format": layer.format, "layout": layer.layout, "bytes": layer.bytes}
+            number: {
+                "format": layer.format,
+                "activations": layer.activations,
+                "layout": layer.layout,
+                "bytes": layer.bytes,
+            }
             for number, layer in layers.items()
         },
     }

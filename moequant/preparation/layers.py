@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format, stack
+from moequant.runtime.activations import NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.runtime.layer_reader import act_fn_of
+from moequant.runtime.packing import scheme_of
 from moequant.runtime.prepared_manifest import PreparedLayer, add_originals
 from moequant.runtime.weights import ExpertWeights
 from moequant.storage.buffers import tensor_bytes
@@ -27,32 +29,67 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
 
 
-def layout_for(format: str, target: str) -> Layout:
-    """The layout of the first backend that serves `target` in `format`.
+def layout_for(format: str, target: str, activations: str) -> Layout:
+    """The layout of the first backend that serves `target` in `format` with `activations`.
+
+    Args:
+        format: of the weights.
+        target: one of TARGETS.
+        activations: a scheme.
 
     Raises:
-        UnsupportedError: no such format, no such target, or no backend there takes the format.
+        UnsupportedError: no such format, no such target, or no backend there runs the format with
+            such activations.
     """
-    serving = backends_for(format, target)
+    serving = backends_for(format, target, activations)
     if serving:
         return serving[0].layout
-    able = [t for t in TARGETS if backends_for(format, t)]
+    able = [t for t in TARGETS if backends_for(format, t, activations)]
+    advice = ""
+    if backends_for(format, target, "none"):
+        advice = "; --activations none prepares the weights alone"
     raise UnsupportedError(
-        f"no backend on {target} reads prepared experts in {format}; it can be prepared for "
-        f"{' and '.join(able) or 'no target'}"
+        f"no backend on {target} reads prepared experts in {format} with activations in "
+        f"{activations}; they can be prepared for {' and '.join(able) or 'no target'}{advice}"
     )
 
 
-def backends_for(format: str, target: str) -> list[Backend]:
+def backends_for(format: str, target: str, activations: str | None = None) -> list[Backend]:
     """The backends that serve `target` in `format`, best first.
+
+    Args:
+        format: of the weights.
+        target: one of TARGETS.
+        activations: a scheme; by default that of the format.
 
     Raises:
         UnsupportedError: no such format, or no such target.
     """
-    get_format(format)
+    of_format = get_format(format).activations
     if target not in TARGETS:
         raise UnsupportedError(f"unknown target {target!r}; use one of: {', '.join(TARGETS)}")
-    return [b for b in REGISTRY.values() if format in b.serves(target)]
+    return [b for b in REGISTRY.values() if format in b.serves(target, activations or of_format)]
+
+
+def scheme_for(converted: ConvertedCheckpoint, layer: int, activations: str) -> str:
+    """The scheme that `load_experts` would quantize a layer's activations by.
+
+    Args:
+        converted: a checkpoint, opened with `quantized_activations`.
+        layer: one whose experts were converted.
+        activations: what is asked for, as of `load_experts`.
+
+    Raises:
+        UnsupportedError: `activations` is none of those, or the layer's experts differ in it.
+    """
+    format = converted.format_of_experts(layer)
+    assert format is not None, "the layer was converted"
+    if activations not in ("format", NVFP4):
+        return scheme_of(format, activations, static=False)
+    stated = converted.activations_of_experts(layer)
+    if activations == "format" and stated is not None:
+        return stated
+    return scheme_of(format, activations, static=stated == NVFP4_STATIC)
 
 
 def packed_experts(
@@ -78,9 +115,23 @@ def packed_experts(
 
 
 def write_layer(
-    converted: ConvertedCheckpoint, layer: int, layout: Layout, *, folder: Path, progress: Progress
+    converted: ConvertedCheckpoint,
+    layer: int,
+    layout: Layout,
+    *,
+    activations: str,
+    folder: Path,
+    progress: Progress,
 ) -> PreparedLayer:
     """Write the tensors of all experts of a layer; returns what the manifest says of them.
+
+    Args:
+        converted: the portable weights.
+        layer: which.
+        layout: how the backend of `activations` reads them.
+        activations: the scheme that they are prepared for.
+        folder: where the file goes.
+        progress: receives the progress.
 
     Errors as `packed_experts`.
     """
@@ -109,6 +160,7 @@ def write_layer(
         mtime_ns=FixedFile.at(path).mtime_ns,
         sha256=sha256,
         format=format,
+        activations=activations,
         layout=layout.name,
         layout_version=layout.version,
         originals_sha256=digest.hexdigest(),

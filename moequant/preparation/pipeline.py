@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from moequant._version import __version__
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
-from moequant.preparation.layers import layout_for, write_layer
+from moequant.preparation.layers import layout_for, scheme_for, write_layer
 from moequant.progress import SilentProgress
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.prepared_manifest import Manifest, read_manifest
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from moequant.progress import Progress
+    from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.backends import Layout
 
 
@@ -47,6 +48,7 @@ def prepare(
     converted: str | Path,
     *,
     target: str,
+    activations: ActivationsChoice = "format",
     overwrite: bool = False,
     architecture: str | Path | None = None,
     progress: Progress | None = None,
@@ -59,6 +61,9 @@ def prepare(
     Args:
         converted: a converted checkpoint.
         target: "sm90" (Hopper) or "sm100" (Blackwell).
+        activations: what `load_experts` will be given: the layout is the one that the best backend
+            for such activations reads. With "format", that is what config.json or the format says;
+            for nvfp4 and mxfp4 that were converted weight-only, none.
         overwrite: write again even if the folder fits.
         architecture: a TOML file that describes the checkpoint's architecture; needed only where
             neither moequant.json nor our table does.
@@ -67,13 +72,16 @@ def prepare(
     Raises:
         ArchitectureError: the file `architecture` is none.
         CheckpointError: not a converted checkpoint, or a damaged one.
-        UnsupportedError: no kernel of the target takes the format, or not in this shape.
+        UnsupportedError: no kernel of the target takes the format with these activations, or not in
+            this shape.
         MoequantError: the folder cannot be written, or another run is writing it.
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     path = Path(os.path.expanduser(converted))  # noqa: PTH111
-    checkpoint = ConvertedCheckpoint.open(path, architecture=architecture)
-    layouts = _expert_layouts(checkpoint, target)
+    checkpoint = ConvertedCheckpoint.open(
+        path, architecture=architecture, quantized_activations=True
+    )
+    layouts = _expert_layouts(checkpoint, target, activations)
     folder = checkpoint.checkpoint.path / PREPARED_FOLDER / target
     _check_replaceable(folder)
     manifest = None if overwrite else _fitting_manifest(folder, checkpoint, target, layouts)
@@ -89,13 +97,16 @@ def prepare(
     return PreparationResult(folder=folder, manifest=manifest, state="prepared")
 
 
-def _expert_layouts(converted: ConvertedCheckpoint, target: str) -> dict[int, Layout]:
-    """The kernel layout of every layer whose routed experts were converted."""
+def _expert_layouts(
+    converted: ConvertedCheckpoint, target: str, activations: str
+) -> dict[int, tuple[Layout, str]]:
+    """The kernel layout of every layer whose routed experts were converted, and its activations."""
     layouts = {}
     for layer in converted.expert_layers():
         format = converted.format_of_experts(layer)
         if format is not None:
-            layouts[layer] = layout_for(format, target)
+            scheme = scheme_for(converted, layer, activations)
+            layouts[layer] = layout_for(format, target, scheme), scheme
             act_fn_of(converted, layer)  # refuses a function that is not computed
     if not layouts:
         raise UnsupportedError(
@@ -109,7 +120,7 @@ def _fitting_manifest(
     folder: Path,
     converted: ConvertedCheckpoint,
     target: str,
-    layouts: Mapping[int, Layout],
+    layouts: Mapping[int, tuple[Layout, str]],
 ) -> Manifest | None:
     """The folder's manifest, if `prepare` would write this very folder again; reads no weights."""
     try:
@@ -119,8 +130,8 @@ def _fitting_manifest(
         return None
     made = {n: e.packed_as for n, e in manifest.layers.items()}
     expected = {
-        n: (converted.format_of_experts(n), layout.name, layout.version)
-        for n, layout in layouts.items()
+        n: (converted.format_of_experts(n), scheme, layout.name, layout.version)
+        for n, (layout, scheme) in layouts.items()
     }
     written = {n: (e.bytes, e.mtime_ns) for n, e in manifest.layers.items()}
     fits = (
@@ -136,7 +147,7 @@ def _write(
     folder: Path,
     converted: ConvertedCheckpoint,
     target: str,
-    layouts: Mapping[int, Layout],
+    layouts: Mapping[int, tuple[Layout, str]],
     progress: Progress | None,
 ) -> Manifest:
     """Write every layer's file, and the manifest, into `folder`."""
@@ -152,8 +163,10 @@ def _write(
         target=target,
         originals=originals,
         layers={
-            layer: write_layer(converted, layer, layout, folder=folder, progress=report)
-            for layer, layout in layouts.items()
+            layer: write_layer(
+                converted, layer, layout, activations=scheme, folder=folder, progress=report
+            )
+            for layer, (layout, scheme) in layouts.items()
         },
     )
     replace_file(folder / MANIFEST_FILE, manifest.model_dump_json(indent=2).encode() + b"\n")

@@ -24,7 +24,8 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import Workload
-from moequant.runtime.backends.stacked import projections, room
+from moequant.runtime.backends.stacked import name_input_scales, projections, room
+from moequant.runtime.inputs import check_input_scales
 from moequant.runtime.packing import pack_experts, scheme_of
 from moequant.runtime.select import select
 from moequant.runtime.staging import Read, Staging
@@ -93,17 +94,18 @@ class LayerReader:
             CheckpointError: as `read`; or a prepared layer is stale.
             UnsupportedError: as `read`; or no backend runs the experts on the device.
         """
+        scales = self._input_scales(layer, experts, activations)
         if self._prepared is None:
             weights = self.read(layer, experts)
-            stated = self.converted.activations_of_experts(layer)
-            if stated == NVFP4_STATIC and activations in ("format", NVFP4):
-                weights = self._with_input_scales(weights, layer, experts)
+            if scales:
+                parts, biases = weights.projections(), weights.biases()
+                weights = ExpertWeights.of(parts, weights.act_fn, **biases, **scales)
             return pack_experts(weights, backend=backend, activations=activations)
         file, layout, format = self._prepared.open_layer(layer)
         moe = self.converted.moe
         workload = Workload(
             format=format,
-            activations=scheme_of(format, activations, static=False),
+            activations=scheme_of(format, activations, static=bool(scales)),
             experts=len(experts),
             hidden=moe.hidden,
             intermediate=moe.intermediate,
@@ -112,8 +114,9 @@ class LayerReader:
             bias="w2_bias" in file.tensors,
         )
         chosen = select(workload, backend)
+        check_input_scales(scales, format)
         with torch.inference_mode(mode=False):
-            tensors = self._read_file(file, experts)
+            tensors = self._read_file(file, experts) | name_input_scales(scales)
             if chosen.layout != layout:
                 tensors = chosen.layout.pack(layout.unpack(tensors, workload))
             return chosen.load(tensors, workload)
@@ -126,17 +129,24 @@ class LayerReader:
         Raises:
             UnsupportedError: the layer's experts differ in it.
         """
-        if activations == "format" and self._prepared is None:
+        if activations == "format":
             stated = self.converted.activations_of_experts(layer)
             return MXFP4 if stated == MXFP4 else activations
         return activations
 
-    def _with_input_scales(
-        self, weights: ExpertWeights, layer: int, experts: Sequence[int]
-    ) -> ExpertWeights:
+    def _input_scales(
+        self, layer: int, experts: Sequence[int], activations: str
+    ) -> dict[str, Tensor]:
+        """Static global scales by field of `ExpertWeights`, where config.json and caller want them.
+
+        They are read from the portable files, also for a prepared layer.
+        """
+        if activations not in ("format", NVFP4):
+            return {}
+        if self.converted.activations_of_experts(layer) != NVFP4_STATIC:
+            return {}
         scales = self.converted.read_input_scales(layer, experts)
-        there = {name: scale.to(self.device) for name, scale in scales.items()}
-        return ExpertWeights.of(weights.projections(), weights.act_fn, **weights.biases(), **there)
+        return {name: scale.to(self.device) for name, scale in scales.items()}
 
     def _read_file(self, file: LayerFile, experts: Sequence[int]) -> dict[str, Tensor]:
         """The tensors of a prepared layer, for `experts`."""

@@ -123,7 +123,7 @@ def open_reader(
         checkpoint: which.
         device: where layers shall be.
         architecture: see `load_experts`.
-        quantized_activations: see `ConvertedCheckpoint.open`; folders never have them.
+        quantized_activations: see `ConvertedCheckpoint.open`.
 
     Raises:
         ArchitectureError: the file `architecture` is invalid.
@@ -133,7 +133,9 @@ def open_reader(
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     folder = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
     if is_prepared_folder(folder):
-        prepared = PreparedCheckpoint.open(folder, architecture=architecture)
+        prepared = PreparedCheckpoint.open(
+            folder, architecture=architecture, quantized_activations=quantized_activations
+        )
         return LayerReader(prepared.converted, device, prepared=prepared)
     converted = ConvertedCheckpoint.open(
         folder, architecture=architecture, quantized_activations=quantized_activations

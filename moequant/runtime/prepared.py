@@ -119,7 +119,13 @@ class PreparedCheckpoint:
     converted: ConvertedCheckpoint
 
     @classmethod
-    def open(cls, folder: Path, *, architecture: str | Path | None = None) -> PreparedCheckpoint:
+    def open(
+        cls,
+        folder: Path,
+        *,
+        architecture: str | Path | None = None,
+        quantized_activations: bool = False,
+    ) -> PreparedCheckpoint:
         """Read the manifest and the headers of the originals; see `ConvertedCheckpoint.open`.
 
         Raises:
@@ -132,7 +138,9 @@ class PreparedCheckpoint:
                 f"{folder}: is in {home}, but a prepared folder is read only where it was written, "
                 f"in CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
             )
-        converted = ConvertedCheckpoint.open(home.parent, architecture=architecture)
+        converted = ConvertedCheckpoint.open(
+            home.parent, architecture=architecture, quantized_activations=quantized_activations
+        )
         return cls(folder=folder, manifest=manifest, converted=converted)
 
     def open_layer(self, layer: int) -> tuple[LayerFile, Layout, str]:
@@ -141,12 +149,18 @@ class PreparedCheckpoint:
         Raises:
             CheckpointError: the layer is not there, damaged, or stale: made from other originals,
                 or in a layout that no backend reads.
+            UnsupportedError: config.json says something of the layer that is not supported.
         """
         entry = self.manifest.layers.get(layer)
         if entry is None:
             have = ", ".join(map(str, self.manifest.layers))
             raise CheckpointError(f"{self.folder}: no layer {layer}; prepared layers: {have}")
         layout = self._layout(layer, entry)
+        stated = self.converted.format_of_experts(layer)
+        if stated != entry.format:
+            raise self._stale(
+                layer, f"it holds {entry.format}, but config.json says {stated or 'not converted'}"
+            )
         self._check_originals(layer, entry)
         file = LayerFile.open(self.folder, layer, entry)
         moe = self.converted.moe

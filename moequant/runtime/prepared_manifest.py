@@ -32,6 +32,7 @@ class PreparedLayer(_Strict):
             was written, as make does; at another time its digest decides.
         sha256: its digest.
         format: the format of the experts in it.
+        activations: the scheme of activations for whose backend they were packed.
         layout: name of the layout of the tensors.
         layout_version: version of that layout.
         originals_sha256: digest over the bytes of the portable tensors it was made from.
@@ -42,14 +43,15 @@ class PreparedLayer(_Strict):
     mtime_ns: int
     sha256: str
     format: str
+    activations: str
     layout: str
     layout_version: int
     originals_sha256: str
 
     @property
-    def packed_as(self) -> tuple[str, str, int]:
-        """Format, layout, and version of the layout."""
-        return self.format, self.layout, self.layout_version
+    def packed_as(self) -> tuple[str, str, str, int]:
+        """Format, activations, layout, and version of the layout."""
+        return self.format, self.activations, self.layout, self.layout_version
 
 
 class Manifest(_Strict):
@@ -66,7 +68,7 @@ class Manifest(_Strict):
         layers: by layer number.
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     moequant: str
     target: str
     originals: dict[str, list[int]]

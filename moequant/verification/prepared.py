@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError
+from moequant.formats import get_format
 from moequant.preparation.layers import layout_for, packed_experts
 from moequant.runtime.prepared import LayerFile
 from moequant.runtime.prepared_manifest import read_manifest
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from moequant.progress import Progress
     from moequant.runtime.backends import Layout
-    from moequant.runtime.prepared_manifest import Manifest
+    from moequant.runtime.prepared_manifest import Manifest, PreparedLayer
     from moequant.verification.findings import Findings
     from moequant.weights.converted import ConvertedCheckpoint
 
@@ -58,7 +59,7 @@ def check_prepared(
     for folder in folders:
         try:
             manifest = read_manifest(folder)
-            layouts = {n: layout_for(f, folder.name) for n, f in formats.items()}
+            layouts = _layouts(manifest, formats, folder.name)
         except MoequantError as error:
             findings.add("prepared", folder.name, str(error))
             continue
@@ -67,7 +68,7 @@ def check_prepared(
         readable = [
             n
             for n, entry in manifest.layers.items()
-            if n in layouts and entry.packed_as == (formats[n], layouts[n].name, layouts[n].version)
+            if n in layouts and _kind(entry) == _wanted(formats[n], layouts[n])
         ]
         progress.start(
             f"prepared for {folder.name}", sum(manifest.layers[n].bytes for n in readable)
@@ -78,6 +79,30 @@ def check_prepared(
                 findings.add("prepared", f"{folder.name}/{manifest.layers[layer].file}", fault)
         progress.finish()
     return tuple(folder.name for folder in folders)
+
+
+def _layouts(manifest: Manifest, formats: Mapping[int, str], target: str) -> dict[int, Layout]:
+    """The layout that each layer must be in, for the activations it was prepared for."""
+    layouts = {}
+    for layer, format in formats.items():
+        entry = manifest.layers.get(layer)
+        activations = get_format(format).activations if entry is None else entry.activations
+        layouts[layer] = layout_for(format, target, activations)
+    return layouts
+
+
+def _kind(entry: PreparedLayer) -> dict[str, object]:
+    """What a manifest says of a layer's tensors."""
+    return {
+        "format": entry.format,
+        "layout": entry.layout,
+        "layout_version": entry.layout_version,
+    }
+
+
+def _wanted(format: str, layout: Layout) -> dict[str, object]:
+    """What it should say."""
+    return {"format": format, "layout": layout.name, "layout_version": layout.version}
 
 
 def _check_manifest(
@@ -92,18 +117,12 @@ def _check_manifest(
     found = {
         "target": manifest.target,
         "originals": {file: state[:1] for file, state in manifest.originals.items()},
-        "layers": {
-            str(n): {"format": e.format, "layout": e.layout, "layout_version": e.layout_version}
-            for n, e in manifest.layers.items()
-        },
+        "layers": {str(n): _kind(e) for n, e in manifest.layers.items()},
     }
     expected = {
         "target": folder.name,
         "originals": {f: state[:1] for f, state in converted.checkpoint.file_state().items()},
-        "layers": {
-            str(n): {"format": formats[n], "layout": x.name, "layout_version": x.version}
-            for n, x in layouts.items()
-        },
+        "layers": {str(n): _wanted(formats[n], x) for n, x in layouts.items()},
     }
     for place, message in differences(found, expected, f"{folder.name}/{MANIFEST_FILE}"):
         findings.add("prepared", place, message)

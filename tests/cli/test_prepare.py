@@ -17,6 +17,8 @@ def test_folder_is_written_once(run, converted, tmp_path):
     assert first.document["bytes"] == sum(p.stat().st_size for p in files)
     assert {layer["format"] for layer in first.document["layers"].values()} == {"nvfp4"}
 
+    assert {layer["activations"] for layer in first.document["layers"].values()} == {"none"}
+
     again = run("prepare", path, "--target", "sm90", "--json")
     assert again.document["state"] == "already prepared"
     anew = run("prepare", path, "--target", "sm90", "--json", "--overwrite")
@@ -25,8 +27,19 @@ def test_folder_is_written_once(run, converted, tmp_path):
 
 def test_experts_that_no_backend_of_the_target_packs_exit_4(run, source, tmp_path, monkeypatch):
     convert(source, tmp_path, format="w4a8")
-    monkeypatch.setattr(TritonPortable, "serves", lambda self, target: ())
+    monkeypatch.setattr(TritonPortable, "serves", lambda self, target, activations: ())
     assert run("prepare", tmp_path, "--target", "sm100", "--json").exit_code == 4
+
+
+def test_activations_choose_the_layout(run, converted, tmp_path):
+    path = shutil.copytree(converted, tmp_path / "converted")
+    done = run("prepare", path, "--target", "sm100", "--activations", "nvfp4", "--json")
+    layers = done.document["layers"].values()
+    assert {(layer["activations"], layer["layout"]) for layer in layers} == {
+        ("nvfp4", "stacked_tiles")
+    }
+    assert run("prepare", path, "--target", "sm90", "--activations", "nvfp4").exit_code == 4
+    assert run("inspect", path / "moequant-prepared" / "sm100").exit_code == 0
 
 
 def test_source_checkpoint_exits_3(run, source):

@@ -84,10 +84,64 @@ def test_a_format_that_no_backend_of_the_target_serves_is_refused(own, monkeypat
     path = own("fp8_block")
     for name in ("sm90_fp8_block", "triton"):
         kind = type(REGISTRY[name])
-        monkeypatch.setattr(kind, "serves", lambda self, target: ["fp8_block"][: target != "sm90"])
-    said = "no backend on sm90 reads prepared experts in fp8_block; it can be prepared for sm100"
-    with pytest.raises(UnsupportedError, match=said):
+        monkeypatch.setattr(kind, "serves", lambda self, t, a: ["fp8_block"][: t != "sm90"])
+    said = (
+        "no backend on sm90 reads prepared experts in fp8_block with activations in fp8_group128; "
+        "they can be prepared for sm100"
+    )
+    with pytest.raises(UnsupportedError, match=f"{said}$"):
         prepare(path, target="sm90")
+
+
+def layout_of(result):
+    return {(e.format, e.activations, e.layout) for e in result.manifest.layers.values()}
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_the_layout_is_that_of_the_activations_to_come(own, format):
+    """FP4 that is converted weight-only runs weight-only, unless activations are named."""
+    path = own(format)
+    plain, named = ("none", "stacked"), (format, "stacked_tiles")
+    for activations, want in (("format", plain), (format, named), ("none", plain)):
+        result = prepare(path, target="sm100", activations=activations)
+        assert layout_of(result) == {(format, *want)}
+        assert result.state == "prepared"
+        assert prepare(path, target="sm100", activations=activations).state == "already prepared"
+    result = prepare(path, target="sm90")
+    assert layout_of(result) == {(format, "none", "w4a16_panels")}
+
+
+def test_fp8_activations_have_a_layout_on_hopper(own):
+    result = prepare(own("mxfp4"), target="sm90", activations="fp8_token")
+    assert layout_of(result) == {("mxfp4", "fp8_token", "mxfp4_fp8_panels")}
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_activations_that_no_backend_of_the_target_takes_are_refused(own, format):
+    said = (
+        f"no backend on sm90 reads prepared experts in {format} with activations in {format}; they "
+        "can be prepared for sm100; --activations none prepares the weights alone"
+    )
+    with pytest.raises(UnsupportedError, match=said):
+        prepare(own(format), target="sm90", activations=format)
+    with pytest.raises(UnsupportedError, match="activations is 'fp4', but must be one of"):
+        prepare(own("fp8_block"), target="sm100", activations="fp4")
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_tiles_of_scales_give_the_same_result(own, format):
+    path = own(format)
+    folder = prepare(path, target="sm100", activations=format).folder
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 256, generator=generator)
+    ids = torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0], [0, 2], [-1, -1]])
+    weights = torch.rand(6, 2, generator=generator)
+    for activations in ("format", format):
+        outputs = [
+            load_experts(p, 1, activations=activations)(hidden, weights, ids)
+            for p in (path, folder)
+        ]
+        assert torch.equal(*outputs)
 
 
 def test_a_second_run_finds_the_folder_whole_and_a_damaged_one_is_made_again(own):
@@ -193,7 +247,14 @@ def test_a_folder_of_another_target_layer_or_format_is_made_again(own, change):
     assert load_experts(folder, 1).weights.experts == 4
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 2}', "\xff"])
+def test_a_layer_of_another_format_than_config_json_says_is_stale(own):
+    folder = prepare(own("mxfp4"), target="sm100").folder
+    edit_manifest(folder, lambda m: m["layers"]["1"].update(format="nvfp4"))
+    with pytest.raises(CheckpointError, match=r"it holds nvfp4, but config\.json says mxfp4; run"):
+        load_experts(folder, 1)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 3}', "\xff"])
 def test_a_manifest_that_is_not_ours_is_refused(own, text):
     path = own("mxfp4")
     folder = prepare(path, target="sm90").folder

@@ -21,6 +21,7 @@ from moequant.formats import quantize
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
+from moequant.runtime.activations import SCHEMES as SCHEMES_OF_ACTIVATIONS
 from moequant.runtime.backends import REGISTRY, Workload, cutlass_fp4
 from moequant.runtime.batched import prepare_batched
 from moequant.runtime.packing import workload_of
@@ -87,7 +88,14 @@ def test_other_generations_of_gpu_do_not_run_it(monkeypatch, capability):
 
 def test_it_is_no_default():
     assert BACKEND.default_on == ()
-    assert not any(BACKEND.serves(target) for target in ("sm90", "sm100"))
+
+
+def test_it_serves_sm100_with_activations_in_the_format_of_the_weights():
+    serves = {s: BACKEND.serves("sm100", s) for s in SCHEMES_OF_ACTIVATIONS}
+    assert {s: list(f) for s, f in serves.items() if f} == {
+        "nvfp4": ["nvfp4"], "nvfp4_static": ["nvfp4"], "mxfp4": ["mxfp4"]
+    }  # fmt: skip
+    assert not any(BACKEND.serves("sm90", s) for s in SCHEMES_OF_ACTIVATIONS)
 
 
 def test_its_layout_holds_fp4_alone():

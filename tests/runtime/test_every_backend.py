@@ -77,7 +77,7 @@ def test_it_is_registered_under_its_name_and_makes_experts(name):
     if type(backend).load is Backend.load:
         assert not inspect.isabstract(backend.experts)
     for target in TARGETS:
-        assert set(backend.serves(target)) <= RUNNABLE.keys()
+        assert all(set(backend.serves(target, scheme)) <= RUNNABLE.keys() for scheme in SCHEMES)
 
 
 @every_backend

@@ -105,14 +105,23 @@ VIEWS = {"slice", "view", "split", "select", "as_strided", "alias", "detach", "_
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("format", CONVERTIBLE)
+@pytest.mark.parametrize(
+    ("format", "target", "activations"),
+    [
+        *((format, "sm90", "format") for format in CONVERTIBLE),
+        ("nvfp4", "sm100", "nvfp4"),
+        ("mxfp4", "sm100", "mxfp4"),
+    ],
+)
 def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
-    converted, monkeypatch, format, device
+    converted, monkeypatch, format, target, activations, device
 ):
     """For the backend that serves the target; "meta" stands for a device with a pinned buffer."""
-    backend = backends_for(format, "sm90")[0]
+    scheme = None if activations == "format" else activations
+    backend = backends_for(format, target, scheme)[0]
     monkeypatch.setattr(type(backend), "supports", lambda self, workload: None)
-    folder = prepared(converted(format))
+    path = converted(format)
+    folder = prepare(path, target=target, activations=activations).folder
     file = next(folder.glob("layer-00001*"))
     tensors = read_header(file, file.name).values()
     read, read_into = [], FixedFile.read_into
@@ -134,7 +143,7 @@ def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
     opened = reader._prepared.open_layer(1)
     monkeypatch.setattr(PreparedCheckpoint, "open_layer", lambda self, layer: opened)
     with Operations() as operations:
-        packed = reader.load(1, range(4), backend=backend.name)
+        packed = reader.load(1, range(4), backend=backend.name, activations=activations)
     size_bytes = sum(info.size_bytes for info in tensors)
     assert sum(t.nbytes for t in packed.tensors.values()) == size_bytes
     assert operations.names - VIEWS <= {"empty", "copy_"}

@@ -15,6 +15,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
 from moequant.runtime.activations import quantize_activations
+from moequant.runtime.load import open_reader
 
 MXFP4_INPUT = {
     "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True,
@@ -187,7 +188,52 @@ def test_other_activations_are_refused(make, name, change):
         load_experts(source.path, 0)
 
 
-def test_prepared_folders_do_not_hold_static_scales_and_are_refused(make):
-    source = make("nvfp4-pack-quantized")
-    with pytest.raises(UnsupportedError, match=r"input_activations is .*, unlike nvfp4"):
-        prepare(source.path, target="sm90")
+@pytest.mark.parametrize(
+    ("name", "change", "scheme"),
+    [
+        ("nvfp4-pack-quantized", None, "nvfp4_static"),
+        ("modelopt", None, "nvfp4_static"),
+        ("mxfp4-pack-quantized", MXFP4_INPUT, "mxfp4"),
+    ],
+)
+def test_prepared_for_sm100_they_load_as_they_do_from_the_portable_files(
+    make, name, change, scheme
+):
+    path = make(name, change).path
+    result = prepare(path, target="sm100")
+    entry = result.manifest.layers[0]
+    assert (entry.activations, entry.layout) == (scheme, "stacked_tiles")
+    for activations in ("format", "none", scheme.removesuffix("_static")):
+        portable, ready = (
+            load_experts(p, 0, activations=activations) for p in (path, result.folder)
+        )
+        assert ready.packed().workload == portable.packed().workload
+        assert torch.equal(ready(*call_of(ready)), portable(*call_of(portable)))
+        assert ready.state_dict().keys() == portable.state_dict().keys()
+    assert load_experts(result.folder, 0, experts=[1]).packed().workload.activations == scheme
+
+
+def test_prepared_for_sm90_they_are_weight_only_or_refused(make):
+    path = make("nvfp4-pack-quantized").path
+    said = r"in nvfp4_static; they can be prepared for sm100; --activations none prepares"
+    with pytest.raises(UnsupportedError, match=said):
+        prepare(path, target="sm90")
+    folder = prepare(path, target="sm90", activations="none").folder
+    weight_only = load_experts(folder, 0, activations="none")
+    assert weight_only.packed().workload.activations == "none"
+    # What the layer is does not depend on what it was prepared for.
+    assert load_experts(folder, 0).packed().workload.activations == "nvfp4_static"
+
+
+def test_who_does_not_know_fp4_activations_does_not_read_such_a_prepared_layer(make):
+    """As `load_model`, which would run it weight-only."""
+    folder = prepare(make("mxfp4-pack-quantized", MXFP4_INPUT).path, target="sm100").folder
+    with pytest.raises(UnsupportedError, match=r"input_activations.* is .*, unlike mxfp4"):
+        open_reader(folder, torch.device("cpu")).load(0, [0])
+
+
+def test_a_prepared_layer_s_global_scales_are_checked(make):
+    path = make("nvfp4-pack-quantized", tensors={named(1, "up"): torch.zeros(1)}).path
+    folder = prepare(path, target="sm100").folder
+    with pytest.raises(CheckpointError, match=r"gate_up_input_scale\[1\] is inf"):
+        load_experts(folder, 0)

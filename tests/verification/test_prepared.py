@@ -81,6 +81,18 @@ def test_what_prepare_makes_passes(source, clean, format):
     assert report.to_json()["prepared"] == list(report.prepared)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_what_is_prepared_for_named_activations_passes(source, clean, format, tmp_path):
+    path = shutil.copytree(clean(format), tmp_path / "out")
+    folder = prepare(path, target="sm100", activations=format).folder
+    report = verify(path, against=source, layers=0)
+    assert report.ok, report.problems
+    # Weights for other activations are in another layout.
+    edit_manifest(folder, lambda m: m["layers"]["0"].update(activations="none"))
+    where = "sm100/manifest.json.layers.0"
+    assert problems(folder, source).keys() == {f"{where}.layout", f"{where}.layout_version"}
+
+
 def test_a_copy_passes_whatever_its_times(source, folder):
     converted = folder.parent.parent
     for path in converted.rglob("*.safetensors"):

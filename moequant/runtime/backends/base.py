@@ -165,10 +165,14 @@ class Backend(ABC):
         It is asked about any workload: every format, scheme and device, also one that is not there.
         """
 
-    def serves(self, target: str) -> Collection[str]:
-        """Formats that `moequant prepare` packs in `layout` for `target`, one of TARGETS.
+    def serves(self, target: str, activations: str) -> Collection[str]:
+        """Formats that `moequant prepare` packs in `layout`, because this backend runs them.
 
         The first backend of the registry that names a format is the one it is packed for.
+
+        Args:
+            target: one of TARGETS.
+            activations: the scheme in which activations will be quantized.
         """
         return ()
 

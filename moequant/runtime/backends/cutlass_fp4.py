@@ -10,6 +10,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.kernels.cutlass.sm100_fp4_variant import VARIANTS
 from moequant.layouts.swizzle_128x4 import swizzle, unswizzle
+from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_capable, why_not_multiples
 from moequant.runtime.backends.cutlass_fp8 import why_no_cute_dsl
@@ -19,13 +20,14 @@ from moequant.runtime.backends.routed import BatchedExperts
 from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Hashable, Mapping
 
     import torch
     from torch import Tensor
 
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan
+    from moequant.kernels.cutlass.sm100_fp4_variant import Fp4Variant
     from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.weights import ExpertWeights
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 _VARIANTS = {variant.name: variant for variant in VARIANTS}
 _COLUMNS_MULTIPLE = 32  # codes of 16 bytes: the stride between rows that TMA reads
+
+
+def _activations_of(variant: Fp4Variant) -> tuple[str, ...]:
+    """The schemes whose codes and scales are those of the weights."""
+    return (NVFP4, NVFP4_STATIC) if variant.e4m3_scales else (MXFP4,)
 
 
 class StackedTiles(Layout):
@@ -120,7 +127,7 @@ class CutlassFp4(Backend):
         variant = _VARIANTS.get(workload.format)
         if variant is None:
             return f"runs only {' and '.join(_VARIANTS)}"
-        wanted = [variant.name, f"{variant.name}_static"][: 1 + variant.e4m3_scales]
+        wanted = _activations_of(variant)
         if workload.activations not in wanted:
             return f"takes only activations in {' or '.join(wanted)}"
         multiple = _COLUMNS_MULTIPLE
@@ -132,6 +139,12 @@ class CutlassFp4(Backend):
         if workload.device.type != "cuda":
             return "needs a CUDA device"
         return _why_not_on(workload.device)
+
+    def serves(self, target: str, activations: str) -> Collection[str]:
+        """See `Backend.serves`."""
+        if target != "sm100":
+            return ()
+        return [name for name, v in _VARIANTS.items() if activations in _activations_of(v)]
 
 
 class CutlassFp4Batched(CutlassFp4):

@@ -40,9 +40,9 @@ class Sm90Fp8Block(Backend):
         """Needs fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
         return why_not_fp8_block(workload) or why_not_sm90_nvrtc(workload.device)
 
-    def serves(self, target: str) -> Collection[str]:
+    def serves(self, target: str, activations: str) -> Collection[str]:
         """See `Backend.serves`."""
-        return ("fp8_block",) if target == "sm90" else ()
+        return ("fp8_block",) if (target, activations) == ("sm90", "fp8_group128") else ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

@@ -58,7 +58,7 @@ class W4a16Panels(Layout):
             "w2_panels": w2,
             "w2_factor": w2_factor,
             **stack_biases(weights, weights.intermediate),
-            **name_input_scales(weights),
+            **name_input_scales(weights.input_scales()),
         }
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
@@ -87,9 +87,9 @@ class Sm90W4a16(Backend):
         reason = why_not_kernels_for(workload, _FORMATS, activations=("none",))
         return reason or why_not_sm90_nvrtc(workload.device)
 
-    def serves(self, target: str) -> Collection[str]:
+    def serves(self, target: str, activations: str) -> Collection[str]:
         """See `Backend.serves`."""
-        return _FORMATS if target == "sm90" else ()
+        return _FORMATS if (target, activations) == ("sm90", "none") else ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

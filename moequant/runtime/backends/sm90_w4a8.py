@@ -101,9 +101,9 @@ class Sm90W4a8(Backend):
         reason = why_not_kernels_for(workload, (self.layout.format,), activations=("fp8_token",))
         return reason or why_not_sm90_nvrtc(workload.device)
 
-    def serves(self, target: str) -> Collection[str]:
+    def serves(self, target: str, activations: str) -> Collection[str]:
         """See `Backend.serves`."""
-        return ("w4a8",) if target == "sm90" else ()
+        return (self.layout.format,) if (target, activations) == ("sm90", "fp8_token") else ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
@@ -132,7 +132,3 @@ class Sm90Mxfp4Fp8(Sm90W4a8):
 
     name = "sm90_mxfp4_fp8"
     layout = Mxfp4Panels()
-
-    def serves(self, target: str) -> Collection[str]:
-        """None: prepared weights are for the activations of their format."""
-        return ()

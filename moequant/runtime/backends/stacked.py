@@ -56,7 +56,7 @@ class Stacked(Layout):
                 [q.global_scale[:, None] for q in first if q.global_scale is not None], 1
             )
             tensors["w2_global_scale"] = down.global_scale.contiguous()
-        return tensors | stack_biases(weights, rows) | name_input_scales(weights)
+        return tensors | stack_biases(weights, rows) | name_input_scales(weights.input_scales())
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
         """See `Layout.unpack`; all are views."""
@@ -207,9 +207,9 @@ def stack_biases(weights: ExpertWeights, rows: int) -> dict[str, Tensor]:
     return tensors
 
 
-def name_input_scales(weights: ExpertWeights) -> dict[str, Tensor]:
-    """`w13_input_scale` and `w2_input_scale`, if the weights have static scales."""
-    return {_INPUT_SCALES[name]: scale for name, scale in weights.input_scales().items()}
+def name_input_scales(scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`w13_input_scale` and `w2_input_scale`, of static scales by field of `ExpertWeights`."""
+    return {_INPUT_SCALES[name]: scale for name, scale in scales.items()}
 
 
 def input_scales_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

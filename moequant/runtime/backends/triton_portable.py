@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moequant.runtime.workload import Workload
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
+_ACTIVATIONS = (*FP8_SCHEMES, "none")
 _SCALE_COLUMNS = {
     torch.float32: (128, WHOLE),
     torch.bfloat16: (128,),
@@ -83,9 +84,9 @@ class TritonPortable(Backend):
         """Needs a CUDA device of SM80 or newer, and triton."""
         return why_not_portable(workload)
 
-    def serves(self, target: str) -> Collection[str]:
+    def serves(self, target: str, activations: str) -> Collection[str]:
         """See `Backend.serves`."""
-        return DECODED
+        return DECODED if activations in _ACTIVATIONS else ()
 
 
 class TritonBatchedExperts(BatchedExperts):
@@ -124,7 +125,7 @@ def why_not_portable(workload: Workload) -> str | None:
     """Why the kernels do not run `workload`; None where they do."""
     if workload.format not in DECODED:
         return f"cannot decode {workload.format}"
-    if workload.activations not in (*FP8_SCHEMES, "none"):
+    if workload.activations not in _ACTIVATIONS:
         return f"cannot quantize activations to {workload.activations}"
     if workload.experts == 0:
         return "needs at least one expert"
