@@ -1,6 +1,6 @@
 """vLLM's functions around its CUTLASS kernels for FP4 by FP4, on the kernels for SM100 here.
 
-Names, order and meaning of arguments are those of `cutlass_moe.py` of vLLM 00606a9 (Aug 2026). Left
+Names, order and meaning of arguments are those of `cutlass_moe.py` of vLLM 00606a9. Left
 out is what tensors say or what only vLLM's kernels need: m, n, k, e, the device and workspaces.
 Nothing is read on the host, and contiguous weights are not copied. A call makes what `pack_experts`
 makes once; where calls repeat eagerly, `pack_experts` and `fused_experts` spend less time on the

@@ -19,6 +19,7 @@ from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
 from moequant.formats import quantize
 from moequant.kernels.arena import WorkspaceArena
+from moequant.kernels.cutlass import sm100_fp4_fused as fused
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.activations import SCHEMES as SCHEMES_OF_ACTIVATIONS
@@ -98,6 +99,12 @@ def test_it_serves_sm100_with_activations_in_the_format_of_the_weights():
     assert not any(BACKEND.serves("sm90", s) for s in SCHEMES_OF_ACTIVATIONS)
 
 
+@pytest.mark.parametrize(("H", "I"), [(48, 32), (32, 48)])
+def test_its_layout_holds_rows_that_tma_reads(H, I):
+    with pytest.raises(UnsupportedError, match=rf"multiples of 32, not H {H} and I {I}; activ"):
+        BACKEND.layout.pack(weights_of("nvfp4", H=H, I=I))
+
+
 def test_its_layout_holds_fp4_alone():
     with pytest.raises(UnsupportedError, match="stacked_tiles holds nvfp4 and mxfp4, not mxfp8"):
         BACKEND.layout.pack(weights_of("mxfp8"))
@@ -140,6 +147,20 @@ def test_it_computes_what_the_reference_does_but_for_the_gemm(
         for n in (name, "torch_reference")
     )
     assert calc_diff(got, want) <= CALC_DIFF
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, which has tests of its own")
+def test_descriptors_are_encoded_once_for_calls_of_a_size(fp4_on_cpu, monkeypatch):
+    fp4_on_cpu()
+    gemm, made = fused.Fp4GroupedGemm, []
+    monkeypatch.setattr(fused, "Fp4GroupedGemm", lambda *a, **k: made.append(k) or gemm(*a, **k))
+    experts = FusedExperts(weights_of("mxfp4"), activations="mxfp4", backend="cutlass_fp4")
+    workspace = torch.empty(experts.workspace_bytes(9, 2), dtype=torch.uint8)
+    outs = [experts(*call_of(9, "cpu"), workspace=workspace) for _ in range(2)]
+    assert torch.equal(*outs)
+    assert len(made) == 2
+    experts(*call_of(8, "cpu"), workspace=workspace)
+    assert len(made) == 4
 
 
 def test_batches_hold_tokens_that_are_not_quantized(fp4_on_cpu):

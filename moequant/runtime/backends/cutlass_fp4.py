@@ -54,6 +54,12 @@ class StackedTiles(Layout):
             raise UnsupportedError(
                 f"the layout {self.name} holds {' and '.join(_VARIANTS)}, not {weights.format}"
             )
+        if weights.hidden % _COLUMNS_MULTIPLE or weights.intermediate % _COLUMNS_MULTIPLE:
+            raise UnsupportedError(
+                f"the layout {self.name} holds H and I in multiples of {_COLUMNS_MULTIPLE}, not H "
+                f'{weights.hidden} and I {weights.intermediate}; activations="none" needs no such '
+                "layout"
+            )
         tensors = STACKED.pack(weights)
         return tensors | {name: swizzle(tensors[name]) for name in ("w13_scale", "w2_scale")}
 
