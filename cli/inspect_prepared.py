@@ -35,6 +35,7 @@ def _describe(prepared: PreparedCheckpoint, *, with_tensors: bool) -> dict[str, 
             {
                 "layer": layer,
                 "format": entry.format,
+                "activations": entry.activations,
                 "layout": entry.layout,
                 "layout_version": entry.layout_version,
                 "file": entry.file,
@@ -74,13 +75,12 @@ def _show(out: Output, prepared: Mapping[str, Any]) -> None:
         }
     )
     out.line()
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for entry in layers:
-        groups[entry["format"], f"{entry['layout']}, version {entry['layout_version']}"].append(
-            entry
-        )
+        layout = f"{entry['layout']}, version {entry['layout_version']}"
+        groups[entry["format"], entry["activations"], layout].append(entry)
     out.table(
-        ["format", "layout", ">layers", ">size"],
+        ["format", "activations", "layout", ">layers", ">size"],
         [
             (*kind, str(len(members)), size(sum(entry["bytes"] for entry in members)))
             for kind, members in groups.items()

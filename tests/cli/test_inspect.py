@@ -128,9 +128,10 @@ def test_a_prepared_folder_says_what_it_is(run, prepared):
     }
     assert {key: document[key] for key in expected} == expected
     layers = [
-        (e["layer"], e["format"], e["layout"], e["layout_version"]) for e in document["layers"]
+        (e["layer"], e["format"], e["activations"], e["layout"], e["layout_version"])
+        for e in document["layers"]
     ]
-    assert layers == [(n, "nvfp4", "stacked", 2) for n in (0, 1)]
+    assert layers == [(n, "nvfp4", "none", "stacked", 2) for n in (0, 1)]
     found = {(t["name"], tuple(t["shape"])) for t in document["tensor_list"]}
     wanted = set()
     for path in prepared.glob("*.safetensors"):
@@ -144,7 +145,7 @@ def test_people_see_target_layout_and_staleness(run, prepared, tmp_path):
     assert lines[0].startswith(f"prepared      {prepared}, for sm100 by moequant ")
     assert f"made from     {prepared.parent.parent}" in lines
     assert "stale         no" in lines
-    assert "nvfp4 stacked, version 2 2 " in " ".join(lines[-1].split())
+    assert "nvfp4 none stacked, version 2 2 " in " ".join(lines[-1].split())
     copied = tmp_path / "copied"
     shutil.copytree(prepared.parent.parent, copied)
     folder = copied / "moequant-prepared" / "sm100"
