@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moequant.kernels.fp8_codes import encode_e4m3_bits
-from moequant.kernels.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.codes import decode_e4m3, encode_e4m3_byte
 from moequant.kernels.portable.portable_grouped_gemm import has_native_e4m3
 from moequant.kernels.routing import Grouping, SortedRouting, local_expert, map_size, max_rows
@@ -38,8 +37,10 @@ TILE_ROWS = 128
 _CODES_PER_WORD = 4
 _PLACED_PAIRS = 128
 """Pairs of a program of `place_scales`."""
-_BLOCK = 2048
 _WARPS = 4
+_THREAD_BYTES, _REGISTERS = 224, 96
+"""Of a row, the most that a thread of `quantize_row` holds in registers, and how many it may use.
+So an H200 has 10 rows of 7168 columns in flight on each multiprocessor."""
 
 _GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 # Of the exponent that scales have, as `moequant.formats.e8m0` has them: what its rule adds to the
@@ -47,11 +48,14 @@ _GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 _ROUND_UP_BITS = {"nvfp4": 0, "mxfp4": 0x200000, "mxfp8": 0x1FFFFF}
 _EXPONENTS = {"nvfp4": 0, "mxfp4": 2, "mxfp8": 8}
 
+_IN_PYTHON = tl.constexpr(INTERPRETED)
 _SIXTH = tl.constexpr(0.16666667163372040)
 _LEAST_GLOBAL_SCALE = tl.constexpr(2.0**-117)
 _INF_BITS = tl.constexpr(0x7F800000)
-_EXACT_HALVES = tl.constexpr(4194304.0)
-"""2**22: float32 from here on are multiples of 0.5, E2M1's smallest step."""
+_UNIT = tl.constexpr(8388608.0)
+_UNIT_BITS = tl.constexpr(0x4B000000)
+"""2**23: float32 from here on are integers, which their last bits count."""
+_TILE_BYTES = tl.constexpr(512)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,15 +204,21 @@ def quantize_sorted(
     assert K % group == 0
     assert x.is_contiguous()
     overlap = overlaps_launches(x.device)
-    quantize_pair[(pairs,)](
+    warps = triton.next_power_of_2(triton.cdiv(K * x.element_size(), 32 * _THREAD_BYTES))
+    # In the order of pairs, the rows of a token are next to each other and DRAM is read once. In
+    # that of rows, those are whose scales share sectors, which DRAM then writes once and whole.
+    rows = pairs if topk is not None and topk > 1 else routing.pair_of_row.shape[0]
+    quantize_row[(rows,)](
         x,
         out.codes,
         out.scale,
         out.codes if out.global_scale is None else out.global_scale,
+        routing.pair_of_row,
         routing.row_of_pair,
         places.scale_row_of_pair,
         places.expert_of_pair,
         places.scale_offsets if static is None else static,
+        pairs,
         out.scale.shape[1],
         K=K,
         TOPK=0 if topk is None else topk,
@@ -217,11 +227,14 @@ def quantize_sorted(
         GROUP=group,
         ROUND_UP=_ROUND_UP_BITS[out.scheme],
         EXPONENT=_EXPONENTS[out.scheme],
-        BLOCK=min(_BLOCK, triton.next_power_of_2(max(K, group * _CODES_PER_WORD))),
+        PIECES=32 * warps,
         NATIVE=has_native_e4m3(x.device),
         OVERLAP=overlap,
-        num_warps=_WARPS,
+        num_warps=warps,
         launch_pdl=overlap,
+        maxnreg=_REGISTERS,
+        # Products are rounded before anything is added to them.
+        enable_fp_fusion=False,
     )
 
 
@@ -265,16 +278,18 @@ def place_scale_rows(
     tl.store(expert_of_pair + pair, expert, mask=pair < pairs)
 
 
-@triton.jit(do_not_specialize=["scale_columns"])
-def quantize_pair(
+@triton.jit(do_not_specialize=["pairs", "scale_columns"])
+def quantize_row(
     x,
     codes,
     scale,
     global_scale,
+    pair_of_row,
     row_of_pair,
     scale_row_of_pair,
     expert_of_pair,
     static,
+    pairs,
     scale_columns,
     K: tl.constexpr,
     TOPK: tl.constexpr,
@@ -283,75 +298,184 @@ def quantize_pair(
     GROUP: tl.constexpr,
     ROUND_UP: tl.constexpr,
     EXPONENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: the row of one pair. `scale_columns` is the last extent of `scale`."""
+    """One program: a row. Program i takes that of pair i if TOPK > 1, else row i.
+
+    Each thread takes whole pieces, 16 columns, PIECES being the number of threads. So it computes
+    scales and packs codes on its own. `scale_columns` is the last extent of `scale`.
+    """
     wait_for_inputs(OVERLAP)
-    pair = tl.program_id(0)
-    row = tl.load(row_of_pair + pair).to(tl.int64)
-    if row < 0:
-        return
-    source = x + row * K
-    if TOPK > 0:
-        source = x + (pair // TOPK).to(tl.int64) * K
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    of_row = 0.0
+    CHUNKS: tl.constexpr = (K + PIECES * 16 - 1) // (PIECES * 16)
+    if TOPK > 1:
+        pair = tl.program_id(0)
+        row = tl.load(row_of_pair + pair)
+        if row < 0:
+            return
+        row_of_its_pair = row
+        token = pair // TOPK
+    else:
+        row = tl.program_id(0)
+        pair = tl.load(pair_of_row + row)
+        # In a gap between experts lies anything: no pair, or one of another row.
+        if (pair < 0) | (pair >= pairs):
+            return
+        row_of_its_pair = tl.load(row_of_pair + pair)
+        token = pair if TOPK == 1 else row
+    held = load_row(x + token.to(tl.int64) * K, K, PIECES, CHUNKS)
+    amaxes = ()
+    for chunk in tl.static_range(CHUNKS):
+        amax = largest_of_pieces(held[chunk], x.dtype.element_ty)
+        amaxes += (amax,)  # type: ignore[assignment]
+    of_row = 1.0
     if SCHEME == "nvfp4":
         if STATIC:
             of_row = tl.load(static + tl.load(expert_of_pair + pair))
         else:
-            of_row = token_scale(source, K, GROUP, BLOCK)
+            of_row = token_scale(amaxes, PIECES, CHUNKS)
+    # Not before the row is read, which would wait for it.
+    if row_of_its_pair != row:
+        return
+    row = row.to(tl.int64)
+    if SCHEME == "nvfp4":
         tl.store(global_scale + row, of_row)
-    for first in range(0, K, BLOCK):
-        value = load_groups(source, first, K, GROUP, GROUPS)
-        amax = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        used = first // GROUP + tl.arange(0, GROUPS) < K // GROUP
+    per_row = tl.math.div_rn(1.0, of_row) if SCHEME == "nvfp4" else 1.0
+    first_scale = scale.to(tl.pointer_type(tl.uint8))
+    if SCHEME == "mxfp8":
+        first_scale += row * 4
+        quad_bytes = scale_columns.to(tl.int64) * 4
+    else:
+        first_scale += first_of_tiles(tl.load(scale_row_of_pair + pair), scale_columns)
+        quad_bytes = _TILE_BYTES
+    for chunk in tl.static_range(CHUNKS):
+        piece = chunk * PIECES + tl.arange(0, PIECES)
+        even, odd = numbers(held[chunk], x.dtype.element_ty)
         if SCHEME == "nvfp4":
-            byte, factor = nvfp4_scale(amax, of_row, NATIVE)
+            byte, factor = nvfp4_scale(amaxes[chunk], of_row, per_row, NATIVE)
         else:
+            pairs_of_pieces = tl.reshape(amaxes[chunk], [PIECES // 2, 2])
+            amax = tl.max(pairs_of_pieces, 1, keep_dims=True)
+            amax = tl.reshape(tl.broadcast_to(amax, [PIECES // 2, 2]), [PIECES])
             byte, factor = e8m0_scale(amax, ROUND_UP, EXPONENT)
         # The codes of a group whose scale is NaN are 0.
-        is_nan = byte == (0x7F if SCHEME == "nvfp4" else 0xFF)
-        value = value * factor[:, None]
+        is_nan = (byte == (0x7F if SCHEME == "nvfp4" else 0xFF))[:, None]
+        even, odd = even * factor[:, None], odd * factor[:, None]
         if SCHEME == "mxfp8":
-            code = tl.where(is_nan[:, None], 0, encode_e4m3_byte(value, NATIVE))
-            col = first + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            tl.store(codes + row * K + col, code.to(tl.uint8), mask=col < K)
+            value = tl.reshape(tl.join(even, odd), [PIECES, 16])
+            code = tl.where(is_nan, 0, encode_e4m3_byte(value, NATIVE)).to(tl.uint8)
+            to = codes + row * K + piece[:, None] * 16 + tl.arange(0, 16)[None, :]
+            tl.store(to, code, mask=piece[:, None] < K // 16)
         else:
-            code = tl.where(is_nan[:, None], 0, encode_e2m1(value))
-            even, odd = tl.split(tl.reshape(code, [GROUPS, GROUP // 2, 2]))
-            HALF: tl.constexpr = GROUP // 2
-            col = first // 2 + tl.arange(0, GROUPS)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-            to = codes + row * (K // 2) + col
-            tl.store(to, (even | (odd << 4)).to(tl.uint8), mask=col < K // 2)
-        quads = tl.reshape(tl.where(used, byte, 0), [GROUPS // 4, 4])
-        word = tl.sum(quads << (tl.arange(0, 4) * 8)[None, :], 1)
-        column = first // (GROUP * 4) + tl.arange(0, GROUPS // 4)
-        if SCHEME == "mxfp8":
-            place = column.to(tl.int64) * scale_columns + row
-        else:
-            place = tile_place(tl.load(scale_row_of_pair + pair), column, scale_columns)
-        tl.store(scale + place, word, mask=column < tl.cdiv(K, GROUP * 4))
+            low, high = encode_e2m1(even, SCHEME == "nvfp4"), encode_e2m1(odd, SCHEME == "nvfp4")
+            word = pack_e2m1(low, high, signs(held[chunk], x.dtype.element_ty))
+            to = codes.to(tl.pointer_type(tl.uint32)) + row * (K // 8)
+            to += piece[:, None] * 2 + tl.arange(0, 2)[None, :]
+            tl.store(to, tl.where(is_nan, 0, word), mask=piece[:, None] < K // 16)
+        group = piece // (GROUP // 16)
+        byte = tl.where(group < K // GROUP, byte, 0)
+        mask = (piece % (GROUP // 16) == 0) & (group < (K // GROUP + 3) // 4 * 4)
+        tl.store(first_scale + group // 4 * quad_bytes + group % 4, byte.to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def load_groups(source, first, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """GROUPS groups of columns from `first` on, float32; 0 beyond the last column."""
-    col = first + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    return tl.load(source + col, mask=col < K, other=0.0).to(tl.float32)
+def load_row(source, K: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr):
+    """Words of a row, a tensor [PIECES, words of 16 columns] for each chunk; 0 beyond column K.
+
+    A thread has a piece; loads are of 16 bytes.
+    """
+    WORDS: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 2
+    words = source.to(tl.pointer_type(tl.uint32))
+    held = ()
+    for chunk in tl.static_range(CHUNKS):
+        piece = chunk * PIECES + tl.arange(0, PIECES)[:, None]
+        mask = piece < K // 16
+        # In quarters or halves: of one load of more words than 4, a thread would not take them all.
+        at = words + piece * WORDS + tl.arange(0, 4)[None, :]
+        both = tl.join(tl.load(at, mask, other=0), tl.load(at + 4, mask, other=0))
+        if WORDS == 16:
+            others = tl.join(tl.load(at + 8, mask, other=0), tl.load(at + 12, mask, other=0))
+            taken = tl.permute(tl.join(both, others), (0, 3, 2, 1))
+        else:
+            taken = tl.permute(both, (0, 2, 1))
+        held += (tl.reshape(taken, [PIECES, WORDS]),)  # type: ignore[assignment]
+    return held
 
 
 @triton.jit
-def token_scale(source, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def largest_of_pieces(words, dtype: tl.constexpr):
+    """The bits of the largest magnitude of each piece, as float32, int32 [PIECES].
+
+    Bits of magnitudes have their order, with Inf and then NaN behind them.
+    """
+    if dtype == tl.float32:
+        bits = tl.max((words & 0x7FFFFFFF).to(tl.int32), 1)
+    else:
+        w0, w1, w2, w3 = quarters(magnitudes(words))
+        a, b = tl.split(larger(larger(w0, w1), larger(w2, w3)))
+        both = larger(a, b)
+        most = float32_of(tl.maximum(both >> 16, both & 0xFFFF), dtype)
+        bits = most.to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
+def magnitudes(words):
+    """Of the two numbers of each word, bfloat16 or, whose order is the same, float16.
+
+    float16 that would be NaN as bfloat16 are NaN, too, and remain that here and in `larger`.
+    """
+    if _IN_PYTHON:
+        return words & 0x7FFF7FFF
+    return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [words], tl.uint32, True, 1)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger ones of two words' `magnitudes`, by halves."""
+    if _IN_PYTHON:
+        return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
+    asm: tl.constexpr = "max.NaN.bf16x2 $0, $1, $2;"
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], tl.uint32, True, 1)
+
+
+@triton.jit
+def float32_of(bits, dtype: tl.constexpr):
+    """The number whose bits are the lower half of a word; the upper one is 0."""
+    if dtype == tl.bfloat16:
+        number = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def numbers(words, dtype: tl.constexpr):
+    """float32 [PIECES, 8], twice: the even columns, and the odd ones."""
+    if dtype == tl.float32:
+        pairs = tl.reshape(words.to(tl.float32, bitcast=True), [words.shape[0], 8, 2])
+        even, odd = tl.split(pairs)
+    else:
+        even, odd = float32_of(words & 0xFFFF, dtype), float32_of(words >> 16, dtype)
+    return even, odd
+
+
+@triton.jit
+def signs(words, dtype: tl.constexpr):
+    """uint32 [PIECES, 8]: bit 15 says whether an even column is negative, bit 31 the odd one."""
+    if dtype == tl.float32:
+        even, odd = tl.split(tl.reshape(words, [words.shape[0], 8, 2]))
+        words = (even >> 16) | (odd & 0x80000000)
+    return words
+
+
+@triton.jit
+def token_scale(amaxes, PIECES: tl.constexpr, CHUNKS: tl.constexpr):
     """The global scale of a row: amax / 2688; NaN where a value is NaN or Inf."""
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    # Bits of magnitudes have their order, with Inf and then NaN behind them.
-    most = tl.zeros([GROUPS], tl.int32)
-    for first in range(0, K, BLOCK):
-        value = load_groups(source, first, K, GROUP, GROUPS)
-        most = tl.maximum(most, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+    most = tl.zeros([PIECES], tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        most = tl.maximum(most, amaxes[chunk])
     bits = tl.max(most, 0)
     finite = tl.where(bits < _INF_BITS, bits, 0).to(tl.float32, bitcast=True)
     of_row = tl.maximum(tl.math.div_rn(finite, 2688.0), _LEAST_GLOBAL_SCALE)
@@ -359,26 +483,25 @@ def token_scale(source, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def nvfp4_scale(amax, of_row, NATIVE: tl.constexpr):
-    """E4M3 scales as int32 bytes, and what to multiply groups by.
+def nvfp4_scale(amax, of_row, per_row, NATIVE: tl.constexpr):
+    """E4M3 scales as int32 bytes, and what to multiply pieces by.
 
     Args:
-        amax: int32 [GROUPS], the bits of the largest magnitudes.
+        amax: int32 [PIECES], the bits of the largest magnitudes.
         of_row: float32, the global scale.
+        per_row: its reciprocal.
         NATIVE: whether the device converts E4M3.
     """
-    good = tl.where(of_row == of_row, amax, _INF_BITS) < _INF_BITS
-    finite = tl.where(good, amax, 0).to(tl.float32, bitcast=True)
-    wanted = tl.math.div_rn(1.0, of_row) * (finite * _SIXTH)
-    byte = encode_e4m3_bits(tl.where(good, wanted, 0.0))
+    wanted = per_row * (amax.to(tl.float32, bitcast=True) * _SIXTH)
+    byte = encode_e4m3_byte(tl.where(amax < _INF_BITS, wanted, float("nan")), NATIVE)
     number = decode_e4m3(byte, NATIVE) * of_row
     factor = tl.where(byte == 0, 0.0, tl.math.div_rn(1.0, tl.where(byte == 0, 1.0, number)))
-    return tl.where(good, byte.to(tl.int32), 0x7F), factor
+    return byte.to(tl.int32), factor
 
 
 @triton.jit
 def e8m0_scale(amax, ROUND_UP: tl.constexpr, EXPONENT: tl.constexpr):
-    """E8M0 scales as int32 bytes, and what to multiply groups by; `amax` as in `nvfp4_scale`."""
+    """E8M0 scales as int32 bytes, and what to multiply pieces by; `amax` as in `nvfp4_scale`."""
     good = amax < _INF_BITS
     exponent = ((tl.where(good, amax, 0) + ROUND_UP) >> 23) - 127 - EXPONENT
     exponent = tl.maximum(exponent, -127)
@@ -387,19 +510,76 @@ def e8m0_scale(amax, ROUND_UP: tl.constexpr, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def encode_e2m1(x):
-    """float32 to codes, int32 0 to 15, to nearest even, saturating at 6."""
-    magnitude = tl.minimum(tl.abs(x), 6.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    # From 1 on: drop 22 of 23 mantissa bits to nearest even; 1.0 is code 2.
-    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-    below = (magnitude + _EXACT_HALVES).to(tl.int32, bitcast=True) - 0x4A800000
-    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(magnitude < 1.0, below, normal) | sign
+def encode_e2m1(x, SATURATES: tl.constexpr):
+    """float32 to the nearest codes of magnitudes, ties to even: bits 0 to 15 of uint32.
+
+    Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6, so codes are the least of three lines. Adding
+    2**23 to a line rounds it to an integer, in the last bits. Products with 2 and 0.5 are exact:
+    a line is rounded once, fused or not. For NaN any code.
+
+    Magnitudes are below 7 unless it SATURATES.
+    """
+    magnitude = tl.abs(x)
+    steep = tl.fma(magnitude, 2.0, _UNIT).to(tl.uint32, bitcast=True)
+    middle = (magnitude + (_UNIT + 2.0)).to(tl.uint32, bitcast=True)
+    flat = tl.fma(magnitude, 0.5, _UNIT + 4.0).to(tl.uint32, bitcast=True)
+    code = tl.minimum(tl.minimum(steep, middle), flat)
+    return tl.minimum(code, _UNIT_BITS + 7) if SATURATES else code
+
+
+_PACK = tl.constexpr(
+    """{
+    .reg .b32 left, right, sign;
+    mad.lo.u32 left, $1, 256, $5;
+    mad.lo.u32 right, $2, 256, $6;
+    prmt.b32 left, left, right, 0x5410;
+    prmt.b32 sign, $9, $10, 0xDF9B;
+    lop3.b32 left, sign, 0x08080808, left, 0xEA;
+    mul.lo.u32 left, left, 0x1001;
+    mad.lo.u32 right, $3, 256, $7;
+    mad.lo.u32 sign, $4, 256, $8;
+    prmt.b32 right, right, sign, 0x5410;
+    prmt.b32 sign, $11, $12, 0xDF9B;
+    lop3.b32 right, sign, 0x08080808, right, 0xEA;
+    mul.lo.u32 right, right, 0x1001;
+    prmt.b32 $0, left, right, 0x7531;
+    }"""
+)
+"""$0: eight codes, of which $1 to $4 are the even ones, $5 to $8 the odd ones, in bits 0 to 15.
+$9 to $12 have their signs. Half of the instructions are multiplications, which have units of their
+own.
+
+For four codes: a code for each byte, the odd one of two first; the bytes' signs, each in all its
+eight bits, of which bit 3 is taken; then every other byte gets the lower half of the one in front
+as its upper half.
+"""
 
 
 @triton.jit
-def tile_place(row, column, columns):
-    """Where a word of four scales lies in 128x4 tiles; `columns` are words of a row."""
-    tile = (row // 128).to(tl.int64) * columns + column
-    return tile * 128 + (row % 32) * 4 + row // 32 % 4
+def pack_e2m1(even, odd, sign):
+    """uint32 [PIECES, 8] of codes of `encode_e2m1`, and of `signs`: uint32 [PIECES, 2]."""
+    if _IN_PYTHON:
+        low = (even & 7) | ((sign >> 12) & 8)
+        byte = low | (odd & 7) << 4 | ((sign >> 24) & 0x80)
+        byte = tl.reshape(byte, [byte.shape[0], 2, 4])
+        return tl.sum(byte << (tl.arange(0, 4) * 8)[None, None, :], 2)
+    e0, e1, e2, e3 = quarters(even)
+    o0, o1, o2, o3 = quarters(odd)
+    s0, s1, s2, s3 = quarters(sign)
+    args = [e0, e1, e2, e3, o0, o1, o2, o3, s0, s1, s2, s3]
+    return tl.inline_asm_elementwise(_PACK, "=r,r,r,r,r,r,r,r,r,r,r,r,r", args, tl.uint32, True, 1)
+
+
+@triton.jit
+def quarters(x):
+    """Columns 0 and 4, 1 and 5, 2 and 6, 3 and 7 of [PIECES, 8]."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def first_of_tiles(row, columns):
+    """The byte at which scales of a row begin, in 128x4 tiles; `columns` are words of a row."""
+    return (row // 128).to(tl.int64) * columns * _TILE_BYTES + (row % 32) * 16 + row // 32 % 4 * 4

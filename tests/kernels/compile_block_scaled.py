@@ -38,8 +38,9 @@ class Compiles:
     def __getitem__(self, grid):
         return self
 
-    def __call__(self, *args, num_warps, launch_pdl, **constants):
+    def __call__(self, *args, **constants):
         names = self.kernel.arg_names
+        options = {name: constants.pop(name) for name in constants.keys() - set(names)}
         signature = dict.fromkeys(names[len(args) :], "constexpr")
         aligned = {}
         for i, arg in enumerate(args):
@@ -50,7 +51,7 @@ class Compiles:
         compiled = triton.compile(
             ASTSource(self.kernel, signature, constexprs=constants, attrs=aligned),
             target=GPUTarget("cuda", self.capability, 32),
-            options={"num_warps": num_warps},
+            options=options,
         )
         kernel = self.kernel.fn.__name__
         scheme = constants.get("SCHEME")
@@ -60,7 +61,7 @@ class Compiles:
 def main(capability):
     module.has_native_e4m3 = lambda device: capability >= 89
     module.overlaps_launches = lambda device: capability >= 90
-    for name in ("place_scale_rows", "quantize_pair"):
+    for name in ("place_scale_rows", "quantize_row"):
         setattr(module, name, Compiles(getattr(module, name), capability))
     grouping = Grouping(experts=128, tile_rows=64)
     ids = torch.zeros(16, 8, dtype=torch.int32)
