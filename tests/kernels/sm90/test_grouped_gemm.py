@@ -127,13 +127,11 @@ every_family = pytest.mark.parametrize("weights_of", FAMILIES.values(), ids=FAMI
 
 def tilings(family):
     """Every tiling there is."""
-    for rows, split13, split2, pair, gather in product(
-        family.rows, (1, 2, 4), (1, 2, 4), (False, True), (False, True)
-    ):
+    names = ("rows", "split13", "split2", "pair", "gather", "four_groups")
+    flag = (False, True)
+    for values in product(family.rows, (1, 2, 4), (1, 2, 4), flag, flag, flag):
         try:
-            yield family.check(
-                Tiling(rows=rows, split13=split13, split2=split2, pair=pair, gather=gather)
-            )
+            yield family.check(Tiling(**dict(zip(names, values, strict=True))))
         except MoequantError:
             continue
 
@@ -141,7 +139,7 @@ def tilings(family):
 def configs(weights, tiling):
     """The two GEMMs of a layer."""
     buffers = Buffers.carve(weights, 4, 8, tiling, WorkspaceArena())
-    shared = {"rows": tiling.rows, "pair": tiling.pair}
+    shared = {"rows": tiling.rows, "pair": tiling.pair, "four_groups": tiling.four_groups}
     gate_up = {
         "act": "silu",
         "gated": True,
