@@ -411,7 +411,6 @@ class Sm90Plan:
         common |= {
             "rows": self.tiling.rows,
             "pair": self.tiling.pair,
-            "four_groups": self.tiling.four_groups,
             "bias": bias is not None,
         }
         config, own = weights.gemm(common, self.buffers, self.tiling)

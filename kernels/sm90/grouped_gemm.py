@@ -31,6 +31,7 @@ ROUTED_PAIRS = 32
 ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglustep", "situ")
 """The activation functions in the order of the macro ACT, see activation.cuh."""
 
+_THREADS = 384
 _SHARED_LIMIT = 227 * 1024
 
 
@@ -48,7 +49,6 @@ class GemmConfig(ABC):
         rows: most rows of a tile.
         split: CTAs that share a unit along K.
         pair: whether CTAs of a cluster have two tiles and share weights.
-        four_groups: whether four warpgroups multiply instead of two, see schedule.cuh.
         K: columns of the weights.
         n_out: columns of the output: I, padded, or H.
     """
@@ -62,7 +62,6 @@ class GemmConfig(ABC):
     rows: int
     split: int = 1
     pair: bool = False
-    four_groups: bool = False
     K: int
     n_out: int
 
@@ -95,11 +94,6 @@ class GemmConfig(ABC):
     def units_n(self) -> int:
         """Units along the weight rows."""
         return -(-self.n_out // (128 if self.gated else 256))
-
-    @property
-    def math_groups(self) -> int:
-        """Warpgroups that multiply."""
-        return 4 if self.four_groups else 2
 
     @property
     def cluster(self) -> int:
@@ -141,7 +135,6 @@ class GemmConfig(ABC):
             "UNITS_N": self.units_n,
             "N_OUT": self.n_out,
             "W_ROWS": self.w_rows,
-            "MATH_GROUPS": self.math_groups,
             "EARLY": int(self.routed or self.act is None),
         }
 
@@ -159,7 +152,7 @@ def _kernel(config: GemmConfig, device: int) -> Kernel:
     return Kernel.load(
         compile_cubin(config.source(), config.defines()),
         config.path.stem,
-        threads=128 * (config.math_groups + 1),
+        threads=_THREADS,
         shared_bytes=config.shared_bytes,
         cluster=config.cluster,
     )

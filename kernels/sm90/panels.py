@@ -1,13 +1,12 @@
 """Which rows of a weight lie where in the panels that panels.cuh reads.
 
-A panel is 128 weight rows x 128 columns, codes, then scales: 64 rows of gate and of up, or 128 of
-one weight. Its rows are two blocks of 64, the M of WGMMA, for one warpgroup or for two. Within a
-block, warp w has 16 rows, of which a thread holds f = lane / 4 and f + 8.
+A panel is what a warpgroup reads of a stage: 128 weight rows x 128 columns, codes, then scales. Its
+rows are two blocks of 64, the M of WGMMA: for gate and up, 64 rows of either; else 128 in order.
+Within a block, warp w has 16 rows, of which a thread holds f = lane / 4 and f + 8.
 
-Which row of the weight that is gives a thread gate and up of the same columns, and makes what it
-writes of one token contiguous: with f = 2 * a + b, row 16 * warp + 4 * a + 2 * block + b of 64, of
-gate as f, of up as f + 8; else row 32 * warp + 8 * a + 4 * block + 2 * half + b of 128, where half
-is 1 for f + 8.
+Which row of the weight that is makes what a thread writes of one token contiguous: with
+f = 2 * a + b, of gate and up, row 16 * warp + 4 * a + 2 * half + b of 64; else row
+32 * warp + 8 * a + 4 * block + 2 * half + b of 128. half is 1 for f + 8.
 """
 
 from __future__ import annotations
@@ -106,17 +105,18 @@ def rows_of_panels(x: Tensor, up: Tensor | None = None) -> Tensor:
     if up is None:
         rows = _padded(x, P * PANEL_ROWS).view(E, P, 4, 4, 2, 2, 2, *rest)
         return rows.movedim(4, 2)  # was [E, P, warp, a, block, half, b]
-    halves = [_padded(part, P * PANEL_ROWS // 2).view(E, P, 4, 4, 2, 2, *rest) for part in (x, up)]
-    return torch.stack(halves, 5).movedim(4, 2)  # was [E, P, warp, a, block, half, b]
+    halves = [_padded(part, P * PANEL_ROWS // 2) for part in (x, up)]
+    return torch.stack(halves, 1).view(E, 2, P, 4, 4, 2, 2, *rest).movedim(2, 1)
 
 
 def rows_of_weights(x: Tensor, n_out: int, *, gated: bool) -> list[Tensor]:
     """The inverse of `rows_of_panels`, a tensor of each weight."""
     E, P, _, _, _, _, _, *rest = x.shape
-    in_order = x.movedim(2, 4)  # [E, P, warp, a, block, half, b]
-    weights = in_order.unbind(5) if gated else (in_order,)
-    rows = (t.reshape(E, P * PANEL_ROWS // len(weights), *rest) for t in weights)
-    return [t[:, :n_out].contiguous() for t in rows]
+    if gated:
+        halves = x.movedim(1, 2).reshape(E, 2, P * PANEL_ROWS // 2, *rest)
+    else:
+        halves = x.movedim(2, 4).reshape(E, 1, P * PANEL_ROWS, *rest)
+    return [half[:, :n_out].contiguous() for half in halves.unbind(1)]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -12,8 +12,8 @@ struct Work {
 };
 
 // The kernel of a family of grouped GEMMs. A persistent CTA works through units, the next free one each time, as units
-// differ in cost: a tile of rows times 256 weight rows. Warpgroups multiply; behind them, one thread fills the ring of
-// stages, and the other warps beside it gather tokens or bring scales. A CTA ends when all that others of its cluster write to it
+// differ in cost: a tile of rows times 256 weight rows. One thread fills the ring of stages, the other warps beside it
+// gather tokens or bring scales, and two warpgroups multiply. A CTA ends when all that others of its cluster write to it
 // has arrived: what arrives at a CTA that has ended is a fault. A family has
 //   load_weights(unit, k, stage, rank, bar)  starts the loads of a stage's weights; `bar` expects these and x
 //   load_x(unit, x_map, k, stage, bar)       of its tokens, where they are not gathered
@@ -22,8 +22,6 @@ struct Work {
 template <class Family>
 __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Routing& routing, u8* smem) {
   constexpr int GATHER_WARPS = GATHER > 0 ? 2 : 0;
-  // A CTA starts with as many registers a thread as fit, in steps of 8, and its warps divide them anew.
-  static_assert(MATH_REGISTERS * MATH_THREADS + OTHER_REGISTERS * 128 <= 65536 / THREADS / 8 * 8 * THREADS, "too many registers");
   const u32 base = smem_address(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
   const int rank = blockIdx.x % CLUSTER;
@@ -51,14 +49,14 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
   // What is in front of the kernel in front has ended: that lets this one start only then.
   work.tiles = (const int4*)(smem + OFF_TILES);
   work.tile_count = (const int*)(smem + OFF_TILES + ROUTED_PAIRS * 16);
-  if (warp == MATH_WARPS + 3) make_tiles(routing, (int4*)work.tiles, (int*)work.tile_count, lane);
+  if (warp == 11) make_tiles(routing, (int4*)work.tiles, (int*)work.tile_count, lane);
   __syncthreads();
 #endif
   if (CLUSTER > 1) cluster_sync(); else __syncthreads();
 
-  if (warp >= MATH_WARPS) {
+  if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
-    if (warp == MATH_WARPS && lane == 0) {
+    if (warp == 8 && lane == 0) {
       int ahead = 0;
       if (!EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
       const int units = *work.tile_count * UNITS_A_TILE;
@@ -101,7 +99,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
         }
         if (rank == 0) choice.await_taken();
       }
-    } else if (warp == MATH_WARPS + 1) {
+    } else if (warp == 9) {
       asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
       if constexpr (SCALE_WARPS > 0) {
         u32 s = 0, parity = 1;
@@ -112,10 +110,10 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
       asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 #if GATHER
       // A warp copies every second four rows of a tile, a lane 16 bytes of each.
-      if (warp >= MATH_WARPS + 2) {
+      if (warp >= 10) {
         u32 s = 0, parity = 1;
         Queue queue(base);
-        const int odd = warp - (MATH_WARPS + 2), chunk = lane & 7, row_of_four = lane / 8;
+        const int odd = warp - 10, chunk = lane & 7, row_of_four = lane / 8;
         const u32 to = base + OFF_X + odd * 512 + row_of_four * 128 + (chunk ^ (odd * 4 + row_of_four)) * 16;
         for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
           const int rows = rows_of(class_of(unit.rows));

@@ -4,15 +4,13 @@
 // other.
 //
 // Compile-time: ROWS (most rows of a tile), STAGES, SPLIT, PAIR, GATHER, ROUTED, EARLY, K, KBLOCKS (ceil(K / 128)),
-// UNITS_N (units along n), MATH_GROUPS (warpgroups that multiply: 2, or 4 of which each has half as many rows, to have
-// more warps decode weights where few tokens leave registers for them). SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
+// UNITS_N (units along n). SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
 // PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows; each loads half of these
 // for both. GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the tokens of a tile's rows.
 // EARLY: weights do not wait for the kernel in front. ROUTED: the tiles are made here, from the ids.
 
-constexpr int MATH_THREADS = MATH_GROUPS * 128, MATH_WARPS = MATH_THREADS / 32;
-constexpr int THREADS = MATH_THREADS + 128;
-constexpr int BLOCKS = 4 / MATH_GROUPS;  // of 64 weight rows, that a warpgroup has of the four of a unit
+constexpr int THREADS = 384;
+constexpr int MATH_THREADS = 256;
 constexpr int CLUSTER = SPLIT * PAIR;
 constexpr int ROUTED_PAIRS = 32;
 constexpr u32 OFF_EMPTY = OFF_FULL + STAGES * 8;
@@ -21,7 +19,7 @@ constexpr u32 OFF_QUEUE = (OFF_SPLIT + 16 + 127) / 128 * 128;  // two units, the
 constexpr u32 OFF_CHOICE = OFF_QUEUE + 64;  // two numbers of units, the same
 constexpr u32 OFF_SCRATCH = OFF_QUEUE + 128;
 constexpr u32 OFF_PARTIAL = OFF_SCRATCH + SCRATCH_BYTES;
-constexpr u32 OFF_TILES = OFF_PARTIAL + (SPLIT - 1) * ROWS * 1024;  // and their number
+constexpr u32 OFF_TILES = OFF_PARTIAL + (SPLIT - 1) * ROWS * MATH_THREADS * 4;  // and their number
 constexpr int SWAP_ROWS = ROWS < 64 ? ROWS : 64;  // most rows of a last tile that is not paired
 static_assert(SPLIT == 1 || ROWS <= 32, "split sums do not fit");
 
@@ -62,10 +60,6 @@ __device__ __forceinline__ Unit unit_of(const int4* tiles, int u, int rank) {
   return {tile.x, tile.y, real ? tile.z : 0, real ? n : 0, count == 1, false};
 }
 #endif
-
-// The panel of a unit's two that a warpgroup has, and its first block of that.
-__device__ __forceinline__ int panel_of(int group) { return group * BLOCKS / 2; }
-__device__ __forceinline__ int block_of(int group) { return group * BLOCKS % 2; }
 
 // A ring of stages as a reader sees it.
 struct Ring {
@@ -125,9 +119,8 @@ struct Choice {
   }
 };
 
-// A stage is free when the warps of every CTA it may be filled by have read it: all their lanes, before one arrives.
+// A stage is free when the warps of every CTA it may be filled by have read it.
 __device__ __forceinline__ void release(u32 bar, int lane) {
-  __syncwarp();
 #if PAIR == 1
   if (lane == 0) barrier_arrive(bar);
 #else
@@ -155,17 +148,17 @@ __device__ __forceinline__ void see_copies() {
 
 // Add up the sums of a unit of at most N rows that the CTAs of a cluster have; false in those that gave theirs.
 template <int N>
-__device__ __forceinline__ bool add_splits(float (&sum)[BLOCKS][N / 2], Worker& at) {
+__device__ __forceinline__ bool add_splits(float (&sum)[2][N / 2], Worker& at) {
 #if SPLIT > 1
   // 16 bytes a thread side by side, for either half of a cluster's sums.
-  constexpr int ACC = N / 2, COUNT = BLOCKS * ACC;
-  constexpr u32 PITCH = MATH_THREADS * 16, BYTES = COUNT * MATH_THREADS * 4;
+  constexpr u32 PITCH = MATH_THREADS * 16, BYTES = N * MATH_THREADS * 4;
+  constexpr int ACC = N / 2;
   const u32 sums_in = at.base + OFF_SPLIT, sums_out = at.base + OFF_SPLIT + 8;
   if (at.rank > 0) {
     barrier_wait(sums_out, at.split_parity ^ 1);
     const u32 to = address_in(at.base + OFF_PARTIAL + (at.rank - 1) * BYTES + threadIdx.x * 16, 0);
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) store_in(to + i / 4 * PITCH, &sum[i / ACC][i % ACC], address_in(sums_in, 0));
+    for (int i = 0; i < N; i += 4) store_in(to + i / 4 * PITCH, &sum[i / ACC][i % ACC], address_in(sums_in, 0));
     at.split_parity ^= 1;
     return false;
   }
@@ -175,7 +168,7 @@ __device__ __forceinline__ bool add_splits(float (&sum)[BLOCKS][N / 2], Worker& 
   for (int other = 0; other < SPLIT - 1; ++other) {
     const u8* from = at.smem + OFF_PARTIAL + other * BYTES + threadIdx.x * 16;
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
+    for (int i = 0; i < N; i += 4) {
       const float4 x = *(const float4*)(from + i / 4 * PITCH);
       sum[i / ACC][i % ACC] += x.x;
       sum[i / ACC][i % ACC + 1] += x.y;

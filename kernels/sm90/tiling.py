@@ -8,7 +8,7 @@ user's in MOEQUANT_CACHE_DIR/tunings (default ~/.cache/moequant/tunings), and th
      "shapes": [
       {"experts": 8, "hidden": 4096, "intermediate": 14336, "topk": 2,
        "tilings": [{"tokens": 1, "rows": 8, "split13": 2, "split2": 2, "pair": false,
-                    "gather": false, "four_groups": false, "time_us": 93.1}]}
+                    "gather": false, "time_us": 93.1}]}
      ]
     }
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,8 +53,6 @@ class Tiling:
         pair: whether two CTAs share the weights that two tiles of an expert need.
         gather: whether the first GEMM copies the tokens of its rows out of all of them, instead of
             reading a copy of each token for each of its experts.
-        four_groups: whether four warpgroups multiply, each half as many weight rows as two would:
-            more warps hide what decoding weights waits for.
     """
 
     rows: int
@@ -62,7 +60,6 @@ class Tiling:
     split2: int = 1
     pair: bool = False
     gather: bool = False
-    four_groups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +102,6 @@ class Tilings(ABC):
     """Those that can be paired."""
     gather_rows: ClassVar[tuple[int, ...]]
     """Those that can be gathered."""
-    four_group_rows: ClassVar[tuple[int, ...]] = ()
-    """Those that four warpgroups have registers for."""
 
     @abstractmethod
     def _split(self, rows: int, rounds: float) -> int:
@@ -128,12 +123,11 @@ class Tilings(ABC):
             or not {tiling.split13, tiling.split2} <= set(splits)
             or (tiling.pair and tiling.rows not in self.pair_rows)
             or (tiling.gather and tiling.rows not in self.gather_rows)
-            or (tiling.four_groups and tiling.rows not in self.four_group_rows)
         ):
             raise MoequantError(
                 f"{tiling} is no tiling: rows is one of {self.rows}, a split 1, 2 or 4, and 1 "
                 f"above {_SPLIT_ROWS} rows, pairs have {self.pair_rows} rows, gathering "
-                f"{self.gather_rows}, four groups {self.four_group_rows}; tune again"
+                f"{self.gather_rows}; tune again"
             )
         return tiling
 
@@ -180,8 +174,7 @@ class Tilings(ABC):
             gathers = (False, True) if rows in self.gather_rows else (False,)
             pairs = (False, True) if rows in self.pair_rows else (False,)
             found += [Tiling(rows=rows, pair=p, gather=g) for p in pairs for g in gathers]
-        four = [replace(t, four_groups=True) for t in found if t.rows in self.four_group_rows]
-        return list(dict.fromkeys([default, *four, *found]))
+        return list(dict.fromkeys(found))
 
     def write(
         self, problem: TuningProblem, tiling: Tiling, time_us: float, path: Path | None = None
@@ -277,4 +270,4 @@ def _tables(tilings: Tilings, gpu: str, user: Path) -> dict[tuple[int, ...], dic
 
 
 def _tiling(row: Mapping[str, Any]) -> Tiling:
-    return Tiling(**{part.name: row[part.name] for part in fields(Tiling) if part.name in row})
+    return Tiling(**{part.name: row[part.name] for part in fields(Tiling)})

@@ -132,7 +132,7 @@ class Fp8ChannelWeights(Sm90Weights):
         assert scale.is_contiguous()
 
         def own() -> list[Any]:
-            rows = rows_by_block(weight.view(torch.uint8), gated=config.gated)
+            rows = rows_by_block(weight.view(torch.uint8).flatten(0, 1), gated=config.gated)
             boxes = (_GROUPS, config.tail_groups or _GROUPS)
             maps = (tensor_map(rows, box=(groups, 2, 4, 2, 128)) for groups in boxes)
             return [*maps, pointer(scale)]
@@ -150,21 +150,17 @@ class Fp8ChannelWeights(Sm90Weights):
 
 
 def rows_by_block(rows: Tensor, *, gated: bool) -> Tensor:
-    """[E, R, K] as a view of five dimensions, in the order in which WGMMA wants the rows.
+    """[R, K] as a view [R / group, halves, 4, 2, K], in the order in which WGMMA wants the rows.
 
     A group is what a warp has along the rows of the output: 16 rows of gate and 16 of up, or 32
     rows of a single weight. `weight_row` in bf16_output.cuh says which of these a thread holds. A
-    box of [8, 2, 4, 2, 128] is the 128 rows of a block for two warpgroups of four warps.
-
-    single weight  [groups, 4 pairs, 4, 2, K], of whose pairs of rows a block has two
-    gate and up    [groups, 2, 4, 4, K]: gate and up of every group, of whose four rows a block has
-                   two. Groups begin at rows of gate; those behind the last are left out
+    box of [8, 2, 4, 2, 128] is the 128 rows of a block for two warpgroups of four warps. Of a
+    single weight there are four `halves`, of which a box has two: block 0 or block 1.
     """
-    E, R, K = rows.shape
-    if not gated:
-        return rows.view(E * R // 32, 4, 4, 2, K).transpose(1, 2)
-    groups = (E * R - R // 2) // 16
-    return rows.as_strided((groups, 2, 4, 4, K), (16 * K, R // 2 * K, 4 * K, K, 1))
+    group = _group_rows(gated=gated)
+    halves = group // 8
+    R, K = rows.shape
+    return rows.view(R // group, 4, halves, 2, K).transpose(1, 2)
 
 
 def _group_rows(*, gated: bool) -> int:

@@ -64,7 +64,7 @@ struct RowScales {
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const long long at = PER_MATRIX ? (long long)unit.expert * (GATED ? 2 : 1) + (GATED ? half : 0)
+        const long long at = PER_MATRIX ? (long long)unit.expert * (GATED ? 2 : 1) + (GATED ? b : 0)
                                         : (long long)unit.expert * W_ROWS + weight_row(n, b, half);
         of[b][half] = n < N_OUT ? __ldg(w_scale + at) : 0.f;
       }
@@ -152,20 +152,20 @@ struct Fp8Channel {
     const u32 x_rows = GATHER ? 0 : rows_of(class_of(unit.rows));
     barrier_expect(bar, (tail ? TAIL_GROUPS : GROUPS) * 2 * GROUP_BYTES + x_rows * 128);
     const u32 to = base + OFF_W + s * W_BYTES;
-    // Of every four rows of gate and of up, or of every eight rows, a block has the first half, the other the second.
-    const int group = GATED ? (unit.expert * W_ROWS + unit.n * 128) / 16 : (unit.expert * W_ROWS + unit.n * 256) / 32;
-    auto row = [](int block) { return GATED ? 2 * block : 0; };
+    // Blocks are rows of gate and of up, or, of every eight rows, the first and the last four.
+    const int first = GATED ? (unit.expert * W_ROWS + unit.n * 128) / 16 : (unit.expert * W_ROWS + unit.n * 256) / 32;
     auto pair_of_rows = [](int block) { return GATED ? 0 : 2 * block; };
+    auto group = [&](int block) { return GATED ? first + block * (N_OUT / 16) : first; };
 #if PAIR > 1
     if (unit.shared) {
-      load_5d_pair(to + rank * BLOCK_BYTES, map, k * 128, row(rank), 0, pair_of_rows(rank), group, bar);
+      load_5d_pair(to + rank * BLOCK_BYTES, map, k * 128, 0, 0, pair_of_rows(rank), group(rank), bar);
       return;
     }
 #endif
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      if (unit.alone) load_5d_streaming(to + block * BLOCK_BYTES, map, k * 128, row(block), 0, pair_of_rows(block), group, bar);
-      else load_5d(to + block * BLOCK_BYTES, map, k * 128, row(block), 0, pair_of_rows(block), group, bar);
+      if (unit.alone) load_5d_streaming(to + block * BLOCK_BYTES, map, k * 128, 0, 0, pair_of_rows(block), group(block), bar);
+      else load_5d(to + block * BLOCK_BYTES, map, k * 128, 0, 0, pair_of_rows(block), group(block), bar);
     }
   }
   __device__ __forceinline__ void load_x(const Unit& unit, const TensorMap* map, int k, u32 base, u32 s, u32 bar) const {

@@ -25,11 +25,10 @@ class W4a16Tilings(Tilings):
     """Rules from timings on an H200, see docs/kernels.md."""
 
     name = "nvfp4_bf16"
-    version = 2
+    version = 1
     rows = (8, 16, 32, 48, 64, 96, 128)
     pair_rows = (96, 128)
     gather_rows = ()
-    four_group_rows = rows
 
     def _split(self, rows: int, rounds: float) -> int:
         if rows > 16 or rounds > 0.5:

@@ -17,8 +17,7 @@
 #include "sm90/ptx.cuh"
 
 constexpr int SCALE_WARPS = 0, X_PARTS = 2;
-constexpr int MATH_REGISTERS = MATH_GROUPS == 4 ? 104 : GATHER > 0 ? 224 : 232;  // of a thread
-constexpr int OTHER_REGISTERS = MATH_GROUPS == 4 ? 64 : GATHER > 0 ? 56 : 40;
+constexpr int MATH_REGISTERS = GATHER > 0 ? 224 : 232, OTHER_REGISTERS = GATHER > 0 ? 56 : 40;  // of a thread
 constexpr int PANELS = (N_OUT + (GATED ? 63 : 127)) / (GATED ? 64 : 128);  // of an expert, the last perhaps half full
 constexpr int SCALES = NVFP4 ? 2 : 1;  // words of scales of a row's 128 columns, a byte each
 constexpr u32 CODE_BYTES = 8192, PANEL_BYTES = CODE_BYTES + 512 * SCALES;
@@ -118,7 +117,7 @@ struct Factors {
     of.y = GATED ? __ldg(factor + 2 * expert + 1) : of.x;
   }
   __device__ __forceinline__ float2 get(int, int) const { return of; }
-  __device__ __forceinline__ static float of_one(float2 of, int half, int) { return half ? of.y : of.x; }
+  __device__ __forceinline__ static float of_one(float2 of, int block, int) { return block ? of.y : of.x; }
 };
 
 // A unit of at most N rows: its sums, then its part of the output. Half a block of weights, 64 rows x 64 k, is decoded
@@ -129,18 +128,13 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
   const int lane = threadIdx.x & 31, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   Ring& ring = at.ring;
   const Factors factors(factor, unit.expert);
-  float sum[BLOCKS][ACC];
+  float sum[2][ACC];
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) {
-#pragma unroll
-    for (int i = 0; i < ACC; ++i) sum[b][i] = 0.f;
-    pin(sum[b]);
-  }
+  for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
   u32 a[2][16];
-  Packed packed[BLOCKS];
-  auto load = [&](int block) {
-    packed[block].load(at.smem + OFF_W + ring.stage * W_BYTES + panel_of(group) * PANEL_BYTES, block_of(group) + block);
-  };
+  Packed packed[2];
+  pin(sum[0]), pin(sum[1]);
+  auto load = [&](int block) { packed[block].load(at.smem + OFF_W + ring.stage * W_BYTES + group * PANEL_BYTES, block); };
   auto await_stage = [&]() {
     barrier_wait(at.base + OFF_FULL + ring.stage * 8, ring.parity);
     see_copies();
@@ -152,16 +146,16 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
     if constexpr (N > 48) {  // registers for one operand; the other warpgroup multiplies meanwhile
       for (int k = at.k_begin; k < at.k_end; ++k) {
         const u32 s = ring.stage, x = at.base + OFF_X + s * X_BYTES;
-        if constexpr (BLOCKS == 2) load(1);
+        load(1);
         ring.next();
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
+        for (int b = 0; b < 2; ++b) {
           packed[b].decode<0>(a[0]);
           start(sum[b], a[0], x);
           wgmma_wait<0>();
           packed[b].decode<1>(a[0]);
           start(sum[b], a[0], x + X_PART_BYTES);
-          if (b == BLOCKS - 1 && k + 1 < at.k_end) await_stage(), load(0);
+          if (b == 1 && k + 1 < at.k_end) await_stage(), load(0);
           wgmma_wait<0>();
         }
         release(empty(s), lane);
@@ -171,17 +165,20 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
       for (int k = at.k_begin; k < at.k_end; ++k) {
         const u32 s = ring.stage, x = at.base + OFF_X + s * X_BYTES;
         if (k > at.k_begin) await_stage(), load(0);
-        if constexpr (BLOCKS == 2) load(1);
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-          wgmma_wait<1>();
-          packed[b].decode<0>(a[0]);
-          start(sum[b], a[0], x);
-          wgmma_wait<1>();
-          if (b == 0 && k > at.k_begin) release(empty(last), lane);
-          packed[b].decode<1>(a[1]);
-          start(sum[b], a[1], x + X_PART_BYTES);
-        }
+        load(1);
+        wgmma_wait<1>();
+        packed[0].decode<0>(a[0]);
+        start(sum[0], a[0], x);
+        wgmma_wait<1>();
+        if (k > at.k_begin) release(empty(last), lane);
+        packed[0].decode<1>(a[1]);
+        start(sum[0], a[1], x + X_PART_BYTES);
+        wgmma_wait<1>();
+        packed[1].decode<0>(a[0]);
+        start(sum[1], a[0], x);
+        wgmma_wait<1>();
+        packed[1].decode<1>(a[1]);
+        start(sum[1], a[1], x + X_PART_BYTES);
         last = s;
         ring.next();
       }
@@ -189,8 +186,7 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
       release(empty(last), lane);
     }
   }
-#pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) pin(sum[b]);
+  pin(sum[0]), pin(sum[1]);
   if (add_splits<N>(sum, at)) finish<N>(sum, factors, unit, out);
 }
 

@@ -29,11 +29,10 @@ class W4a8Tilings(Tilings):
     """Rules from timings on an H200, see docs/kernels.md."""
 
     name = "w4a8"
-    version = 2
+    version = 1
     rows = (8, 16, 32, 48, 64, 96, 128)
     pair_rows = (96, 128)
     gather_rows = (48, 64, 96, 128)
-    four_group_rows = (8, 16, 32, 48, 64)  # with more, sums to be scaled do not fit in registers
 
     def _split(self, rows: int, rounds: float) -> int:
         if rows > 16 or rounds > 0.5:

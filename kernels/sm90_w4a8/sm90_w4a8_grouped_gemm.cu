@@ -19,7 +19,7 @@
 #include "sm90/ptx.cuh"
 
 constexpr int SCALE_WARPS = 0, X_PARTS = 1;
-constexpr int MATH_REGISTERS = MATH_GROUPS == 4 ? 104 : 232, OTHER_REGISTERS = MATH_GROUPS == 4 ? 64 : 40;  // of a thread
+constexpr int MATH_REGISTERS = 232, OTHER_REGISTERS = 40;  // of a thread
 constexpr int PANELS = (N_OUT + (GATED ? 63 : 127)) / (GATED ? 64 : 128);  // of an expert, the last perhaps half full
 constexpr u32 CODE_BYTES = 8192;  // of a panel
 #if MXFP4
@@ -74,16 +74,13 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
   const int group = warp / 4;
   TokenScales<N> scales;
   scales.load(x_scale, pair_of_row, unit, lane);
-  float sum[BLOCKS][ACC], d[2][ACC];
+  float sum[2][ACC], d[2][ACC];
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) {
-#pragma unroll
-    for (int i = 0; i < ACC; ++i) sum[b][i] = 0.f;
-  }
+  for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
   u32 a[2][16];
   float2 by[2];
   Packed packed;
-  auto load = [&](int block) { packed.load(at.smem + OFF_W + ring.stage * W_BYTES + panel_of(group) * PANEL_BYTES, block_of(group) + block); };
+  auto load = [&](int block) { packed.load(at.smem + OFF_W + ring.stage * W_BYTES + group * PANEL_BYTES, block); };
   auto await_stage = [&]() {
     barrier_wait(base + OFF_FULL + ring.stage * 8, ring.parity);
     see_copies();
@@ -92,7 +89,7 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
   if (at.k_begin < k_end) await_stage();  // a part of a short K may be empty
   for (int k = at.k_begin; k < k_end; ++k) {
     const u32 s = ring.stage, x = base + OFF_X + s * X_BYTES;
-    if constexpr (N <= 64 && BLOCKS == 2) {
+    if constexpr (N <= 64) {
       // The second block is decoded while the first is multiplied.
       packed.decode(a[0], by[0]);
       load(1);
@@ -106,19 +103,19 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
       wgmma_wait<0>();
       release(base + OFF_EMPTY + s * 8, lane);
       promote(sum[1], d[1], by[1]);
-    } else {  // registers for one product; other warpgroups multiply meanwhile
+    } else {  // registers for one product; the other warpgroup multiplies meanwhile
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) {
+      for (int b = 0; b < 2; ++b) {
         packed.decode(a[0], by[b]);
         start(d[0], a[0], x);
-        if (b + 1 < BLOCKS) {
+        if (b == 0) {
           load(1);
         } else {
           ring.next();
           if (k + 1 < k_end) await_stage();
         }
         wgmma_wait<0>();
-        if (b + 1 == BLOCKS) release(base + OFF_EMPTY + s * 8, lane);
+        if (b == 1) release(base + OFF_EMPTY + s * 8, lane);
         promote(sum[b], d[0], by[b]);
       }
     }

@@ -14,7 +14,7 @@ def held_rows():
             for block in range(2):
                 for half in range(2):
                     if gated:
-                        matrix, row = half, 16 * warp + f // 2 * 4 + block * 2 + f % 2
+                        matrix, row = block, 16 * warp + f // 2 * 4 + half * 2 + f % 2
                     else:
                         matrix, row = 0, 32 * warp + f // 2 * 8 + block * 4 + half * 2 + f % 2
                     yield thread, block, half, matrix, row

@@ -115,12 +115,6 @@ TILINGS = {
         {"rows": 128, "pair": True},
         {"rows": 128, "gather": True},
         {"rows": 128, "pair": True, "gather": True},
-        {"rows": 8, "four_groups": True},
-        {"rows": 8, "split13": 2, "split2": 4, "four_groups": True},
-        {"rows": 16, "split13": 4, "split2": 2, "four_groups": True},
-        {"rows": 32, "four_groups": True},
-        {"rows": 48, "gather": True, "four_groups": True},
-        {"rows": 64, "four_groups": True},
     ],
     "nvfp4": [
         {"rows": 8},
@@ -133,13 +127,6 @@ TILINGS = {
         {"rows": 96, "pair": True},
         {"rows": 128},
         {"rows": 128, "pair": True},
-        {"rows": 8, "four_groups": True},
-        {"rows": 8, "split13": 2, "split2": 4, "four_groups": True},
-        {"rows": 16, "split13": 4, "split2": 2, "four_groups": True},
-        {"rows": 32, "four_groups": True},
-        {"rows": 64, "four_groups": True},
-        {"rows": 96, "pair": True, "four_groups": True},
-        {"rows": 128, "four_groups": True},
     ],
 }
 TILINGS["mxfp4_fp8"], TILINGS["mxfp4"] = TILINGS["w4a8"], TILINGS["nvfp4"]

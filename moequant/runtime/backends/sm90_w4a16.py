@@ -40,7 +40,7 @@ class W4a16Panels(Layout):
     """
 
     name = "w4a16_panels"
-    version = 2
+    version = 1
 
     def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
         """See `Layout.pack`."""

@@ -35,7 +35,7 @@ class W4a8Panels(Layout):
     """
 
     name = "w4a8_panels"
-    version = 2
+    version = 1
     format: ClassVar[str] = "w4a8"
 
     def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:

@@ -113,8 +113,6 @@ def test_a_broken_table_is_named(family, change):
         (W4A8, {"rows": 32, "gather": True}),
         (CHANNEL, {"rows": 32, "gather": True}),
         (CHANNEL, {"rows": 64, "pair": True}),
-        (FP8, {"rows": 8, "four_groups": True}),
-        (W4A8, {"rows": 96, "four_groups": True}),
     ],
 )
 def test_a_tiling_that_no_kernel_has_is_refused(family, wrong):
@@ -179,20 +177,3 @@ def test_tuning_again_replaces_a_broken_table():
     FP8.write(problem(9), Tiling(rows=32, split13=4), 1.0)
     assert FP8.choose(problem(9)) == Tiling(rows=32, split13=4)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-@every_family
-def test_four_warpgroups_are_tried_where_there_are_registers_but_not_taken_unmeasured(family):
-    for tokens in (1, 32, 512, 8192):
-        assert not family.default(problem(tokens)).four_groups
-        four = {tiling.rows for tiling in family.candidates(problem(tokens)) if tiling.four_groups}
-        tried = {tiling.rows for tiling in family.candidates(problem(tokens))}
-        assert four == tried & set(family.four_group_rows)
-
-
-def test_a_table_from_before_four_warpgroups_still_counts():
-    path = FP8.write(problem(9), Tiling(rows=32, split13=4), 1.0)
-    path.write_text(path.read_text().replace(',\n     "four_groups": false', ""))
-    module._tables.cache_clear()
-    assert "four_groups" not in path.read_text()
-    assert FP8.choose(problem(9)) == Tiling(rows=32, split13=4)

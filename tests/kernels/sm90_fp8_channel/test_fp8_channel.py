@@ -60,8 +60,10 @@ def box_of(c, expert, n, block, k):
     """`load_weights` of the kernel: groups of a block of unit n, and where the box starts."""
     groups = c.tail_groups if c.tail_groups > 0 and n == c.units_n - 1 else 8
     if c.gated:
-        return groups, ((expert * c.w_rows + n * 128) // 16, 0, 0, 2 * block, k * 128)
-    return groups, ((expert * c.w_rows + n * 256) // 32, 2 * block, 0, 0, k * 128)
+        first, half = (expert * c.w_rows + n * 128) // 16 + block * (c.n_out // 16), 0
+    else:
+        first, half = (expert * c.w_rows + n * 256) // 32, 2 * block
+    return groups, (first, half, 0, 0, k * 128)
 
 
 def load_block(c, weight, expert, n, block, k):
@@ -69,7 +71,7 @@ def load_block(c, weight, expert, n, block, k):
     memory = torch.full((16384,), 0x7F, dtype=torch.uint8)  # NaN
     groups, start = box_of(c, expert, n, block, k)
     box = (groups, 2, 4, 2, 128)
-    loaded = load_box(rows_by_block(weight, gated=c.gated), box, start)
+    loaded = load_box(rows_by_block(weight.flatten(0, 1), gated=c.gated), box, start)
     memory[: loaded.numel()] = loaded
     return memory
 
@@ -86,7 +88,7 @@ def first_column(c, n, group, warp):
 
 def weight_row(c, n, block, half, f):
     if c.gated:
-        return half * c.n_out + n + f // 2 * 4 + block * 2 + f % 2
+        return block * c.n_out + n + f // 2 * 4 + half * 2 + f % 2
     return n + f // 2 * 8 + block * 4 + half * 2 + f % 2
 
 
@@ -133,13 +135,13 @@ def test_rows_lie_as_in_panels(gated):
     panels = rows_of_panels(*weight.split(256, 1)) if gated else rows_of_panels(weight)
     # [panel, block, warp, a, half, b] to the rows of WGMMA: half before a.
     panels = panels[0, ..., 0].transpose(3, 4).flatten(2)
-    view = rows_by_block(weight, gated=gated)[..., 0]
+    view = rows_by_block(rows, gated=gated)[..., 0]
     for panel in range(panels.shape[0]):
         n, group = divmod(panel, 2)
         for block in range(2):
-            of_block = slice(2 * block, 2 * block + 2)
-            at = (slice(None), slice(None), of_block) if gated else (of_block,)
-            box = view[(slice(n * 8, n * 8 + 8), *at)].flatten()
+            groups = slice((n + block * 2) * 8, None) if gated else slice(n * 8, None)
+            halves = slice(None) if gated else slice(2 * block, 2 * block + 2)
+            box = view[groups, halves][:8].flatten()
             assert torch.equal(box[group * 64 : group * 64 + 64], panels[panel, block])
 
 
@@ -208,11 +210,10 @@ def store(c, out, sums, expert, n, group, w_scale, x_scale):
                 by = w_scale[expert, torch.where(inside, row, 0)].masked_fill(~inside, 0.0)
                 y[block, j] = sums[block, :, i * 4 + j] * by * x_scale[i * 8 + quad * 2 + j % 2]
         if c.gated:
-            y = y[:, :2] * y[:, 2:]
+            y[0] = y[0] * y[1]
         words = [
-            transpose_matrix(torch.stack([of_block[half], of_block[half + 1]], -1))
-            for of_block in y
-            for half in range(0, len(of_block), 2)
+            transpose_matrix(torch.stack([y[j // 2, j % 2 * 2], y[j // 2, j % 2 * 2 + 1]], -1))
+            for j in range(2 if c.gated else 4)
         ]
         # A thread's columns are side by side: two of each word.
         row_of = torch.cat(words, -1).view(128, -1)
@@ -242,7 +243,7 @@ def test_a_tensor_map_has_the_dimensions_of_the_view_inner_first(monkeypatch):
 
     monkeypatch.setattr(cuda_driver, "_driver", Driver)
     rows = torch.zeros(64, 48, dtype=torch.uint8)
-    tensor_map(rows_by_block(rows[None], gated=False), box=(8, 2, 4, 2, 128))
+    tensor_map(rows_by_block(rows, gated=False), box=(8, 2, 4, 2, 128))
     tensor_map(rows, box=(16, 128))
     (_, _, rank, at, sizes, strides, box, steps, *_), (_, _, *plain, _, _, _, _) = calls
     assert (rank, at.value) == (5, rows.data_ptr())
@@ -284,7 +285,6 @@ u32 expected;
 inline int __shfl_sync(u32, int x, int) { return x; }
 inline int class_of(int) { return 0; }
 inline int rows_of(int) { return ROWS; }
-inline int panel_of(int group) { return group; }
 inline void barrier_expect(u32, u32 bytes) { expected = bytes; }
 inline void load_5d(u32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, u32) {
   std::printf("%u %d %d %d %d %d %d %u\\n", to, map->groups, c4, c3, c2, c1, c0, expected);

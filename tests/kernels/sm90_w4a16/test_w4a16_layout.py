@@ -67,7 +67,7 @@ def read(format, packed, factor):
                 for register in range(4):
                     half = register & 1
                     if gated:
-                        matrix, row = half, 16 * warp + f // 2 * 4 + block * 2 + f % 2
+                        matrix, row = block, 16 * warp + f // 2 * 4 + half * 2 + f % 2
                     else:
                         matrix, row = 0, 32 * warp + f // 2 * 8 + block * 4 + half * 2 + f % 2
                     byte = bytes_of[:, :, :, thread // 4, block, half, step * groups // 8]
