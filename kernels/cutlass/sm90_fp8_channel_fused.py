@@ -1,13 +1,4 @@
-"""FP8 experts with one scale a row, through the grouped GEMM in CuTe DSL, on SM90.
-
-    prepare          sort the routing, quantize each token, lay it in the rows of its experts
-    gate and up      grouped GEMM, with biases
-    act_quantize     the activation function, quantized again
-    down             grouped GEMM, with biases
-    weighted reduce  per token, float32, in the order of its experts
-
-Results of both GEMMs are rounded to bfloat16. Nothing is read on the host.
-"""
+"""FP8 experts with one scale a row, through the grouped GEMM in CuTe DSL, on SM90."""
 
 from __future__ import annotations
 
@@ -21,16 +12,10 @@ from moequant.kernels.cutlass.act_quantize import act_quantize
 from moequant.kernels.cutlass.batch_tiles import batch_tiles
 from moequant.kernels.cutlass.grouped_gemm import CutlassGroupedGemm
 from moequant.kernels.cutlass.variant import TILE_ROWS, GemmVariant
+from moequant.kernels.fp8_plan import Fp8Plan
 from moequant.kernels.launch import stream_of
-from moequant.kernels.routing import (
-    TILE_FIELDS,
-    Grouping,
-    likely_tile_rows,
-    max_rows,
-    sort_kernel,
-)
-from moequant.kernels.sm90.quantize_permute import FEW_PAIRS, prepare_or_copy
-from moequant.kernels.weighted_reduce import weighted_reduce
+from moequant.kernels.routing import TILE_FIELDS, Grouping, likely_tile_rows, sort_kernel
+from moequant.kernels.sm90.quantize_permute import FEW_PAIRS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -49,15 +34,10 @@ def kernels_for(experts: int, tokens: int, topk: int) -> Hashable:
     return tile_rows, sort, pairs <= FEW_PAIRS[0], pairs % 16 == 0, pairs == 1, tokens <= 64, topk
 
 
-class CutlassPlan:
-    """Buffers for calls of exactly `tokens` tokens with `topk` experts each, in `arena`.
+class CutlassPlan(Fp8Plan):
+    """See `Fp8Plan`; of fp8_channel. The GEMMs add biases.
 
     Args:
-        tensors: fp8_channel in the layout `stacked`, on a device of SM90.
-        act_fn: the function between the GEMMs.
-        tokens: M, at least 1; M * T at most MAX_PAIRS.
-        topk: T, at least 1.
-        arena: where buffers come from.
         variant: the kernel of both GEMMs; by default that of the tile which most experts fill.
     """
 
@@ -71,54 +51,15 @@ class CutlassPlan:
         *,
         variant: GemmVariant | None = None,
     ) -> None:
-        self.tensors, self.act_fn = tensors, act_fn
-        E, H, I = tensors["w2_qdata"].shape
-        pairs = tokens * topk
-        rows = max_rows(pairs, E, 1)
-        self.variant = variant or GemmVariant(tile_rows=likely_tile_rows(pairs / E, TILE_ROWS))
-        self.grouping = Grouping(experts=E, tile_rows=self.variant.tile_rows)
-        self.routing = arena.sorted_routing(pairs, self.grouping)
-        self.x = arena.empty(rows, H, dtype=torch.float8_e4m3fn)
-        self.x_scale = arena.empty(rows, dtype=torch.float32)
-        self.gate_up = arena.empty(rows, tensors["w13_qdata"].shape[1], dtype=torch.bfloat16)
-        self.act = arena.empty(rows, I, dtype=torch.float8_e4m3fn)
-        self.act_scale = arena.empty(rows, dtype=torch.float32)
-        self.y = arena.empty(rows, H, dtype=torch.bfloat16)
+        E = tensors["w2_qdata"].shape[0]
+        likely = likely_tile_rows(tokens * topk / E, TILE_ROWS)
+        self.variant = variant or GemmVariant(tile_rows=likely)
+        grouping = Grouping(experts=E, tile_rows=self.variant.tile_rows)
+        super().__init__(tensors, act_fn, tokens, topk, arena, grouping=grouping, by_token=True)
         self._gemms: dict[str, CutlassGroupedGemm] = {}
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        out: Tensor,
-        expert_map: Tensor | None = None,
-        hidden_scale: Tensor | None = None,
-    ) -> None:
-        """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
-        routing, x, scale = self.routing, self.x, self.x_scale
-        prepare_or_copy(
-            hidden,
-            hidden_scale,
-            topk_ids,
-            routing,
-            x,
-            scale,
-            self.grouping,
-            expert_map=expert_map,
-        )
-        self._gemm("w13", x, scale, self.gate_up)
-        act_quantize(
-            self.gate_up,
-            self.act,
-            self.act_scale,
-            self.act_fn,
-            row_of_pair=routing.row_of_pair,
-        )
-        self._gemm("w2", self.act, self.act_scale, self.y)
-        weighted_reduce(self.y, routing.row_of_pair, topk_weights, out)
-
-    def _gemm(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
+    def multiply(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
+        """See `Fp8Plan.multiply`."""
         # Made by the first call: a plan that counts bytes has nowhere for a tensor map to point.
         gemm = self._gemms.get(weight)
         if gemm is None:
@@ -127,6 +68,11 @@ class CutlassPlan:
             self._gemms[weight] = gemm
         gemm(stream_of(out.device))
 
+    def activate(self) -> None:
+        """See `Fp8Plan.activate`."""
+        row_of_pair = self.routing.row_of_pair
+        act_quantize(self.gate_up, self.act, self.act_scale, self.act_fn, row_of_pair=row_of_pair)
+
 
 def batched_experts(
     tensors: Mapping[str, Tensor], act_fn: ActFn, qdata: Tensor, scale: Tensor, counts: Tensor
@@ -134,7 +80,7 @@ def batched_experts(
     """Every expert's result for the first counts[e] of its tokens. Nothing is read on the host.
 
     Args:
-        tensors: as for `CutlassPlan`.
+        tensors: fp8_channel in the layout `stacked`, on a device of SM90.
         act_fn: the function between the GEMMs.
         qdata: float8_e4m3fn [E, C, H] contiguous.
         scale: float32 [E, C, 1] contiguous.

@@ -1,11 +1,5 @@
 """The experts of a layer in FP8 blocks through DeepGEMM's grouped GEMMs, on SM90.
 
-    prepare          sort the routing, quantize each token, lay it in the rows of its experts
-    gate and up      DeepGEMM
-    act_requantize   the activation function, quantized again
-    down             DeepGEMM
-    weighted reduce  per token, float32, in the order of its experts
-
 Each expert's rows start at a multiple of 128, and DeepGEMM is told where they end; or they come in
 batches, with counts. Both of its inputs are as its kernels read them: scales of activations are
 column-major, so nothing is transposed, but for those of batches that come from outside.
@@ -23,9 +17,8 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.kernels.calls import on
 from moequant.kernels.deepgemm.act_requantize import act_requantize
-from moequant.kernels.routing import Grouping, max_rows
-from moequant.kernels.sm90.quantize_permute import prepare_or_copy
-from moequant.kernels.weighted_reduce import weighted_reduce
+from moequant.kernels.fp8_plan import Fp8Plan
+from moequant.kernels.routing import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,19 +34,8 @@ ALIGNMENT = 128
 _ALIGNMENT_LOCK = Lock()
 
 
-class DeepGemmPlan:
-    """Buffers for calls of exactly `tokens` tokens with `topk` experts each, in `arena`.
-
-    Results of both GEMMs are rounded to bfloat16; sums over a token's experts are float32. Nothing
-    is read on the host.
-
-    Args:
-        tensors: FP8 blocks in the layout `stacked`, on a device of SM90.
-        act_fn: the function between the GEMMs.
-        tokens: M, at least 1; M * T at most MAX_PAIRS.
-        topk: T, at least 1.
-        arena: where buffers come from.
-    """
+class DeepGemmPlan(Fp8Plan):
+    """See `Fp8Plan`; of fp8_block."""
 
     def __init__(
         self,
@@ -63,71 +45,42 @@ class DeepGemmPlan:
         topk: int,
         arena: WorkspaceArena,
     ) -> None:
-        self.tensors, self.act_fn = tensors, act_fn
-        E, H, I = tensors["w2_qdata"].shape
-        pairs = tokens * topk
-        rows = max_rows(pairs, E, ALIGNMENT)
-        self.grouping = Grouping(experts=E, tile_rows=ALIGNMENT, alignment=ALIGNMENT)
-        self.routing = arena.sorted_routing(pairs, self.grouping)
-        self.x = arena.empty(rows, H, dtype=torch.float8_e4m3fn)
-        self.x_scale = arena.empty(-(-H // 128), rows, dtype=torch.float32)
-        self.gate_up = arena.empty(rows, tensors["w13_qdata"].shape[1], dtype=torch.bfloat16)
-        self.act = arena.empty(rows, I, dtype=torch.float8_e4m3fn)
-        self.act_scale = arena.empty(-(-I // 128), rows, dtype=torch.float32)
-        self.y = arena.empty(rows, H, dtype=torch.bfloat16)
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        out: Tensor,
-        expert_map: Tensor | None = None,
-        hidden_scale: Tensor | None = None,
-    ) -> None:
-        """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
-        routing, x, scale = self.routing, self.x, self.x_scale
-        prepare_or_copy(
-            hidden,
-            hidden_scale,
-            topk_ids,
-            routing,
-            x,
-            scale,
-            self.grouping,
-            expert_map=expert_map,
-        )
-        self._gemm(x, scale, "w13", self.gate_up)
-        act_requantize(
-            self.gate_up,
-            self.act,
-            self.act_scale,
-            self.act_fn,
-            row_of_pair=routing.row_of_pair,
-            bias=self.tensors.get("w13_bias"),
-            row_end=routing.row_end,
-        )
-        self._gemm(self.act, self.act_scale, "w2", self.y)
-        weighted_reduce(
-            self.y,
-            routing.row_of_pair,
-            topk_weights,
-            out,
-            bias=self.tensors.get("w2_bias"),
-            row_end=routing.row_end,
+        E = tensors["w2_qdata"].shape[0]
+        super().__init__(
+            tensors,
+            act_fn,
+            tokens,
+            topk,
+            arena,
+            grouping=Grouping(experts=E, tile_rows=ALIGNMENT, alignment=ALIGNMENT),
+            by_token=False,
+            row_bias=tensors.get("w2_bias"),
         )
 
-    def _gemm(self, x: Tensor, scale: Tensor, weight: str, out: Tensor) -> None:
+    def multiply(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
+        """See `Fp8Plan.multiply`."""
         deep_gemm = _library()
         with _aligned(deep_gemm):
             deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-                (x, scale.mT),
+                (x, x_scale.mT),
                 _weight(self.tensors, weight),
                 out,
                 self.routing.row_end,
                 use_psum_layout=True,
                 ensure_zero_padding=False,
             )
+
+    def activate(self) -> None:
+        """See `Fp8Plan.activate`; adds the biases first."""
+        act_requantize(
+            self.gate_up,
+            self.act,
+            self.act_scale,
+            self.act_fn,
+            row_of_pair=self.routing.row_of_pair,
+            bias=self.tensors.get("w13_bias"),
+            row_end=self.routing.row_end,
+        )
 
 
 def batched_experts(
@@ -136,7 +89,7 @@ def batched_experts(
     """Every expert's result for the first counts[e] of its tokens. Nothing is read on the host.
 
     Args:
-        tensors: as for `DeepGemmPlan`.
+        tensors: FP8 blocks in the layout `stacked`, on a device of SM90.
         act_fn: the function between the GEMMs.
         qdata: float8_e4m3fn [E, C, H].
         scale: float32 [E, C, ceil(H / 128)].

@@ -235,25 +235,6 @@ def quantize_rows(
     )
 
 
-def prepare_or_copy(
-    hidden: Tensor,
-    hidden_scale: Tensor | None,
-    topk_ids: Tensor,
-    routing: SortedRouting,
-    rows: Tensor,
-    scale: Tensor,
-    grouping: Grouping,
-    *,
-    expert_map: Tensor | None = None,
-) -> None:
-    """As `prepare`; tokens that are quantized already, with `hidden_scale`, as `copy_rows`."""
-    if hidden_scale is None:
-        prepare(hidden, topk_ids, routing, rows, scale, grouping, expert_map=expert_map)
-    else:
-        sort_routing(topk_ids, routing, grouping, expert_map=expert_map)
-        copy_rows(hidden, hidden_scale, routing.row_of_pair, rows, scale)
-
-
 def copy_rows(
     codes: Tensor, scale: Tensor, row_of_pair: Tensor, rows: Tensor, row_scale: Tensor
 ) -> None:
