@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from moequant.kernels.deepgemm.act_requantize import biased
 from moequant.kernels.fp8_codes import encode_e4m3, scale_of
 from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
-from moequant.kernels.portable.act_fn import act_fn
+from moequant.kernels.portable.act_fn import activated, constants_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,12 +59,7 @@ def act_quantize(
         used,
         rows // used.shape[0],
         I=I,
-        ACT=act.name,
-        GATED=act.gated,
-        LIMIT=act.limit or 0.0,
-        ALPHA=act.alpha,
-        BETA=act.beta,
-        LINEAR_BETA=act.linear_beta or 0.0,
+        **constants_of(act),
         BATCHED=row_of_pair is None,
         BLOCK=min(triton.next_power_of_2(I), _BLOCK),
         NATIVE=not INTERPRETED,
@@ -107,42 +101,17 @@ def act_quantize_row(
     gate_up += row * (2 * I if GATED else I)
     amax = 0.0
     for first in tl.static_range(0, I, BLOCK):
+        col = first + tl.arange(0, BLOCK)
         y = activated(
-            gate_up, gate_up, first, I, BLOCK, ACT, GATED, False, LIMIT, ALPHA, BETA, LINEAR_BETA
+            gate_up, gate_up, col, col < I, I, ACT, GATED, False, LIMIT, ALPHA, BETA, LINEAR_BETA
         )
         amax = tl.maximum(amax, tl.max(tl.abs(y), 0))
     row_scale = scale_of(amax)
     for first in tl.static_range(0, I, BLOCK):
-        y = activated(
-            gate_up, gate_up, first, I, BLOCK, ACT, GATED, False, LIMIT, ALPHA, BETA, LINEAR_BETA
-        )
         col = first + tl.arange(0, BLOCK)
+        y = activated(
+            gate_up, gate_up, col, col < I, I, ACT, GATED, False, LIMIT, ALPHA, BETA, LINEAR_BETA
+        )
         code = encode_e4m3(tl.math.div_rn(y, tl.zeros([BLOCK], tl.float32) + row_scale), NATIVE)
         tl.store(codes + row * I + col, code, mask=col < I)
     tl.store(scale + row, row_scale)
-
-
-@triton.jit
-def activated(
-    gate_up,
-    bias,
-    first,
-    I: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr,
-):
-    """BLOCK values of a row from column `first` on, float32; 0 beyond I."""
-    col = first + tl.arange(0, BLOCK)
-    inside = col < I
-    gate = biased(gate_up, bias, col, inside, BIAS)
-    up = gate
-    if GATED:
-        up = biased(gate_up + I, bias + I, col, inside, BIAS)
-    y = act_fn(gate, up, ACT, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    return tl.where(inside, y, 0.0)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from moequant.kernels.cutlass.act_quantize import activated
 from moequant.kernels.launch import launch, overlaps_launches, wait_for_inputs
+from moequant.kernels.portable.act_fn import activated, constants_of
 from moequant.kernels.weighted_reduce import expert_of_row
 
 if TYPE_CHECKING:
@@ -59,13 +59,8 @@ def act_rows(
         I=I,
         E=E,
         E_PAD=triton.next_power_of_2(E),
-        ACT=act.name,
-        GATED=act.gated,
+        **constants_of(act),
         BIAS=bias is not None,
-        LIMIT=act.limit or 0.0,
-        ALPHA=act.alpha,
-        BETA=act.beta,
-        LINEAR_BETA=act.linear_beta or 0.0,
         BLOCK=block,
         OVERLAP=overlap,
         num_warps=4,
@@ -102,7 +97,7 @@ def act_of_pair(
     gate_up += row * COLUMNS
     if BIAS:
         bias += expert_of_row(row, row_end, E, E_PAD) * COLUMNS
-    first = tl.program_id(1) * BLOCK
-    y = activated(gate_up, bias, first, I, BLOCK, ACT, GATED, BIAS, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    col = first + tl.arange(0, BLOCK)
-    tl.store(out + row * I + col, y, mask=col < I)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < I
+    y = activated(gate_up, bias, col, inside, I, ACT, GATED, BIAS, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    tl.store(out + row * I + col, y, mask=inside)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from moequant.kernels.fp8_codes import quantize_groups
 from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
-from moequant.kernels.portable.act_fn import act_fn
+from moequant.kernels.portable.act_fn import activated, constants_of
 from moequant.kernels.weighted_reduce import expert_of_row
 
 if TYPE_CHECKING:
@@ -71,13 +71,8 @@ def act_requantize(
         IP=gate_up.shape[-1] // (2 if act.gated else 1),
         E=E,
         E_PAD=triton.next_power_of_2(max(E, 1)),
-        ACT=act.name,
-        GATED=act.gated,
+        **constants_of(act),
         BIAS=bias is not None,
-        LIMIT=act.limit or 0.0,
-        ALPHA=act.alpha,
-        BETA=act.beta,
-        LINEAR_BETA=act.linear_beta or 0.0,
         BATCHED=counts is not None,
         GROUPS=_GROUPS_A_PROGRAM,
         NATIVE=not INTERPRETED,
@@ -135,20 +130,7 @@ def act_requantize_rows(
     inside = col < I
     gate_up += row * COLUMNS
     bias += expert * COLUMNS
-    gate = biased(gate_up, bias, col, inside, BIAS)
-    up = gate
-    if GATED:
-        up = biased(gate_up + IP, bias + IP, col, inside, BIAS)
-    y = act_fn(gate, up, ACT, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    codes, group_scale = quantize_groups(y, NATIVE)  # y is 0 beyond I
+    y = activated(gate_up, bias, col, inside, IP, ACT, GATED, BIAS, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    codes, group_scale = quantize_groups(y, NATIVE)
     tl.store(rows + row * I + col, codes, mask=inside)
     tl.store(scale + group * scale_stride, group_scale, mask=group * 128 < I)
-
-
-@triton.jit
-def biased(x, bias, col, inside, BIAS: tl.constexpr):
-    """Columns `col` of `x`, plus those of `bias`, in float32."""
-    value = tl.load(x + col, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        value += tl.load(bias + col, mask=inside, other=0.0)
-    return value

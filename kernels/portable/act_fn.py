@@ -2,8 +2,64 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import triton
 import triton.language as tl
+
+from moequant.act_fn import SILU
+
+if TYPE_CHECKING:
+    from moequant.act_fn import ActFn
+
+
+def constants_of(act: ActFn | None) -> dict[str, Any]:
+    """The constexpr by which kernels know a function; of None, no function, ACT is ""."""
+    if act is None:
+        return {**constants_of(SILU), "ACT": "", "GATED": False}
+    return {
+        "ACT": act.name,
+        "GATED": act.gated,
+        "LIMIT": act.limit or 0.0,
+        "ALPHA": act.alpha,
+        "BETA": act.beta,
+        "LINEAR_BETA": act.linear_beta or 0.0,
+    }
+
+
+@triton.jit
+def activated(
+    gate_up,
+    bias,
+    col,
+    inside,
+    HALF: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+):
+    """The function of columns `col` of a row and of its bias, float32; 0 where not `inside`.
+
+    Up lies HALF columns behind gate.
+    """
+    gate = _biased(gate_up, bias, col, inside, BIAS)
+    up = gate
+    if GATED:
+        up = _biased(gate_up + HALF, bias + HALF, col, inside, BIAS)
+    y = act_fn(gate, up, ACT, GATED, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    return tl.where(inside, y, 0.0)
+
+
+@triton.jit
+def _biased(x, bias, col, inside, BIAS: tl.constexpr):
+    value = tl.load(x + col, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + col, mask=inside, other=0.0)
+    return value
 
 
 @triton.jit

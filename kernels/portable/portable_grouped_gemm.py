@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moequant.kernels.fp8_codes import scale_of
 from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
-from moequant.kernels.portable.act_fn import act_fn
+from moequant.kernels.portable.act_fn import act_fn, constants_of
 from moequant.kernels.portable.codes import (
     decode_e2m1,
     decode_e4m3,
@@ -134,6 +134,7 @@ def grouped_gemm(
     block_n, block_k, warps, stages = config_for(
         weight, x, out, tile_rows=work.tile_rows, gated=gate is not None
     )
+    assert (gate is not None) == (act is not None and act.gated)
     if work.max_tiles == 0:
         return
     w_stride, scale_stride, end_stride, bias_stride = weight.strides
@@ -172,12 +173,7 @@ def grouped_gemm(
         X_SCHEME=x.scheme,
         SPLIT=_SPLIT.get(x.qdata.dtype, 1),
         OUT_SCHEME=out.scheme,
-        ACT=act.name if act else "",
-        LIMIT=(act.limit or 0.0) if act else 0.0,
-        ALPHA=act.alpha if act else 1.0,
-        BETA=act.beta if act else 1.0,
-        LINEAR_BETA=(act.linear_beta or 0.0) if act else 0.0,
-        GATED=gate is not None,
+        **constants_of(act),
         GATE_BIAS=first.bias is not None,
         BIAS=weight.bias is not None,
         TOPK=topk if pair_of_row is not None else 0,
