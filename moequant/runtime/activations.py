@@ -63,6 +63,7 @@ GROUPS = {
     MXFP8: E8M0_GROUP,
 }
 """Columns of a group, of the schemes whose scales are a byte."""
+FP4_SCHEMES = (NVFP4, NVFP4_STATIC, MXFP4)
 SCHEMES = (*FP8_SCHEMES, *GROUPS, "none")
 QUANTIZED_DTYPE = torch.float8_e4m3fn
 _FP32_SMALLEST = 2.0**-149

@@ -9,7 +9,9 @@ import torch
 
 from moequant.act_fn import SILU, SWIGLUOAI, ActFn
 from moequant.formats import get_format
+from moequant.formats.elements import E2M1_MAX, E4M3_MAX
 from moequant.runtime import ExpertWeights
+from moequant.runtime.activations import NVFP4_STATIC
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +63,8 @@ ODD = Variant(
     biased=True,
 )
 VARIANTS = (EVEN, ODD)
+_LARGEST = {"fp8_static": E4M3_MAX, NVFP4_STATIC: E2M1_MAX * E4M3_MAX}
+"""The largest multiple of a static scale, by scheme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +154,9 @@ def random_layer(
             for name, shape in shapes.items()
         }
     if static:
-        others["gate_up_input_scale"] = torch.tensor([3.3 / 448])
-        others["down_input_scale"] = torch.tensor([1.5 / 448])
+        assert fmt.static_activations is not None
+        largest = _LARGEST[fmt.static_activations]
+        others["gate_up_input_scale"] = torch.tensor([3.3 / largest])
+        others["down_input_scale"] = torch.tensor([1.5 / largest])
     down = fmt.quantize(parts["down"], name="down")
     return ExpertWeights(gate=gate, up=up, down=down, act_fn=variant.act_fn, **others)

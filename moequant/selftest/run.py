@@ -18,12 +18,18 @@ from moequant.errors import UnsupportedError
 from moequant.formats import RUNNABLE, get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
+from moequant.runtime.activations import FP4_SCHEMES, GROUPS
 from moequant.runtime.backends import Workload, backends
 from moequant.runtime.load import usable_device
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
 from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer
-from moequant.verification.serving import MOST_QUANTIZATION_ERROR, MOST_ROUNDING_ERROR
+from moequant.verification.serving import (
+    MOST_FP4_ERROR,
+    MOST_FP4_TOKEN_ERROR,
+    MOST_QUANTIZATION_ERROR,
+    MOST_ROUNDING_ERROR,
+)
 
 if TYPE_CHECKING:
     from moequant.progress import Progress
@@ -49,10 +55,13 @@ class _Scheme:
     option: Any
     static: bool = False
 
-    @property
-    def limit(self) -> float:
-        """The limit on ||y - reference|| / ||reference||."""
-        return MOST_ROUNDING_ERROR if self.name == "none" else MOST_QUANTIZATION_ERROR
+    def limit(self, tokens: int) -> float:
+        """The limit on ||y - reference|| / ||reference|| of a call."""
+        if self.name == "none":
+            return MOST_ROUNDING_ERROR
+        if self.name in FP4_SCHEMES:
+            return MOST_FP4_TOKEN_ERROR if tokens == 1 else MOST_FP4_ERROR
+        return MOST_QUANTIZATION_ERROR
 
 
 @dataclass(kw_only=True)
@@ -63,9 +72,9 @@ class _Row:
         backend: its name.
         format: of the weights.
         activations: name of the scheme.
-        limit: see `_Scheme.limit`.
+        limit: see `_Scheme.limit`; that of the call whose error is `error`.
         calls: how many calls ran.
-        error: the largest ||y - reference|| / ||reference|| of a call.
+        error: ||y - reference|| / ||reference|| of the call that came nearest to its limit.
         failures: what is wrong; empty if nothing is.
         skipped: reasons why a kind of layer was not run, by its name.
     """
@@ -157,12 +166,18 @@ def _backends(name: str | None, place: torch.device) -> list[Backend]:
 
 
 def _schemes() -> list[tuple[str, _Scheme]]:
-    """Every format with every scheme of activations that it can have."""
+    """Every format with every scheme of activations that kernels multiply it by.
+
+    Those with groups of 16 or 32 columns only by weights in the same format.
+    """
     found: dict[tuple[str, str], _Scheme] = {}
-    for format, static, option in product(RUNNABLE, (False, True), ("format", "none", "fp8_token")):
-        if not static or get_format(format).static_activations == "fp8_static":
+    for format, static in product(RUNNABLE, (False, True)):
+        static_scheme = get_format(format).static_activations
+        if static and static_scheme is None:
+            continue
+        for option in ("format", "none", "fp8_token", *({format} & GROUPS.keys())):
             name = scheme_of(format, option, static=static)
-            scheme = _Scheme(name=name, option=option, static=name == "fp8_static")
+            scheme = _Scheme(name=name, option=option, static=name == static_scheme)
             found.setdefault((format, name), scheme)
     return [(format, scheme) for (format, _), scheme in found.items()]
 
@@ -233,7 +248,9 @@ class _Layers:
 def _run(
     backend: Backend, format: str, scheme: _Scheme, place: torch.device, layers: _Layers
 ) -> _Row:
-    row = _Row(backend=backend.name, format=format, activations=scheme.name, limit=scheme.limit)
+    row = _Row(
+        backend=backend.name, format=format, activations=scheme.name, limit=scheme.limit(tokens=2)
+    )
     for variant in VARIANTS:
         sizes, reason = _choose_sizes(backend, format, scheme, variant, place)
         if sizes is None:
@@ -256,7 +273,7 @@ def _run(
                 row.failures.append(f"{what}: {type(error).__name__}: {error}")
                 continue
             row.calls += 1
-            _compare(row, what, wanted, found, again)
+            _compare(row, what, wanted, found, again, limit=scheme.limit(len(call.hidden)))
     return row
 
 
@@ -275,7 +292,13 @@ def _call_twice(
 
 
 def _compare(
-    row: _Row, what: str, wanted: torch.Tensor, found: torch.Tensor, again: torch.Tensor
+    row: _Row,
+    what: str,
+    wanted: torch.Tensor,
+    found: torch.Tensor,
+    again: torch.Tensor,
+    *,
+    limit: float,
 ) -> None:
     """Add what is wrong with an output to a row."""
     # As bits: a NaN differs from itself, and 0 does not from -0.
@@ -287,12 +310,12 @@ def _compare(
         return
     size = float(wanted.double().norm())
     error = float((found.double() - wanted.double()).norm())
-    if size:
-        row.error = max(row.error, error / size)
-    if error > row.limit * size:
+    if size and error / size / limit >= row.error / row.limit:
+        row.error, row.limit = error / size, limit
+    if error > limit * size:
         row.failures.append(
             f"{what}: off from the CPU reference by {error / size if size else error:.2g} in norm, "
-            f"where its roundings explain {row.limit:.2g}"
+            f"where its roundings explain {limit:.2g}"
         )
 
 
