@@ -1,6 +1,31 @@
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+
+
+@pytest.fixture
+def compiled_by(tmp_path):
+    """compiled_by(script, *arguments): what a script beside this prints of each kernel."""
+
+    def run(script, *arguments):
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        done = subprocess.run(
+            [sys.executable, Path(__file__).parent / script, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
 
 
 @pytest.fixture

@@ -6,12 +6,7 @@ by its bytes.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -244,17 +239,8 @@ def test_scales_are_in_the_orders_of_the_layouts():
 @pytest.mark.parametrize(
     "capability", [100, *(pytest.param(c, marks=pytest.mark.full) for c in (80, 90, 120))]
 )
-def test_kernels_compile_and_round_nothing_but_what_the_reference_rounds(tmp_path, capability):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "compile_block_scaled.py", str(capability)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+def test_kernels_compile_and_round_nothing_but_what_the_reference_rounds(compiled_by, capability):
+    kernels = compiled_by("compile_block_scaled.py", str(capability))
     assert [k["scheme"] for k in kernels] == [None, "nvfp4", "nvfp4", "mxfp4", "mxfp8"]
     for kernel in kernels:
         # An approximate quotient, a flushed denormal or a sum with a product that was not rounded

@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,14 +49,6 @@ def test_tile_i_of_the_rows_has_tile_i_of_the_scales():
         assert places.scale_row_of_pair[at].tolist() == [*range(128 * i, 128 * i + rows)]
 
 
-def test_the_kernels_around_the_gemm_compile_for_sm100(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "compile_fp4_rows.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["write_batch_tiles", "place_batch_rows", "act_of_pair"]
+def test_the_kernels_around_the_gemm_compile_for_sm100(compiled_by):
+    kernels = [found["kernel"] for found in compiled_by("compile_fp4_rows.py")]
+    assert kernels == ["write_batch_tiles", "place_batch_rows", "act_of_pair"]

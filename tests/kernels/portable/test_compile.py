@@ -1,16 +1,8 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from moequant.formats import RUNNABLE
-
-SCRIPT = Path(__file__).parent / "compile_for.py"
 
 # Kilobytes a block may have, from the CUDA C++ programming guide's table of compute capabilities.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -30,17 +22,8 @@ EVERY = tuple(
         *(pytest.param(capability, EVERY, marks=pytest.mark.full) for capability in SHARED),
     ],
 )
-def test_kernels_compile_for_every_architecture_and_fit_it(tmp_path, capability, cases):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, str(capability), *cases],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+def test_kernels_compile_for_every_architecture_and_fit_it(compiled_by, capability, cases):
+    kernels = compiled_by("compile_portable.py", str(capability), *cases)
     assert len(kernels) >= 4 * len(cases)
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability] * 1024, kernel

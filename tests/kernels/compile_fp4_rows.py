@@ -1,6 +1,6 @@
 """Compile the Triton kernels around the FP4 GEMM for SM100, without a device of it.
 
-Prints the name of each. Run by a test as a process of its own: kernels are interpreted in others.
+Prints a JSON line for every kernel: its name.
 """
 
 from __future__ import annotations
@@ -8,28 +8,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compiles import Compiles
 
 from moequant.act_fn import SWIGLUOAI
 from moequant.kernels.cutlass import act_rows, batch_places, batch_tiles
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 
-
-def compiles(kernel, grid, *args, num_warps, overlap, **constants):
+def compiles(kernel, grid, *args, overlap, **constants):
     """Stands for `launch`."""
-    names = kernel.arg_names
-    signature = dict.fromkeys(names[len(args) :], "constexpr")
-    for name, arg in zip(names, args, strict=False):
-        signature[name] = POINTERS[arg.dtype] if isinstance(arg, torch.Tensor) else "i32"
-    triton.compile(
-        ASTSource(kernel, signature, constexprs=constants),
-        target=GPUTarget("cuda", 100, 32),
-        options={"num_warps": num_warps},
-    )
-    print(kernel.fn.__name__)
+    Compiles(kernel, 100, lambda *_: {})(*args, launch_pdl=overlap, **constants)
 
 
 def main():
