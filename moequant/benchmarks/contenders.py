@@ -152,10 +152,10 @@ def _vllm(weights: ExpertWeights, scheme: str) -> Experts:
         raise UnsupportedError("vllm is timed with gated SiLU and no biases")
     if find_spec("vllm") is None:
         raise UnsupportedError("vllm is not installed")
-    from vllm.model_executor.layers.fused_moe import (  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.fused_moe import (
         fused_experts,
     )
-    from vllm.model_executor.layers.fused_moe.config import (  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.fused_moe.config import (
         fp8_w8a8_moe_quant_config,
     )
 

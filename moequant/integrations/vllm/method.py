@@ -1,0 +1,231 @@
+"""MoequantMoEMethod: what vLLM asks for the parameters of a layer's experts, and to run them.
+
+Decisions, each with the failure it prevents:
+
+* No operator of its own for torch.compile. vLLM 0.22.1 calls a method within its operators
+  `vllm::moe_forward` and `vllm::moe_forward_shared`, which graphs keep whole.
+* No kernel of vLLM's (`moe_kernel` stays None). vLLM then routes, adds shared experts and reduces
+  over ranks itself, as for its own methods without one.
+* The packed experts are the method's, not a module of the layer. Otherwise vLLM's walks over
+  modules, which expect parameters that can be loaded again, would find them.
+* A backend is chosen before anything is loaded. Otherwise a layer that nothing runs would be
+  refused only after minutes.
+* Parameters are loaded once. vLLM keeps the addresses of packed weights in CUDA graphs, so weights
+  that are loaded again must be refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+from moequant.errors import UnsupportedError
+from moequant.formats import get_format
+from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_of
+from moequant.integrations.vllm.gpt_oss import GptOssExperts
+from moequant.integrations.vllm.refusals import check_biases, check_blocks
+from moequant.integrations.vllm.single import SingleExperts
+from moequant.integrations.vllm.stored import RankSizes
+from moequant.runtime import FusedExperts, select
+from moequant.runtime.backends import Workload
+from moequant.runtime.packing import scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor, nn
+
+    from moequant.integrations.vllm.options import Options
+    from moequant.integrations.vllm.scheme import ExpertScheme
+    from moequant.integrations.vllm.stored import StoredExperts
+
+# In vLLM's own tree of loggers, which prints what is logged.
+logger = init_logger("vllm.moequant")
+
+
+class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """The routed experts of one layer.
+
+    Args:
+        name: of the layer.
+        moe: vLLM's config of the layer.
+        scheme: how its experts are stored.
+        options: what the user chose.
+        dummy: whether vLLM fills parameters with numbers of its own, for a benchmark.
+    """
+
+    def __init__(
+        self, name: str, moe: Any, *, scheme: ExpertScheme, options: Options, dummy: bool = False
+    ) -> None:
+        super().__init__(moe)
+        self.name = name
+        self.scheme = scheme
+        self.options = options
+        self.dummy = dummy
+        self.stored: StoredExperts | None = None
+        self.experts: FusedExperts | None = None
+        self.act_fn = act_fn_of(moe.activation.value, moe.swiglu_limit)
+        check_biases(
+            name,
+            has_bias=moe.has_bias,
+            interleaved=self.act_fn == INTERLEAVED,
+            stacked=scheme.dialect.stacks,
+        )
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        """H, and I of a rank: of gpt-oss in whole blocks, as its code in vLLM cuts it."""
+        hidden, intermediate = super().maybe_roundup_sizes(
+            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
+        if self.scheme.dialect.stacks:
+            block = get_format(self.scheme.format).block[1]
+            intermediate = -(-intermediate // block) * block
+        return hidden, intermediate
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: Callable[..., object],
+        **others: object,
+    ) -> None:
+        """Register the parameters that vLLM's loader fills, on torch's default device.
+
+        Args:
+            layer: gets them.
+            num_experts: E, of this rank.
+            hidden_size: H.
+            intermediate_size_per_partition: I of this rank.
+            params_dtype: of the model; not used.
+            weight_loader: vLLM's, a method of the layer.
+            others: what vLLM gives to methods of its own.
+
+        Raises:
+            UnsupportedError: sizes that are not served, or no backend runs the experts.
+        """
+        sizes = RankSizes(
+            experts=num_experts,
+            hidden=hidden_size,
+            intermediate=intermediate_size_per_partition,
+            tp_size=self.moe.moe_parallel_config.tp_size,
+            gated=self.act_fn.gated,
+        )
+        kind = GptOssExperts if self.scheme.dialect.stacks else SingleExperts
+        if kind is SingleExperts:
+            check_blocks(self.name, self.scheme.format, sizes)
+        self.stored = kind(self.name, self.scheme, sizes)
+        self.stored.create(layer, weight_loader)
+        self._check_backend(sizes, next(layer.parameters()).device)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the loaded experts for their backend, and free the parameters.
+
+        Raises:
+            CheckpointError: a tensor was not in the files, or has a value that the format does not.
+            UnsupportedError: weights are loaded a second time.
+        """
+        if self.experts is not None or self.stored is None:
+            raise UnsupportedError(
+                f"{self.name}: weights are loaded again, which --quantization moequant does not "
+                "serve; start the server again"
+            )
+        if not self.dummy:
+            self.stored.check_loaded()
+        asked = self.options.activations
+        self.experts = FusedExperts(
+            self.stored.weights(
+                layer, self.act_fn, input_scales=self.scheme.uses_input_scales(asked)
+            ),
+            backend=self.options.backend,
+            activations=self.scheme.choose(asked),
+            expert_map=layer.expert_map,
+        )
+        self.stored.free(layer)
+        self._say(self.experts)
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+        """None: it describes weights for experts of vLLM's."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: object = None,
+        shared_experts_input: object = None,
+    ) -> Tensor:
+        """The routed experts of this rank, [M, H]; vLLM adds shared experts and other ranks.
+
+        Args:
+            layer: the layer.
+            x: [M, H] hidden states.
+            topk_weights: [M, T].
+            topk_ids: [M, T], of all ranks' experts.
+            shared_experts: run by vLLM, not here.
+            shared_experts_input: likewise.
+        """
+        assert self.experts is not None, f"{self.name}: not loaded"
+        out: Tensor = self.experts(
+            x,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+        )
+        return out
+
+    def _check_backend(self, sizes: RankSizes, device: torch.device) -> None:
+        """Check that a backend runs the experts, before they are loaded."""
+        asked = self.options.activations
+        workload = Workload(
+            format=self.scheme.format,
+            activations=scheme_of(
+                self.scheme.format,
+                self.scheme.choose(asked),
+                static=self.scheme.uses_input_scales(asked),
+            ),
+            experts=sizes.experts,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            device=device,
+            act_fn=self.act_fn,
+            bias=self.moe.has_bias,
+        )
+        try:
+            select(workload, self.options.backend)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{self.name}: {error}. Choose with --additional-config "
+                '\'{"moequant": {"activations": NAME, "backend": NAME}}\''
+            ) from error
+
+    def _say(self, experts: FusedExperts) -> None:
+        """Log what runs the experts; vLLM drops what a process has logged already."""
+        packed = experts.packed()
+        w = packed.workload
+        logger.info_once(
+            "moequant runs routed experts in %s (dialect %s, activations %s, E %d, H %d, I %d of "
+            "this rank, %s) by its backend %s on %s",
+            w.format,
+            self.scheme.dialect.name,
+            w.activations,
+            w.experts,
+            w.hidden,
+            w.intermediate,
+            str(w.act_fn),
+            packed.backend.name,
+            str(w.device),
+        )

@@ -1,0 +1,96 @@
+"""What the plug-in does not serve: said before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moequant.errors import UnsupportedError
+from moequant.formats import get_format
+from moequant.formats.base import WHOLE
+from moequant.integrations.vllm.name import NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moequant.integrations.vllm.stored import RankSizes
+
+_WITHOUT = f"or start without --quantization {NAME}"
+
+
+def check_served(name: str, layer: Any, vllm_config: Any) -> None:
+    """Check that a layer of routed experts and vLLM's settings are served.
+
+    Args:
+        name: of the layer.
+        layer: a `RoutedExperts` of vLLM, of which `moe_config` is set.
+        vllm_config: vLLM's `VllmConfig`.
+
+    Raises:
+        UnsupportedError: they are not; says all that is in the way.
+    """
+    found = [*_of_parallelism(layer), *_of_settings(layer, vllm_config)]
+    if found:
+        raise UnsupportedError(f"{name}: --quantization {NAME} does not serve {'; '.join(found)}")
+
+
+def _of_parallelism(layer: Any) -> Iterator[str]:
+    parallel = layer.moe_config.moe_parallel_config
+    if parallel.enable_eplb or layer.eplb_state is not None:
+        yield f"expert load balancing: leave out --enable-eplb, {_WITHOUT}"
+    if parallel.dp_size > 1:
+        yield (
+            f"data parallel {parallel.dp_size} (all-to-all by {parallel.all2all_backend}): use "
+            f"--tensor-parallel-size, with --enable-expert-parallel if experts shall stay whole, "
+            f"{_WITHOUT}"
+        )
+    if parallel.pcp_size > 1:
+        yield f"prefill context parallel {parallel.pcp_size}: leave it out, {_WITHOUT}"
+
+
+def _of_settings(layer: Any, vllm_config: Any) -> Iterator[str]:
+    moe, model, offload = layer.moe_config, vllm_config.model_config, vllm_config.offload_config
+    if moe.is_lora_enabled:
+        yield f"LoRA: leave out --enable-lora, {_WITHOUT}"
+    if moe.moe_backend != "auto":
+        yield (
+            f"--moe-backend {moe.moe_backend}, which names experts of vLLM: leave it out, "
+            f"{_WITHOUT}"
+        )
+    if model is not None and model.quantization_config is not None:
+        yield f"quantization while loading: leave out --quantization-config, {_WITHOUT}"
+    if model is not None and model.enable_sleep_mode:
+        yield f"sleep mode, which does not see packed experts: leave it out, {_WITHOUT}"
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        yield f"weights offloaded to the host: leave offloading out, {_WITHOUT}"
+
+
+def check_blocks(name: str, format: str, sizes: RankSizes) -> None:
+    """Check that tensor parallelism cuts no block of weights that share a scale.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    block = max(size for size in get_format(format).block if size < WHOLE)
+    if sizes.tp_size == 1 or sizes.intermediate % block == 0:
+        return
+    whole = sizes.intermediate * sizes.tp_size
+    raise UnsupportedError(
+        f"{name}: tensor parallel {sizes.tp_size} gives each rank {sizes.intermediate} of {whole} "
+        f"intermediate columns, which cuts blocks of {block} of {format}; choose a "
+        f"--tensor-parallel-size that leaves multiples of {block}, --enable-expert-parallel, "
+        f"{_WITHOUT}"
+    )
+
+
+def check_biases(name: str, *, has_bias: bool, interleaved: bool, stacked: bool) -> None:
+    """Check that biases, and rows of gate and up in turns, are those of gpt-oss' own files.
+
+    Raises:
+        UnsupportedError: other files have them, whose order of rows is not known.
+    """
+    if (has_bias or interleaved) and not stacked:
+        what = "biases" if has_bias else "rows of gate and up in turns"
+        raise UnsupportedError(
+            f"{name}: experts with {what} are served in the dialect gpt-oss only; convert the "
+            f"model into it: moequant convert SOURCE OUTPUT --dialect gpt-oss, {_WITHOUT}"
+        )

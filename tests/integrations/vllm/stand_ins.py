@@ -1,0 +1,320 @@
+"""Small stand-ins for what the plug-in uses of vLLM 0.22.1, where vLLM is not installed.
+
+Names, signatures and the rules by which tensors are cut are vLLM's; the code is not.
+test_stand_ins.py compares signatures with vLLM's sources where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+QUANTIZATION_METHODS = ["fp8", "compressed-tensors"]
+REGISTERED = {}
+_CURRENT = []
+
+
+# vllm.config, vllm.logger
+def get_current_vllm_config():
+    return _CURRENT[-1]
+
+
+@contextmanager
+def set_current_vllm_config(vllm_config):
+    _CURRENT.append(vllm_config)
+    yield
+    _CURRENT.pop()
+
+
+def init_logger(name):
+    logger = logging.getLogger(name)
+    logger.info_once = partial(_once, logger)
+    return logger
+
+
+def _once(logger, message, *args):
+    said = logger.__dict__.setdefault("said", set())
+    if (message, args) not in said:
+        said.add((message, args))
+        logger.info(message, *args)
+
+
+# vllm.model_executor.layers.quantization
+def register_quantization_config(quantization):
+    def wrapper(quant_config_cls):
+        QUANTIZATION_METHODS.append(quantization)
+        REGISTERED[quantization] = quant_config_cls
+        return quant_config_cls
+
+    return wrapper
+
+
+def get_quantization_config(quantization):
+    return REGISTERED[quantization]
+
+
+class QuantizationConfig:
+    def __init__(self):
+        self.packed_modules_mapping = {}
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg, user_quant, hf_config=None):
+        return None
+
+    def get_quant_method(self, layer, prefix):
+        """Of all but routed experts: here a word that tests recognize."""
+        return "vLLM's own method"
+
+
+def is_layer_skipped(prefix, ignored_layers, fused_mapping=None, *, skip_with_substr=False):
+    return any(prefix in name for name in ignored_layers if "experts" in name)
+
+
+class Fp8Config(QuantizationConfig):
+    def __init__(self, ignored_layers=None):
+        super().__init__()
+        self.ignored_layers = ignored_layers or []
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config.get("ignored_layers") or config.get("modules_to_not_convert"))
+
+    @classmethod
+    def get_name(cls):
+        return "fp8"
+
+
+class CompressedTensorsConfig(QuantizationConfig):
+    def __init__(self, target_scheme_map, ignore, quant_format):
+        super().__init__()
+        self.target_scheme_map, self.ignore, self.quant_format = (
+            target_scheme_map, ignore, quant_format,
+        )  # fmt: skip
+
+    @classmethod
+    def from_config(cls, config):
+        schemes = {}
+        for group in config["config_groups"].values():
+            arguments = {
+                part: None if group[part] is None else QuantizationArgs.model_validate(group[part])
+                for part in ("weights", "input_activations")
+            }
+            scheme = {**arguments, "format": group.get("format")}
+            schemes |= dict.fromkeys(group["targets"], scheme)
+        return cls(schemes, config.get("ignore", []), config.get("format"))
+
+    def get_name(self):
+        return "compressed-tensors"
+
+    def _add_fused_moe_to_target_scheme_map(self):
+        pass
+
+    def get_scheme_dict(self, layer, layer_name=None):
+        if layer_name in self.ignore:
+            return None
+        for target, scheme in self.target_scheme_map.items():
+            if target in ("Linear", layer_name):
+                return {**scheme, "format": scheme["format"] or self.quant_format}
+        return None
+
+
+class _ModelOptConfig(QuantizationConfig):
+    def __init__(self, exclude_modules):
+        super().__init__()
+        self.exclude_modules = exclude_modules
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg, user_quant, hf_config=None):
+        return cls.name if cls.algorithm in hf_quant_cfg["quant_algo"].upper() else None
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config.get("ignore", []))
+
+    def get_name(self):
+        return self.name
+
+    def is_layer_excluded(self, prefix):
+        return any(name in prefix for name in self.exclude_modules)
+
+
+class ModelOptNvFp4Config(_ModelOptConfig):
+    name, algorithm = "modelopt_fp4", "NVFP4"
+
+
+class ModelOptMxFp8Config(_ModelOptConfig):
+    name, algorithm = "modelopt_mxfp8", "MXFP8"
+
+
+class GptOssMxfp4Config(QuantizationConfig):
+    @classmethod
+    def from_config(cls, config):
+        return cls()
+
+    @classmethod
+    def get_name(cls):
+        return "gpt_oss_mxfp4"
+
+
+# vllm.model_executor.layers.fused_moe
+class MoEActivation(Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
+    SWIGLUOAI = "swigluoai"
+    SWIGLUSTEP = "swiglustep"
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
+
+
+class FusedMoEMethodBase:
+    def __init__(self, moe):
+        self.moe = moe
+        self.moe_quant_config = None
+        self.moe_kernel = None
+
+    def maybe_roundup_sizes(
+        self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+    ):
+        return hidden_size, intermediate_size_per_partition
+
+
+class FusedMoE(torch.nn.Module):
+    """A layer of routed experts, as far as a method sees it."""
+
+    def __init__(
+        self,
+        num_experts,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        params_dtype=None,
+        quant_config=None,
+        tp_size=1,
+        prefix="",
+        activation="silu",
+        is_act_and_mul=True,
+        has_bias=False,
+        swiglu_limit=None,
+        apply_router_weight_on_input=False,
+    ):
+        super().__init__()
+        parallel = get_current_vllm_config().parallel(tp_size)
+        local = num_experts // parallel.ep_size
+        begin = local * parallel.ep_rank
+        self.quant_config = quant_config
+        self.expert_map = None
+        if parallel.ep_size > 1:
+            self.expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
+            self.expert_map[begin : begin + local] = torch.arange(local, dtype=torch.int32)
+        self.eplb_state = None
+        self.apply_router_weight_on_input = apply_router_weight_on_input
+        self.moe_config = SimpleNamespace(
+            moe_parallel_config=parallel,
+            activation=MoEActivation(activation),
+            is_act_and_mul=is_act_and_mul,
+            has_bias=has_bias,
+            swiglu_limit=swiglu_limit,
+            is_lora_enabled=get_current_vllm_config().lora_config is not None,
+            moe_backend=get_current_vllm_config().kernel_config.moe_backend,
+        )
+        self.quant_method = quant_config.get_quant_method(self, prefix)
+        if isinstance(self.quant_method, str):
+            return
+        hidden, intermediate = self.quant_method.maybe_roundup_sizes(
+            hidden_size, intermediate_size // parallel.tp_size, params_dtype, parallel
+        )
+        self.quant_method.create_weights(
+            layer=self,
+            num_experts=local,
+            hidden_size=hidden,
+            intermediate_size_per_partition=intermediate,
+            params_dtype=params_dtype,
+            weight_loader=self.weight_loader,
+            global_num_experts=num_experts,
+        )
+
+    def _map_global_expert_id_to_local_expert_id(self, expert_id):
+        return expert_id if self.expert_map is None else int(self.expert_map[expert_id])
+
+    def weight_loader(
+        self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False
+    ):
+        done = True
+        if self.quant_config.get_name() == "gpt_oss_mxfp4":
+            param.data[tuple(slice(0, n) for n in loaded_weight.shape)] = loaded_weight
+        else:
+            done = self._load(param, loaded_weight, weight_name, shard_id, expert_id)
+        return done if return_success else None
+
+    weight_loader.supports_moe_loading = True
+
+    def _load(self, param, loaded, name, shard_id, expert_id):
+        local = self._map_global_expert_id_to_local_expert_id(expert_id)
+        if local == -1:
+            return False
+        place, kind = param.data[local], param.quant_method
+        if "weight_shape" in name:
+            place.copy_(loaded)
+        elif "scale" in name and kind == "tensor":
+            place[None].view(-1)[int(shard_id == "w3")] = loaded.reshape(())
+        elif shard_id == "w2":
+            whole = "scale" in name and kind == "channel"
+            place.copy_(loaded if whole else self._cut(loaded, 1, place.shape[1]))
+        else:
+            halves = 2 if self.moe_config.is_act_and_mul else 1
+            rows = place.shape[0] // halves
+            begin = rows * (shard_id == "w3")
+            place[begin : begin + rows].copy_(self._cut(loaded, 0, rows))
+        return True
+
+    def _cut(self, loaded, dim, size):
+        return loaded.narrow(dim, size * self.moe_config.moe_parallel_config.tp_rank, size)
+
+
+HOMES = {
+    "vllm.config": ("get_current_vllm_config", "set_current_vllm_config"),
+    "vllm.logger": ("init_logger",),
+    "vllm.model_executor.layers.quantization": (
+        "QUANTIZATION_METHODS", "get_quantization_config", "register_quantization_config",
+    ),
+    "vllm.model_executor.layers.quantization.base_config": ("QuantizationConfig",),
+    "vllm.model_executor.layers.quantization.fp8": ("Fp8Config",),
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors": (
+        "CompressedTensorsConfig",
+    ),
+    "vllm.model_executor.layers.quantization.modelopt": (
+        "ModelOptNvFp4Config", "ModelOptMxFp8Config",
+    ),
+    "vllm.model_executor.layers.quantization.mxfp4": ("GptOssMxfp4Config",),
+    "vllm.model_executor.layers.quantization.utils.quant_utils": ("is_layer_skipped",),
+    "vllm.model_executor.layers.fused_moe": ("FusedMoEMethodBase", "FusedMoE"),
+    "vllm.model_executor.layers.fused_moe.activation": ("MoEActivation",),
+}  # fmt: skip
+"""By module of vLLM, what it has here."""
+
+
+def install():
+    """Make the modules importable; returns their names."""
+    made = {}
+    for home, names in HOMES.items():
+        parts = home.split(".")
+        for end in range(1, len(parts) + 1):
+            made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        for name in names:
+            setattr(made[home], name, globals()[name])
+    for module in made.values():
+        module.__path__ = []
+    made["vllm.model_executor.layers.fused_moe"].RoutedExperts = FusedMoE
+    sys.modules.update(made)
+    return list(made)

@@ -1,0 +1,99 @@
+"""Checkpoints that others write: FP4 activations with static scales, and MXFP8 of modelopt."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moequant.runtime import load_experts
+
+_BLOCK = "model.layers.{}.mlp.experts."
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
+_STATIC = {**_FP4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+_MXFP4 = {**_FP4, "strategy": "group", "group_size": 32, "dynamic": True}
+
+
+def rewritten(checkpoint, path, *, config, scale=None):
+    """A copy with another quantization_config, and input scales called `scale`, all different."""
+    path.mkdir()
+    document = json.loads((checkpoint / "config.json").read_text())
+    config(document["quantization_config"])
+    (path / "config.json").write_text(json.dumps(document))
+    tensors = {}
+    for file in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(file)
+    modules = sorted({n.rpartition(".")[0] for n in tensors if ".mlp.experts." in n})
+    for number, module in enumerate(modules if scale else ()):
+        tensors[f"{module}.{scale}"] = torch.tensor(0.01 + number / 1000)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def call():
+    generator = torch.Generator().manual_seed(0)
+    weights, ids = torch.rand(9, 4, generator=generator).topk(2)
+    return torch.randn(9, 256, generator=generator).bfloat16(), weights, ids.int()
+
+
+def group_of(config):
+    return next(iter(config["config_groups"].values()))
+
+
+def quantize_activations(config):
+    group_of(config).update(input_activations=_STATIC)
+    if config["quant_method"] == "modelopt":
+        config.update(quant_algo="NVFP4")
+
+
+@pytest.fixture(params=[("compressed-tensors", "input_global_scale"), ("modelopt", "input_scale")])
+def static(request, converted, tmp_path):
+    """NVFP4 with static global scales of activations."""
+    dialect, scale = request.param
+    ours = converted("nvfp4", dialect)
+    return rewritten(ours, tmp_path / "x", config=quantize_activations, scale=scale)
+
+
+def test_static_scales_of_activations_are_used(engine, static):
+    layer, expected = engine.loaded(static), load_experts(static, 0)
+    experts = layer.quant_method.experts
+    assert experts.packed().workload.activations == "nvfp4_static"
+    found, wanted = experts.weights.input_scales(), expected.weights.input_scales()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    got = layer.quant_method.apply(layer, *call(), None, None)
+    assert torch.equal(got, expected(*call()))
+
+
+def test_static_scales_are_left_out_without_quantized_activations(engine, static):
+    layer = engine.loaded(static, options={"activations": "none"})
+    got = layer.quant_method.apply(layer, *call(), None, None)
+    assert torch.equal(got, load_experts(static, 0, activations="none")(*call()))
+
+
+def test_mxfp4_activations_are_those_of_config_json(engine, converted, tmp_path):
+    path = rewritten(
+        converted("mxfp4", "compressed-tensors"),
+        tmp_path / "x",
+        config=lambda c: group_of(c).update(input_activations=_MXFP4),
+    )
+    layer = engine.loaded(path)
+    got = layer.quant_method.apply(layer, *call(), None, None)
+    assert torch.equal(got, load_experts(path, 0)(*call()))
+    assert not torch.equal(got, load_experts(path, 0, activations="none")(*call()))
+
+
+def test_mxfp8_of_modelopt_has_activations_in_mxfp8(engine, converted, tmp_path):
+    """Its tensors are those of compressed-tensors' weight-only MXFP8, in the same names."""
+
+    def config(c):
+        c.clear()
+        c.update(quant_method="modelopt", quant_algo="MXFP8", ignore=[])
+
+    ours = converted("mxfp8", "compressed-tensors")
+    path = rewritten(ours, tmp_path / "x", config=config)
+    layer = engine.loaded(path)
+    got = layer.quant_method.apply(layer, *call(), None, None)
+    assert torch.equal(got, load_experts(ours, 0, activations="mxfp8")(*call()))

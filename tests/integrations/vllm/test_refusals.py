@@ -1,0 +1,252 @@
+"""Every combination that is not served is refused before weights are loaded, with what to do."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moequant.dialects import REGISTRY
+from moequant.errors import CheckpointError, UnsupportedError
+
+NAME = "model.layers.0.mlp.experts"
+EXPERT = f"{NAME}.0.down_proj"
+
+
+def settings(**changed):
+    """A layer and vLLM's settings that are served, but for `changed`, by dotted name."""
+    parallel = SimpleNamespace(
+        enable_eplb=False, dp_size=1, pcp_size=1, all2all_backend="allgather_reducescatter"
+    )
+    layer = SimpleNamespace(
+        eplb_state=None,
+        moe_config=SimpleNamespace(
+            moe_parallel_config=parallel, is_lora_enabled=False, moe_backend="auto"
+        ),
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization_config=None, enable_sleep_mode=False),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
+        ),
+    )
+    for place, value in changed.items():
+        *path, field = place.split("__")
+        target = layer if path[0] == "layer" else config
+        for step in path[1:]:
+            target = getattr(target, step)
+        setattr(target, field, value)
+    return layer, config
+
+
+PARALLEL = "layer__moe_config__moe_parallel_config__"
+REFUSED = {
+    f"{PARALLEL}enable_eplb": (True, "expert load balancing: leave out --enable-eplb"),
+    "layer__eplb_state": ("state", "expert load balancing"),
+    f"{PARALLEL}dp_size": (2, r"data parallel 2 \(all-to-all by allgather.*--tensor-parallel-size"),
+    f"{PARALLEL}pcp_size": (2, "prefill context parallel 2"),
+    "layer__moe_config__is_lora_enabled": (True, "LoRA: leave out --enable-lora"),
+    "layer__moe_config__moe_backend": ("marlin", "--moe-backend marlin.* leave it out"),
+    "config__model_config__quantization_config": ({}, "while loading: leave out"),
+    "config__model_config__enable_sleep_mode": (True, "sleep mode"),
+    "config__offload_config__uva__cpu_offload_gb": (4, "offloaded to the host"),
+    "config__offload_config__prefetch__offload_group_size": (2, "offloaded to the host"),
+}
+
+
+def test_what_is_served_is_not_refused(engine):
+    from moequant.integrations.vllm.refusals import check_served
+
+    check_served(NAME, *settings())
+
+
+@pytest.mark.parametrize("place", REFUSED)
+def test_a_setting_that_is_not_served_is_refused(engine, place):
+    from moequant.integrations.vllm.refusals import check_served
+
+    value, says = REFUSED[place]
+    with pytest.raises(UnsupportedError, match=f"{NAME}: .*{says}"):
+        check_served(NAME, *settings(**{place: value}))
+
+
+def test_all_that_is_in_the_way_is_said_at_once(engine):
+    from moequant.integrations.vllm.refusals import check_served
+
+    with pytest.raises(UnsupportedError, match=r"LoRA.*; sleep mode"):
+        check_served(
+            NAME,
+            *settings(
+                layer__moe_config__is_lora_enabled=True,
+                config__model_config__enable_sleep_mode=True,
+            ),
+        )
+
+
+def quantized(format, dialect, **changed):
+    config = REGISTRY[dialect].quantization_config({EXPERT: format}, ["lm_head"])
+    return json.loads(json.dumps(config)) | changed
+
+
+def test_ranks_that_cut_blocks_are_refused(engine):
+    config = quantized("fp8_block", "fp8")
+    with pytest.raises(UnsupportedError, match=r"tensor parallel 4 .* 64 of 256 .* blocks of 128"):
+        engine.layer(config, tp=(4, 0))
+    engine.layer(quantized("fp8_channel", "compressed-tensors"), tp=(4, 0))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"activation": "swigluoai"}, "rows of gate and up in turns.*gpt-oss"),
+        ({"has_bias": True}, "biases are served in the dialect gpt-oss"),
+        ({"activation": "relu2"}, "activation function 'relu2' of vLLM, but moequant knows silu"),
+        ({"activation": "gelu", "swiglu_limit": 2.0}, "'gelu' with swiglu_limit 2,"),
+    ],
+)
+def test_functions_and_biases_of_unknown_order_are_refused(engine, given, says):
+    with pytest.raises(UnsupportedError, match=says):
+        engine.layer(quantized("mxfp4", "compressed-tensors"), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kernel": "x"}, "has 'kernel', but the options are backend, activations"),
+        ({"activations": "int8"}, "activations is 'int8', but must be one of format, none"),
+        ({"backend": 3}, "backend is 3, but must be a name, or null"),
+        ({"backend": "x"}, "there is no backend 'x' to run.*--additional-config"),
+        ("fast", "is 'fast', but must be an object"),
+    ],
+)
+def test_unknown_options_are_refused(engine, options, says):
+    with pytest.raises(UnsupportedError, match=says):
+        engine.layer(quantized("mxfp4", "compressed-tensors"), options=options)
+
+
+@pytest.mark.parametrize(
+    ("config", "model_type", "says"),
+    [
+        ({"quant_method": "awq"}, "qwen3_moe", "quant_method is 'awq'; moequant reads"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "qwen3_moe", "quant_algo 'FP8', but"),
+        ({"quant_method": "mxfp4"}, "qwen3_moe", "gpt-oss of a qwen3_moe model.*gpt_oss only"),
+        ({"quant_method": "fp8"}, "deepseek_v4", "does not serve deepseek_v4"),
+        ({"quant_method": "moequant"}, "qwen3_moe", "serves fp8, compressed-tensors, gpt-oss"),
+    ],
+)
+def test_unknown_checkpoints_are_refused_where_vllm_asks(engine, config, model_type, says):
+    from moequant.integrations.vllm.config import MoequantConfig
+
+    model = SimpleNamespace(model_type=model_type)
+    with pytest.raises(UnsupportedError, match=says):
+        MoequantConfig.override_quantization_method(config, "moequant", hf_config=model)
+    assert MoequantConfig.override_quantization_method(config, None, hf_config=model) is None
+
+
+def test_a_checkpoint_without_quantization_is_refused(engine):
+    from moequant.integrations.vllm.config import MoequantConfig
+
+    assert MoequantConfig.override_quantization_method(None, "moequant") == "moequant"
+    with pytest.raises(UnsupportedError, match=r"no quantization_config.*moequant convert SOURCE"):
+        MoequantConfig()
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+    ],
+)
+def test_schemes_of_compressed_tensors_that_are_not_run_are_refused(engine, group):
+    config = quantized("w4a8", "compressed-tensors")
+    config["config_groups"]["group_0"] |= {"weights": group, "input_activations": None}
+    with pytest.raises(UnsupportedError, match=r"weights|input_activations|format"):
+        engine.layer(config)
+
+
+def test_fp8_without_blocks_is_refused(engine):
+    config = quantized("fp8_block", "fp8", weight_block_size=None)
+    with pytest.raises(UnsupportedError, match="weight_block_size"):
+        engine.layer(config)
+
+
+def test_activations_that_no_kernel_here_quantizes_are_refused_with_what_to_do(engine):
+    """MXFP8 of Model-Optimizer: its activations are MXFP8, which a CPU emulates."""
+    config = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []}
+    layer = engine.layer(config)
+    assert layer.w13_weight.dtype == torch.float8_e4m3fn
+    with pytest.raises(UnsupportedError, match=r'activations="none" runs .* --additional-config'):
+        engine.layer(config, options={"backend": "naive_batched"})
+
+
+def copied(checkpoint, path, change):
+    """A copy of a checkpoint whose tensors `change` has changed."""
+    path.mkdir()
+    (path / "config.json").write_text((checkpoint / "config.json").read_text())
+    tensors = {}
+    for file in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(file)
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_a_tensor_that_is_missing_is_refused(engine, converted, tmp_path):
+    path = copied(
+        converted("nvfp4", "modelopt"), tmp_path / "x",
+        lambda tensors: tensors.pop(f"{NAME}.3.up_proj.weight_scale"),
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="7 of 8 tensors of w13_weight_scale were loaded"):
+        engine.loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t[:64].clone(), r"weight_scale .*shape \[64, 16\], but .* \[256, 16\]"),
+        (
+            lambda t: t.float(),
+            "weight_scale .*dtype float32, but by config.json it must be float8_e4m3fn",
+        ),
+    ],
+)
+def test_a_tensor_of_another_shape_or_dtype_is_refused(engine, converted, tmp_path, change, says):
+    name = f"{NAME}.1.gate_proj.weight_scale"
+    path = copied(
+        converted("nvfp4", "modelopt"), tmp_path / "x",
+        lambda tensors: tensors.update({name: change(tensors[name])}),
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=says):
+        engine.loaded(path)
+
+
+def test_scales_that_bfloat16_does_not_hold_are_refused(engine, converted, tmp_path):
+    name = f"{NAME}.1.gate_proj.weight_scale"
+    path = copied(
+        converted("w4a8", "compressed-tensors"), tmp_path / "x",
+        lambda tensors: tensors.update({name: tensors[name].float() + 2**-20}),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="float32 values that bfloat16"):
+        engine.loaded(path)
+
+
+def test_scales_in_another_dtype_are_taken_as_the_same_numbers(engine, converted, tmp_path):
+    def change(tensors):
+        for name in list(tensors):
+            if name.startswith(NAME) and name.endswith("weight_scale"):
+                tensors[name] = tensors[name].view(torch.float8_e8m0fnu)
+
+    path = converted("mxfp4", "compressed-tensors")
+    other = engine.loaded(copied(path, tmp_path / "x", change)).quant_method.experts
+    same = engine.loaded(path).quant_method.experts
+    for name, tensor in same.state_dict().items():
+        assert torch.equal(tensor.float(), other.state_dict()[name].float()), name
+
+
+def test_weights_that_are_loaded_again_are_refused(engine, converted):
+    layer = engine.loaded(converted("fp8_block", "fp8"))
+    with pytest.raises(UnsupportedError, match=r"loaded again.*start the server again"):
+        layer.quant_method.process_weights_after_loading(layer)
