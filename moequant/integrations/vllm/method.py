@@ -208,7 +208,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             select(workload, self.options.backend)
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{self.name}: {error}. Choose with --additional-config "
+                f"{self.name}: {error}\nChoose others with --additional-config "
                 '\'{"moequant": {"activations": NAME, "backend": NAME}}\''
             ) from error
 
