@@ -39,7 +39,7 @@ def place_batches(
         empty: makes a tensor of a shape and `dtype`, on the device of `counts`.
 
     Returns:
-        The routing, with nothing in `pair_of_row` and `counts`, which no GEMM here reads; and the
+        The routing, with nothing in `counts`, and -1 for the rows that are not in use; and the
         places.
     """
     E = counts.shape[0]
@@ -49,7 +49,7 @@ def place_batches(
         return empty(*shape, dtype=torch.int32)
 
     routing = SortedRouting(
-        pair_of_row=ints(0),
+        pair_of_row=ints(rows),
         row_of_pair=ints(rows),
         row_end=ints(E),
         tiles=ints(E * -(-capacity // TILE_ROWS), TILE_FIELDS),
@@ -71,6 +71,7 @@ def place_batches(
         place_batch_rows,
         (triton.cdiv(rows, _PLACED_ROWS),),
         counts,
+        routing.pair_of_row,
         routing.row_of_pair,
         routing.row_end,
         places.expert_offsets,
@@ -92,6 +93,7 @@ def place_batches(
 @triton.jit
 def place_batch_rows(
     counts,
+    pair_of_row,
     row_of_pair,
     row_end,
     expert_offsets,
@@ -124,6 +126,8 @@ def place_batch_rows(
     place = row - expert * capacity
     of = tl.minimum(expert, E_PAD - 1)
     live = inside & (place < tl.gather(used, of, 0))
-    tl.store(row_of_pair + row, tl.where(live, row, -1), mask=inside)
+    same = tl.where(live, row, -1)
+    tl.store(pair_of_row + row, same, mask=inside)
+    tl.store(row_of_pair + row, same, mask=inside)
     tl.store(expert_of_pair + row, expert, mask=inside)
     tl.store(scale_row_of_pair + row, tl.gather(offset, of, 0) + place, mask=live)

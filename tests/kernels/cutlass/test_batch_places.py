@@ -30,6 +30,7 @@ def test_rows_and_scales_of_the_places_in_use(counts, capacity):
     assert routing.row_end.tolist() == ends
     assert places.expert_offsets.tolist() == [*range(0, len(used) * capacity, capacity), ends[-1]]
     assert places.scale_offsets.tolist() == offsets
+    assert torch.equal(routing.pair_of_row, routing.row_of_pair)
     for row, expert in enumerate(places.expert_of_pair.tolist()):
         place = row - expert * capacity
         assert 0 <= place < capacity
