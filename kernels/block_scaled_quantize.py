@@ -192,7 +192,7 @@ def quantize_sorted(
         x: contiguous bfloat16, float16 or float32: [M, K] of tokens, with `topk`; or [R, K] of
             rows that are sorted by expert. K is a multiple of 16 (nvfp4) or 32.
         out: is written, at the rows of `routing`.
-        routing: which row each pair has.
+        routing: which row each pair has and, unless T > 1, which pair each row; gaps hold anything.
         places: of `place_scales`.
         topk: T, where `x` has one row for the T pairs of a token.
         static: nvfp4: the global scales, [E] float32; None, and they are computed for each row.
