@@ -1,0 +1,206 @@
+"""Small models whose experts decide their logits, converted, and run in vLLM and transformers.
+
+Engines run in processes of their own, by one_engine.py. Checkpoints, and what engines said of them,
+are kept in MOEQUANT_ENGINES_DIR, if that is set, so that several runs of the tests share them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_SECONDS = 240
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""For a machine without network, and without FlashInfer."""
+_SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def pytest_collection_modifyitems(items):
+    """Skip where there is no vLLM or no GPU."""
+    missing = "vLLM" if find_spec("vllm") is None else None
+    missing = missing or (None if torch.cuda.is_available() else "a CUDA device")
+    for item in items:
+        if Path(item.path).parent == HERE and missing and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
+
+
+def _config(model):
+    import transformers
+
+    if model == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(
+            **_SIZES, intermediate_size=1024, moe_intermediate_size=512, num_experts=32,
+            num_experts_per_tok=4, head_dim=64, norm_topk_prob=True,
+        )  # fmt: skip
+    if model == "mixtral":
+        return transformers.MixtralConfig(
+            **_SIZES,
+            intermediate_size=1024,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            head_dim=64,
+        )
+    if model == "gpt_oss":
+        return transformers.GptOssConfig(
+            **_SIZES, intermediate_size=1024, num_local_experts=8, num_experts_per_tok=4,
+            head_dim=64, sliding_window=128,
+        )  # fmt: skip
+    assert model == "deepseek_v3"
+    return transformers.DeepseekV3Config(
+        **{**_SIZES, "num_hidden_layers": 3, "num_key_value_heads": 16}, intermediate_size=1024,
+        moe_intermediate_size=512, n_routed_experts=16, num_experts_per_tok=4, n_shared_experts=1,
+        n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=256, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_nextn_predict_layers=0,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Checkpoints, and what engines say of them, under a folder; made when they are asked for."""
+
+    folder: Path
+
+    def source(self, model):
+        """A model of transformers in BF16, with random weights."""
+        from transformers import AutoModelForCausalLM
+
+        path = self.folder / model
+        if not (path / "config.json").exists():
+            torch.manual_seed(0)
+            built = AutoModelForCausalLM.from_config(_config(model), dtype=torch.bfloat16)
+            for name, parameter in built.named_parameters():
+                if parameter.ndim > 1:
+                    # Experts large beside attention, and routers wide, so that few ids flip.
+                    std = 0.1 if "experts" in name else 0.2 if "gate" in name else 0.05
+                    torch.nn.init.normal_(parameter, std=std)
+            built.save_pretrained(path)
+        return path
+
+    def converted(self, model, format, dialect):
+        """The model in a format and dialect."""
+        from moequant.conversion import convert
+
+        path = self.folder / f"{model}.{format}.{dialect}"
+        if not path.exists():
+            convert(self.source(model), path, format=format, dialect=dialect)
+        return path
+
+    def dequantized(self, model, format, dialect):
+        """That in BF16 again."""
+        from moequant.conversion import convert
+
+        path = self.folder / f"{model}.{format}.{dialect}.bf16"
+        if not path.exists():
+            convert(self.converted(model, format, dialect), path, format="bf16")
+        return path
+
+    def vllm(self, checkpoint, *arguments):
+        """What vLLM says of a checkpoint, and its log: by one_engine.py with `arguments`."""
+        name = "_".join([checkpoint.name, *arguments]).replace("/", "").replace('"', "")
+        out, log = self.folder / f"{name}.pt", self.folder / f"{name}.log"
+        if not out.exists():
+            plugins = {"VLLM_PLUGINS": "moequant" if "--moequant" in arguments else ""}
+            command = [sys.executable, HERE / "one_engine.py", checkpoint, out, *arguments]
+            with log.open("w") as file:
+                done = subprocess.run(
+                    [str(part) for part in command], env={**os.environ, **_SETTINGS, **plugins},
+                    stdout=file, stderr=subprocess.STDOUT, timeout=_SECONDS, check=False,
+                )  # fmt: skip
+            assert done.returncode == 0, log.read_text()[-4000:]
+        return torch.load(out), log.read_text()
+
+    def transformers(self, checkpoint, ids, *, experts=None):
+        """Log-probabilities [8, 31, V] of transformers for the prompts and the tokens `ids`.
+
+        `experts` is a converted checkpoint whose experts run instead of the model's, by the
+        reference with the format's activations.
+        """
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        model = model.to(DEVICE).eval()
+        if experts is not None:
+            replace_experts(model, experts)
+        config = json.loads((checkpoint / "config.json").read_text())
+        tokens = torch.tensor(one_engine().prompts(config["vocab_size"]))
+        inputs = torch.cat([tokens, ids], 1).to(DEVICE)
+        with torch.no_grad():
+            logits = model(input_ids=inputs, use_cache=False).logits
+        return logits[:, :-1].float().log_softmax(-1).cpu()
+
+
+class _Experts(torch.nn.Module):
+    """FusedExperts as a block of transformers calls them, whatever its version."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, hidden, ids, weights):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if ids.shape[-1] != weights.shape[-1]:  # all experts' weights, as gpt-oss gives them
+            weights = weights.gather(-1, ids)
+        return self.fused(flat, weights, ids).view(hidden.shape)
+
+
+def replace_experts(model, checkpoint):
+    """Put the experts of a converted checkpoint into a model, on its device, by the reference."""
+    from moequant.runtime import load_experts
+
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            fused = load_experts(checkpoint, number, DEVICE, backend="torch_reference")
+            layer.mlp.experts = _Experts(fused)
+
+
+@cache
+def one_engine():
+    """The module one_engine.py: folders of tests are no packages."""
+    spec = spec_from_file_location("one_engine", HERE / "one_engine.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory):
+    """See Engines."""
+    kept = os.environ.get("MOEQUANT_ENGINES_DIR")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("engines")
+    folder.mkdir(parents=True, exist_ok=True)
+    return Engines(folder)
