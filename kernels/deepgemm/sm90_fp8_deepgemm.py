@@ -7,7 +7,6 @@ column-major, so nothing is transposed, but for those of batches that come from 
 
 from __future__ import annotations
 
-import importlib
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.kernels.calls import on
 from moequant.kernels.deepgemm.act_requantize import act_requantize
+from moequant.kernels.deepgemm.library import library
 from moequant.kernels.fp8_plan import Fp8Plan
 from moequant.kernels.routing import Grouping
 
@@ -59,7 +59,7 @@ class DeepGemmPlan(Fp8Plan):
 
     def multiply(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
         """See `Fp8Plan.multiply`."""
-        deep_gemm = _library()
+        deep_gemm = library()
         with _aligned(deep_gemm):
             deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
                 (x, x_scale.mT),
@@ -132,7 +132,7 @@ def _weight(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
 def _masked_gemm(
     x: Tensor, scale: Tensor, weight: tuple[Tensor, Tensor], out: Tensor, counts: Tensor
 ) -> None:
-    deep_gemm = _library()
+    deep_gemm = library()
     # Named after what else it multiplies in some wheels, sgl-deep-gemm 0.1.5.post1 for one.
     gemm = getattr(deep_gemm, "m_grouped_fp8_gemm_nt_masked", None)
     if gemm is None:
@@ -178,8 +178,3 @@ def _alignment_setter(deep_gemm: Any, found: int) -> Callable[[int], None]:
         f"{ALIGNMENT}, and this release of deep_gemm has no {name}; set it back to {ALIGNMENT} "
         "where it was changed, or use the backend sm90_fp8_block"
     )
-
-
-def _library() -> Any:
-    """The package deep_gemm, which compiles with nvcc when it is used."""
-    return importlib.import_module("deep_gemm")

@@ -77,7 +77,7 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    monkeypatch.setattr(sm90_fp8_deepgemm, "_library", Library)
+    monkeypatch.setattr(sm90_fp8_deepgemm, "library", Library)
 
 
 def weights_of(act_fn=SILU, biases=False):
