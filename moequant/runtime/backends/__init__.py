@@ -8,6 +8,7 @@ from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
 from moequant.runtime.backends.cutlass_fp4 import CutlassFp4, CutlassFp4Batched
 from moequant.runtime.backends.cutlass_fp8 import CutlassFp8, CutlassFp8Batched
 from moequant.runtime.backends.deepgemm import DeepGemm, DeepGemmBatched
+from moequant.runtime.backends.deepgemm_fp4 import DeepGemmFp4, DeepGemmFp4Batched
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.backends.planned import PlannedExperts
@@ -33,11 +34,13 @@ REGISTRY: dict[str, Backend] = {
         DeepGemm(),
         CutlassFp8(),
         CutlassFp4(),
+        DeepGemmFp4(),
         TritonPortable(),
         TorchReference(),
         DeepGemmBatched(),
         CutlassFp8Batched(),
         CutlassFp4Batched(),
+        DeepGemmFp4Batched(),
         TritonBatched(),
         NaiveBatched(),
     )

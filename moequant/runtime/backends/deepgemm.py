@@ -90,16 +90,26 @@ class DeepGemmBatched(DeepGemm):
 
 @cache
 def _why_not_on(device: torch.device) -> str | None:
-    if (reason := why_not_sm90(device)) is not None:
-        return reason
+    return why_not_sm90(device) or why_no_deep_gemm()
+
+
+def why_no_deep_gemm(*functions: str) -> str | None:
+    """Why deep_gemm's kernels cannot be compiled here; None if they can.
+
+    Args:
+        functions: those that not every release of it has.
+    """
     for package in ("triton", "deep_gemm"):
         # A wheel made for another torch fails in ways of its own.
         try:
-            importlib.import_module(package)
+            module = importlib.import_module(package)
         except ModuleNotFoundError:
             return f"needs the package {package}"
         except Exception as error:
             return f"cannot import {package}: {str(error).splitlines()[0]}"
+    missing = [name for name in functions if not hasattr(module, name)]
+    if missing:
+        return f"needs a newer deep_gemm: this one has no {' and no '.join(missing)}"
     if not (shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
         return "needs nvcc, with which deep_gemm compiles: set CUDA_HOME"
     return None
