@@ -61,8 +61,8 @@ class FusedExperts(nn.Module):
         backend: name of a backend; by default the best that runs them on their device.
         activations: "format" quantizes activations as the format's GEMM does, before either
             GEMM; "none" never does; "fp8_token" to FP8 with a scale per token, which is faster for
-            mxfp4 on SM90; "nvfp4", "mxfp4" and "mxfp8" to these, as kernels for SM100 do, which
-            only `torch_reference` runs.
+            mxfp4 on SM90; "nvfp4", "mxfp4" and "mxfp8" to these, as kernels for SM100 do;
+            elsewhere `torch_reference` emulates them.
         expert_map: [global experts] int32 or int64, where the router's ids are not the indices of
             `weights`: index of each id, or -1 for an expert that is not here and contributes
             nothing. Not part of `state_dict`.

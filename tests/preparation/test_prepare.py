@@ -128,18 +128,19 @@ def test_activations_that_no_backend_of_the_target_takes_are_refused(own, format
         prepare(own("fp8_block"), target="sm100", activations="fp4")
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_tiles_of_scales_give_the_same_result(own, format):
+@pytest.mark.parametrize(
+    ("format", "activations"), [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp8")]
+)
+def test_scales_in_another_order_give_the_same_result(own, format, activations):
     path = own(format)
-    folder = prepare(path, target="sm100", activations=format).folder
+    folder = prepare(path, target="sm100", activations=activations).folder
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 256, generator=generator)
     ids = torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0], [0, 2], [-1, -1]])
     weights = torch.rand(6, 2, generator=generator)
-    for activations in ("format", format):
+    for asked in ("format", activations):
         outputs = [
-            load_experts(p, 1, activations=activations)(hidden, weights, ids)
-            for p in (path, folder)
+            load_experts(p, 1, activations=asked)(hidden, weights, ids) for p in (path, folder)
         ]
         assert torch.equal(*outputs)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -15,6 +16,7 @@ from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize, quantize
 from moequant.kernels.arena import WorkspaceArena
+from moequant.kernels.deepgemm.sm100_fp4_deepgemm import batched_experts
 from moequant.kernels.launch import INTERPRETED
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.activations import quantize_activations
@@ -229,6 +231,35 @@ def test_the_plan_takes_nothing_but_the_arena(sm100_library):
     parts = (gemms.x.codes, gemms.x.scale, gemms.gate_up, gemms.act, gemms.act_codes.codes, gemms.y)
     assert {t.device.type for t in parts} == {"meta"}
     assert arena.size_bytes == packed.workspace_bytes(M, T)
+
+
+class Reads(TorchDispatchMode):
+    """Notes what torch reads of tensors on the host, or whose result has a size that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
+            self.found.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_the_host(sm100_library):
+    model, weights, (hidden, topk_weights, ids) = sm100_library(32), weights_of(), call_of()
+    packed, counts = pack(weights), torch.tensor([3, 0, 9, 1], dtype=torch.int32)
+    memory = torch.empty(packed.workspace_bytes(M, T), dtype=torch.uint8)
+    # In place of the model, which reads; the other kernels are Triton's, which see addresses.
+    for gemm in ("m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked"):
+        setattr(model, gemm, lambda a, b, d, *_, **__: model.calls.append(d.zero_()))
+    with Reads() as reads:
+        assert bool(counts[0])
+        assert reads.found == ["aten::_local_scalar_dense"]
+        run_experts(packed, hidden, topk_weights, ids, workspace=memory)
+        batched_experts(packed.tensors, SILU, torch.randn(E, M, H), counts)
+    assert len(model.calls) == 4
+    assert len(reads.found) == 1
 
 
 def test_no_token_and_no_expert_for_any_token(sm100_library):
