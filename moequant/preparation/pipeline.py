@@ -159,6 +159,7 @@ def _write(
     report.start(f"preparing for {target}", _total_bytes(converted, layouts))
     originals = converted.checkpoint.file_state()
     manifest = Manifest(
+        schema_version=3,
         moequant=__version__,
         target=target,
         originals=originals,

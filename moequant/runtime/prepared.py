@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from moequant.runtime.prepared_manifest import PreparedLayer
     from moequant.storage.headers import TensorInfo
 
-_REMEDY = "run moequant prepare --overwrite"
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFile:
@@ -45,33 +43,36 @@ class LayerFile:
     Attributes:
         file: where it is.
         tensors: every tensor, by its name in the layout.
+        remedy: what to do if it is wrong.
     """
 
     file: FixedFile
     tensors: Mapping[str, TensorInfo]
+    remedy: str
 
     @classmethod
-    def open(cls, folder: Path, layer: int, entry: PreparedLayer) -> LayerFile:
+    def open(cls, folder: Path, layer: int, manifest: Manifest) -> LayerFile:
         """Check that the file is the one that was written for this layer.
 
         Raises:
             CheckpointError: it is not there, damaged, or another layer's.
         """
+        entry, remedy = manifest.layers[layer], _remedy(folder, manifest)
         path = folder / entry.file
-        file = check_size(path, entry)
+        file = check_size(path, entry, remedy)
         prefix = f"layers.{layer}."
         tensors = {}
         for name, info in read_header(path, entry.file).items():
             if not name.startswith(prefix):
                 raise CheckpointError(
-                    f"{path}: holds {name}, but must hold layer {layer}; {_REMEDY}"
+                    f"{path}: holds {name}, but must hold layer {layer}; {remedy}"
                 )
             tensors[name.removeprefix(prefix)] = info
         if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:
             raise CheckpointError(
-                f"{path}: damaged: its SHA-256 is not the one in its manifest; {_REMEDY}"
+                f"{path}: damaged: its SHA-256 is not the one in its manifest; {remedy}"
             )
-        return cls(file=file, tensors=tensors)
+        return cls(file=file, tensors=tensors, remedy=remedy)
 
     def check(self, one: Mapping[str, Tensor], *, experts: int) -> None:
         """Check names, dtypes and shapes against those of one expert, whose data is not read.
@@ -86,7 +87,7 @@ class LayerFile:
                 found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
                 should = "not there" if like is None else f"{like[0]} {like[1]}"
                 raise CheckpointError(
-                    f"{self.file.path}: {name} is {found}, but should be {should}; {_REMEDY}"
+                    f"{self.file.path}: {name} is {found}, but should be {should}; {self.remedy}"
                 )
 
     def read(self, name: str, expert: int) -> Tensor:
@@ -156,13 +157,8 @@ class PreparedCheckpoint:
             have = ", ".join(map(str, self.manifest.layers))
             raise CheckpointError(f"{self.folder}: no layer {layer}; prepared layers: {have}")
         layout = self._layout(layer, entry)
-        stated = self.converted.format_of_experts(layer)
-        if stated != entry.format:
-            raise self._stale(
-                layer, f"it holds {entry.format}, but config.json says {stated or 'not converted'}"
-            )
         self._check_originals(layer, entry)
-        file = LayerFile.open(self.folder, layer, entry)
+        file = LayerFile.open(self.folder, layer, self.manifest)
         moe = self.converted.moe
         biased = "w2_bias" in file.tensors
         one = expected(layout, moe, entry.format, act_fn=moe.act_fn_of(layer), biased=biased)
@@ -180,7 +176,7 @@ class PreparedCheckpoint:
             for layer, entry in self.manifest.layers.items():
                 self._layout(layer, entry)
                 self._check_sizes(layer)
-                check_size(self.folder / entry.file, entry)
+                check_size(self.folder / entry.file, entry, _remedy(self.folder, self.manifest))
         except MoequantError as error:
             return str(error)
         if self.converted.checkpoint.file_state() != self.manifest.originals:
@@ -191,7 +187,12 @@ class PreparedCheckpoint:
         return None
 
     def _layout(self, layer: int, entry: PreparedLayer) -> Layout:
-        """The layout of the layer, if a backend reads it."""
+        """The layout of the layer, if a backend reads it and config.json says the same format."""
+        stated = self.converted.format_of_experts(layer)
+        if stated != entry.format:
+            raise self._stale(
+                layer, f"it holds {entry.format}, but config.json says {stated or 'not converted'}"
+            )
         known = {str(b.layout): b.layout for b in backends().values()}
         found = f"{entry.layout} version {entry.layout_version}"
         if found not in known:
@@ -225,8 +226,8 @@ class PreparedCheckpoint:
 
     def _stale(self, layer: int, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.folder}: layer {layer} is stale: {reason}; run moequant prepare "
-            f"{self.converted.checkpoint.path} --target {self.manifest.target}"
+            f"{self.folder}: layer {layer} is stale: {reason}; run "
+            f"{self.manifest.command(self.folder)}"
         )
 
 
@@ -242,8 +243,18 @@ def expected(
     return layout.pack(weights_without_data(format, shapes, act_fn, biased=biased))
 
 
-def check_size(path: Path, entry: PreparedLayer) -> FixedFile:
+def _remedy(folder: Path, manifest: Manifest) -> str:
+    """What to do with a folder whose files are not those that were written."""
+    return f"run {manifest.command(folder)} --overwrite"
+
+
+def check_size(path: Path, entry: PreparedLayer, remedy: str) -> FixedFile:
     """The file of a layer, if it has the size that it had.
+
+    Args:
+        path: where it is.
+        entry: what the manifest says of it.
+        remedy: what to do if it has another.
 
     Raises:
         CheckpointError: it has not, or it is not there.
@@ -251,6 +262,6 @@ def check_size(path: Path, entry: PreparedLayer) -> FixedFile:
     file = FixedFile.at(path)
     if file.size_bytes != entry.bytes:
         raise CheckpointError(
-            f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; {_REMEDY}"
+            f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; {remedy}"
         )
     return file

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from reprlib import repr as show
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moequant.errors import CheckpointError
+from moequant.runtime.activations import ActivationsChoice
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.files import MANIFEST_FILE
 
@@ -68,11 +70,24 @@ class Manifest(_Strict):
         layers: by layer number.
     """
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[3]
     moequant: str
     target: str
-    originals: dict[str, list[int]]
-    layers: dict[int, PreparedLayer]
+    originals: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]]
+    layers: Annotated[dict[int, PreparedLayer], Field(min_length=1)]
+
+    def command(self, folder: Path) -> str:
+        """The command that prepares `folder`, CONVERTED/moequant-prepared/TARGET, as it was."""
+        place = folder.resolve()
+        schemes = {entry.activations for entry in self.layers.values()}
+        # A scheme that only weights can say, such as fp8_group128, is what prepare takes by itself.
+        named = schemes & {*get_args(ActivationsChoice)} if len(schemes) == 1 else set()
+        activations = "".join(f" --activations {scheme}" for scheme in named)
+        return f"moequant prepare {place.parent.parent} --target {place.name}{activations}"
+
+
+_OF_A_VALUE = ("literal_error", "string_pattern_mismatch", "int_parsing", "int_type")
+"""Errors of pydantic that do not say the value, which is small."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -92,8 +107,10 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
+        found = f", but found {show(first['input'])}" if first["type"] in _OF_A_VALUE else ""
         raise CheckpointError(
-            f"{path}: {place}: {first['msg']}; run moequant prepare --overwrite"
+            f"{path}: {place}: {first['msg']}{found}; run moequant prepare again, with the target "
+            "and the activations that it was for"
         ) from None
 
 

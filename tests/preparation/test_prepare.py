@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -262,6 +263,49 @@ def test_a_manifest_that_is_not_ours_is_refused(own, text):
     (folder / "manifest.json").write_bytes(text.encode("latin-1"))
     assert is_prepared_folder(folder)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load_experts(folder, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.update(schema_version=2), r"schema_version: Input should be 3, but found 2;"),
+        (lambda m: m.pop("schema_version"), r"schema_version: Field required;"),
+        (lambda m: m.update(layers={}), r"layers: .* at least 1 item"),
+        (lambda m: m.update(originals={"a": []}), r"originals\.a: .* at least 2 items"),
+        (
+            lambda m: m["layers"]["0"].update(file="../a"),
+            r"layers.* but found '\.\./a'; run moequant prepare",
+        ),
+    ],
+)
+def test_a_manifest_of_another_schema_is_refused_with_what_was_found(own, change, said):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm90").folder
+    edit_manifest(folder, change)
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: {said}"):
+        load_experts(folder, 0)
+    assert prepare(path, target="sm90").state == "prepared"
+
+
+def test_the_advice_for_a_stale_or_damaged_folder_makes_it_as_it_was(own):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm90", activations="fp8_token").folder
+    command = f"run moequant prepare {path} --target sm90 --activations fp8_token"
+    edit_manifest(folder, lambda m: m["layers"]["0"].update(format="nvfp4"))
+    assert (
+        PreparedCheckpoint.open(folder).staleness().endswith(f"config.json says mxfp4; {command}")
+    )
+    with (folder / "layer-00001.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match=f"{re.escape(command)} --overwrite$"):
+        load_experts(folder, 1)
+
+
+def test_the_advice_names_no_activations_that_prepare_finds_by_itself(own):
+    folder = prepare(own("fp8_block"), target="sm90").folder
+    edit_manifest(folder, lambda m: m["layers"]["0"].update(layout_version=9))
+    with pytest.raises(CheckpointError, match=r"--target sm90$"):
         load_experts(folder, 0)
 
 
