@@ -296,7 +296,10 @@ def _format_of_group(
             return max(matching, key=lambda name: schemes[name].encoding.read_only)
         differences = {name: f"weights{difference}" for name, difference in by_weights.items()}
     name, difference = next(iter(differences.items()))
-    return UnsupportedError(f"{where}.{difference}, unlike {name} in moequant")
+    return UnsupportedError(
+        f"{where}.{difference}, unlike {name} in moequant; use a release in a form that "
+        "docs/conversion.md lists, or the unquantized one"
+    )
 
 
 def _four_bit_activations(
@@ -345,7 +348,7 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> s
     for field, value in wanted.items():
         # Older llm-compressor omits scale_dtype; the dtype of the tensor decides.
         if field != "scale_dtype" and _argument(found, field) != value:
-            return f".{field} is {show(found.get(field))}"
+            return f".{field} is {show(found.get(field))} and not {show(value)}"
     if found.get("actorder") not in (None, False, "weight", "static"):
         return f".actorder is {show(found['actorder'])}"
     return None

@@ -536,5 +536,7 @@ def test_experts_whose_activations_have_static_scales_are_not_loaded(
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["input_activations"] |= {"strategy": "tensor", "dynamic": False}
     (form.path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"input_activations.strategy is 'tensor', unlike"):
+    with pytest.raises(
+        UnsupportedError, match=r"input_activations.strategy is 'tensor' and not 'token', unlike"
+    ):
         load_experts(form.path, 0)
