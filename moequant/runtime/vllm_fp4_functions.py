@@ -181,6 +181,20 @@ _ARGUMENTS = {
 }
 """What the tensors of the layout are called here."""
 
+_CODES = "moequant.formats.quantize makes such codes"
+_SCALES = "moequant.layouts.swizzle_128x4.swizzle makes it of scales by row"
+_ADVICE = {
+    "w13_qdata": _CODES,
+    "w13_scale": _SCALES,
+    "w13_global_scale": "or [E], for gate and up together",
+    "w13_input_scale": "give one for each expert",
+    "w2_qdata": _CODES,
+    "w2_scale": _SCALES,
+    "w2_global_scale": "give one for each expert",
+    "w2_input_scale": "give one for each expert",
+}
+"""What to do about a tensor of another shape or dtype."""
+
 
 def _workload(
     function: str, format: str, scheme: str, tensors: Mapping[str, Tensor], act_fn: ActFn
@@ -235,7 +249,7 @@ def _check(tensors: Mapping[str, Tensor], workload: Workload) -> None:
             raise CheckpointError(
                 f"{_ARGUMENTS[name]} is {dtype_text(found.dtype)} {list(found.shape)}, but for "
                 f"E {E}, H {H} and I {I} it must be {dtype_text(needed.dtype)} "
-                f"{list(needed.shape)}; moequant.layouts.swizzle_128x4 swizzles scales"
+                f"{list(needed.shape)}; {_ADVICE[name]}"
             )
 
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BATCHED = {"cuda": "triton_batched", "cpu": "naive_batched"}
-_PANELS = ("w13_panels", "w2_panels")
+_PANELS = {"w13_panels": "w1_q", "w2_panels": "w2_q"}
+"""The layout's panels, and what they are called here."""
 _BATCH_NAMES = {"qdata": "hidden_states", "scale": "a1q_scale", "counts": "expert_num_tokens"}
 
 
@@ -205,7 +206,9 @@ def cutlass_moe_w4a8_fp8(
         CheckpointError: weights or scales of another shape or dtype.
     """
     if group_size != GROUP:
-        raise UnsupportedError(f"group_size is {group_size}, but must be {GROUP}")
+        raise UnsupportedError(
+            f"group_size is {group_size!r}, but must be {GROUP}; quantize with groups of that size"
+        )
     check_weights({"w1_q": w1_q, "w2_q": w2_q}, {"w1_scale": w1_scale, "w2_scale": w2_scale})
     if w1_q.dim() == 4:
         if w1_scale is not None or w2_scale is not None:
@@ -384,8 +387,8 @@ def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, 
         found = tensors[name]
         if found.shape != needed.shape or found.dtype != needed.dtype:
             raise UnsupportedError(
-                f"{name} is {found.dtype} {list(found.shape)}, but for H {H} and I {I} it must be "
-                f"{needed.dtype} {list(needed.shape)}; pack_experts makes panels"
+                f"{_PANELS[name]} is {found.dtype} {list(found.shape)}, but for H {H} and I {I} it "
+                f"must be {needed.dtype} {list(needed.shape)}; pack_experts makes panels"
             )
     return workload, {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -398,5 +401,5 @@ def _check_global(global_num_experts: int, expert_map: Tensor | None, workload: 
     if global_num_experts not in (-1, known):
         there = f"are {known} experts" if expert_map is None else f"is an expert_map of {known}"
         raise UnsupportedError(
-            f"global_num_experts is {global_num_experts}, but there {there}; give {known} or -1"
+            f"global_num_experts is {global_num_experts!r}, but there {there}; give {known} or -1"
         )

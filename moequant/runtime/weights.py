@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,9 +11,10 @@ import torch
 from moequant.act_fn import SILU, ActFn
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import RUNNABLE, QuantizedWeight, check_parts, get_format
+from moequant.runtime.inputs import check_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -125,18 +127,25 @@ class ExpertWeights:
         """The same experts with `tensors`, named as in `tensors()`, for their data.
 
         Raises:
-            UnsupportedError: a name is missing, or is none of theirs.
+            UnsupportedError: `tensors` is no mapping, a name is missing, or is none of theirs, or
+                a value is no dense tensor.
             CheckpointError: a tensor of another shape or dtype.
         """
         known = self.tensors()
+        if not isinstance(tensors, Mapping):
+            raise UnsupportedError(
+                f"tensors is {type(tensors).__name__}, but must be a mapping, as of tensors()"
+            )
         if tensors.keys() != known.keys():
-            wrong = [name for name in tensors if name not in known]
+            wrong = [str(name) for name in tensors if name not in known]
             missing = [name for name in known if name not in tensors]
             found = f"has {', '.join(wrong)}" if wrong else f"lacks {', '.join(missing)}"
             raise UnsupportedError(
                 f"tensors {found}, but these experts have {', '.join(known)}; give all of them, "
                 "and no other"
             )
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor)
 
         def rebuilt(name: str, q: QuantizedWeight) -> QuantizedWeight:
             return QuantizedWeight(

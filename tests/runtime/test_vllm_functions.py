@@ -384,7 +384,7 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
         ((p1, p2.to("meta")), {}, "w2_q is on meta, but the first weight is on cpu"),
         ((p1, p2), {"w1_scale": w1.scale}, "panels hold their scales"),
         ((p1, w2.qdata), {}, "give both in panels, or both in rows"),
-        ((p1[:, :, :, :8000], p2), {}, "w13_panels is .* but for H 256 and I 128 it must be"),
+        ((p1[:, :, :, :8000], p2), {}, "w1_q is .* but for H 256 and I 128 it must be"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             cutlass_moe_w4a8_fp8(hidden, a, b, router, ids, **options)

@@ -99,6 +99,12 @@ def test_replacing_takes_all_tensors_and_no_others():
         weights.replace({**parts, "w1": parts["up_qdata"]})
     with pytest.raises(UnsupportedError, match=r"^tensors has up_bias, but these"):
         weights.replace({**parts, "up_bias": torch.zeros(2, 64)})
+    with pytest.raises(UnsupportedError, match=r"^up_scale is NoneType, but must be a tensor"):
+        weights.replace({**parts, "up_scale": None})
+    with pytest.raises(UnsupportedError, match=r"^tensors is list, but must be a mapping"):
+        weights.replace(list(parts.items()))
+    with pytest.raises(UnsupportedError, match=r"^tensors has 1, but these"):
+        weights.replace({1: torch.zeros(1)})
     del parts["up_scale"]
     with pytest.raises(UnsupportedError, match=r"^tensors lacks up_scale, but these"):
         weights.replace(parts)
