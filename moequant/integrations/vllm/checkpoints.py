@@ -196,7 +196,7 @@ def checkpoint_class(config: Mapping[str, Any]) -> type[_OwnExperts]:
     stated = _flat(config)
     if stated.get("quant_method") == _BY_VLLM:
         return GptOssWithOwnExperts
-    dialect = find_dialect(stated).name
+    dialect = _dialect_of(stated)
     if dialect in _BY_DIALECT:
         return _BY_DIALECT[dialect]
     for candidate in _OF_MODEL_OPTIMIZER if dialect == "modelopt" else ():
@@ -208,6 +208,14 @@ def checkpoint_class(config: Mapping[str, Any]) -> type[_OwnExperts]:
         f"{', '.join(_BY_DIALECT)}, and modelopt with NVFP4 or MXFP8; convert the model into "
         "one of these: moequant convert SOURCE OUTPUT --format NAME --dialect NAME"
     )
+
+
+def _dialect_of(config: Mapping[str, Any]) -> str | None:
+    """Name of the dialect of a `quantization_config`; None for another tool's."""
+    try:
+        return find_dialect(config).name
+    except UnsupportedError:
+        return None
 
 
 def _for_all_modules(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class SingleExperts(StoredExperts):
         E, halves = self.sizes.experts, self.sizes.halves if group == "w13" else 1
         if _is_number(here):
             shape: tuple[int, ...] = (E, halves) if group == "w13" else (E,)
-        elif len(here.shape) == 1:
+        elif _is_logical_shape(here):
             shape = (E, *here.shape)
         else:
             shape = (E, halves * here.shape[0], *here.shape[1:])
@@ -96,7 +96,7 @@ class SingleExperts(StoredExperts):
             layer,
             parameter,
             torch.zeros(shape, dtype=here.dtype),
-            E * halves,
+            None if _is_logical_shape(here) else E * halves,
             quant_method=self._quant_method(here),
             weight_loader=self._checked(parameter, file, layer, weight_loader),
         )
@@ -150,7 +150,7 @@ class SingleExperts(StoredExperts):
             if _is_number(spec):
                 # On the host, where their values are read.
                 parts[suffix] = tensor.reshape(s.experts, -1)[:, half].cpu()
-            elif len(spec.shape) > 1:
+            elif not _is_logical_shape(spec):
                 rows = spec.shape[0]
                 parts[suffix] = tensor[:, half * rows : (half + 1) * rows]
         return self._decode(parts, torch.Size((s.experts, N, K)), name)
@@ -195,6 +195,11 @@ class SingleExperts(StoredExperts):
 
 def _is_number(spec: TensorSpec) -> bool:
     return all(size == 1 for size in spec.shape)
+
+
+def _is_logical_shape(spec: TensorSpec) -> bool:
+    """Whether a tensor holds the shape of the whole weight, which some files leave out."""
+    return len(spec.shape) == 1 and not _is_number(spec)
 
 
 def _put(place: Tensor, decoded: Tensor) -> None:

@@ -67,7 +67,7 @@ class StoredExperts(ABC):
         self.name = name
         self.scheme = scheme
         self.sizes = sizes
-        self._expected: dict[str, int] = {}
+        self._expected: dict[str, int | None] = {}
         self._loaded: dict[str, set[object]] = {}
 
     @abstractmethod
@@ -100,7 +100,7 @@ class StoredExperts(ABC):
         """
         for parameter, expected in self._expected.items():
             found = len(self._loaded[parameter])
-            if found != expected:
+            if expected is not None and found != expected:
                 raise CheckpointError(
                     f"{self.name}: {found} of {expected} tensors of {parameter} were loaded; the "
                     "checkpoint lacks the others. Fetch or convert it again"
@@ -116,10 +116,13 @@ class StoredExperts(ABC):
         layer: nn.Module,
         parameter: str,
         data: Tensor,
-        expected: int,
+        expected: int | None,
         **attributes: object,
     ) -> None:
-        """Make `data` a parameter that `expected` tensors fill, with attributes for the loader."""
+        """Make `data` a parameter that `expected` tensors fill, with attributes for the loader.
+
+        None stands for tensors that files may lack.
+        """
         made = torch.nn.Parameter(data, requires_grad=False)
         for key, value in attributes.items():
             setattr(made, key, value)

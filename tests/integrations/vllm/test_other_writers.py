@@ -16,15 +16,19 @@ _STATIC = {**_FP4, "strategy": "tensor_group", "group_size": 16, "dynamic": "loc
 _MXFP4 = {**_FP4, "strategy": "group", "group_size": 32, "dynamic": True}
 
 
-def rewritten(checkpoint, path, *, config, scale=None):
-    """A copy with another quantization_config, and input scales called `scale`, all different."""
+def rewritten(checkpoint, path, *, config, scale=None, without="-"):
+    """A copy whose quantization_config `config` changes, without tensors called `without`.
+
+    It gets input scales called `scale`, all different.
+    """
     path.mkdir()
     document = json.loads((checkpoint / "config.json").read_text())
     config(document["quantization_config"])
     (path / "config.json").write_text(json.dumps(document))
     tensors = {}
     for file in checkpoint.glob("*.safetensors"):
-        tensors |= load_file(file)
+        found = load_file(file).items()
+        tensors |= {name: tensor for name, tensor in found if not name.endswith(without)}
     modules = sorted({n.rpartition(".")[0] for n in tensors if ".mlp.experts." in n})
     for number, module in enumerate(modules if scale else ()):
         tensors[f"{module}.{scale}"] = torch.tensor(0.01 + number / 1000)
@@ -71,6 +75,14 @@ def test_static_scales_are_left_out_without_quantized_activations(engine, static
     layer = engine.loaded(static, options={"activations": "none"})
     got = layer.quant_method.apply(layer, *call(), None, None)
     assert torch.equal(got, load_experts(static, 0, activations="none")(*call()))
+
+
+def test_logical_shapes_may_be_missing(engine, converted, tmp_path):
+    ours = converted("w4a8", "compressed-tensors")
+    path = rewritten(ours, tmp_path / "x", config=dict, without="weight_shape")
+    layer = engine.loaded(path)
+    got = layer.quant_method.apply(layer, *call(), None, None)
+    assert torch.equal(got, load_experts(ours, 0)(*call()))
 
 
 def test_mxfp4_activations_are_those_of_config_json(engine, converted, tmp_path):

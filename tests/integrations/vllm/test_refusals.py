@@ -132,7 +132,7 @@ def test_unknown_options_are_refused(engine, options, says):
 @pytest.mark.parametrize(
     ("config", "model_type", "says"),
     [
-        ({"quant_method": "awq"}, "qwen3_moe", "quant_method is 'awq'; moequant reads"),
+        ({"quant_method": "awq"}, "qwen3_moe", "quant_method 'awq' .* serves fp8,"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "qwen3_moe", "quant_algo 'FP8', but"),
         ({"quant_method": "mxfp4"}, "qwen3_moe", "gpt-oss of a qwen3_moe model.*gpt_oss only"),
         ({"quant_method": "fp8"}, "deepseek_v4", "does not serve deepseek_v4"),
