@@ -45,12 +45,14 @@ def layout_for(format: str, target: str, activations: str) -> Layout:
     if serving:
         return serving[0].layout
     able = [t for t in TARGETS if backends_for(format, t, activations)]
-    advice = ""
+    advice = (
+        f"; they can be prepared for {' and '.join(able)}" if able else ", nor on another target"
+    )
     if backends_for(format, target, "none"):
-        advice = "; --activations none prepares the weights alone"
+        advice += "; --activations none prepares the weights alone"
     raise UnsupportedError(
         f"no backend on {target} reads prepared experts in {format} with activations in "
-        f"{activations}; they can be prepared for {' and '.join(able) or 'no target'}{advice}"
+        f"{activations}{advice}"
     )
 
 

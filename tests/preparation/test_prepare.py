@@ -94,6 +94,12 @@ def test_a_format_that_no_backend_of_the_target_serves_is_refused(own, monkeypat
         prepare(path, target="sm90")
 
 
+def test_activations_that_no_target_has_for_the_format_are_refused(own):
+    said = "fp8_block with activations in mxfp4, nor on another target; --activations none"
+    with pytest.raises(UnsupportedError, match=said):
+        prepare(own("fp8_block"), target="sm100", activations="mxfp4")
+
+
 def layout_of(result):
     return {(e.format, e.activations, e.layout) for e in result.manifest.layers.values()}
 
