@@ -82,14 +82,17 @@ def check_batches(
             f'{workload.activations} take batches in {scheme}; prepare_batched(scheme="{scheme}") '
             "makes them"
         )
-    E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1:2]
+    if tokens.qdata.dim() != 3:
+        name = (names or {}).get("qdata", "qdata")
+        raise UnsupportedError(f"{name} is {list(tokens.qdata.shape)}, but must be [E, C, H]")
+    E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1]
     groups = scale_columns(tokens.scheme, H)
     needed: dict[str, tuple[tuple[torch.dtype, ...], list[int]]] = {
-        "qdata": (HIDDEN_DTYPES if groups is None else (QUANTIZED_DTYPE,), [E, *C, H]),
+        "qdata": (HIDDEN_DTYPES if groups is None else (QUANTIZED_DTYPE,), [E, C, H]),
         "counts": ((torch.int32,), [E]),
     }
     if groups is not None:
-        needed["scale"] = (torch.float32,), [E, *C, groups]
+        needed["scale"] = (torch.float32,), [E, C, groups]
     elif tokens.scale is not None:
         raise UnsupportedError("scale is given, but the scheme none has no scales; leave it out")
     called = names or {}

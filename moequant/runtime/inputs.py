@@ -145,7 +145,14 @@ def _check_quantized(
             f"{x} is {hidden_states.dtype} and there is no {scale}; give its scales, or hidden "
             "states that are not quantized"
         )
-    if hidden_scale is None or scheme in FP8_SCHEMES:
+    if hidden_scale is None:
+        return
+    if scheme in FP8_SCHEMES:
+        if hidden_states.dtype in HIDDEN_DTYPES:
+            raise UnsupportedError(
+                f"{scale} is given, but {x} is {hidden_states.dtype}; leave {scale} out, or give "
+                f"{x} in {QUANTIZED_DTYPE}"
+            )
         return
     found = "take activations that are not quantized"
     if scheme != "none":

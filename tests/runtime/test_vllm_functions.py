@@ -401,6 +401,10 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
         ({"w1_scale": None}, "w1_scale is NoneType, but must be a tensor"),
         ({"w2_scale": 0.5}, "w2_scale is float, but must be a tensor"),
         ({"a1q_scale": 1}, "a1q_scale is int, but must be a tensor"),
+        (
+            {"a1q_scale": torch.ones(5, 1)},
+            "a1q_scale is given, but hidden_states is torch.*; leave",
+        ),
         ({"output": None}, "output is NoneType, but must be a tensor"),
         ({"expert_map": [0] * E}, "expert_map is list, but must be a tensor"),
         ({"expert_map": torch.tensor(1)}, r"expert_map is \[\], but must be \[global experts\]"),
@@ -429,6 +433,13 @@ COUNTS = torch.full((E,), 4, dtype=torch.int32)
         ({"expert_num_tokens": -COUNTS}, "^expert_num_tokens has -4, but must be at least 0"),
         ({"a1q_scale": None}, r"^a1q_scale is None, but fp8_token needs \[6, 4, 1\]"),
         ({"hidden_states": torch.zeros(E, 4, H)}, "^hidden_states is torch.float32"),
+        (
+            {
+                "hidden_states": torch.zeros(4, H).to(torch.float8_e4m3fn),
+                "output": torch.zeros(4, H),
+            },
+            r"^hidden_states is \[4, 256\], but must be \[E, C, H\]",
+        ),
     ],
     ids=str,
 )
