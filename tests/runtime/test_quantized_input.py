@@ -111,7 +111,8 @@ def test_scales_that_do_not_fit_are_refused(layers, change, message):
 
 def test_a_scale_wants_codes_and_weights_that_quantize(layers):
     layer = layers.make()
-    with pytest.raises(UnsupportedError, match=r"hidden_states is torch\.float32; leave hidden_scale out, .*float8_e4m3fn"):
+    advice = r"hidden_states is torch\.float32; leave hidden_scale out, .*float8_e4m3fn"
+    with pytest.raises(UnsupportedError, match=advice):
         FusedExperts(layer.weights)(*layer.call, hidden_scale=torch.ones(13, 2))
     layer = layers.make("mxfp4")
     x = quantize_activations(layer.hidden, "fp8_group128")
