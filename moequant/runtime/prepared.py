@@ -169,14 +169,17 @@ class PreparedCheckpoint:
         """Why a layer would be refused, as far as sizes and times of files tell.
 
         Returns:
-            None where nothing changed since the folder was written. If the originals' times alone
-            are others, the weights decide, which only loading reads: that is said here too.
+            None where nothing changed since the folder was written. If the times alone are others,
+            the bytes decide, which only loading reads: that is said here too.
         """
+        same_times = True
         try:
             for layer, entry in self.manifest.layers.items():
                 self._layout(layer, entry)
                 self._check_sizes(layer)
-                check_size(self.folder / entry.file, entry, _remedy(self.folder, self.manifest))
+                remedy = _remedy(self.folder, self.manifest)
+                file = check_size(self.folder / entry.file, entry, remedy)
+                same_times = same_times and file.mtime_ns == entry.mtime_ns
         except MoequantError as error:
             return str(error)
         if self.converted.checkpoint.file_state() != self.manifest.originals:
@@ -184,6 +187,8 @@ class PreparedCheckpoint:
                 "the converted checkpoint's files have other times than when it was prepared; "
                 "loading compares the weights"
             )
+        if not same_times:
+            return "files have other times than when they were written; loading compares digests"
         return None
 
     def _layout(self, layer: int, entry: PreparedLayer) -> Layout:
@@ -191,7 +196,9 @@ class PreparedCheckpoint:
         stated = self.converted.format_of_experts(layer)
         if stated != entry.format:
             raise self._stale(
-                layer, f"it holds {entry.format}, but config.json says {stated or 'not converted'}"
+                layer,
+                f"it holds {entry.format}, but config.json says {stated or 'not converted'}",
+                same_formats=False,
             )
         known = {str(b.layout): b.layout for b in backends().values()}
         found = f"{entry.layout} version {entry.layout_version}"
@@ -224,10 +231,10 @@ class PreparedCheckpoint:
         if now != {file: state[0] for file, state in then.items()}:
             raise self._stale(layer, "the converted checkpoint has other files now")
 
-    def _stale(self, layer: int, reason: str) -> CheckpointError:
+    def _stale(self, layer: int, reason: str, *, same_formats: bool = True) -> CheckpointError:
         return CheckpointError(
             f"{self.folder}: layer {layer} is stale: {reason}; run "
-            f"{self.manifest.command(self.folder)}"
+            f"{self.manifest.command(self.folder, same_formats=same_formats)}"
         )
 
 

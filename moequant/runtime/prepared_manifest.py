@@ -76,13 +76,19 @@ class Manifest(_Strict):
     originals: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]]
     layers: Annotated[dict[int, PreparedLayer], Field(min_length=1)]
 
-    def command(self, folder: Path) -> str:
-        """The command that prepares `folder`, CONVERTED/moequant-prepared/TARGET, as it was."""
+    def command(self, folder: Path, *, same_formats: bool = True) -> str:
+        """The command that prepares `folder` again.
+
+        Args:
+            folder: CONVERTED/moequant-prepared/TARGET.
+            same_formats: whether the weights have the formats that they had; it is then prepared
+                for the activations that it was for.
+        """
         place = folder.resolve()
         schemes = {entry.activations for entry in self.layers.values()}
         # A scheme that only weights can say, such as fp8_group128, is what prepare takes by itself.
-        named = schemes & {*get_args(ActivationsChoice)} if len(schemes) == 1 else set()
-        activations = "".join(f" --activations {scheme}" for scheme in named)
+        known = same_formats and len(schemes) == 1 and schemes <= {*get_args(ActivationsChoice)}
+        activations = f" --activations {schemes.pop()}" if known else ""
         return f"moequant prepare {place.parent.parent} --target {place.name}{activations}"
 
 

@@ -298,14 +298,29 @@ def test_the_advice_for_a_stale_or_damaged_folder_makes_it_as_it_was(own):
     path = own("mxfp4")
     folder = prepare(path, target="sm90", activations="fp8_token").folder
     command = f"run moequant prepare {path} --target sm90 --activations fp8_token"
-    edit_manifest(folder, lambda m: m["layers"]["0"].update(format="nvfp4"))
-    assert (
-        PreparedCheckpoint.open(folder).staleness().endswith(f"config.json says mxfp4; {command}")
-    )
+    edit_manifest(folder, lambda m: m["layers"]["0"].update(layout_version=9))
+    assert PreparedCheckpoint.open(folder).staleness().endswith(command)
     with (folder / "layer-00001.safetensors").open("ab") as file:
         file.write(b"x")
     with pytest.raises(CheckpointError, match=f"{re.escape(command)} --overwrite$"):
         load_experts(folder, 1)
+
+
+def test_the_advice_names_no_activations_that_were_for_another_format(own):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm90", activations="fp8_token").folder
+    edit_manifest(folder, lambda m: m["layers"]["0"].update(format="nvfp4"))
+    said = f"config.json says mxfp4; run moequant prepare {path} --target sm90"
+    assert PreparedCheckpoint.open(folder).staleness().endswith(said)
+    with pytest.raises(CheckpointError, match=f"{re.escape(said)}$"):
+        load_experts(folder, 0)
+
+
+def test_a_file_with_another_time_may_be_damaged_and_staleness_says_so(own):
+    folder = prepare(own("mxfp4"), target="sm90").folder
+    assert PreparedCheckpoint.open(folder).staleness() is None
+    os.utime(folder / "layer-00001.safetensors")
+    assert "loading compares digests" in PreparedCheckpoint.open(folder).staleness()
 
 
 def test_the_advice_names_no_activations_that_prepare_finds_by_itself(own):
