@@ -1,0 +1,21 @@
+"""What calibration measured of the inputs of routed experts: one safetensors file."""
+
+from moequant.statistics.inputs import INPUTS, input_of
+from moequant.statistics.measured import InputSums, LayerSums
+from moequant.statistics.record import DataRecord, StatisticsRecord
+from moequant.statistics.shrinkage import PRIOR_TOKENS, shrink
+from moequant.statistics.statistics import Statistics
+from moequant.statistics.writer import StatisticsWriter
+
+__all__ = [
+    "INPUTS",
+    "PRIOR_TOKENS",
+    "DataRecord",
+    "InputSums",
+    "LayerSums",
+    "Statistics",
+    "StatisticsRecord",
+    "StatisticsWriter",
+    "input_of",
+    "shrink",
+]
