@@ -21,6 +21,7 @@ from moequant.conversion.quantize_unit import (
 )
 from moequant.conversion.recipe import Recipe, load_recipe, shipped_recipes
 from moequant.conversion.record import (
+    check_recorded_statistics,
     converted_config,
     copied_sidecars,
     recorded_claims,
@@ -33,6 +34,7 @@ from moequant.conversion.requantization_error import (
 )
 from moequant.conversion.shards import unit_outputs
 from moequant.conversion.units import Unit, Weight, quantizer_jobs
+from moequant.conversion.weighted_search import weight_counts
 
 __all__ = [
     "DEFAULT_WORKERS",
@@ -44,6 +46,7 @@ __all__ = [
     "UsedQuantizer",
     "Weight",
     "beyond_limit",
+    "check_recorded_statistics",
     "check_whole_layers",
     "convert",
     "convert_again",
@@ -63,4 +66,5 @@ __all__ = [
     "shipped_recipes",
     "unit_outputs",
     "units_of_formats",
+    "weight_counts",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion.recipe import KEEP
 from moequant.conversion.units import Unit, Weight
+from moequant.conversion.weighted_search import check_used, options_of, warnings_of_search
 from moequant.errors import RecipeError
 from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.recipe import Recipe, Rule
     from moequant.models import Model, TensorRole
+    from moequant.statistics import Statistics
     from moequant.weights.source_model import SourceModel
     from moequant.weights.source_weights import WeightInfo
 
@@ -46,13 +48,15 @@ def apply_recipe(
     recipe: Recipe,
     layer_count: int,
     fused: Iterable[Sequence[str]],
+    statistics: Statistics | None = None,
 ) -> Assignment:
     """Apply the recipe's rules to the convertible weights, and plain formats to quantized ones.
 
     `layer_count` is without layers for multi-token prediction; `fused` has the last name components
-    of the linear layers of each fused set.
+    of the linear layers of each fused set; `statistics` are those of the routed experts' inputs.
 
     Raises:
+        StatisticsError: nothing uses the statistics.
         RecipeError: nothing matches, or weights that need one format get different ones.
     """
     chosen: dict[str, Rule] = {}
@@ -84,7 +88,9 @@ def apply_recipe(
         if id(rule) not in used
     ]
     groups = group_fused(tensors, roles, fused)
-    units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles))]
+    units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles, statistics))]
+    check_used(units, statistics)
+    warnings += warnings_of_search(units, statistics)
     _check_dequantized_together(groups, dequantized, tensors)
     return Assignment(
         units=units, dequantized=dequantized, kept=kept, groups=groups, warnings=warnings
@@ -202,11 +208,13 @@ def _unit(
     chosen: Mapping[str, Rule],
     tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
+    statistics: Statistics | None,
 ) -> Unit | None:
     rules = [chosen[name] for name in names if name in chosen]
     if not rules:
         return None
-    resolved = [(rule.format, rule.resolved_options) for rule in rules]
+    own = [roles[name] for name in names]
+    resolved = [(rule.format, options_of(rule, own, statistics)) for rule in rules]
     format, options = resolved[0]
     if resolved.count(resolved[0]) < len(names):
         raise RecipeError(
@@ -214,12 +222,21 @@ def _unit(
             "widen the rule to all of them"
         )
     return Unit(
-        weights=tuple(Weight(info=tensors[n], role=roles[n].role) for n in names),
+        weights=tuple(
+            Weight(info=tensors[name], role=role.role, expert=_expert_of(role))
+            for name, role in zip(names, own, strict=True)
+        ),
         format=format,
         options=options,
         # Naming options asks for the quantizer's numbers.
         lossless=not any(rule.options for rule in rules),
     )
+
+
+def _expert_of(role: TensorRole) -> tuple[int, int, str] | None:
+    if role.layer is None or role.expert is None or role.projection is None:
+        return None
+    return role.layer, role.expert, role.projection
 
 
 def units_of_formats(source: SourceModel, formats: Mapping[str, str]) -> tuple[Unit, ...]:

@@ -31,10 +31,11 @@ from moequant.conversion.journal import Journal
 from moequant.conversion.plan import plan_checkpoint
 from moequant.conversion.recipe import Recipe
 from moequant.conversion.run import write_shards
-from moequant.errors import CheckpointError, MoequantError
+from moequant.errors import CheckpointError, MoequantError, StatisticsError
 from moequant.models import recorded_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
+from moequant.statistics import Statistics
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class ClusterJob:
         source_state: `Checkpoint.file_state` as JSON.
         torch: version of torch.
         workers: threads per task.
+        statistics: absolute path of the file of statistics; empty without one.
+        statistics_sha256: its digest.
     """
 
     source: str
@@ -74,6 +77,8 @@ class ClusterJob:
     source_state: str
     torch: str
     workers: int
+    statistics: str = ""
+    statistics_sha256: str = ""
 
 
 def write_shards_on_ray(
@@ -106,6 +111,8 @@ def write_shards_on_ray(
         source_state=json.dumps(source.file_state()),
         torch=torch.__version__,
         workers=workers,
+        statistics="" if plan.statistics is None else str(plan.statistics.path.resolve()),
+        statistics_sha256="" if plan.statistics is None else plan.statistics.digest,
     )
     with _cluster(address):
         _check_fits(workers)
@@ -187,7 +194,13 @@ def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
             "conversion; all machines must share one copy of the source"
         )
     own = recorded_architectures(json.loads(job.architecture), "--architecture")
-    plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe), own)
+    statistics = Statistics.load(job.statistics) if job.statistics else None
+    if statistics is not None and statistics.digest != job.statistics_sha256:
+        raise StatisticsError(
+            f"{host}: {job.statistics}: SHA-256 {statistics.digest}, but the conversion was "
+            f"started with {job.statistics_sha256}; all machines must share one file"
+        )
+    plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe), own, statistics)
     if plan.digest != job.plan_sha256:
         raise MoequantError(
             f"{host}: another plan than on the machine that started the conversion; install the "

@@ -39,16 +39,19 @@ class MemoryBound:
     Attributes:
         units: the units to quantize or dequantize.
         tensors: the number of tensors read plus the number of pieces written.
+        statistics_bytes: of the layers whose statistics are kept in memory.
     """
 
     units: tuple[Unit, ...]
     tensors: int
+    statistics_bytes: int = 0
 
     def peak_bytes(self, workers: int) -> int:
         """The peak with `workers`, in addition to the interpreter and torch."""
         unit = max(map(working_bytes, self.units), default=0)
         worker = max(unit + self.batch_bytes, COPY_CHUNK_BYTES)
-        return workers * worker + self.buffer_bytes(workers) + self.plan_bytes
+        shared = self.plan_bytes + self.statistics_bytes
+        return workers * worker + self.buffer_bytes(workers) + shared
 
     @property
     def plan_bytes(self) -> int:

@@ -71,14 +71,18 @@ def is_work_left(
 
 
 def _formats_of(document: Mapping[str, Any]) -> str:
-    """The formats of a record or plan, in words; the document may have been edited."""
+    """Formats and statistics of a record or plan, in words; the document may have been edited."""
     recipe = document.get("recipe")
     rules = recipe.get("rules") if isinstance(recipe, dict) else None
     if not isinstance(rules, list):
         return ""
     named = [rule.get("format") for rule in rules if isinstance(rule, dict)]
     formats = [format for format in WRITABLE if format in named]
-    return f" into {' and '.join(formats)}" if formats else ""
+    into = f" into {' and '.join(formats)}" if formats else ""
+    statistics = document.get("statistics")
+    if isinstance(statistics, dict):
+        return f"{into}, with the statistics of SHA-256 {statistics.get('sha256')!s:.64},"
+    return into
 
 
 def read_record(output: Path) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from moequant.errors import (
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
+from moequant.statistics import Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
@@ -100,6 +101,7 @@ def convert(
     recipe: Recipe | str | Path | None = None,
     dialect: str | None = None,
     architecture: str | Path | None = None,
+    statistics: str | Path | None = None,
     revision: str | None = None,
     workers: int = DEFAULT_WORKERS,
     max_shard_size: str | None = None,
@@ -125,6 +127,9 @@ def convert(
         architecture: a TOML file that describes the source's architecture, used instead of the
             built-in table and recorded in moequant.json. The default for a converted source is the
             description in its moequant.json.
+        statistics: a file that `moequant calibrate` wrote for this source. With it, scales of
+            routed experts are chosen by errors weighted with the mean square of each input channel,
+            unless the recipe names another search.
         revision: branch, tag or commit of a hub repository.
         workers: number of units converted in parallel.
         max_shard_size: for example "5GB".
@@ -139,6 +144,7 @@ def convert(
     Raises:
         ArchitectureError: the file `architecture` is invalid.
         RecipeError: neither or both of `format` and `recipe`, or a recipe that does not fit.
+        StatisticsError: the statistics are damaged, of another model, or not used.
         CheckpointError: the source is damaged, incomplete or inconsistent.
         UnsupportedError: an unsupported architecture, shape, or format and dialect.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
@@ -151,18 +157,21 @@ def convert(
     )
     if architecture is not None:
         read_architectures(architecture)  # now, for a download may take long
+    measured = None if statistics is None else Statistics.load(statistics)
     path, target = locate(source, revision), _output_path(output)
     with _without_collector():
         checkpoint = Checkpoint.open(path)
         if not dry_run:  # which reports it with the plan
             check_apart(checkpoint, target)
         own = described_architectures(path, architecture)
-        plan = plan_checkpoint(checkpoint, chosen, own)
+        plan = plan_checkpoint(checkpoint, chosen, own, measured)
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
     # Now, so that a file that cannot be copied is found before anything is written.
     sidecars = copied_sidecars(checkpoint)
     for file in sidecars:
         FixedFile.at(path / file).read(0, 0)
+    if measured is not None:
+        measured.check_measured_on(source_digests(checkpoint, ()))
     work = _Work(
         checkpoint=checkpoint,
         plan=plan,
@@ -375,6 +384,8 @@ def _resume_or_begin(
     """
     journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
+    measured = work.plan.statistics
+    used = {} if measured is None else {"statistics": {"sha256": measured.digest}}
     recorded = journal.read_plan()
     if record.items() <= recorded.items():
         finished = journal.resume([shard.file for shard in work.plan.shards], progress)
@@ -395,7 +406,7 @@ def _resume_or_begin(
         if not journal.exists:
             journal.close()  # it contains only the lock
         raise
-    journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json")})
+    journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json"), **used})
     return {}
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture, Model
     from moequant.quantizers import Job
+    from moequant.statistics import Statistics
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.weights.source_model import SourceModel
@@ -65,6 +66,7 @@ class Plan:
         warnings: one sentence each.
         refusals: why the source cannot be converted; if there are any, nothing is written.
         digest: SHA-256 over everything that determines the output's bytes.
+        statistics: of the inputs of routed experts, for weighted searches; None if not given.
     """
 
     model: Model
@@ -79,6 +81,7 @@ class Plan:
     warnings: tuple[str, ...]
     refusals: tuple[str, ...]
     digest: str
+    statistics: Statistics | None = None
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -128,7 +131,10 @@ class Plan:
         weights = self.source.weights.values()
         read = sum(len(w.parts) if isinstance(w, EncodedInfo) else 1 for w in weights)
         pieces = sum(len(shard.pieces) for shard in self.shards)
-        return MemoryBound(units=self._works, tensors=read + pieces)
+        statistics_bytes = 0 if self.statistics is None else self.statistics.kept_bytes
+        return MemoryBound(
+            units=self._works, tensors=read + pieces, statistics_bytes=statistics_bytes
+        )
 
     @property
     def _works(self) -> tuple[Unit, ...]:
@@ -136,11 +142,16 @@ class Plan:
 
 
 def plan_checkpoint(
-    checkpoint: Checkpoint, recipe: Recipe, own: Sequence[Architecture] = ()
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    own: Sequence[Architecture] = (),
+    statistics: Statistics | None = None,
 ) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
     config = source_config(checkpoint)
-    return make_plan(checkpoint.tensors, config, checkpoint.file_bytes, recipe, own)
+    return make_plan(
+        checkpoint.tensors, config, checkpoint.file_bytes, recipe, own, statistics=statistics
+    )
 
 
 def make_plan(
@@ -149,6 +160,8 @@ def make_plan(
     file_bytes: Mapping[str, int],
     recipe: Recipe,
     own: Sequence[Architecture] = (),
+    *,
+    statistics: Statistics | None = None,
 ) -> Plan:
     """Plan a conversion.
 
@@ -158,8 +171,10 @@ def make_plan(
         file_bytes: size of every weight file of the source.
         recipe: what to convert into what, and how to write it.
         own: architectures that a user's file or a record describes.
+        statistics: of the inputs of this model's experts, for weighted searches.
 
     Raises:
+        StatisticsError: the statistics are of a model of other sizes, or nothing uses them.
         CheckpointError: the source is incomplete or contradicts its config.
         UnsupportedError: an unknown architecture, an expert no rule explains, or no such dialect.
         RecipeError: the recipe is for other architectures, splits what must stay together, or
@@ -168,8 +183,10 @@ def make_plan(
     source = read_source(tensors, config, own)
     model, weights = source.model, source.weights
     _check_architecture(recipe, model.architecture, config)
+    if statistics is not None:
+        statistics.check_fits(model)
     assigned = apply_recipe(
-        weights, model.roles, recipe, model.moe.layers, model.architecture.fused
+        weights, model.roles, recipe, model.moe.layers, model.architecture.fused, statistics
     )
     units, warnings = assigned.units, assigned.warnings
     dialect = output_dialect(recipe, source, assigned)
@@ -212,7 +229,10 @@ def make_plan(
         engines=engines,
         warnings=tuple(warnings),
         refusals=refusals,
-        digest=_digest_of(units, dialect, shards, quantization_config, source, source_files),
+        digest=_digest_of(
+            units, dialect, shards, quantization_config, source, source_files, statistics
+        ),
+        statistics=statistics,
     )
 
 
@@ -257,11 +277,13 @@ def _digest_of(
     quantization_config: Mapping[str, Any],
     source: SourceModel,
     source_files: Mapping[str, Any],
+    statistics: Statistics | None,
 ) -> str:
     """SHA-256 over everything that determines the output's bytes."""
     own = source.model.architecture.definition
     decided: dict[str, Any] = {
         **({} if own is None else {"architecture": own}),
+        **({} if statistics is None else {"statistics": statistics.digest}),
         "moequant": __version__,
         "units": [[[w.info.name for w in u.weights], u.format, dict(u.options)] for u in units],
         "dialect": dialect.name,

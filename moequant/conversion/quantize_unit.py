@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion.error_limit import check_underflow
 from moequant.conversion.requantization_error import RequantizationError
+from moequant.conversion.weighted_search import is_weighted
 from moequant.formats import QuantizedWeight, get_format, plain_weight, requantize_losslessly
 from moequant.formats.base import check_values
 from moequant.storage.buffers import Arena
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.formats import StoredWeight
     from moequant.quantizers import Quantizer
+    from moequant.statistics import Statistics
     from moequant.storage.checkpoint import Checkpoint
 
 
@@ -55,19 +57,22 @@ def convert_unit(
     quantizer: Quantizer,
     arena: Arena,
     results: Arena,
+    statistics: Statistics | None = None,
 ) -> Converted:
     """Read and quantize, or dequantize, a unit.
 
-    Weights are read into `arena`; results may lie in `results`.
+    Weights are read into `arena`; results may lie in `results`. A weighted search needs
+    `statistics`.
 
     Raises:
+        StatisticsError: the statistics were damaged, or are no finite positive numbers.
         NonFiniteError: a weight has NaN or Inf, or a number that overflows the format.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         CheckpointError: the source cannot be read.
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
     lossless = _requantize_losslessly(weights, unit)
-    quantized = lossless or _quantize(weights, unit, quantizer, arena, results)
+    quantized = lossless or _quantize(weights, unit, quantizer, arena, results, statistics)
     if lossless is None and not unit.is_plain:
         names = [weight.info.name for weight in unit.weights]
         check_underflow(
@@ -108,16 +113,18 @@ def convert_again(
     *,
     quantizer: Quantizer,
     arena: Arena,
+    statistics: Statistics | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of `convert_unit` for weights that are already read, named as single weights.
 
     They are in new memory; `arena` is for temporaries.
 
     Raises:
+        StatisticsError: as `convert_unit`.
         NonFiniteError: a weight has NaN or Inf.
     """
     lossless = _requantize_losslessly(weights, unit)
-    quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena())
+    quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena(), statistics)
     # After a lossless requantization, results may share memory with `weights`, which stay in use.
     return _encode(quantized, unit, dialect, consume=lossless is None)
 
@@ -128,6 +135,7 @@ def _quantize(
     quantizer: Quantizer,
     arena: Arena,
     results: Arena,
+    statistics: Statistics | None,
 ) -> list[QuantizedWeight]:
     format, names = get_format(unit.format), [weight.info.name for weight in unit.weights]
     if format.is_plain:
@@ -137,8 +145,23 @@ def _quantize(
             if isinstance(q, QuantizedWeight)
         ]
     return quantizer.quantize_fused(
-        format, weights, unit.options, names=names, empty=results.empty, scratch=arena.empty
+        format,
+        weights,
+        unit.options,
+        names=names,
+        empty=results.empty,
+        scratch=arena.empty,
+        mean_squares=_mean_squares(unit, statistics),
     )
+
+
+def _mean_squares(unit: Unit, statistics: Statistics | None) -> list[Tensor] | None:
+    """The mean squares of the input channels of a unit's weights; None if it needs none."""
+    if not is_weighted(unit):
+        return None
+    assert statistics is not None, "the plan refuses a weighted search without"
+    places = [weight.expert for weight in unit.weights]
+    return [statistics.input_mean_square(*place) for place in places if place is not None]
 
 
 def _encode(

@@ -10,7 +10,7 @@ from moequant._version import __version__
 from moequant.conversion.recipe import Recipe, field_path
 from moequant.conversion.source_identity import content_digests, source_digests
 from moequant.dialects import SOURCES
-from moequant.errors import RecipeError
+from moequant.errors import RecipeError, StatisticsError
 from moequant.progress import SilentProgress
 from moequant.storage.files import HF_QUANT_CONFIG_FILE
 from moequant.storage.folder import sidecar_files
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.conversion.plan import Plan
+    from moequant.statistics import Statistics
     from moequant.storage.checkpoint import Checkpoint
 
 # Files of an earlier quantization, which engines would prefer to config.json.
@@ -48,7 +49,7 @@ def converted_config(
 
 
 def claims_of(plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What moequant.json says of source, architecture and dialect.
+    """What moequant.json says of source, architecture, dialect and statistics.
 
     `provenance` is `source_digests` of the source, and its origin on the hub.
     """
@@ -58,7 +59,45 @@ def claims_of(plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
         "architecture": plan.model.architecture.name,
         **({} if definition is None else {"architecture_definition": definition}),
         "dialect": plan.dialect.name,
+        **({} if plan.statistics is None else {"statistics": _claims_of(plan.statistics)}),
     }
+
+
+def _claims_of(statistics: Statistics) -> dict[str, Any]:
+    """What moequant.json says of statistics: which they are, and what they were measured on."""
+    return {"sha256": statistics.digest, "data": statistics.record.data.model_dump()}
+
+
+def check_recorded_statistics(
+    record: Mapping[str, Any], statistics: Statistics | None, output: Path
+) -> None:
+    """Check that these are the statistics that an output was made with.
+
+    Args:
+        record: the output's moequant.json; empty if it has none.
+        statistics: those given, if any.
+        output: directory of the output, for messages.
+
+    Raises:
+        StatisticsError: they are missing, others, or not expected.
+    """
+    recorded = record.get("statistics")
+    wanted = recorded.get("sha256") if isinstance(recorded, dict) else recorded
+    if wanted is None and statistics is not None:
+        raise StatisticsError(
+            f"{statistics.path}: {output} was not converted with statistics by moequant; verify "
+            "without --statistics"
+        )
+    if wanted is not None and statistics is None:
+        raise StatisticsError(
+            f"{output}: converted with statistics, SHA-256 {wanted!s:.64}; to convert again for "
+            "the comparison, give their file with --statistics"
+        )
+    if statistics is not None and statistics.digest != wanted:
+        raise StatisticsError(
+            f"{statistics.path}: its SHA-256 is {statistics.digest}, but {output} was converted "
+            f"with statistics of SHA-256 {wanted!s:.64}; give that file"
+        )
 
 
 def recorded_recipe(record: Mapping[str, Any]) -> Recipe:

@@ -250,7 +250,13 @@ class _Run(threading.local):
             self._arena.clear()
             self._arena.begin_like(position)
             converted = convert_unit(
-                self._source, unit, self._plan.dialect, self._quantizer, self._arena, memory
+                self._source,
+                unit,
+                self._plan.dialect,
+                self._quantizer,
+                self._arena,
+                memory,
+                self._plan.statistics,
             )
             # `Batches` gives such units a batch of their own.
             assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name

@@ -25,10 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A weight of the source that will be converted."""
+    """A weight of the source that will be converted.
+
+    Attributes:
+        info: how it is stored.
+        role: its role in the architecture table.
+        expert: layer, expert and projection, by which statistics are found; None if it is not a
+            routed expert's.
+    """
 
     info: WeightInfo
     role: str
+    expert: tuple[int, int, str] | None = None
 
     @property
     def module(self) -> str:

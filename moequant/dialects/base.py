@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from moequant.dialects.encodings import Encoding
     from moequant.dialects.schemes import Scheme
+    from moequant.dialects.tensors import Block
     from moequant.formats import QuantizedWeight, TensorSpec
 
 _PLAIN = Plain()
@@ -107,10 +108,22 @@ class Dialect:
         self.check(module, q.format, q.shape)
         return self._encoding(module, q.format).encode(module, q, consume=consume)
 
-    def from_disk(self, module: str, format: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def from_disk(
+        self,
+        module: str,
+        format: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        block: Block | None = None,
+    ) -> QuantizedWeight:
         """Inverse of `to_disk`; also accepts variants of other writers, as the encoding says.
 
-        `tensors` may contain other modules' tensors. Tensors on the meta device represent headers.
+        Args:
+            module: the weight's module.
+            format: the weight's format.
+            tensors: by full name; may contain other modules'. On the meta device, they represent
+                headers.
+            block: what `block_reader` says of the module, if known.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong dtype or shape.
@@ -118,7 +131,7 @@ class Dialect:
                 format's scale dtype cannot represent.
         """
         if format in self.encodings:
-            return self.encodings[format].decode(module, tensors)
+            return self.encodings[format].decode(module, tensors, block=block)
         return self._encoding(module, format).decode(module, tensors)
 
     def as_read(self, q: QuantizedWeight) -> QuantizedWeight:
@@ -208,6 +221,23 @@ class Dialect:
 
     def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As `reader`."""
+        return lambda module: None
+
+    def block_reader(self, quantization_config: Mapping[str, Any]) -> Callable[[str], Block | None]:
+        """Parse the config once, to look up the rows and columns that share a scale.
+
+        Args:
+            quantization_config: of config.json, completed.
+
+        Returns:
+            A function from the name of a module that `reader` gives a format to rows and columns,
+            WHOLE for all of them; None where the config says no more than the format. The function
+            raises CheckpointError for a field of the wrong type.
+        """
+        return self._block_reader(as_mapping(quantization_config, QUANTIZATION_CONFIG))
+
+    def _block_reader(self, config: Mapping[str, Any]) -> Callable[[str], Block | None]:
+        """As `block_reader`."""
         return lambda module: None
 
     def activations_reader(

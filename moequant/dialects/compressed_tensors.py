@@ -36,7 +36,7 @@ from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.names import ModulePatterns, NamePatterns
 from moequant.dialects.schemes import COMPRESSED_TENSORS
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats.base import WHOLE
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.dialects.schemes import Scheme
+    from moequant.dialects.tensors import Block
 
 
 _SCALE_DTYPES = {
@@ -174,6 +175,18 @@ class CompressedTensors(Dialect):
 
         return format_of
 
+    def _block_reader(self, config: Mapping[str, Any]) -> Callable[[str], Block | None]:
+        """As Dialect: groups of columns, rows, or the whole weight, by `strategy`."""
+        groups = _Groups(config)
+
+        def block_of(module: str) -> Block | None:
+            where = groups.of(module)
+            if where is None:
+                return None
+            return _block(mapping_field(groups.by_place[where], "weights", where), where)
+
+        return block_of
+
     def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
         """As Dialect: NVFP4 with a static global scale, and MXFP4."""
         groups = _Groups(config)
@@ -302,6 +315,28 @@ def _format_of_group(
     )
 
 
+def _block(weights: Mapping[str, Any], where: str) -> Block | None:
+    """The rows and columns that share a scale; None for blocks, whose size the format fixes.
+
+    Raises:
+        CheckpointError: `group_size` is no positive whole number where there are groups.
+    """
+    strategy = _argument(weights, "strategy")
+    if strategy == "tensor":
+        return WHOLE, WHOLE
+    if strategy == "channel":
+        return 1, WHOLE
+    if strategy not in ("group", "tensor_group"):
+        return None
+    size = weights.get("group_size")
+    if type(size) is not int or size < 1:
+        raise CheckpointError(
+            f"{where}.weights.group_size is {show(size)}, but must be a positive whole number with "
+            f"strategy {strategy}; correct config.json"
+        )
+    return 1, size
+
+
 def _four_bit_activations(
     group: Mapping[str, Any], config: Mapping[str, Any], where: str
 ) -> str | None:
@@ -358,7 +393,8 @@ def _argument(found: Mapping[str, Any], field: str) -> object:
     """A quantization argument with compressed-tensors' defaults."""
     value = found.get(field)
     if value is None and field == "strategy":
-        return "group" if found.get("group_size") else "tensor"
+        size = found.get("group_size")
+        return "channel" if size == -1 else "group" if size else "tensor"
     if value is None:
         return _DEFAULTS.get(field)
     return value.lower() if isinstance(value, str) else value

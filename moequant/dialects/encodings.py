@@ -21,6 +21,8 @@ from moequant.formats import QuantizedWeight, TensorSpec, get_format, plain_weig
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from moequant.dialects.tensors import Block
+
     _Tensors = Mapping[str, Tensor]
     _Shape = Sequence[int]
 
@@ -55,10 +57,18 @@ class Encoding:
         self._code_dtypes = codes or (self.format.qdata_dtype,)
         self._scale_dtypes = scales or (self.format.scale_dtype,)
 
-    def decode(self, module: str, tensors: _Tensors) -> QuantizedWeight:
+    def decode(
+        self, module: str, tensors: _Tensors, *, block: Block | None = None
+    ) -> QuantizedWeight:
         """The weight of `module` in `tensors`, which may contain other modules' tensors.
 
         On the meta device, tensors have no values and only dtypes and shapes are checked.
+
+        Args:
+            module: the weight's module.
+            tensors: by full name.
+            block: rows and columns that share a scale, where config.json states them; encodings
+                that read several shapes of scales then read no other. None: any of these.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong dtype or shape.
@@ -69,7 +79,7 @@ class Encoding:
         return QuantizedWeight(
             format=self.format.name,
             qdata=qdata,
-            scale=self._read_scale(tensors, others, shape),
+            scale=self._read_scale(tensors, others, shape, block),
             global_scale=self._read_global_scale(tensors, others),
             shape=shape,
         )
@@ -132,7 +142,9 @@ class Encoding:
             check_columns(name, K, self.format.block[1])
         return qdata, torch.Size((N, K))
 
-    def _read_scale(self, tensors: _Tensors, names: Sequence[str], shape: _Shape) -> Tensor:
+    def _read_scale(
+        self, tensors: _Tensors, names: Sequence[str], shape: _Shape, block: Block | None
+    ) -> Tensor:
         """The scale as in memory; `names` are those of all tensors but the codes."""
         return self._scale(tensors, names[0], self.format.specs(shape)["scale"].shape)
 
@@ -159,7 +171,9 @@ class Plain(Encoding):
     def __init__(self) -> None:
         super().__init__("bf16", "weight")
 
-    def decode(self, module: str, tensors: _Tensors) -> QuantizedWeight:
+    def decode(
+        self, module: str, tensors: _Tensors, *, block: Block | None = None
+    ) -> QuantizedWeight:
         """As Encoding."""
         (weight,) = self._names(module)
         return plain_weight(read_matrix(tensors, weight, torch.bfloat16))

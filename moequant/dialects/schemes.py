@@ -31,6 +31,7 @@ from moequant.dialects.names import is_expert
 from moequant.dialects.tensors import (
     check_columns,
     check_shape,
+    check_stated,
     has_values,
     read_matrix,
     read_tensor,
@@ -40,6 +41,8 @@ from moequant.formats import CONVERTIBLE, QuantizedWeight, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from moequant.dialects.tensors import Block
 
     _Tensors = Mapping[str, Tensor]
     _Shape = Sequence[int]
@@ -226,9 +229,11 @@ class Int4Packed(Encoding):
             read_only=read_only,
         )
 
-    def decode(self, module: str, tensors: _Tensors) -> QuantizedWeight:
+    def decode(
+        self, module: str, tensors: _Tensors, *, block: Block | None = None
+    ) -> QuantizedWeight:
         """As Encoding; checks the logical shape if it is there."""
-        q = super().decode(module, tensors)
+        q = super().decode(module, tensors, block=block)
         name = self._names(module)[2]
         if name in tensors:
             stored = read_tensor(tensors, name, torch.int64, torch.int32)
@@ -278,7 +283,9 @@ class Int4Groups(Int4Packed):
     def _check_columns(self, name: str, K: int) -> None:
         """Any number of columns; `_read_scale` says what divides them."""
 
-    def _read_scale(self, tensors: _Tensors, names: Sequence[str], shape: _Shape) -> Tensor:
+    def _read_scale(
+        self, tensors: _Tensors, names: Sequence[str], shape: _Shape, block: Block | None
+    ) -> Tensor:
         N, K = shape
         values = read_matrix(tensors, names[0], *self._scale_dtypes)
         if values.shape[0] != N or values.shape[1] == 0 or K % values.shape[1]:
@@ -286,6 +293,8 @@ class Int4Groups(Int4Packed):
                 f"{names[0]}: shape {list(values.shape)}, but must be [{N}, a divisor of {K}], for "
                 f"{N} rows and {K} columns; fetch the checkpoint again"
             )
+        if block is not None:
+            check_stated(names[0], values, shape, block)
         return values.float()
 
 
@@ -300,9 +309,14 @@ class Fp8Channels(Encoding):
     def __init__(self, *scales: str, read_only: bool = True) -> None:
         super().__init__("fp8_channel", "weight", *scales, scales=_FLOATS, read_only=read_only)
 
-    def _read_scale(self, tensors: _Tensors, names: Sequence[str], shape: _Shape) -> Tensor:
+    def _read_scale(
+        self, tensors: _Tensors, names: Sequence[str], shape: _Shape, block: Block | None
+    ) -> Tensor:
         N = shape[0]
-        scale = self._scale(tensors, _only_one(tensors, names), (N, 1), (N,), (1,), ())
+        name = _only_one(tensors, names)
+        scale = self._scale(tensors, name, (N, 1), (N,), (1,), ())
+        if block is not None:
+            check_stated(name, scale, shape, block)
         return scale.reshape(-1, 1).expand(N, 1)
 
 
@@ -317,7 +331,9 @@ class Fp8BlocksFlexible(Encoding):
         names = ("weight", "weight_scale", "weight_scale_inv")
         super().__init__("fp8_block", *names, scales=_FLOATS, read_only=True)
 
-    def _read_scale(self, tensors: _Tensors, names: Sequence[str], shape: _Shape) -> Tensor:
+    def _read_scale(
+        self, tensors: _Tensors, names: Sequence[str], shape: _Shape, block: Block | None
+    ) -> Tensor:
         rows, columns = self.format.specs(shape)["scale"].shape
         shapes = [(rows, columns), (rows, 1, columns, 1), *([()] if rows == columns == 1 else [])]
         return self._scale(tensors, _only_one(tensors, names), *shapes).reshape(rows, columns)

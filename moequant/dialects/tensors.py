@@ -8,11 +8,15 @@ import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dtype_text
+from moequant.formats.base import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
+Block = tuple[int, int]
+"""Rows and columns of a weight that share a scale; WHOLE for all of them."""
 
 _NEXT = "the tensors and config.json do not belong together; fetch or convert the checkpoint again"
 
@@ -61,6 +65,46 @@ def check_columns(name: str, columns: int, group: int) -> None:
     """
     if columns % group:
         raise CheckpointError(f"{name}: {columns} columns, not a multiple of {group}; {_NEXT}")
+
+
+def check_stated(name: str, scale: Tensor, shape: Sequence[int], block: Block) -> None:
+    """Check that a scale has the shape that config.json makes it.
+
+    Args:
+        name: of the scale.
+        scale: as found on disk.
+        shape: N and K of its weight.
+        block: rows and columns that share a scale, by config.json: one row and a group of
+            columns, or all columns of one or all rows.
+
+    Raises:
+        CheckpointError: it has another shape, or the blocks do not fill the columns.
+    """
+    (N, K), (rows, columns) = shape, block
+    says = f"config.json says {_text(block)}"
+    if columns != WHOLE and K % columns:
+        raise CheckpointError(
+            f"{name}: {says}, which do not divide the {K} columns of its weight; {_NEXT}"
+        )
+    wanted = [[-(-N // rows), -(-K // columns)]]
+    if block == (WHOLE, WHOLE):
+        wanted = [[1], []]
+    elif columns == WHOLE:
+        wanted.append([N])
+    if list(scale.shape) not in wanted:
+        shapes = " or ".join(map(str, wanted))
+        raise CheckpointError(
+            f"{name}: shape {list(scale.shape)}, but {says}, so it must be {shapes} for a weight "
+            f"of shape [{N}, {K}]; {_NEXT}"
+        )
+
+
+def _text(block: Block) -> str:
+    """What shares a scale, for error messages."""
+    rows, columns = block
+    if columns != WHOLE:
+        return f"a scale for groups of {columns} columns"
+    return "one scale for the whole weight" if rows == WHOLE else "a scale for each row"
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from moequant.errors import NonFiniteError, RecipeError, UnsupportedError
 from moequant.formats.blocks import expand_blocks, grouped
 from moequant.formats.elements import pack_nibbles, unpack_nibbles
+from moequant.formats.importance import importance_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,9 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 WHOLE = 1 << 30
 """Rows or columns of a block that spans the matrix."""
+
+WEIGHTED = "weighted"
+"""Value of the option `search` that needs the mean squares of a weight's input channels."""
 
 Use = Literal["convert", "dequantize", "read", "run"]
 """What a format can be used for.
@@ -158,6 +162,9 @@ class Format:
     """Their scheme where static scales of activations came with the weights; None if none may."""
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Allowed values of each option, the default first."""
+    warned_options: ClassVar[Mapping[tuple[str, str], str]] = {}
+    """Options and values that lower the error of weights but raise that of a trained model: how its
+    KL divergence from the unquantized model changed, by docs/quality.md."""
     ordinary_error: ClassVar[float] = 0.0
     """Most relative error, in the Frobenius norm, of Gaussian weights that are converted to it."""
     least_scale: ClassVar[float] = 0.0
@@ -232,7 +239,12 @@ class Format:
         return _specs(self, tuple(shape))
 
     def quantize(
-        self, w: Tensor, options: Mapping[str, str] | None = None, *, name: str = "weight"
+        self,
+        w: Tensor,
+        options: Mapping[str, str] | None = None,
+        *,
+        name: str = "weight",
+        mean_square: Tensor | None = None,
     ) -> QuantizedWeight:
         """Quantize one weight, or a batch of them over the leading dimensions.
 
@@ -240,13 +252,18 @@ class Format:
             w: [..., N, K] bfloat16, float16 or float32.
             options: values for `self.options`; the others take their default.
             name: name of the weight for error messages.
+            mean_square: [K] float32, the mean square of each input channel, for the option
+                `search = "weighted"` only.
 
         Raises:
             UnsupportedError: an unsupported shape or dtype.
             NonFiniteError: `w` has NaN or Inf; the message has index and value.
-            RecipeError: an unknown option or value.
+            RecipeError: an unknown option or value, or mean squares that the options do not use
+                or lack.
+            StatisticsError: invalid mean squares.
         """
-        return self.quantize_fused([w], options, names=[name])[0]
+        mean_squares = None if mean_square is None else [mean_square]
+        return self.quantize_fused([w], options, names=[name], mean_squares=mean_squares)[0]
 
     def quantize_fused(
         self,
@@ -254,12 +271,13 @@ class Format:
         options: Mapping[str, str] | None = None,
         *,
         names: Sequence[str],
+        mean_squares: Sequence[Tensor] | None = None,
     ) -> list[QuantizedWeight]:
         """Quantize weights that engines fuse, such as gate and up of one expert.
 
         They share a global scale if the format has one; otherwise the result equals `quantize` of
-        each weight. Arguments and errors as `quantize`, with one name per weight; all weights have
-        the same leading dimensions.
+        each weight. Arguments and errors as `quantize`, with one name and one mean square per
+        weight; all weights have the same leading dimensions.
         """
         resolved = self.resolve_options(options)
         for w, name in zip(weights, names, strict=True):
@@ -272,8 +290,55 @@ class Format:
                 "that are quantized together must be equal"
             )
         weights = [w.detach() for w in weights]
+        importances = self.importances(weights, resolved, mean_squares, names=names)
         global_scale = self.global_scale(weights, resolved) if self.has_global_scale else None
-        return [self._quantize_in_tiles(w, resolved, global_scale) for w in weights]
+        return [
+            self._quantize_in_tiles(w, resolved, global_scale, importance)
+            for w, importance in zip(weights, importances, strict=True)
+        ]
+
+    def importances(
+        self,
+        weights: Sequence[StoredWeight],
+        options: Mapping[str, str],
+        mean_squares: Sequence[Tensor] | None,
+        *,
+        names: Sequence[str],
+    ) -> list[Tensor | None]:
+        """What each column's error counts for each weight; None without a weighted search.
+
+        Args:
+            weights: [..., N, K] each.
+            options: every option with its value.
+            mean_squares: [K] float32 each; None if there are none.
+            names: names of the weights for error messages.
+
+        Returns:
+            [K] float32 for each weight on the weight's device, as `importance_of`.
+
+        Raises:
+            RecipeError: mean squares that the options do not use, or lack.
+            StatisticsError: invalid mean squares.
+        """
+        weighted = options.get("search") == WEIGHTED
+        if mean_squares is None:
+            if weighted:
+                raise RecipeError(
+                    f"{names[0]}: search = 'weighted' needs the mean squares of the input "
+                    "channels, but there are none; `moequant calibrate` measures them"
+                )
+            return [None] * len(weights)
+        if not weighted:
+            raise RecipeError(
+                f"{names[0]}: mean squares of the input channels, but only search = 'weighted' "
+                f"uses them; the options are {dict(options)}"
+            )
+        return [
+            importance_of(mean_square, w.shape[-1], name).to(
+                w.qdata.device if isinstance(w, QuantizedWeight) else w.device
+            )
+            for w, mean_square, name in zip(weights, mean_squares, names, strict=True)
+        ]
 
     def workspace_bytes(self, shape: Sequence[int]) -> int:
         """Upper bound of the temporary memory of `quantize` for one weight [N, K]."""
@@ -282,7 +347,11 @@ class Format:
         return max(magnitudes, _TILE_COPIES * tile_bytes)
 
     def _quantize_in_tiles(
-        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+        self,
+        w: Tensor,
+        options: Mapping[str, str],
+        global_scale: Tensor | None,
+        importance: Tensor | None,
     ) -> QuantizedWeight:
         """Quantize row tiles that fit a cache, and concatenate them; tiles are independent.
 
@@ -292,7 +361,9 @@ class Format:
         rows = tile_rows(w.shape[-1], self.block[0])
         parts = []
         for tile in [w] if w.ndim > 2 else torch.split(w, rows):
-            codes, scale = self._quantize(tile.float().contiguous(), options, global_scale)
+            codes, scale = self._quantize(
+                tile.float().contiguous(), options, global_scale, importance
+            )
             parts.append((codes if self.codes_per_byte == 1 else pack_nibbles(codes), scale))
         qdata, scale = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return QuantizedWeight(
@@ -309,7 +380,11 @@ class Format:
         raise NotImplementedError(f"{self.name} has no global scale")
 
     def _quantize(
-        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+        self,
+        w: Tensor,
+        options: Mapping[str, str],
+        global_scale: Tensor | None,
+        importance: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Codes [..., N, K], one in each element, and scales of contiguous finite float32 `w`.
 
@@ -317,6 +392,7 @@ class Format:
             w: [..., N, K] of a supported shape.
             options: every option with its value.
             global_scale: [...] float32, if the format has one.
+            importance: [K] float32, if `search` is "weighted".
         """
         raise UnsupportedError(f"{self.name} is read-only; convert to another format")
 

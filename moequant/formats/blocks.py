@@ -33,6 +33,16 @@ def group_sum(x: Tensor) -> Tensor:
     return x.squeeze(-1)
 
 
+def weighted_group_sum(squares: Tensor, importance: Tensor | None) -> Tensor:
+    """`group_sum` of squares [..., K / group, group], each times the importance of its column.
+
+    `importance` is [K] float32, or None for 1.
+    """
+    if importance is not None:
+        squares = squares * grouped(importance, squares.shape[-1])
+    return group_sum(squares)
+
+
 def matrix_amax(w: Tensor) -> Tensor:
     """Largest magnitude of each matrix, float32: [..., N, K] to [...]; 0 where it is empty."""
     if 0 in w.shape[-2:]:

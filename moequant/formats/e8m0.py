@@ -46,15 +46,24 @@ class E8m0Format(Format):
     least_scale = 2.0**-126
 
     def _quantize(
-        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+        self,
+        w: Tensor,
+        options: Mapping[str, str],
+        global_scale: Tensor | None,
+        importance: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         limit = self.element.float32_max
         groups = grouped(w.clamp(-limit, limit), _GROUP)
-        scale = encode_e8m0(self._exponent(groups, options["scale_rule"]))
+        scale = encode_e8m0(self._exponent(groups, options, importance))
         return self.element.encode(groups / decode_e8m0(scale)[..., None]).reshape(w.shape), scale
 
-    def _exponent(self, groups: Tensor, rule: str) -> Tensor:
+    def _exponent(
+        self, groups: Tensor, options: Mapping[str, str], importance: Tensor | None
+    ) -> Tensor:
         """Exponent of the scale of each group [..., N, K / 32, 32], int32; 0 for a zero group."""
+        return self._exponent_by_rule(groups, options["scale_rule"])
+
+    def _exponent_by_rule(self, groups: Tensor, rule: str) -> Tensor:
         amax = groups.abs().amax(-1)
         return torch.where(amax == 0, 0, scale_exponent(amax, self.element.name, rule))
 

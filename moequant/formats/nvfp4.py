@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from moequant.formats.base import Format
-from moequant.formats.blocks import group_amax, group_sum, grouped, matrix_amax
+from moequant.formats.blocks import (
+    group_amax,
+    grouped,
+    matrix_amax,
+    weighted_group_sum,
+)
 from moequant.formats.elements import (
     E2M1,
     E2M1_FLOAT32_MAX,
@@ -45,6 +50,8 @@ class Nvfp4(Format):
     A group's scale is amax / (6 * global scale) rounded to E4M3, and its codes are computed with
     that rounded scale. `search = "mse"` takes, of the E4M3 numbers from two below it to six above,
     the one of least squared error (8.13 %); of equals the one nearest the default, then the lower.
+    `search = "weighted"` does so with each squared error times the mean square of its input
+    channel.
 
     Rules: round to nearest, ties to the even code; beyond +-6 saturates; a zero group has scale 1
     and zero codes; a scale that underflows becomes 2**-9; a zero keeps its sign (code 8 is -0), as
@@ -66,7 +73,10 @@ class Nvfp4(Format):
     static_activations = "nvfp4_static"
     ordinary_error = 0.0956
     least_scale = 2.0**-6
-    options = {"global_scale": ("power_of_two", "exact"), "search": ("none", "mse")}  # noqa: RUF012
+    options = {  # noqa: RUF012
+        "global_scale": ("power_of_two", "exact"),
+        "search": ("none", "mse", "weighted"),
+    }
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
         """As Format."""
@@ -77,7 +87,11 @@ class Nvfp4(Format):
         return torch.where(amax == 0, 1.0, scale.clamp(min=FLOAT32_TINY))
 
     def _quantize(
-        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+        self,
+        w: Tensor,
+        options: Mapping[str, str],
+        global_scale: Tensor | None,
+        importance: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         assert global_scale is not None
         w = w.clamp(-E2M1_FLOAT32_MAX, E2M1_FLOAT32_MAX)
@@ -86,31 +100,34 @@ class Nvfp4(Format):
         # Divide by the global scale first: amax / 6 alone may underflow in float32.
         scale = encode_e4m3(divide(amax / per_group, E2M1_MAX)).float().clamp(min=E4M3_SMALLEST)
         scale = torch.where(amax == 0, 1.0, scale)
-        if options["search"] == "mse":
-            scale = _least_squares(grouped(w, _GROUP) / per_group[..., None], scale)
+        if options["search"] != "none":
+            x = grouped(w, _GROUP) / per_group[..., None]
+            scale = _least_squares(x, scale, importance)
         codes = encode_e2m1(grouped(w, _GROUP) / (scale * per_group)[..., None])
         return codes.reshape(w.shape), scale.to(self.scale_dtype)
 
 
-def _least_squares(x: Tensor, scale: Tensor) -> Tensor:
+def _least_squares(x: Tensor, scale: Tensor, importance: Tensor | None) -> Tensor:
     """For each group, the E4M3 scale near `scale` with the least squared error.
 
     Args:
         x: [..., N, K / 16, 16] float32, weights over their global scale, at most 2688.
         scale: [..., N, K / 16] float32 holding positive E4M3 numbers, the default scale.
+        importance: [K] float32, or None for equal ones.
     """
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).int()
-    best, least = scale, _squared_error(x, scale)
+    best, least = scale, _squared_error(x, scale, importance)
     for step in SEARCH_STEPS:
         # Positive E4M3 numbers are ordered as their bytes: 1 is 2**-9, 126 is 448, 127 is NaN.
         near = (code + step).clamp(1, 126).to(torch.uint8).view(torch.float8_e4m3fn).float()
-        error = _squared_error(x, near)
+        error = _squared_error(x, near, importance)
         better = error < least
         best, least = torch.where(better, near, best), torch.where(better, error, least)
     return best
 
 
-def _squared_error(x: Tensor, scale: Tensor) -> Tensor:
+def _squared_error(x: Tensor, scale: Tensor, importance: Tensor | None) -> Tensor:
     """Squared error of each group of `x` under `scale`: [..., N, K / 16]."""
     scale = scale[..., None]
-    return group_sum(decode_e2m1(encode_e2m1(x / scale)).mul_(scale).sub_(x).square_())
+    squares = decode_e2m1(encode_e2m1(x / scale)).mul_(scale).sub_(x).square_()
+    return weighted_group_sum(squares, importance)

@@ -24,7 +24,11 @@ class _Plain(Format):
     activations = "none"
 
     def _quantize(
-        self, w: Tensor, options: Mapping[str, str], global_scale: Tensor | None
+        self,
+        w: Tensor,
+        options: Mapping[str, str],
+        global_scale: Tensor | None,
+        importance: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         qdata = self.element.encode(w)
         if not qdata.isfinite().all():

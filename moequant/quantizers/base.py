@@ -109,6 +109,7 @@ class Quantizer:
         names: Sequence[str],
         empty: Allocator = torch.empty,
         scratch: Allocator = torch.empty,
+        mean_squares: Sequence[Tensor] | None = None,
     ) -> list[QuantizedWeight]:
         """Quantize weights that engines fuse, such as gate and up of one expert.
 
@@ -119,12 +120,16 @@ class Quantizer:
             names: names of the weights for error messages.
             empty: allocator of the results; a quantizer need not use it.
             scratch: allocator of temporary memory; a quantizer need not use it.
+            mean_squares: [K] float32 for each weight, of its input channels, for the option
+                `search = "weighted"` only.
 
         Raises:
+            RecipeError, StatisticsError: as `Format.quantize_fused`.
             UnsupportedError: an unsupported shape or dtype.
             NonFiniteError: a weight has NaN or Inf; the message has its name, index and value.
         """
-        return format.quantize_fused(self._numbers(weights, names, scratch), options, names=names)
+        numbers = self._numbers(weights, names, scratch)
+        return format.quantize_fused(numbers, options, names=names, mean_squares=mean_squares)
 
     def decode(
         self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.formats.base import WEIGHTED
 from moequant.formats.e8m0 import EXPONENTS, ROUND_UP_BITS
 from moequant.formats.elements import (
     E2M1_MAX,
@@ -29,6 +30,7 @@ from moequant.formats.elements import (
     INT4_MAX,
     INT4_MIN,
 )
+from moequant.formats.fp8_block import SEARCH_FACTORS as FP8_FACTORS
 from moequant.formats.nvfp4 import SEARCH_STEPS
 from moequant.formats.w4a8 import (
     CHANNEL_SCALE_MIN,
@@ -60,6 +62,8 @@ from moequant.quantizers.vectors import F32, I32, I64, Type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch import Tensor
 
     from moequant.formats import Format
     from moequant.quantizers.elements import Source
@@ -105,6 +109,7 @@ def amax(source: Source) -> Function:
 def fp8_scaled(format: Format, source: Source, options: Mapping[str, str]) -> Function:
     """E4M3 with a FP32 scale for blocks of rows and columns, or of whole rows."""
     rule = options.get("scale", "float32")
+    weighted = options.get("search") == WEIGHTED
     block_rows, block_columns = format.block
     f = new_kernel()
     rows, columns = f.parameter("rows"), f.parameter("columns")
@@ -113,10 +118,9 @@ def fp8_scaled(format: Format, source: Source, options: Mapping[str, str]) -> Fu
     block_index = f.variable(zero)
 
     def code(w: Value, scale: Value) -> Value:
-        held = _clamped(w, E4M3_FLOAT32_MAX)
-        if rule == "power_of_two":
-            return E4M3.encode_clamped(held * _reciprocal(scale).splat(w.type.lanes))
-        return E4M3.encode_clamped(held / scale.splat(w.type.lanes))
+        # A search may clip.
+        encode = E4M3.encode if weighted else E4M3.encode_clamped
+        return encode(scaled(w, scale))
 
     def codes(stored: Value, scale: Value) -> Value:
         signs = (source.tops(stored) >> 8) & 0x80
@@ -125,6 +129,41 @@ def fp8_scaled(format: Format, source: Source, options: Mapping[str, str]) -> Fu
         # Pairs need no widening, and stay together until they are bytes.
         even, odd = (code(w, scale) for w in source.pairs(stored))
         return ((even | (odd << 16)).bitcast("i16") | signs).to("i8")
+
+    def scaled(w: Value, scale: Value) -> Value:
+        held = _clamped(w, E4M3_FLOAT32_MAX)
+        if rule == "power_of_two":
+            return held * _reciprocal(scale).splat(w.type.lanes)
+        return held / scale.splat(w.type.lanes)
+
+    sums = {factor: f.array(F32, _TILE) for factor in FP8_FACTORS[rule]} if weighted else {}
+
+    def least_squares(scale: Value, top: Value, bottom: Value, left: Value, right: Value) -> Value:
+        for total in sums.values():
+            f.store(f.constant(Type("float", _TILE), 0.0), total, zero)
+        with f.loop(top, bottom, 1) as row:
+            for lanes, loop in f.strips(left, right, _TILE, source.least_lanes):
+                with loop as column:
+                    stored = source.load(f, f.parameter("w"), row * columns + column, lanes)
+                    x = scaled(source.float(stored), scale)
+                    for factor, total in sums.items():
+                        off = E4M3.round(x / factor) * factor - x
+                        before = f.load(Type("float", lanes), total, column - left)
+                        f.store(before + off * off, total, column - left)
+        errors = [
+            group_sum(
+                f.load(Type("float", _TILE), total, zero)
+                * f.load(Type("float", _TILE), f.parameter("importance"), left)
+            )
+            for total in sums.values()
+        ]
+        best, least = scale, errors[0]
+        for factor, error in list(zip(sums, errors, strict=True))[1:]:
+            smaller = scale * factor
+            tiny = smaller < FLOAT32_TINY
+            better = (error < least) & f.constant(Type("i1"), 0).where(tiny, 1)
+            best, least = smaller.where(better, best), error.where(better, least)
+        return best
 
     with f.loop(zero, rows, block_rows) as top, f.loop(zero, columns, block_columns) as left:
         bottom, right = rows.umin(top + block_rows), columns.umin(left + block_columns)
@@ -140,6 +179,8 @@ def fp8_scaled(format: Format, source: Source, options: Mapping[str, str]) -> Fu
         block_max = maxima[0].umax(maxima[1])
         largest.set(largest.get().umax(block_max))
         scale = _fp8_scale(source.float(block_max).bitcast("i32"), rule)
+        if weighted:
+            scale = least_squares(scale, top, bottom, left, right)
         f.store(scale, f.parameter("scale"), block_index.get())
         block_index.set(block_index.get() + 1)
         with f.loop(top, bottom, 1) as row:
@@ -173,6 +214,7 @@ def _reciprocal(power: Value) -> Value:
 def e8m0_groups(format: Format, source: Source, options: Mapping[str, str]) -> Function:
     """Elements with an E8M0 scale for groups of columns, found by a rule of `ROUND_UP_BITS`."""
     rule, element = options["scale_rule"], format.element.name
+    searched = rule == "mse" or options.get("search") == WEIGHTED
     up = ROUND_UP_BITS[element]["even" if rule == "mse" else rule]
     exponent = EXPONENTS[element]
     f = new_kernel()
@@ -193,10 +235,10 @@ def e8m0_groups(format: Format, source: Source, options: Mapping[str, str]) -> F
         byte = scale_of(amax)
         return byte, power(byte)
 
-    def least_squares(groups: list[Value], byte: Value) -> Value:
+    def least_squares(groups: list[Value], byte: Value, importances: list[Value]) -> Value:
         x = [w * r for w, r in zip(groups, _spread(reciprocal(byte), 32), strict=True)]
         half, one = (f.constant(F32, scale).splat(len(groups)) for scale in (0.5, 1.0))
-        lower = _squared_errors(x, half) < _squared_errors(x, one)
+        lower = _squared_errors(x, half, importances) < _squared_errors(x, one, importances)
         return (byte - 1).where(lower & (f.constant(byte.type, 0) < byte), byte)
 
     return _grouped(
@@ -204,7 +246,8 @@ def e8m0_groups(format: Format, source: Source, options: Mapping[str, str]) -> F
         source,
         format,
         scale_of=scale_of,
-        search=least_squares if rule == "mse" else None,
+        search=least_squares if searched else None,
+        weighted=options.get("search") == WEIGHTED,
         factor=reciprocal,
         scaled=lambda w, factor: w * factor,
         scales=scales if element == "e2m1" else None,
@@ -220,12 +263,12 @@ def nvfp4(format: Format, source: Source, options: Mapping[str, str]) -> Functio
         code = E4M3.encode(amax.bitcast("float") / g.splat(amax.type.lanes) / E2M1_MAX).umax(1)
         return f.constant(code.type, _ONE_E4M3).where(amax.equals(0), code)
 
-    def least_squares(groups: list[Value], code: Value) -> Value:
+    def least_squares(groups: list[Value], code: Value, importances: list[Value]) -> Value:
         x = [w / g.splat(16) for w in groups]
-        best, least = code, _squared_errors(x, E4M3.decode(code))
+        best, least = code, _squared_errors(x, E4M3.decode(code), importances)
         for step in SEARCH_STEPS:
             near = (code + step).smax(1).umin(126)
-            error = _squared_errors(x, E4M3.decode(near))
+            error = _squared_errors(x, E4M3.decode(near), importances)
             better = error < least
             best, least = near.where(better, best), error.where(better, least)
         return best
@@ -244,21 +287,28 @@ def nvfp4(format: Format, source: Source, options: Mapping[str, str]) -> Functio
         source,
         format,
         scale_of=scale_of,
-        search=least_squares if options["search"] == "mse" else None,
+        search=least_squares if options["search"] != "none" else None,
+        weighted=options["search"] == WEIGHTED,
         factor=lambda code: E4M3.decode(code) * g.splat(code.type.lanes),
         scaled=lambda w, factor: w / factor,
         scales=scales if options["global_scale"] == "power_of_two" else None,
     )
 
 
-def _squared_errors(groups: list[Value], scales: Value) -> Value:
-    """For each group of magnitudes the squared error under its scale, side by side."""
+def _squared_errors(groups: list[Value], scales: Value, importances: list[Value]) -> Value:
+    """For each group of magnitudes the squared error under its scale, side by side.
+
+    `importances` are those of each group's columns; empty for equal ones.
+    """
     lanes = groups[0].type.lanes
     off = [
         E2M1.round(x / scale) * scale - x
         for x, scale in zip(groups, _spread(scales, lanes), strict=True)
     ]
-    return _sums([one * one for one in off])
+    squares = [one * one for one in off]
+    if importances:
+        squares = [one * weight for one, weight in zip(squares, importances, strict=True)]
+    return _sums(squares)
 
 
 def _spread(numbers: Value, lanes: int) -> list[Value]:
@@ -272,7 +322,8 @@ def _grouped(
     format: Format,
     *,
     scale_of: Callable[[Value], Value],
-    search: Callable[[list[Value], Value], Value] | None,
+    search: Callable[[list[Value], Value, list[Value]], Value] | None,
+    weighted: bool,
     factor: Callable[[Value], Value],
     scaled: Callable[[Value, Value], Value],
     scales: Callable[[Value], tuple[Value, Value]] | None,
@@ -284,7 +335,9 @@ def _grouped(
         source: of the weights.
         format: says what codes are, and how many weights share a scale.
         scale_of: bytes of scales, i32, from the bits of the groups' largest magnitudes.
-        search: better bytes, from the groups' clamped magnitudes and the bytes; if any.
+        search: better bytes, from the groups' clamped magnitudes, the bytes, and the importances of
+            the groups' columns; if any.
+        weighted: whether there are importances.
         factor: from bytes, what magnitudes are scaled by.
         scaled: what is encoded, from clamped magnitudes and the factor of each.
         scales: of weights in BF16, as `e2m1` takes them, if codes are E2M1 and scales have few
@@ -294,6 +347,14 @@ def _grouped(
     group, limit = format.block[1], format.element.float32_max
     minifloat, sign = _MINIFLOATS[format.element.name], format.element.bits - 1
 
+    groups_in_row = f.parameter("columns") // group
+
+    def importances_of(first: Value, count: int) -> list[Value]:
+        # What follows the last column is the first again, for groups of the next rows.
+        in_row = (first - first // groups_in_row * groups_in_row) * group
+        address, numbers = f.parameter("importance"), Type("float", group)
+        return [f.load(numbers, address, in_row + i * group) for i in range(count)]
+
     def encode(first: Value, count: int) -> Value:
         starts = [(first + i) * group for i in range(count)]
         stored = [source.load(f, w, start, group) for start in starts]
@@ -301,7 +362,8 @@ def _grouped(
         byte = scale_of(_clamped(source.float(maxima), limit).bitcast("i32"))
         if search is not None:
             values = [source.float(one) for one in stored]
-            byte = search([_clamped(one, limit) for one in values], byte)
+            importances = importances_of(first, count) if weighted else []
+            byte = search([_clamped(one, limit) for one in values], byte, importances)
         f.store(byte.to("i8"), scale, first)
         factors = factor(byte)
         together = min(count, _STRIP // group)
@@ -394,8 +456,13 @@ def w4a8(format: Format, source: Source, options: Mapping[str, str]) -> Function
                 high, low = source.extremes(stored)
                 largest.set(largest.get().umax(high).umax(low))
                 step = _step(source, high, low)
-                if options["search"] == "mse":
-                    step = step * _best_factor(source.float(stored), step)
+                if options["search"] != "none":
+                    importance = None
+                    if options["search"] == WEIGHTED:
+                        in_row = (index - start) * GROUP
+                        numbers = Type("float", GROUP)
+                        importance = f.load(numbers, f.parameter("importance"), in_row)
+                    step = step * _best_factor(source.float(stored), step, importance)
                 row_max.set(row_max.get().umax(step.bitcast("i32")))
                 f.store(step, scales, index - first)
             row_scale = _row_scale(row_max.get()).splat(_GROUPS)
@@ -431,13 +498,14 @@ def _step(source: Source, high: Value, low: Value) -> Value:
     return above.bitcast("i32").umax(below.bitcast("i32")).bitcast("float")
 
 
-def _best_factor(w: Value, step: Value) -> Value:
+def _best_factor(w: Value, step: Value, importance: Value | None) -> Value:
     f = w.function
     x = w / f.constant(F32, 1.0).where(step.equals(0), step).splat(GROUP)
     best, least = f.constant(F32, 1.0), f.constant(F32, float("inf"))
     for factor in SEARCH_FACTORS:
         off = round_int4(x / factor) * factor - x
-        error = group_sum(off * off)
+        squares = off * off if importance is None else off * off * importance
+        error = group_sum(squares)
         better = error < least
         best, least = f.constant(F32, factor).where(better, best), error.where(better, least)
     return best
@@ -448,6 +516,19 @@ def _row_scale(row_max_bits: Value) -> Value:
     channel = widen_bfloat16(round_to_bfloat16(step)) / E4M3_MAX
     floored = channel.bitcast("i32").umax(float_bits(CHANNEL_SCALE_MIN)).bitcast("float")
     return floored * TABLE_HEADROOM
+
+
+def padded_importance(format: Format, importance: Tensor) -> Tensor:
+    """The importances of a weight's columns [K] as kernels read them, followed by padding.
+
+    Groups that are searched together may begin in one row and end in a later one; blocks of FP8 may
+    be ragged, and what counts there is 0.
+    """
+    if format.element.name == "e2m1" and len(importance):
+        more = (_GROUPS - 1) * format.block[1]
+        times = 1 + -(-more // len(importance))
+        return importance.repeat(times)[: len(importance) + more]
+    return torch.nn.functional.pad(importance, (0, -len(importance) % _TILE))
 
 
 KERNELS: dict[tuple[str, torch.dtype], _Kernel] = {

@@ -15,7 +15,12 @@ from moequant.quantizers import decoding, jit
 from moequant.quantizers.base import Quantizer, Stored, UnavailableError
 from moequant.quantizers.elements import Source, float_bits
 from moequant.quantizers.encoded import Encoded
-from moequant.quantizers.kernels import amax, quantizing_kernel, scratch_count
+from moequant.quantizers.kernels import (
+    amax,
+    padded_importance,
+    quantizing_kernel,
+    scratch_count,
+)
 from moequant.quantizers.operands import LEAST_RUN, Operand, operand_of, run_of
 from moequant.quantizers.probes import check_bytes, check_decoding, check_sums
 
@@ -33,6 +38,8 @@ _Key = tuple[str, tuple[tuple[str, str], ...], Stored]
 
 _NOTHING = (0, 0, 0, 0.0)
 """The second operand of kernels that have only one."""
+_NO_MEMORY = (0, 0)
+"""Scratch and importance of kernels that use neither."""
 _ROUNDS_TO_INF = {
     torch.float32: float_bits(float("inf")),
     torch.bfloat16: float_bits(torch.finfo(torch.bfloat16).max) + 0x8000,
@@ -105,8 +112,10 @@ class NativeQuantizer(Quantizer):
             quantize=jit.compile_kernel(quantizing_kernel(format, source, options).text()),
         )
 
-        def run(w: StoredWeight) -> QuantizedWeight:
-            return _run([made], format, [w], options, ["probe"], torch.empty, likely={})[0]
+        def run(w: StoredWeight, importance: Tensor | None) -> QuantizedWeight:
+            return _run(
+                [made], format, [w], options, ["probe"], torch.empty, [importance], likely={}
+            )[0]
 
         check_bytes(format, options, stored, run, self._processor)
         return made
@@ -120,8 +129,10 @@ class NativeQuantizer(Quantizer):
         names: Sequence[str],
         empty: Allocator = torch.empty,
         scratch: Allocator = torch.empty,
+        mean_squares: Sequence[Tensor] | None = None,
     ) -> list[QuantizedWeight]:
         """As Quantizer."""
+        importances = format.importances(weights, options, mean_squares, names=names)
         weights = [
             w if _is_read(w) else self._numbers([w], [name], scratch)[0]
             for w, name in zip(weights, names, strict=True)
@@ -129,7 +140,9 @@ class NativeQuantizer(Quantizer):
         for w, name in zip(weights, names, strict=True):
             _check_kind(w, format, name)
         kernels = [self._prepare_quantizing(format, options, _stored(w)) for w in weights]
-        return _run(kernels, format, weights, options, names, empty, likely=self._likely)
+        return _run(
+            kernels, format, weights, options, names, empty, importances, likely=self._likely
+        )
 
     def decode(
         self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty
@@ -172,14 +185,22 @@ class _Task:
         format: the format to quantize to.
         name: name of the weight for error messages.
         empty: allocator of the result.
+        importance: [K] float32 for a weighted search.
     """
 
     def __init__(
-        self, kernels: _Kernels, w: StoredWeight, format: Format, name: str, empty: Allocator
+        self,
+        kernels: _Kernels,
+        w: StoredWeight,
+        format: Format,
+        name: str,
+        empty: Allocator,
+        importance: Tensor | None,
     ) -> None:
         self.name = name
         self._kernels, self._w, self._format = kernels, w, format
         self._operand = operand_of(w)
+        self._importance = None if importance is None else padded_importance(format, importance)
         specs = format.specs(w.shape, name)
         self._qdata, self._scale = (
             empty(specs[k].shape, dtype=specs[k].dtype) for k in ("qdata", "scale")
@@ -187,7 +208,8 @@ class _Task:
 
     def find_largest(self) -> float:
         """The largest magnitude."""
-        bits = self._kernels.amax(*self._operand.arguments(), *self._w.shape, *_NOTHING, 0)
+        read = self._operand.arguments()
+        bits = self._kernels.amax(*read, *self._w.shape, *_NOTHING, *_NO_MEMORY)
         return self._magnitude(bits)
 
     def fill(self, global_scale: float) -> float:
@@ -197,7 +219,11 @@ class _Task:
         result = Operand(self._qdata, self._scale, global_scale=global_scale)
         address = 0 if scratch is None else scratch.data_ptr()
         bits = self._kernels.quantize(
-            *self._operand.arguments(), *self._w.shape, *result.arguments(), address
+            *self._operand.arguments(),
+            *self._w.shape,
+            *result.arguments(),
+            address,
+            0 if self._importance is None else self._importance.data_ptr(),
         )
         return self._magnitude(bits)
 
@@ -226,6 +252,7 @@ def _run(
     options: Mapping[str, str],
     names: Sequence[str],
     empty: Allocator,
+    importances: Sequence[Tensor | None],
     *,
     likely: _LikelyScales,
 ) -> list[QuantizedWeight]:
@@ -236,8 +263,8 @@ def _run(
     quantized with it, and again if its own largest weight needs another scale.
     """
     tasks = [
-        _Task(own, w, format, name, empty)
-        for own, w, name in zip(kernels, weights, names, strict=True)
+        _Task(own, w, format, name, empty, importance)
+        for own, w, name, importance in zip(kernels, weights, names, importances, strict=True)
     ]
     if not format.has_global_scale:
         for task in tasks:
@@ -273,7 +300,7 @@ def _decode(
 ) -> tuple[Tensor, bool]:
     """The decoded numbers of `q`, and whether all are finite."""
     numbers, operand = empty(q.shape, dtype=dtype), operand_of(q)
-    bits = kernel(*operand.arguments(), *q.shape, numbers.data_ptr(), *_NOTHING[1:], 0)
+    bits = kernel(*operand.arguments(), *q.shape, numbers.data_ptr(), *_NOTHING[1:], *_NO_MEMORY)
     return numbers, bits < _ROUNDS_TO_INF[dtype]
 
 
@@ -281,7 +308,7 @@ def _compare(kernel: jit.Kernel, before: StoredWeight, after: StoredWeight) -> t
     assert before.shape == after.shape, (before.shape, after.shape)
     one, other = operand_of(before), operand_of(after)
     sums = torch.empty(2, dtype=torch.float64)
-    kernel(*one.arguments(), *before.shape, *other.arguments(), sums.data_ptr())
+    kernel(*one.arguments(), *before.shape, *other.arguments(), sums.data_ptr(), 0)
     signal, noise = sums.tolist()
     return signal, noise
 

@@ -33,8 +33,10 @@ PARAMETERS = {
     "shift": I64,
     "global_scale": F32,
     "scratch": PTR,
+    "importance": PTR,
 }
-"""The parameters of every kernel: an operand, the sizes N and K, and another operand."""
+"""The parameters of every kernel: an operand, the sizes N and K, another operand, memory for
+temporaries, and how much the error of each column counts."""
 
 
 def new_kernel() -> Function:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.formats import QuantizedWeight, dequantize, get_format, signal_and_noise
+from moequant.formats.base import WEIGHTED
 from moequant.quantizers.base import UnavailableError
 
 if TYPE_CHECKING:
@@ -30,20 +31,22 @@ def check_bytes(
     format: Format,
     options: Mapping[str, str],
     stored: Stored,
-    run: Callable[[StoredWeight], QuantizedWeight],
+    run: Callable[[StoredWeight, Tensor | None], QuantizedWeight],
     where: str,
 ) -> None:
     """Quantize every finite 16-bit pattern, and common magnitudes, by `run` and the reference.
 
-    For quantized weights: every code, with scales of all magnitudes.
+    For quantized weights: every code, with scales of all magnitudes. A weighted search gets mean
+    squares of many magnitudes, some 0.
 
     Raises:
         UnavailableError: a byte differs; the message has `where`.
     """
     for w in _probes(stored):
         numbers = dequantize(w) if isinstance(w, QuantizedWeight) else w
-        (wanted,) = format.quantize_fused([numbers], options, names=["probe"])
-        found = run(w)
+        squares = [_mean_square()] if options.get("search") == WEIGHTED else None
+        (wanted,) = format.quantize_fused([numbers], options, names=["probe"], mean_squares=squares)
+        found = run(w, format.importances([numbers], options, squares, names=["probe"])[0])
         if not all(_same_bytes(found.tensors()[k], t) for k, t in wanted.tensors().items()):
             raise UnavailableError(
                 f"{format.name}{_of(stored)}, compiled for {where}, gives other bytes than the "
@@ -108,6 +111,13 @@ def _plain(dtype: torch.dtype) -> Iterator[Tensor]:
         yield torch.where(w.isfinite(), w, 0).to(dtype).reshape(_SHAPE)
     fractions = (patterns * _ODD % (1 << 16) - (1 << 15)).to(torch.float32) / (1 << 15)
     yield (fractions**5 * 0.1).to(dtype).reshape(_SHAPE)
+
+
+def _mean_square() -> Tensor:
+    """Of the channels of _SHAPE: of 16 powers of two and beside them, and some 0."""
+    order = torch.arange(_SHAPE[1], dtype=torch.int64) * _ODD
+    squares = (1 + order % 64 / 64) * torch.exp2(-(order // 64 % 16).float())
+    return torch.where(order % 67 == 0, 0.0, squares).float()
 
 
 def _encoded(format: str) -> Iterator[QuantizedWeight]:

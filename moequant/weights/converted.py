@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.dialects.base import Dialect
+    from moequant.dialects.tensors import Block
     from moequant.formats import QuantizedWeight
     from moequant.models import Architecture, MoeConfig, TensorRole
 
@@ -46,6 +47,7 @@ class ConvertedCheckpoint:
         format_of: the format config.json gives a module, or None for one that is not quantized.
         activations_of: the scheme of a module's input, where config.json says one that its format
             does not imply; else None.
+        block_of: rows and columns that share a scale of a module, where config.json states them.
     """
 
     checkpoint: Checkpoint
@@ -54,6 +56,7 @@ class ConvertedCheckpoint:
     moe: MoeConfig
     format_of: Callable[[str], str | None]
     activations_of: Callable[[str], str | None] = lambda module: None
+    block_of: Callable[[str], Block | None] = lambda module: None
 
     @classmethod
     def open(
@@ -92,6 +95,7 @@ class ConvertedCheckpoint:
             dialect=dialect,
             architecture=found,
             moe=found.read_config(checkpoint.config),
+            block_of=dialect.block_reader(quantization_config),
             **_readers(dialect, quantization_config, quantized_activations),
         )
 
@@ -130,7 +134,7 @@ class ConvertedCheckpoint:
             several = " and ".join(f"{module} {scheme}" for scheme, module in found.items())
             raise UnsupportedError(
                 f"the experts of a layer share one scheme of activations, but here: {several}; "
-                'load them with activations = "none"'
+                'choose "none" for activations'
             )
         return next(iter(found))
 
@@ -160,7 +164,7 @@ class ConvertedCheckpoint:
         if name not in self.checkpoint.tensors:
             raise CheckpointError(
                 f"{name}: not there, but config.json says that activations have a static global "
-                'scale; calibrate the checkpoint again, or load it with activations = "none"'
+                'scale; calibrate the checkpoint again, or choose "none" for activations'
             )
         stored = self.checkpoint.read(name)
         if stored.numel() != 1 or not stored.is_floating_point():
@@ -228,6 +232,7 @@ class ConvertedCheckpoint:
             format=format,
             dialect=self.dialect,
             places={n: p for n, p in places.items() if p.expert is not None or p.tensor in tensors},
+            block=self.block_of(module),
         )
 
     def read(self, module: str) -> QuantizedWeight:
@@ -341,12 +346,14 @@ def stored_places(
     assert role.layer is not None, module
     assert role.projection is not None, module
     tensor = stacked.tensor(role.layer, role.projection)
+    specs = dialect.specs(module, format, moe.shape(role.projection))
+    rows = stacked.bias_shape(stacked.stack_of(role.projection), moe)
     return {
         name: Place(
             tensor=f"{tensor}_{suffix}",
             expert=role.expert,
             rows=stacked.rows(role.projection, moe.intermediate),
-            extents=stacked.bias_shape(stacked.stack_of(role.projection), moe),
+            extents=(*rows, *specs[name].shape[1:]),
         )
         for suffix, name in names.items()
     }

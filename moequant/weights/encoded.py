@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.dialects import Dialect
+    from moequant.dialects.tensors import Block
     from moequant.formats import QuantizedWeight
     from moequant.models import Place
     from moequant.storage.buffers import Arena
@@ -33,12 +34,14 @@ class EncodedWeight:
         format: name of its format.
         dialect: the dialect of its names and encoding.
         places: where each of its tensors lies, by the dialect's name for it.
+        block: rows and columns that share a scale, where config.json states them.
     """
 
     module: str
     format: str
     dialect: Dialect
     places: Mapping[str, Place]
+    block: Block | None = None
 
     @property
     def name(self) -> str:
@@ -65,7 +68,7 @@ class EncodedWeight:
             CheckpointError: a tensor is missing, or codes and scales do not fit each other.
             UnsupportedError: a scale with values that the format's scale dtype cannot hold.
         """
-        return self.dialect.from_disk(self.module, self.format, tensors)
+        return self.dialect.from_disk(self.module, self.format, tensors, block=self.block)
 
     def read(self, checkpoint: Checkpoint) -> QuantizedWeight:
         """Locate, read and decode; errors as `read_places` and `decode`."""
@@ -101,7 +104,7 @@ def read_places(
     The memory is that of `arena`, if given.
 
     Raises:
-        CheckpointError: as `Checkpoint.read`, or a stack has other extents than it must have.
+        CheckpointError: as `Checkpoint.read`, or a stack has another shape than it must have.
         UnsupportedError: as `Checkpoint.read`.
     """
     wanted = {(place.tensor, place.expert): _rows(checkpoint, place) for place in places}
@@ -130,9 +133,9 @@ def _rows(checkpoint: Checkpoint, place: Place) -> slice | None:
     if place.expert is None:
         return None
     shape = checkpoint.info(place.tensor).shape
-    if shape[: len(place.extents)] != place.extents:
+    if place.extents and shape != place.extents:
         raise CheckpointError(
-            f"{place.tensor}: shape {list(shape)}, but by config.json it begins with "
+            f"{place.tensor}: shape {list(shape)}, but by config.json it must be "
             f"{list(place.extents)}; fetch or convert the checkpoint again"
         )
     height = 1 if place.height is None else place.height

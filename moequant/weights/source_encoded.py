@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from moequant.dialects import Dialect
+    from moequant.dialects.tensors import Block
     from moequant.models import Architecture, MoeConfig
 
     Tensors = Mapping[str, TensorInfo]
     FormatOf = Callable[[str], str | None]
+    BlockOf = Callable[[str], Block | None]
 
 _NEXT = "the weights and config.json do not belong together; fetch the checkpoint again"
 
@@ -46,7 +48,8 @@ def encoded_weights(
         moe = architecture.read_config(config)
         found = _in_stacks(tensors, architecture, moe, dialect, format_of)
     else:
-        found = _on_their_own(tensors, dialect, format_of)
+        block_of = dialect.block_reader(quantization_config)
+        found = _on_their_own(tensors, dialect, format_of, block_of)
     return {info.name: info for info in found}
 
 
@@ -55,7 +58,9 @@ def telling_suffixes(dialect: Dialect) -> set[str]:
     return {suffix for e in dialect.encodings.values() for suffix in e.suffixes} - {"weight"}
 
 
-def _on_their_own(tensors: Tensors, dialect: Dialect, format_of: FormatOf) -> Iterator[EncodedInfo]:
+def _on_their_own(
+    tensors: Tensors, dialect: Dialect, format_of: FormatOf, block_of: BlockOf
+) -> Iterator[EncodedInfo]:
     """Quantized weights whose codes and scales are tensors of their own."""
     telling = telling_suffixes(dialect)
     seen: set[str] = set()
@@ -73,10 +78,11 @@ def _on_their_own(tensors: Tensors, dialect: Dialect, format_of: FormatOf) -> It
         suffixes = dialect.encoding(format).suffixes
         parts = {s: tensors[n] for s in suffixes if (n := f"{module}.{s}") in tensors}
         kinds = tuple((suffix, part.dtype, part.shape) for suffix, part in parts.items())
+        block = block_of(module)
         try:
-            shape = _shape_of(dialect, format, kinds, "weight")
+            shape = _shape_of(dialect, format, kinds, block, "weight")
         except (CheckpointError, UnsupportedError):
-            shape = _shape_of(dialect, format, kinds, module)  # whose error names the module
+            shape = _shape_of(dialect, format, kinds, block, module)  # whose error names the module
         yield EncodedInfo(
             module=module,
             shape=shape,
@@ -85,6 +91,7 @@ def _on_their_own(tensors: Tensors, dialect: Dialect, format_of: FormatOf) -> It
             places={part.name: Place(tensor=part.name) for part in parts.values()},
             parts=tuple(parts.values()),
             size_bytes=sum(part.size_bytes for part in parts.values()),
+            block=block,
         )
 
 
@@ -94,6 +101,7 @@ def _shape_of(
     dialect: Dialect,
     format: str,
     kinds: tuple[tuple[str, str, tuple[int, ...]], ...],
+    block: Block | None,
     module: str,
 ) -> tuple[int, int]:
     """N and K of a weight whose parts have these suffixes, dtypes and shapes, if they fit."""
@@ -102,7 +110,7 @@ def _shape_of(
         if dtype not in DTYPES:
             raise UnsupportedError(f"{module}.{suffix}: dtype {dtype}; torch has no such dtype")
         tensors[f"{module}.{suffix}"] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-    N, K = dialect.from_disk(module, format, tensors).shape
+    N, K = dialect.from_disk(module, format, tensors, block=block).shape
     return N, K
 
 
@@ -134,21 +142,21 @@ def _in_stacks(
                     dialect=dialect,
                     places=places,
                     parts=tuple(
-                        _stack(tensors, place, dtype_name(specs[n].dtype), specs[n].shape)
+                        _stack(tensors, place, dtype_name(specs[n].dtype))
                         for n, place in places.items()
                     ),
                     size_bytes=sum(spec.size_bytes for spec in specs.values()),
                 )
 
 
-def _stack(tensors: Tensors, place: Place, dtype: str, of_one: tuple[int, ...]) -> TensorInfo:
+def _stack(tensors: Tensors, place: Place, dtype: str) -> TensorInfo:
     """The tensor that holds a part of an expert, with the dtype and shape that it must have."""
     if place.tensor not in tensors:
         raise CheckpointError(f"{place.tensor}: missing; {_NEXT}")
-    info, shape = tensors[place.tensor], (*place.extents, *of_one[1:])
-    if (info.dtype, info.shape) != (dtype, shape):
+    info = tensors[place.tensor]
+    if (info.dtype, info.shape) != (dtype, place.extents):
         raise CheckpointError(
             f"{place.tensor}: {info.dtype} {list(info.shape)}, but by config.json it is "
-            f"{dtype} {list(shape)}; {_NEXT}"
+            f"{dtype} {list(place.extents)}; {_NEXT}"
         )
     return info

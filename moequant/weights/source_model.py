@@ -153,7 +153,7 @@ def seen_as_source(
 
     Raises:
         UnsupportedError: an unknown architecture or quantization.
-        CheckpointError: a field of config.json has the wrong type.
+        CheckpointError: as `read_source`, of quantized weights.
     """
     config = source_config(checkpoint)
     quantization_config = quantization_config_of(config)
@@ -162,12 +162,14 @@ def seen_as_source(
     dialect = find_source_dialect(quantization_config, checkpoint.tensors)
     dialect = dialect or find_dialect(quantization_config)
     architecture = find_architecture(config, own, names=checkpoint.tensors)
+    encoded_weights(checkpoint.tensors, config, quantization_config, dialect, own)
     return ConvertedCheckpoint(
         checkpoint=checkpoint,
         dialect=dialect,
         architecture=architecture,
         moe=architecture.read_config(config),
         format_of=dialect.reader(quantization_config, weights_only=True),
+        block_of=dialect.block_reader(quantization_config),
     )
 
 

@@ -1,10 +1,10 @@
-"""Runs conversions in children of one process, so that hundreds of faults take seconds.
+"""Runs conversions and calibrations in children of one process: hundreds of faults take seconds.
 
 Reads a JSON request a line, writes a JSON answer a line. Importing torch and compiling are paid for
 once: each request is served by a fork, in which the n-th call that changes the disk fails or kills,
 or which is killed from outside after a while.
 
-A request holds `arguments` for `convert`, and may hold
+A request holds `arguments` for `convert`, or for `calibrate` if these have `data`, and may hold
 
     at        which call that changes the disk is struck, counted from 1
     kill      kill the process there, with SIGKILL
@@ -29,6 +29,7 @@ import threading
 
 import torch
 
+from moequant.calibration import calibrate
 from moequant.conversion import convert
 
 PAST_CACHE = "direct_pwrite"
@@ -81,8 +82,12 @@ def run(request):
     striker = Striker(request)
     answer = {}
     try:
-        result = convert(**request["arguments"])
-        answer = {"state": result.state, "resumed": result.resumed_shards}
+        if "data" in request["arguments"]:
+            result = calibrate(**request["arguments"])
+            answer = {"state": result.state, "resumed": result.resumed_layers}
+        else:
+            result = convert(**request["arguments"])
+            answer = {"state": result.state, "resumed": result.resumed_shards}
     except BaseException as error:
         answer = {"error": type(error).__name__, "message": str(error)}
         answer["exit_code"] = getattr(error, "exit_code", None)
@@ -108,16 +113,20 @@ def serve(request):
 
 
 def warm_up(arguments):
-    """Compile in this process, for all forks, what a conversion into a format needs."""
+    """Compile, or import, in this process what all forks need."""
     with tempfile.TemporaryDirectory() as folder:
-        convert(**{**arguments, "output": f"{folder}/out", "workers": 1, "overwrite": False})
+        settings = {**arguments, "output": f"{folder}/out", "overwrite": False}
+        if "data" in arguments:
+            calibrate(**settings)
+        else:
+            convert(**{**settings, "workers": 1})
 
 
 torch.set_num_threads(1)
 warm = set()
 for line in sys.stdin:
     request = json.loads(line)
-    if (format := request["arguments"]["format"]) not in warm:
+    if (kind := request["arguments"].get("format")) not in warm:
         warm_up(request["arguments"])
-        warm.add(format)
+        warm.add(kind)
     print(json.dumps(serve(request)), flush=True)

@@ -58,7 +58,11 @@ def test_the_library_decompresses_to_our_dequantize(format, choice):
     chosen = {key: values[choice] for key, values in get_format(format).options.items()}
     # Its own test below: the library divides where we multiply.
     chosen.pop("global_scale", None)
-    q = quantize(random_weight(), format, **chosen)
+    weighted = chosen.get("search") == "weighted"
+    mean_square = torch.rand(512, generator=torch.Generator().manual_seed(1))
+    q = get_format(format).quantize(
+        random_weight(), chosen, mean_square=mean_square if weighted else None
+    )
     theirs = decompress(format, CT.to_disk("m", q))
     # float-quantized comes back in the scale's FP32, an exact product. The others come back in
     # BF16: mxfp4 and nvfp4 products have 2 and 6 significant bits, so BF16's 8 hold them; w4a8's

@@ -23,9 +23,10 @@ from moequant.formats import (
     stack,
     tile_rows,
 )
+from moequant.formats.importance import importance_of
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -35,9 +36,11 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 NOT_SIGN_SYMMETRIC = {"w4a8": "codes reach -8 but not 8"}
 NO_HALF_STEP_BOUND = {"w4a8": "w4a8 gives up the largest weight of a group for a smaller step"}
 NOT_IDEMPOTENT = {
-    ("fp8_block", "float32"): "448 * scale / 448 may be one ulp off; see test_fp8_block",
+    ("fp8_block", "float32", "none"): "448 * scale / 448 may be one ulp off; see test_fp8_block",
+    ("fp8_block", "float32", "weighted"): "as without a search",
     ("fp8_channel", "float32"): "448 * scale / 448 may be one ulp off",
     ("w4a8", "none"): "dequantized groups no longer ask for the step they were given",
+    ("w4a8", "weighted"): "dequantized groups no longer ask for the step they were given",
     ("w4a8", "mse"): "dequantized groups no longer ask for the step they were given",
 }
 
@@ -91,9 +94,32 @@ def assert_same_bytes(q: QuantizedWeight, other: QuantizedWeight) -> None:
         assert torch.equal(*as_bytes), name
 
 
+def mean_squares(options: Mapping[str, str], weights: Sequence[Tensor]) -> list[Tensor] | None:
+    """Of input channels, from 1 to 1e-8 and some 0; None without a weighted search."""
+    if options.get("search") != "weighted":
+        return None
+    return [((torch.arange(w.shape[-1]) * 37 % 101).float() / 100) ** 4 for w in weights]
+
+
+def importance(options: Mapping[str, str], K: int) -> Tensor | None:
+    """What columns count in a weighted search; None without one."""
+    found = mean_squares(options, [torch.empty(1, K)])
+    return found and importance_of(found[0], K)
+
+
+def quantized(fmt: Format, w: Tensor, options: Mapping[str, str] | None = None) -> QuantizedWeight:
+    found = mean_squares(options or {}, [w])
+    return fmt.quantize(w, options, mean_square=found and found[0])
+
+
 def requantize(fmt: Format, q: QuantizedWeight, options: dict[str, str]) -> QuantizedWeight:
     """Quantize what `q` decodes to, under the global scale it has."""
-    return fmt._quantize_in_tiles(fmt.dequantize(q), fmt.resolve_options(options), q.global_scale)
+    return fmt._quantize_in_tiles(
+        fmt.dequantize(q),
+        fmt.resolve_options(options),
+        q.global_scale,
+        importance(options, q.shape[-1]),
+    )
 
 
 SHAPES = [(8, 512), (3, 8, 512), (2, 3, 4, 256), (1, 128), (0, 512), (2, 0, 512), (0, 4, 512)]
@@ -104,7 +130,7 @@ SHAPES = [(8, 512), (3, 8, 512), (2, 3, 4, 256), (1, 128), (0, 512), (2, 0, 512)
 def test_specs_equal_what_quantize_makes(
     fmt: Format, options: dict[str, str], shape: tuple[int, ...]
 ) -> None:
-    q = fmt.quantize(normal(*shape), options)
+    q = quantized(fmt, normal(*shape), options)
     specs = fmt.specs(shape)
     assert specs.keys() == q.tensors().keys()
     for name, part in q.tensors().items():
@@ -118,8 +144,8 @@ def test_specs_equal_what_quantize_makes(
 @every_option
 def test_a_batch_equals_its_members_byte_for_byte(fmt: Format, options: dict[str, str]) -> None:
     w = normal(4, 24, 512) * torch.tensor([1.0, 2.0**-9, 300.0, 0.0]).bfloat16()[:, None, None]
-    batch = fmt.quantize(w, options)
-    members = [fmt.quantize(member, options) for member in w]
+    batch = quantized(fmt, w, options)
+    members = [quantized(fmt, member, options) for member in w]
     assert_same_bytes(batch, stack(members))
     for i, member in enumerate(members):
         assert_same_bytes(batch[i], member)
@@ -135,20 +161,20 @@ def test_a_weight_quantized_in_tiles_equals_the_same_quantized_whole(
     # Several tiles, the last incomplete; a batch goes whole.
     assert 600 // tile_rows(4096, fmt.block[0]) > 2
     assert 600 % tile_rows(4096, fmt.block[0]) > 0
-    assert_same_bytes(fmt.quantize(w, options), fmt.quantize(w[None], options)[0])
+    assert_same_bytes(quantized(fmt, w, options), quantized(fmt, w[None], options)[0])
 
 
 @every_option
 def test_two_leading_dimensions_equal_one(fmt: Format, options: dict[str, str]) -> None:
     w = normal(6, 8, 256)
-    folded = fmt.quantize(w.reshape(2, 3, 8, 256), options)
-    assert_same_bytes(stack([folded[0][i] for i in range(3)]), fmt.quantize(w[:3], options))
+    folded = quantized(fmt, w.reshape(2, 3, 8, 256), options)
+    assert_same_bytes(stack([folded[0][i] for i in range(3)]), quantized(fmt, w[:3], options))
 
 
 @every_option
 def test_zeros_become_zeros(fmt: Format, options: dict[str, str]) -> None:
     for w in (torch.zeros(8, 256), -torch.zeros(8, 256)):
-        q = fmt.quantize(w, options)
+        q = quantized(fmt, w, options)
         assert torch.equal(fmt.dequantize(q), torch.zeros(8, 256))
         assert (q.scale.float() > 0).all()
         assert q.scale.float().isfinite().all()
@@ -159,7 +185,7 @@ def test_zeros_become_zeros(fmt: Format, options: dict[str, str]) -> None:
 def test_a_zero_group_does_not_disturb_the_others(fmt: Format, options: dict[str, str]) -> None:
     w = normal(256, 512)
     w[:128, 128:256] = 0
-    d = fmt.dequantize(fmt.quantize(w, options))
+    d = fmt.dequantize(quantized(fmt, w, options))
     assert (d[:128, 128:256] == 0).all()
     assert (d[:, :128] != 0).float().mean() > 0.8
 
@@ -167,7 +193,7 @@ def test_a_zero_group_does_not_disturb_the_others(fmt: Format, options: dict[str
 @every_option_but(NOT_SIGN_SYMMETRIC)
 def test_negated_weights_give_negated_values(fmt: Format, options: dict[str, str]) -> None:
     w = of_every_magnitude()
-    q, negated = fmt.quantize(w, options), fmt.quantize(-w, options)
+    q, negated = quantized(fmt, w, options), quantized(fmt, -w, options)
     sign_bits = {1: 0x80, 2: 0x88}[fmt.codes_per_byte]
     assert torch.equal(negated.qdata.view(torch.uint8), q.qdata.view(torch.uint8) ^ sign_bits)
     assert_same_bytes(QuantizedWeight(**{**vars(negated), "qdata": q.qdata}), q)
@@ -203,9 +229,9 @@ def test_the_same_numbers_give_the_same_bytes_from_every_dtype(
     # BF16 numbers below 2**-14 may not fit the denormals of FP16.
     w = torch.where(w.abs() < 2.0**-14, 0.0, w)
     assert torch.equal(w.half().float(), w.float())
-    q = fmt.quantize(w, options)
-    assert_same_bytes(fmt.quantize(w.half(), options), q)
-    assert_same_bytes(fmt.quantize(w.float(), options), q)
+    q = quantized(fmt, w, options)
+    assert_same_bytes(quantized(fmt, w.half(), options), q)
+    assert_same_bytes(quantized(fmt, w.float(), options), q)
 
 
 @every_format
@@ -281,17 +307,17 @@ def test_specs_say_what_they_are_as_messages_do(fmt: Format) -> None:
 def test_unknown_options_and_values_are_recipe_errors(fmt: Format) -> None:
     w = normal(4, 256)
     with pytest.raises(RecipeError, match=f"{fmt.name} has no option 'rounding'; its options: "):
-        fmt.quantize(w, {"rounding": "up"})
+        quantized(fmt, w, {"rounding": "up"})
     for option, values in fmt.options.items():
         with pytest.raises(RecipeError, match=f"{fmt.name}: {option} = 'x', .*{values[-1]}"):
-            fmt.quantize(w, {option: "x"})
+            quantized(fmt, w, {option: "x"})
 
 
 @every_format
 def test_the_first_value_of_an_option_is_its_default(fmt: Format) -> None:
     first = {option: values[0] for option, values in fmt.options.items()}
     assert fmt.resolve_options() == first
-    assert_same_bytes(fmt.quantize(normal(4, 256)), fmt.quantize(normal(4, 256), first))
+    assert_same_bytes(fmt.quantize(normal(4, 256)), quantized(fmt, normal(4, 256), first))
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
@@ -307,10 +333,10 @@ def test_the_number_of_threads_changes_no_byte(fmt: Format, options: dict[str, s
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = [fmt.quantize(w, options) for w in weights]
+        alone = [quantized(fmt, w, options) for w in weights]
         torch.set_num_threads(3)
         for w, q in zip(weights, alone, strict=True):
-            assert_same_bytes(fmt.quantize(w, options), q)
+            assert_same_bytes(quantized(fmt, w, options), q)
     finally:
         torch.set_num_threads(threads)
 
@@ -321,7 +347,7 @@ def test_a_power_of_two_on_the_weights_moves_only_scales(
     fmt: Format, options: dict[str, str], exponent: int
 ) -> None:
     w = normal(16, 512, dtype=torch.float32) * 16  # well above the floor of w4a8's row scales
-    q, moved = fmt.quantize(w, options), fmt.quantize(w * 2.0**exponent, options)
+    q, moved = quantized(fmt, w, options), quantized(fmt, w * 2.0**exponent, options)
     assert torch.equal(moved.qdata.view(torch.uint8), q.qdata.view(torch.uint8))
     assert torch.equal(fmt.dequantize(moved), fmt.dequantize(q) * 2.0**exponent)
 
@@ -330,7 +356,7 @@ def test_a_power_of_two_on_the_weights_moves_only_scales(
 def test_quantizing_the_decoded_values_gives_them_again(
     fmt: Format, options: dict[str, str]
 ) -> None:
-    q = fmt.quantize(normal(128, 512), options)
+    q = quantized(fmt, normal(128, 512), options)
     assert torch.equal(fmt.dequantize(requantize(fmt, q, options)), fmt.dequantize(q))
 
 
@@ -380,7 +406,7 @@ def test_every_finite_weight_decodes_to_a_finite_one(fmt: Format, options: dict[
     w = of_every_magnitude()
     # Alone, where each row's scales are its own, and together, under one global scale.
     for batch in (w[:, None], w):
-        q = fmt.quantize(batch, options)
+        q = quantized(fmt, batch, options)
         decoded = fmt.dequantize(q)
         assert decoded.isfinite().all()
         assert decoded.bfloat16().isfinite().all()
@@ -393,18 +419,18 @@ def test_strided_weights_give_contiguous_parts_of_the_same_bytes(
     fmt: Format, options: dict[str, str]
 ) -> None:
     w = normal(3, 16, 512)
-    q = fmt.quantize(w, options)
+    q = quantized(fmt, w, options)
     transposed = w.mT.contiguous().mT
     sliced = torch.cat([w, w], dim=-1).reshape(3, 16, 2, 512).select(2, 1)
     interleaved = torch.stack([w, w * 3], dim=1)[:, 0]
     permuted = w.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     for strided in (transposed, sliced, interleaved, permuted):
         assert not strided.is_contiguous()
-        made = fmt.quantize(strided, options)
+        made = quantized(fmt, strided, options)
         assert all(part.is_contiguous() for part in made.tensors().values())
         assert_same_bytes(made, q)
     expanded = w[:1].expand(4, 16, 512)
-    assert_same_bytes(fmt.quantize(expanded, options)[3], fmt.quantize(w[0], options))
+    assert_same_bytes(quantized(fmt, expanded, options)[3], quantized(fmt, w[0], options))
 
 
 @every_option
@@ -413,7 +439,7 @@ def test_quantize_leaves_its_input_alone_and_carries_no_gradient(
 ) -> None:
     w = torch.nn.Parameter(normal(8, 256, dtype=torch.float32))
     before = w.detach().clone()
-    q = fmt.quantize(w, options)
+    q = quantized(fmt, w, options)
     assert torch.equal(w, before)
     assert not any(part.requires_grad for part in q.tensors().values())
 
@@ -421,11 +447,11 @@ def test_quantize_leaves_its_input_alone_and_carries_no_gradient(
 @every_option
 def test_the_default_dtype_of_torch_changes_no_byte(fmt: Format, options: dict[str, str]) -> None:
     w = torch.cat([normal(8, 256), torch.zeros(8, 256, dtype=torch.bfloat16)])
-    q = fmt.quantize(w, options)
+    q = quantized(fmt, w, options)
     decoded = fmt.dequantize(q)
     torch.set_default_dtype(torch.float64)
     try:
-        assert_same_bytes(fmt.quantize(w, options), q)
+        assert_same_bytes(quantized(fmt, w, options), q)
         assert fmt.dequantize(q).dtype == torch.float32
         assert torch.equal(fmt.dequantize(q), decoded)
     finally:
@@ -438,8 +464,13 @@ def test_a_fused_set_shares_its_global_scale_and_nothing_else(
 ) -> None:
     gate, up = normal(2, 8, 256), normal(2, 16, 256, seed=1)
     up[1] *= 32
-    fused = fmt.quantize_fused([gate, up], options, names=["gate", "up"])
-    alone = [fmt.quantize(w, options) for w in (gate, up)]
+    fused = fmt.quantize_fused(
+        [gate, up],
+        options,
+        names=["gate", "up"],
+        mean_squares=mean_squares(options, [gate, up]),
+    )
+    alone = [quantized(fmt, w, options) for w in (gate, up)]
     if not fmt.has_global_scale:
         assert_same_bytes(fused[0], alone[0])
         assert_same_bytes(fused[1], alone[1])
@@ -449,7 +480,9 @@ def test_a_fused_set_shares_its_global_scale_and_nothing_else(
     larger = torch.maximum(alone[0].global_scale, alone[1].global_scale)
     assert torch.equal(fused[0].global_scale, larger)
     for w, q in zip((gate, up), fused, strict=True):
-        again = fmt._quantize_in_tiles(w.float(), fmt.resolve_options(options), larger)
+        again = fmt._quantize_in_tiles(
+            w.float(), fmt.resolve_options(options), larger, importance(options, w.shape[-1])
+        )
         assert_same_bytes(again, q)
 
 

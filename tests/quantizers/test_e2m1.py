@@ -47,5 +47,5 @@ def test_every_bf16_pattern_under_every_scale_has_the_code_of_the_rounded_quotie
     scale_bytes = torch.empty(len(w) // group, dtype=torch.uint8)
     for scale in scales:
         result = Operand(data=qdata, scale=scale_bytes, global_scale=scale.item())
-        kernel(*operand_of(w).arguments(), len(scale_bytes), 1, *result.arguments(), 0)
+        kernel(*operand_of(w).arguments(), len(scale_bytes), 1, *result.arguments(), 0, 0)
         assert torch.equal(qdata, pack_nibbles(encode_e2m1(clamped / scale))), scale

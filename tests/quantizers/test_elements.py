@@ -41,7 +41,7 @@ def compiled(compute):
 
     def run(x):
         found = torch.empty(len(x), dtype=torch.int32)
-        kernel(*operand_of(x).arguments(), len(x), 1, found.data_ptr(), 0, 0, 0.0, 0)
+        kernel(*operand_of(x).arguments(), len(x), 1, found.data_ptr(), 0, 0, 0.0, 0, 0)
         return found
 
     return run
@@ -122,7 +122,7 @@ def test_tops_begin_with_the_sign(dtype):
     f.give(f.constant(I32, 0))
     found = torch.empty(LANES, dtype=torch.int16)
     jit.compile_kernel(f.text())(
-        *operand_of(w).arguments(), 16, 1, *Operand(data=found).arguments(), 0
+        *operand_of(w).arguments(), 16, 1, *Operand(data=found).arguments(), 0, 0
     )
     assert torch.equal(found < 0, w.signbit())
 
@@ -139,7 +139,7 @@ def test_pairs_are_the_weights_of_even_and_of_odd_index(dtype):
     w = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     even, odd = torch.empty(32), torch.empty(32)
     result = Operand(data=even, scale=odd)
-    jit.compile_kernel(f.text())(*operand_of(w).arguments(), 64, 1, *result.arguments(), 0)
+    jit.compile_kernel(f.text())(*operand_of(w).arguments(), 64, 1, *result.arguments(), 0, 0)
     assert torch.equal(torch.stack([even, odd], 1).flatten(), w.float())
 
 

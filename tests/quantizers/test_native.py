@@ -43,10 +43,18 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def mean_squares(options, weights):
+    """Of input channels, from 1 to 1e-8 and some 0; None without a weighted search."""
+    if options.get("search") != "weighted":
+        return None
+    return [((torch.arange(w.shape[-1]) * 37 % 101).float() / 100) ** 4 for w in weights]
+
+
 def assert_same(quantizer, fmt, options, *weights):
     names = [f"w{i}" for i in range(len(weights))]
-    wanted = fmt.quantize_fused(weights, options, names=names)
-    found = quantizer.quantize_fused(fmt, weights, options, names=names)
+    squares = mean_squares(options, weights)
+    wanted = fmt.quantize_fused(weights, options, names=names, mean_squares=squares)
+    found = quantizer.quantize_fused(fmt, weights, options, names=names, mean_squares=squares)
     for one, other in zip(found, wanted, strict=True):
         assert (one.format, one.shape) == (other.format, other.shape)
         assert one.tensors().keys() == other.tensors().keys()
@@ -145,10 +153,11 @@ def test_shapes_that_fill_no_vector_give_the_reference_bytes(quantizer, fmt, opt
 
 
 @pytest.mark.parametrize("scale", CONVERTIBLE["fp8_block"].options["scale"])
+@pytest.mark.parametrize("search", CONVERTIBLE["fp8_block"].options["search"])
 @pytest.mark.parametrize("shape", [(1, 1), (127, 1), (1, 31), (200, 161), (128, 129), (300, 33)])
-def test_ragged_blocks_give_the_reference_bytes(quantizer, scale, shape):
+def test_ragged_blocks_give_the_reference_bytes(quantizer, scale, search, shape):
     w = torch.randn(shape, generator=generator(5)).bfloat16()
-    assert_same(quantizer, CONVERTIBLE["fp8_block"], {"scale": scale}, w)
+    assert_same(quantizer, CONVERTIBLE["fp8_block"], {"scale": scale, "search": search}, w)
 
 
 @pytest.mark.parametrize("rule", CONVERTIBLE["nvfp4"].options["global_scale"])
@@ -179,10 +188,11 @@ def test_values_that_are_not_finite_are_refused_as_the_reference_refuses_them(
     for row, column in ((0, 0), (129, 639), (64, 77)):
         bad = [weights[0], weights[1].clone()]
         bad[1][row, column] = value
+        names, squares = ["gate", "up"], mean_squares(options, bad)
         with pytest.raises(NonFiniteError) as wanted:
-            fmt.quantize_fused(bad, options, names=["gate", "up"])
+            fmt.quantize_fused(bad, options, names=names, mean_squares=squares)
         with pytest.raises(NonFiniteError) as found:
-            quantizer.quantize_fused(fmt, bad, options, names=["gate", "up"])
+            quantizer.quantize_fused(fmt, bad, options, names=names, mean_squares=squares)
         assert str(found.value) == str(wanted.value)
 
 
@@ -197,13 +207,16 @@ def test_other_dtypes_and_shapes_are_refused(quantizer, fmt):
 @every_option
 def test_results_lie_in_the_memory_they_were_given(quantizer, fmt, options):
     w = torch.randn(128, 512, generator=generator(9)).bfloat16()
+    squares = mean_squares(options, [w])
     arena = Arena()
     for _ in range(2):
         arena.clear()
-        (q,) = quantizer.quantize_fused(fmt, [w], options, names=["w"], empty=arena.empty)
+        (q,) = quantizer.quantize_fused(
+            fmt, [w], options, names=["w"], empty=arena.empty, mean_squares=squares
+        )
     start, stop = arena._memory.data_ptr(), arena._memory.data_ptr() + arena._memory.nbytes
     assert all(start <= t.data_ptr() < stop for t in (q.qdata, q.scale))
-    (wanted,) = fmt.quantize_fused([w], options, names=["w"])
+    (wanted,) = fmt.quantize_fused([w], options, names=["w"], mean_squares=squares)
     assert torch.equal(q.qdata.view(torch.uint8), wanted.qdata.view(torch.uint8))
 
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from moequant.cli import cli
 from moequant.conversion import Recipe, convert
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize
+from moequant.runtime import load_experts
 from moequant.verification import verify
 from moequant.weights.converted import ConvertedCheckpoint
 
@@ -283,6 +284,119 @@ def test_other_schemes_are_refused_by_field(make_form, config_of, tmp_path, case
     (source.path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=message):
         convert(source.path, tmp_path / "out", format="bf16")
+
+
+# Experts are [256, 256]: 8 groups of 32 columns, 2 of 128.
+CONTRADICTIONS = {
+    "groups of 64, stored 32": (
+        "pack-quantized, groups of 32",
+        {"group_size": 64},
+        "shape [256, 8], but config.json says a scale for groups of 64 columns, so it must be "
+        "[256, 4]",
+    ),
+    "groups of 128, stored 32": (
+        "pack-quantized, groups of 32",
+        {"group_size": 128},
+        "so it must be [256, 2]",
+    ),
+    "groups of 32, stored 128": (
+        "pack-quantized, W4A16",
+        {"group_size": 32},
+        "so it must be [256, 8]",
+    ),
+    "groups that do not divide": (
+        "pack-quantized, W4A16",
+        {"group_size": 96},
+        "a scale for groups of 96 columns, which do not divide the 256 columns",
+    ),
+    "rows, stored groups": (
+        "pack-quantized, W4A16",
+        {"strategy": "channel", "group_size": None},
+        "shape [256, 2], but config.json says a scale for each row, so it must be [256, 1] or "
+        "[256]",
+    ),
+    "rows by size, stored groups": (
+        "pack-quantized, W4A16",
+        {"strategy": None, "group_size": -1},
+        "a scale for each row",
+    ),
+    "a tensor, stored rows": (
+        "float-quantized, channels",
+        {"strategy": "tensor"},
+        "shape [256, 1], but config.json says one scale for the whole weight, so it must be [1] "
+        "or []",
+    ),
+    "rows, stored a tensor": (
+        "float-quantized, tensor",
+        {"strategy": "channel"},
+        "shape [1], but config.json says a scale for each row, so it must be [256, 1] or [256]",
+    ),
+    "blocks, stored rows": (
+        "float-quantized, channels",
+        {"strategy": "block", "block_structure": [128, 128]},
+        "shape [256, 1], not [2, 2]",
+    ),
+    "rows, stored blocks": (
+        "float-quantized, blocks",
+        {"strategy": "channel"},
+        "shape [2, 2], not [256, 1]",
+    ),
+}
+
+
+def restate(path, change):
+    """Change what config.json says of the weights."""
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_scales_of_another_shape_than_config_json_says_are_refused(make_form, tmp_path, case):
+    name, change, said = CONTRADICTIONS[case]
+    source = make_form(name, path=tmp_path / "source").path
+    out = convert(source, tmp_path / "before", format="bf16").output
+    restate(source, change)
+    for arguments in (
+        ("convert", source, tmp_path / "out", "--format", "bf16"),
+        ("inspect", source),
+        ("verify", out, "--against", source),
+    ):
+        result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+        error = " ".join(result.output.split())
+        assert result.exit_code != 0, arguments
+        assert "model.layers.0.mlp.experts.0.down_proj.weight_scale: " in error
+        assert said in error
+        assert "fetch or convert the checkpoint again" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", [None, 0, -32, 32.0, "32", True, [32]])
+def test_a_group_size_that_is_no_size_is_refused(make_form, tmp_path, size):
+    source = make_form("pack-quantized, groups of 32", path=tmp_path / "source").path
+    restate(source, {"strategy": "group", "group_size": size})
+    with pytest.raises(CheckpointError, match=r"group_0\.weights\.group_size is .*must be a pos"):
+        convert(source, tmp_path / "out", format="bf16")
+
+
+def test_rows_by_their_group_size_are_read(make_form, read_tensors, tmp_path):
+    """compressed-tensors takes a size of -1 without a strategy for one scale a row."""
+    name = "pack-quantized, groups of 32"
+    source = make_form(name, path=tmp_path / "source", group=256)
+    restate(source.path, {"strategy": None, "group_size": -1})
+    found = read_tensors(convert(source.path, tmp_path / "out", format="bf16").output)
+    for weight, numbers in source.numbers.items():
+        assert torch.equal(found[weight].double(), numbers.float().bfloat16().double()), weight
+
+
+def test_a_converted_layer_whose_config_contradicts_its_scales_is_not_loaded(
+    make_checkpoint, edit, tmp_path
+):
+    out = convert(make_checkpoint(layers=1), tmp_path / "out", format="fp8_channel").output
+    name = f"{EXPERT}.up_proj.weight_scale"
+    edit(out, {name: torch.ones(1)})
+    with pytest.raises(CheckpointError, match=rf"{name}: shape \[1\], but .* for each row"):
+        load_experts(out, 0)
 
 
 @every_form

@@ -148,10 +148,24 @@ def test_without_input_activations_both_are_weight_only(make):
     assert experts.packed().workload.activations == "none"
 
 
+def test_experts_that_differ_in_their_activations_are_prepared_weight_only(make, config_of):
+    path = make("nvfp4-pack-quantized").path
+    config = config_of(path)
+    groups = config["quantization_config"]["config_groups"]
+    weight_only = {**groups["group_0"], "targets": ["re:.*experts.1"], "input_activations": None}
+    groups["group_1"] = weight_only
+    (path / "config.json").write_text(json.dumps(config))
+    said = rf'{path}: layer 0: the experts of a layer share one scheme .*choose "none" for activ'
+    with pytest.raises(UnsupportedError, match=said) as refused:
+        prepare(path, target="sm100")
+    assert str(refused.value).endswith("; --activations none prepares the weights alone")
+    assert prepare(path, target="sm100", activations="none").state == "prepared"
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (None, r"experts.1.up_proj.input_global_scale: not there, .*activations = \"none\""),
+        (None, r'experts.1.up_proj.input_global_scale: not there, .*choose "none" for activ'),
         (torch.ones(2), r"torch.float32 of shape \[2\], but a global scale is one"),
         (torch.tensor([100]), r"torch.int64 of shape \[1\], but a global scale is one"),
         (torch.zeros(1), r"gate_up_input_scale\[1\] is inf, but each must be from"),

@@ -1,0 +1,323 @@
+"""Conversions with statistics: what uses them, and that outputs stay verified and repeatable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from moequant.conversion import Recipe, convert, plan_checkpoint
+from moequant.conversion.source_identity import source_digests
+from moequant.errors import MoequantError, RecipeError, StatisticsError
+from moequant.formats import CONVERTIBLE
+from moequant.statistics import (
+    DataRecord,
+    InputSums,
+    LayerSums,
+    Statistics,
+    StatisticsRecord,
+    StatisticsWriter,
+)
+from moequant.storage.checkpoint import Checkpoint
+from moequant.verification import verify
+from moequant.weights.source_model import read_source, source_config
+
+WEIGHTED = [n for n, f in CONVERTIBLE.items() if "weighted" in f.options.get("search", ())]
+MIXED = """
+[[rules]]
+roles = ["shared_experts", "routed_experts"]
+format = "nvfp4"
+"""
+
+
+def measure(checkpoint_path, path, *, seed=0, **changed):
+    """Statistics as of a calibration of a checkpoint, with random mean squares."""
+    checkpoint = Checkpoint.open(checkpoint_path)
+    model = read_source(checkpoint.tensors, source_config(checkpoint)).model
+    moe, generator = model.moe, torch.Generator().manual_seed(seed)
+    layers = tuple(moe.sparse_layers)
+    data = DataRecord(
+        sha256="0" * 64,
+        file_sha256="1" * 64,
+        windows=1,
+        tokens=100,
+        window_tokens=512,
+        samples=1,
+        chat_template=False,
+    )
+    fields = {
+        "moequant": "0.1",
+        "source": source_digests(checkpoint, ()),
+        "model_type": "any",
+        "architecture": model.architecture.name,
+        "experts": moe.experts,
+        "top_k": 2,
+        "hidden": moe.hidden,
+        "intermediate": moe.intermediate,
+        "layers": layers,
+        "prior_tokens": 8,
+        "hessian": False,
+        "data": data,
+        "run": {},
+        "digests": {str(layer): "0" * 64 for layer in layers},
+    }
+    # One expert saw nothing.
+    tokens = torch.arange(moe.experts) * 30
+    digests = {}
+    record = StatisticsRecord(**fields | changed)
+    with StatisticsWriter(path.with_suffix(".partial"), record) as writer:
+        for layer in record.layers:
+            inputs = {}
+            for name in ("hidden", "intermediate"):
+                shape = record.experts, record.channels(name)
+                mean = torch.rand(shape, generator=generator, dtype=torch.float64) ** 6
+                inputs[name] = InputSums(
+                    square_sum=mean * tokens[: record.experts, None],
+                    amax=torch.ones(record.experts),
+                )
+            found = LayerSums(tokens=tokens[: record.experts], inputs=inputs)
+            digests[str(layer)] = writer.write_layer(layer, found.to_tensors(layer))
+        writer.finish(path, digests)
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(make_checkpoint):
+    return make_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def stats(source, tmp_path_factory):
+    return measure(source, tmp_path_factory.mktemp("statistics") / "stats")
+
+
+def tensors(folder):
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def files(folder):
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+def recipe(folder, text):
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("format", WEIGHTED)
+def test_with_statistics_each_weight_is_quantized_by_those_of_its_expert(
+    source, stats, tmp_path, format
+):
+    result = convert(source, tmp_path / "out", format=format, statistics=stats)
+    measured, before, found = Statistics.load(stats), tensors(source), tensors(tmp_path / "out")
+    checked = 0
+    for unit in result.plan.units:
+        fmt = CONVERTIBLE[format]
+        names = [weight.info.name for weight in unit.weights]
+        places = [result.plan.model.roles[name] for name in names]
+        wanted = fmt.quantize_fused(
+            [before[name] for name in names],
+            {"search": "weighted"},
+            names=names,
+            mean_squares=[
+                measured.input_mean_square(p.layer, p.expert, p.projection) for p in places
+            ],
+        )
+        for weight, q in zip(unit.weights, wanted, strict=True):
+            for name, tensor in result.plan.dialect.to_disk(weight.module, q).items():
+                one, other = (t.reshape(-1).view(torch.uint8) for t in (found[name], tensor))
+                assert torch.equal(one, other), name
+                checked += 1
+    assert checked >= 2 * 2 * 4 * 3  # codes and scales of three projections
+    report = verify(tmp_path / "out", against=source, statistics=stats)
+    assert report.ok, report.problems
+    assert report.method == "bytes"
+
+
+def test_the_record_names_the_statistics(source, stats, tmp_path):
+    convert(source, tmp_path / "out", format="nvfp4", statistics=stats)
+    record = json.loads((tmp_path / "out" / "moequant.json").read_text())
+    assert record["statistics"]["sha256"] == Statistics.load(stats).digest
+    assert record["statistics"]["data"]["tokens"] == 100
+
+
+def test_without_statistics_nothing_is_recorded_and_the_plan_is_as_before(source, tmp_path):
+    result = convert(source, tmp_path / "out", format="nvfp4")
+    assert "statistics" not in json.loads((tmp_path / "out" / "moequant.json").read_text())
+    assert {unit.options["search"] for unit in result.plan.units} == {"none"}
+
+
+@pytest.mark.parametrize("format", WEIGHTED)
+def test_bytes_depend_neither_on_workers_nor_on_the_quantizer(
+    source, stats, tmp_path, format, monkeypatch
+):
+    for workers in (1, 5):
+        out = tmp_path / str(workers)
+        convert(source, out, format=format, statistics=stats, workers=workers)
+    monkeypatch.setenv("MOEQUANT_QUANTIZER", "torch")
+    convert(source, tmp_path / "torch", format=format, statistics=stats)
+    assert files(tmp_path / "1") == files(tmp_path / "5") == files(tmp_path / "torch")
+
+
+def test_verify_needs_the_same_statistics(source, stats, tmp_path):
+    convert(source, tmp_path / "out", format="nvfp4", statistics=stats)
+    with pytest.raises(StatisticsError, match=r"converted with statistics, SHA-256 .*--stat"):
+        verify(tmp_path / "out", against=source)
+    other = measure(source, tmp_path / "other", seed=1)
+    with pytest.raises(StatisticsError, match=r"other: its SHA-256 is .* give that file"):
+        verify(tmp_path / "out", against=source, statistics=other)
+    convert(source, tmp_path / "plain", format="nvfp4")
+    with pytest.raises(StatisticsError, match="plain was not converted with statistics"):
+        verify(tmp_path / "plain", against=source, statistics=stats)
+
+
+def test_verify_finds_scales_that_other_statistics_would_give(source, stats, tmp_path):
+    convert(source, tmp_path / "out", format="nvfp4", statistics=stats)
+    other = measure(source, tmp_path / "other", seed=1)
+    convert(source, tmp_path / "wrong", format="nvfp4", statistics=other)
+    record = json.loads((tmp_path / "out" / "moequant.json").read_text())
+    for file in files(tmp_path / "wrong"):
+        shutil.copy(tmp_path / "wrong" / file, tmp_path / "out" / file)
+    wrong = json.loads((tmp_path / "wrong" / "moequant.json").read_text())
+    (tmp_path / "out" / "moequant.json").write_text(
+        json.dumps(record | {"shards": wrong["shards"]})
+    )
+    report = verify(tmp_path / "out", against=source, statistics=stats)
+    assert {problem.check for problem in report.problems} == {"weights"}
+
+
+class _StopError(Exception):
+    pass
+
+
+def test_an_interrupted_conversion_continues_with_its_statistics_only(
+    source, stats, tmp_path, monkeypatch
+):
+    out, settings = tmp_path / "out", {"format": "nvfp4", "max_shard_size": "300KB"}
+    convert(source, tmp_path / "whole", statistics=stats, **settings)
+
+    def stop(*arguments):
+        raise _StopError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moequant.conversion.pipeline.commit", stop)
+        with pytest.raises(_StopError):
+            convert(source, out, statistics=stats, **settings)
+    other = measure(source, tmp_path / "other", seed=1)
+    for given in ({}, {"statistics": other}):
+        with pytest.raises(MoequantError, match="unfinished conversion into nvfp4, with the stat"):
+            convert(source, out, **settings, **given)
+    result = convert(source, out, statistics=stats, **settings)
+    assert result.resumed_shards == len(result.plan.shards)
+    assert files(out) == files(tmp_path / "whole")
+    with pytest.raises(MoequantError, match="with the statistics of SHA-256"):
+        convert(source, out, statistics=other, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architecture": "mixtral"}, "of a model with architecture mixtral"),
+        ({"experts": 3}, "of a model with experts 3"),
+        ({"hidden": 512}, "of a model with hidden size 512"),
+        ({"intermediate": 512}, "of a model with intermediate size 512"),
+        ({"source": {"config_sha256": "0", "sample_sha256": "0"}}, "with other weights"),
+    ],
+)
+def test_statistics_of_another_model_are_refused(source, tmp_path, changed, message):
+    other = measure(source, tmp_path / "other", **changed)
+    for dry_run in (True, False):
+        with pytest.raises(StatisticsError, match=f"{message}.*calibrate"):
+            convert(source, tmp_path / "out", format="nvfp4", statistics=other, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_of_the_same_shapes_with_other_weights_are_refused(
+    make_checkpoint, stats, tmp_path
+):
+    twin = make_checkpoint(seed=1)
+    with pytest.raises(StatisticsError, match="measured on a checkpoint with other weights"):
+        convert(twin, tmp_path / "out", format="nvfp4", statistics=stats)
+
+
+def test_a_weighted_search_without_statistics_is_refused(source, tmp_path):
+    text = '[[rules]]\nroles = ["routed_experts"]\nformat = "nvfp4"\noptions = {search="weighted"}'
+    with pytest.raises(RecipeError, match="needs statistics: measure them with `moequant calib"):
+        convert(source, tmp_path / "out", recipe=recipe(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        'format = "fp8_channel"',
+        'format = "nvfp4"\noptions = {search = "mse"}',
+        'format = "nvfp4"\noptions = {search = "none"}',
+        'format = "mxfp4"\noptions = {scale_rule = "mse"}',
+    ],
+)
+def test_statistics_that_nothing_uses_are_refused(source, stats, tmp_path, rule):
+    path = recipe(tmp_path, f'[[rules]]\nroles = ["routed_experts"]\n{rule}\n')
+    with pytest.raises(StatisticsError, match="nothing uses these statistics"):
+        convert(source, tmp_path / "out", recipe=path, statistics=stats)
+
+
+def test_weights_without_statistics_are_rounded_to_nearest_and_named(make_checkpoint, tmp_path):
+    source = make_checkpoint(model_type="deepseek_v3")
+    stats = measure(source, tmp_path / "stats")
+    path = recipe(tmp_path, MIXED)
+    result = convert(source, tmp_path / "out", recipe=path, statistics=stats)
+    layers = Statistics.load(stats).layers
+    found = set()
+    for unit in result.plan.units:
+        role = result.plan.model.roles[unit.name]
+        found.add((role.role, role.layer in layers, unit.options["search"]))
+    assert found == {
+        ("routed_experts", True, "weighted"),
+        ("routed_experts", False, "none"),  # multi-token prediction
+        ("shared_experts", True, "none"),
+        ("shared_experts", False, "none"),
+    }
+    warnings = [w for w in result.plan.warnings if "do not use the statistics" in w]
+    assert len(warnings) == 2
+    assert any("weights of shared_experts into nvfp4" in warning for warning in warnings)
+    assert any("weights of routed_experts into nvfp4" in warning for warning in warnings)
+    report = verify(tmp_path / "out", against=source, statistics=stats)
+    assert report.ok, report.problems
+
+
+def test_an_explicit_weighted_search_is_what_statistics_make_the_default(source, stats, tmp_path):
+    rule = '[[rules]]\nroles = ["routed_experts"]\nformat = "w4a8"\noptions = {search="weighted"}'
+    convert(source, tmp_path / "named", recipe=recipe(tmp_path, rule), statistics=stats)
+    convert(source, tmp_path / "default", format="w4a8", statistics=stats)
+    assert files(tmp_path / "named") == files(tmp_path / "default")
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "warned"),
+    [
+        ("mxfp4", {"scale_rule": "mse"}, "from 0.265 to 0.278"),
+        ("w4a8", {"search": "mse"}, "from 0.270 to 0.291"),
+        ("nvfp4", {"search": "mse"}, None),
+        ("mxfp4", {}, None),
+        ("w4a8", {}, None),
+    ],
+)
+def test_searches_that_raise_the_models_error_are_warned_of(source, format, options, warned):
+    rule = {"roles": ["routed_experts"], "format": format, "options": options}
+    plan = plan_checkpoint(Checkpoint.open(source), Recipe.model_validate({"rules": [rule]}))
+    found = [warning for warning in plan.warnings if "KL divergence" in warning]
+    assert len(found) == (warned is not None)
+    assert all(warned in warning for warning in found)
+
+
+def test_the_plan_counts_the_layers_of_statistics_in_memory(source, stats):
+    plans = [
+        plan_checkpoint(Checkpoint.open(source), Recipe.for_format("nvfp4"), (), given)
+        for given in (None, Statistics.load(stats))
+    ]
+    # Two layers of five rows (four experts and the pooled one) of 256 + 256 numbers, and a few.
+    assert plans[1].peak_bytes(1) - plans[0].peak_bytes(1) == 2 * 4 * 5 * (256 + 256 + 4)
