@@ -1,0 +1,226 @@
+"""GPTQ: codes that minimize the error of a layer's outputs, under scales that are given.
+
+With a weight [N, K], inputs x and an error E = W - decoded, the mean square of the outputs' errors
+is tr(E H Et), where H is the mean of x xt. GPTQ rounds column after column to nearest, and moves
+the error that is made so far to the columns that follow. With H = R Rt, R upper triangular:
+
+    tr(E H Et) = sum over k of R[k, k]**2 * |E[:, k] + E[:, :k] @ R[:k, k] / R[k, k]|**2
+
+so the term of column k is least where its code is the nearest to W[:, k] plus the errors of the
+columns before, each times R[j, k] / R[k, k]. This is the same as GPTQ's usual form with the
+Cholesky factor of the inverse, and needs no inverse. R follows from the Cholesky factor of H with
+its rows and columns in reverse order.
+
+Scales are not changed: any rule of a format may choose them, and they stay those of their columns
+when columns are rounded in another order.
+
+Sources: Frantar et al., "GPTQ" (arXiv 2210.17323), for the method and the order by activations;
+Chee et al., "QuIP" (arXiv 2307.13304), theorem 6, for the form with R.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moequant.errors import StatisticsError, UnsupportedError
+from moequant.formats import QuantizedWeight, dequantize, get_format
+from moequant.formats.base import check_values
+from moequant.formats.blocks import expand_blocks
+from moequant.formats.elements import pack_nibbles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DAMPINGS = (0.01, 0.1, 1.0, 10.0)
+"""What is added to the diagonal of H, in units of its mean, in the order in which they are tried.
+The larger, the nearer the result is to rounding to nearest."""
+
+_BLOCK = 64
+"""Columns whose errors are passed on one by one; those of earlier blocks by one product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """What GPTQ made of a weight.
+
+    Attributes:
+        weight: the codes that were chosen, with the scales that were given.
+        damping: the one of DAMPINGS that was used; None if the given codes were kept, because no
+            damping made the error smaller.
+        error: tr(E H Et) of `weight`.
+        error_before: tr(E H Et) of the weight that was given.
+    """
+
+    weight: QuantizedWeight
+    damping: float | None
+    error: float
+    error_before: float
+
+
+class Gptq:
+    """Rounds weights that multiply the same inputs, such as gate and up of one expert.
+
+    H may be singular: of fewer tokens than channels, or with channels that are always 0, whose
+    columns are rounded to nearest. Where it is 0 altogether, or diagonal, nothing can be gained and
+    the given codes are kept.
+
+    On a CPU one thread computes, so that the bits do not depend on how many there are: products are
+    summed in another order otherwise. Another BLAS, processor or device may round the last bits of
+    float64 differently, and a code then goes to the other side of a tie.
+
+    Args:
+        hessian: [K, K] float32 or float64, symmetric, the mean of x xt; on any device, where the
+            weights must be, too.
+        activation_order: round the columns with the largest mean squares first; by default from
+            left to right.
+        name: name of the weight for error messages.
+
+    Raises:
+        StatisticsError: another shape or dtype, a number that is NaN or Inf, a negative mean
+            square, or no symmetry.
+    """
+
+    def __init__(
+        self, hessian: Tensor, *, activation_order: bool = False, name: str = "weight"
+    ) -> None:
+        _check_hessian(hessian, name)
+        self._hessian = hessian.double()
+        squares = self._hessian.diagonal()
+        self._order = (
+            torch.argsort(squares, descending=True, stable=True)
+            if activation_order
+            else torch.arange(len(squares), device=hessian.device)
+        )
+        # One for each damping, for all weights with these inputs.
+        self._feedback = cache(self._compute_feedback)
+
+    def round(self, w: Tensor, given: QuantizedWeight, *, name: str = "weight") -> Rounding:
+        """Choose codes for `w` with the scales of `given`.
+
+        Dampings are tried in order until one gives a smaller error than the codes of `given`.
+
+        Args:
+            w: [N, K] bfloat16, float16 or float32.
+            given: `w`, rounded to nearest by its format.
+            name: name of the weight for error messages.
+
+        Raises:
+            UnsupportedError: shapes that do not fit each other, or an unsupported dtype.
+            NonFiniteError: `w` has NaN or Inf; the message has index and value.
+        """
+        K = len(self._hessian)
+        if w.shape != given.shape or w.ndim != 2 or w.shape[-1] != K:
+            raise UnsupportedError(
+                f"{name}: shape {list(w.shape)}, rounded to {list(given.shape)}, but GPTQ with a "
+                f"Hessian [{K}, {K}] needs both as [N, {K}]"
+            )
+        check_values(w, name)
+        with _one_thread():
+            before = self._error(w, given)
+            for damping in DAMPINGS:
+                feedback = self._feedback(damping)
+                if feedback is None:
+                    continue
+                found = self._sweep(w, given, feedback)
+                error = self._error(w, found)
+                if error < before:
+                    return Rounding(weight=found, damping=damping, error=error, error_before=before)
+        return Rounding(weight=given, damping=None, error=before, error_before=before)
+
+    def _error(self, w: Tensor, q: QuantizedWeight) -> float:
+        """tr(E H Et), in float64."""
+        E = w.double() - dequantize(q).double()
+        return float((E @ self._hessian).mul_(E).sum())
+
+    def _compute_feedback(self, damping: float) -> Tensor | None:
+        """The factors R[j, k] / R[k, k] at [k, j], [K, K] float64, in the order of rounding.
+
+        None where H is 0 or, with this damping, not positive definite.
+        """
+        mean = self._hessian.diagonal().mean()
+        if len(self._hessian) == 0 or mean == 0:
+            return None
+        H = self._hessian[self._order][:, self._order]
+        H.diagonal().add_(damping * mean)
+        lower, fault = torch.linalg.cholesky_ex(H.flip(0, 1))
+        if int(fault) != 0:
+            return None
+        factors: Tensor = lower.flip(0, 1).T
+        return factors / factors.diagonal().unsqueeze(-1)
+
+    def _sweep(self, w: Tensor, given: QuantizedWeight, feedback: Tensor) -> QuantizedWeight:
+        """Round column after column; rows here are the columns of `w`, in the order of rounding."""
+        element = get_format(given.format).element
+        scale = _column_scales(given).T[self._order]
+        target = w.double().T[self._order]
+        errors, weights = torch.empty_like(target), target.clone()
+        codes = torch.empty(target.shape, dtype=element.dtype, device=w.device)
+        for start in range(0, len(target), _BLOCK):
+            stop = min(start + _BLOCK, len(target))
+            target[start:stop] += feedback[start:stop, :start] @ errors[:start]
+            for k in range(start, stop):
+                codes[k] = element.encode((target[k] / scale[k]).float())
+                errors[k] = weights[k] - element.decode(codes[k]).double() * scale[k]
+                target[k + 1 : stop].addr_(feedback[k + 1 : stop, k], errors[k])
+        back = torch.empty_like(self._order)
+        back[self._order] = torch.arange(len(back), device=back.device)
+        # Not all devices can index float8.
+        qdata = codes.view(torch.uint8)[back].T.contiguous().view(element.dtype)
+        packed = qdata if element.bits == 8 else pack_nibbles(qdata)
+        return replace(given, qdata=packed)
+
+
+def _column_scales(q: QuantizedWeight) -> Tensor:
+    """What each code is multiplied by, [N, K] float64."""
+    scale = q.scale.double() if q.global_scale is None else q.scale.double() * q.global_scale
+    return expand_blocks(scale, get_format(q.format).block_of(q), q.shape)
+
+
+def _check_hessian(hessian: Tensor, name: str) -> None:
+    """Raises as `Gptq`."""
+    wanted = "calibrate again"
+    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1]:
+        raise StatisticsError(
+            f"{name}: the Hessian of its inputs is {list(hessian.shape)}, but must be [K, K]"
+        )
+    if hessian.dtype not in (torch.float32, torch.float64):
+        raise StatisticsError(
+            f"{name}: the Hessian of its inputs is {hessian.dtype}, but must be torch.float32 or "
+            "torch.float64"
+        )
+    if not bool(hessian.isfinite().all()):
+        index = (~hessian.isfinite()).nonzero()[0].tolist()
+        raise StatisticsError(
+            f"{name}: the Hessian of its inputs has {hessian[tuple(index)].item()} at {index}, but "
+            f"must be finite; {wanted}"
+        )
+    if bool((hessian.diagonal() < 0).any()):
+        channel = int((hessian.diagonal() < 0).nonzero()[0])
+        raise StatisticsError(
+            f"{name}: by the Hessian of its inputs the mean square of channel {channel} is "
+            f"{hessian[channel, channel].item()}, but must not be negative; {wanted}"
+        )
+    if not torch.equal(hessian, hessian.T):
+        row, column = (hessian != hessian.T).nonzero()[0].tolist()
+        raise StatisticsError(
+            f"{name}: the Hessian of its inputs has {hessian[row, column].item()} at "
+            f"[{row}, {column}], but {hessian[column, row].item()} at [{column}, {row}], and must "
+            f"be symmetric; {wanted}"
+        )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread in this thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
