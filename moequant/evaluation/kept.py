@@ -1,0 +1,140 @@
+"""The reference's predictions, kept for the next evaluation.
+
+What the last layer returned is kept, not the logarithms of probabilities that follow from it: H
+numbers a token instead of V, from which the reference's head makes all of them again. So nothing is
+cut off, and figures are the same as without the file.
+
+It is one safetensors file. `moequant.evaluation` in its metadata is a JSON document: `reference`
+identifies checkpoint, data, windows and computation, `batches` says how tensors belong together.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant.errors import MoequantError
+from moequant.storage.buffers import tensor_bytes
+from moequant.storage.disk import explained, fsync_directory, write_file
+from moequant.storage.headers import DTYPES, dtype_name, encode_header, read_header_and_metadata
+from moequant.storage.reader import FixedFile
+from moequant.streaming.differences import difference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from moequant.integrations.layerwise import Activations
+
+_KEY = "moequant.evaluation"
+_ADVICE = "name another file, or remove this one to have it written again"
+
+
+def write_kept(
+    path: Path, record: Mapping[str, Any], activations: Callable[[], Iterable[Activations]]
+) -> None:
+    """Write what the last layer returned for each batch, as a whole or not at all.
+
+    Args:
+        path: the file.
+        record: what identifies it, a JSON document.
+        activations: reads them, one batch after the other; called twice.
+
+    Raises:
+        MoequantError: the file cannot be written.
+    """
+    batches, slots, position = [], [], 0
+    for number, found in enumerate(activations()):
+        parts = found if isinstance(found, tuple) else (found,)
+        batches.append(
+            {"tuple": isinstance(found, tuple), "parts": [part is not None for part in parts]}
+        )
+        for index, tensor in enumerate(parts):
+            if tensor is not None:
+                stop = position + tensor.nbytes
+                name, dtype = _name(number, index), dtype_name(tensor.dtype)
+                slots.append((name, dtype, tuple(tensor.shape), position, stop))
+                position = stop
+    document = json.dumps({"reference": record, "batches": batches})
+    header = encode_header(slots, {_KEY: document})
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for found in activations():
+            for tensor in found if isinstance(found, tuple) else (found,):
+                if tensor is not None:
+                    yield tensor_bytes(tensor.contiguous())
+
+    partial = path.with_name(f".{path.name}.partial")
+    with explained(path, "written"):
+        try:
+            write_file(partial, chunks())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    fsync_directory(path.parent)
+
+
+class KeptReference:
+    """A file that `write_kept` wrote.
+
+    Args:
+        path: the file.
+        record: what it must be of.
+
+    Raises:
+        MoequantError: it is of another reference, data, windows or computation; names the first
+            difference. Or it is no such file.
+        CheckpointError: it is damaged.
+    """
+
+    def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
+        self._file = FixedFile.at(path)
+        self._infos, metadata = read_header_and_metadata(self._file, path.name)
+        try:
+            document = json.loads(metadata[_KEY])
+            before, self._batches = document["reference"], document["batches"]
+            complete = set(self._infos) == {
+                _name(number, index)
+                for number, batch in enumerate(self._batches)
+                for index, there in enumerate(batch["parts"])
+                if there
+            }
+        except (KeyError, TypeError, ValueError):
+            complete = False
+        if not complete:
+            raise MoequantError(f"{path}: not what `moequant evaluate --keep` writes; {_ADVICE}")
+        now = json.loads(json.dumps(record))
+        if before != now:
+            raise MoequantError(
+                f"{path}: kept from another reference or other settings: "
+                f"{difference(before, now)}; {_ADVICE}"
+            )
+
+    def read(self) -> Iterator[Activations]:
+        """What the last layer returned for each batch; raises CheckpointError."""
+        for number, batch in enumerate(self._batches):
+            parts = tuple(
+                self._read(_name(number, index)) if there else None
+                for index, there in enumerate(batch["parts"])
+            )
+            if batch["tuple"]:
+                yield parts
+            else:
+                assert parts[0] is not None, number
+                yield parts[0]
+
+    def _read(self, name: str) -> Tensor:
+        info = self._infos[name]
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        self._file.read_into(info.start, tensor_bytes(tensor))
+        return tensor
+
+
+def _name(batch: int, part: int) -> str:
+    return f"batches.{batch}.{part}"
