@@ -9,16 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.errors import CheckpointError, UnsupportedError
-from moequant.integrations.transformers import import_transformers
+from moequant.errors import UnsupportedError
+from moequant.integrations.decoding import (
+    check_capturable,
+    decoder_of,
+    decoding_of,
+    static_cache,
+    why_not_static,
+)
+from moequant.integrations.library import import_transformers
+from moequant.integrations.tokenizer import load_tokenizer, vocabulary_size
 from moequant.runtime.load import open_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from moequant.integrations.decoding import Decoding
 
 
 _NO_TOKENS = "the prompt has no tokens; give at least one"
@@ -26,10 +36,9 @@ _NO_TOKENS = "the prompt has no tokens; give at least one"
 _MIN_TEMPERATURE = 1e-6
 """Logits are divided by the temperature; far below this they overflow."""
 
-# The files that may hold the vocabulary; without one, transformers returns an empty tokenizer.
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json",
-)  # fmt: skip
+_WARM_UP_TOKENS = 4
+"""One of the prompt, one that warms up a decoding step, one that captures it, and one that replays
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +47,16 @@ class Generation:
 
     Attributes:
         ids: the new tokens, including an end-of-text token if one ended the generation.
-        first_token_s: seconds to the first new token, which includes reading the prompt.
-        tokens_per_s: rate after the first token; None if there is only one.
+        decoding: how they were decoded.
+        warm_up_s: seconds of compiling and capturing before the times below; None on a CPU, where
+            nothing is run before.
+        first_token_s: seconds to the first new token: prefill.
+        tokens_per_s: rate after the first token: decode; None if there is only one.
     """
 
     ids: list[int]
+    decoding: Decoding
+    warm_up_s: float | None
     first_token_s: float
     tokens_per_s: float | None
 
@@ -70,15 +84,7 @@ class Prompts:
             UnsupportedError: an unknown architecture or quantization.
         """
         opened = open_reader(checkpoint, torch.device("cpu"), architecture).converted.checkpoint
-        config = opened.config
-        if "vocab_size" not in config and isinstance(config.get("text_config"), dict):
-            config = config["text_config"]
-        vocabulary = config.get("vocab_size")
-        if type(vocabulary) is not int or vocabulary < 1:
-            raise CheckpointError(
-                f"{opened.path / 'config.json'}: vocab_size is {vocabulary!r}, but must be a "
-                "positive integer; fetch the checkpoint again"
-            )
+        vocabulary = vocabulary_size(opened.config, opened.path)
         return cls(folder=opened.path, vocabulary=vocabulary)
 
     def check(self, ids: Sequence[int]) -> None:
@@ -115,20 +121,7 @@ class Prompts:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        transformers = import_transformers()
-        if not any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise UnsupportedError(
-                f"{self.folder}: no tokenizer; copy the model's tokenizer files there, or give "
-                "token ids"
-            )
-        try:
-            return transformers.AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        # The errors of tokenizers have no common base class.
-        except Exception as error:
-            raise UnsupportedError(
-                f"{self.folder}: transformers {transformers.__version__} cannot read the "
-                f"tokenizer: {error}; copy the model's tokenizer files there, or give token ids"
-            ) from error
+        return load_tokenizer(self.folder)
 
 
 def generate(
@@ -138,11 +131,12 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
+    torch_compile: bool = False,
 ) -> Generation:
     """Continue a prompt.
 
-    On a CUDA device two tokens are generated first and discarded, so that compiling kernels and
-    packing weights is not timed.
+    On a CUDA device a few tokens are generated first and discarded, so that compiling kernels,
+    packing weights and capturing graphs is not part of the other times.
 
     Args:
         model: a model that generates, such as `load_model` returns.
@@ -151,10 +145,12 @@ def generate(
         temperature: 0 takes the likeliest token (greedy); from 1e-6 on, tokens are sampled with the
             other settings of generation_config.json, such as top_p.
         seed: 64-bit seed of the sampling; results repeat on the same machine.
+        torch_compile: decode by torch.compile, which fuses the small kernels between the large ones
+            and takes tens of seconds first.
 
     Raises:
         UnsupportedError: an empty prompt, `max_new_tokens` below 1, or an invalid temperature or
-            seed.
+            seed; or torch.compile of a model without a static cache.
     """
     if not prompt:
         raise UnsupportedError(_NO_TOKENS)
@@ -168,22 +164,68 @@ def generate(
         raise UnsupportedError(f"seed is {seed}, but must be from 0 to 2**64 - 1")
     ids = torch.tensor([list(prompt)], device=model.device)
     on_cuda = model.device.type == "cuda"
-    if on_cuda:
-        _run(model, ids, 2, temperature)
+    options: dict[str, Any] = {}
+    cache = None
+    if decoder_of(model) is not None:
+        # One for both runs, because graphs are captured over a cache.
+        cache = static_cache(model, len(prompt) + max(max_new_tokens, _WARM_UP_TOKENS))
+        # transformers takes a cache or makes one, as its settings say, but refuses to be told both.
+        options = {"past_key_values": cache, "cache_implementation": None}
+    if torch_compile:
+        options["compile_config"] = compile_config(model)
+    warm_up_s = None
     with torch.random.fork_rng([model.device] if on_cuda else []):
+        if on_cuda:
+            warm_up_s = _warm_up(model, ids, temperature, options)
+            if cache is not None:
+                cache.reset()
         torch.manual_seed(seed)
-        output, started, times = _run(model, ids, max_new_tokens, temperature)
+        output, started, times = _run(
+            model, ids, temperature, {**options, "max_new_tokens": max_new_tokens}
+        )
     new = output[0, ids.shape[1] :].tolist()
     later_s = times[-1] - times[0]
     return Generation(
         ids=new,
+        decoding="torch_compile" if torch_compile else decoding_of(model),
+        warm_up_s=warm_up_s,
         first_token_s=times[0] - started,
         tokens_per_s=(len(new) - 1) / later_s if len(new) > 1 else None,
     )
 
 
+def compile_config(model: PreTrainedModel) -> CompileConfig:
+    """What `model.generate` takes as `compile_config` to decode by torch.compile, on any device.
+
+    Raises:
+        UnsupportedError: the model does not use a static cache; or, on a CUDA device, a backend of
+            experts that no CUDA graph captures, which torch.compile uses there.
+    """
+    if decoder_of(model) is None:
+        raise UnsupportedError(
+            f"torch.compile of {type(model).__name__} needs a static cache, which it does not use "
+            f"({why_not_static(model) or 'enforce_eager'}); leave out torch.compile"
+        )
+    if model.device.type == "cuda":
+        check_capturable(model)
+    # Parts of a model may not compile; they then run as they are.
+    config = import_transformers().CompileConfig(fullgraph=False)
+    # Without it transformers decodes on a CPU as if it had not been asked.
+    config._compile_all_devices = True
+    return config
+
+
+def _warm_up(
+    model: PreTrainedModel, ids: Tensor, temperature: float, options: Mapping[str, Any]
+) -> float:
+    """Generate and discard a few tokens, whether or not one ends the text; returns the seconds."""
+    few = {"max_new_tokens": _WARM_UP_TOKENS, "min_new_tokens": _WARM_UP_TOKENS}
+    _, started, times = _run(model, ids, temperature, {**options, **few})
+    return times[-1] - started
+
+
 def _run(
-    model: PreTrainedModel, ids: Tensor, max_new_tokens: int, temperature: float
+    model: PreTrainedModel, ids: Tensor, temperature: float, options: Mapping[str, Any]
 ) -> tuple[Tensor, float, list[float]]:
     """Output, start time, and time of each token, in seconds of `time.perf_counter`."""
     times: list[float] = []
@@ -202,8 +244,8 @@ def _run(
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
         stopping_criteria=[Clock()],
+        **options,
         **(sampling if temperature else greedy),
     )
     assert isinstance(output, torch.Tensor)

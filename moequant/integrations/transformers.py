@@ -26,6 +26,8 @@ from torch import nn
 from moequant.act_fn import ActFn
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize
+from moequant.integrations.decoding import use_static_cache, why_not_static
+from moequant.integrations.library import import_transformers
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.inputs import HIDDEN_DTYPES
@@ -66,9 +68,14 @@ def load_model(
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     architecture: str | Path | None = None,
+    enforce_eager: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Load a converted checkpoint as a transformers model, ready to generate.
+
+    Its `generate` decodes with a static cache, on a CUDA device by replaying CUDA graphs, as
+    `moequant.integrations.decoding.use_static_cache` describes; `decoding_of` there says whether.
+    A model whose states no static cache holds decodes as in transformers: `why_not_static`.
 
     Converted experts run quantized, on moequant's backends. Other converted weights, such as those
     of shared experts, are dequantized to `dtype` while loading. Unconverted weights, including the
@@ -83,6 +90,7 @@ def load_model(
         dtype: dtype of the rest of the model; by default the one in config.json.
         attn_implementation: as for `from_pretrained`.
         architecture: as for `load_experts`.
+        enforce_eager: decode as transformers does, without a static cache and CUDA graphs.
         progress: receives the progress, layer by layer.
 
     Returns:
@@ -99,10 +107,10 @@ def load_model(
     transformers = import_transformers()
     place = usable_device(device)
     reader = open_reader(checkpoint, place, architecture)
-    config = _read_config(transformers, reader.converted)
-    model_class = _model_class(transformers, config)
+    config = read_config(transformers, reader.converted.checkpoint.path)
+    class_ = model_class(transformers, config)
     dtype = _check_dtype(config.dtype if dtype is None else dtype)
-    layers = _converted_layers(reader.converted)
+    layers = converted_layers(reader.converted)
     report = progress or SilentProgress()
     sizes = {layer: _bytes_of_experts(reader.converted, layer) for layer in layers}
     total = sum(info.size_bytes for info in reader.converted.checkpoint.tensors.values())
@@ -113,7 +121,7 @@ def load_model(
         experts[layer] = _load(reader, layer, backend=backend, activations=activations)
         report.advance(sizes[layer], f"layer {layer}")
     model = _build(
-        _without_experts(model_class, reader.converted, layers),
+        _without_experts(class_, reader.converted, layers),
         config,
         _other_tensors(reader, layers, dtype),
         dtype=dtype,
@@ -122,11 +130,13 @@ def load_model(
     )
     report.advance(total - sum(sizes.values()), "other weights")
     report.finish()
-    model.__class__ = model_class
-    for layer, block in _blocks_by_layer(model).items():
+    model.__class__ = class_
+    for layer, block in expert_blocks(model).items():
         if layer in experts:
             block.experts = experts[layer]
     _finish(model, reader.converted.checkpoint.path)
+    if not enforce_eager and why_not_static(model) is None:
+        use_static_cache(model)
     return model
 
 
@@ -161,10 +171,10 @@ def replace_experts(
     converted = reader.converted
     _check_same_model(model, converted)
     _check_dtype(model.dtype)
-    blocks = _blocks_by_layer(model)
-    _check_blocks(model, blocks, converted)
+    blocks = expert_blocks(model)
+    check_expert_blocks(model, blocks, converted)
     readers = {reader.device: reader}
-    for layer in _converted_layers(converted):
+    for layer in converted_layers(converted):
         old = cast("nn.Module", blocks[layer].experts)
         device = next(chain(old.parameters(), old.buffers())).device
         if device.type == "meta":
@@ -178,23 +188,6 @@ def replace_experts(
             readers[device], layer, backend=backend, activations=activations
         )
     _refuse_saving(model, converted.checkpoint.path)
-
-
-def import_transformers() -> ModuleType:
-    """The transformers library.
-
-    Raises:
-        UnsupportedError: it is not installed.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnsupportedError(
-            f"transformers cannot be imported ({error}); install it: "
-            "pip install 'moequant[transformers]'"
-        ) from error
-    library: ModuleType = transformers
-    return library
 
 
 class ExpertsOfModel(nn.Module):
@@ -215,7 +208,7 @@ class ExpertsOfModel(nn.Module):
         return output.view(hidden_states.shape)
 
 
-def _blocks_by_layer(model: PreTrainedModel) -> dict[int, nn.Module]:
+def expert_blocks(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The module of each layer, by index, whose attribute `experts` is a module."""
     blocks = {}
     decoder = model.get_decoder()
@@ -238,8 +231,12 @@ def _load(
     return ExpertsOfModel(FusedExperts(packed, backend=backend, activations=activations))
 
 
-def _converted_layers(converted: ConvertedCheckpoint) -> list[int]:
-    """The layers whose experts are converted, without multi-token prediction."""
+def converted_layers(converted: ConvertedCheckpoint) -> list[int]:
+    """The layers whose experts are converted, without multi-token prediction.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
     moe = converted.moe
     layers = [
         layer for layer in moe.sparse_layers if converted.format_of_experts(layer) is not None
@@ -252,9 +249,12 @@ def _converted_layers(converted: ConvertedCheckpoint) -> list[int]:
     return layers
 
 
-def _read_config(transformers: ModuleType, converted: ConvertedCheckpoint) -> PretrainedConfig:
-    """config.json as read by transformers, without quantization_config, which moequant reads."""
-    folder = converted.checkpoint.path
+def read_config(transformers: ModuleType, folder: Path) -> PretrainedConfig:
+    """config.json as read by transformers, without quantization_config, which moequant reads.
+
+    Raises:
+        CheckpointError: transformers refuses it.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The errors of its field checks have no common base class.
@@ -263,11 +263,12 @@ def _read_config(transformers: ModuleType, converted: ConvertedCheckpoint) -> Pr
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
             f"{error}"
         ) from error
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
 
 
-def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:
+def model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class of a language model, or of a larger model that contains one.
 
     Raises:
@@ -277,9 +278,9 @@ def _model_class(transformers: ModuleType, config: PretrainedConfig) -> type[Pre
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     ):
-        model_class = classes.get(type(config), None)
-        if model_class is not None and isinstance(config, model_class.config_class):
-            return cast("type[PreTrainedModel]", model_class)
+        found = classes.get(type(config), None)
+        if found is not None and isinstance(config, found.config_class):
+            return cast("type[PreTrainedModel]", found)
     raise UnsupportedError(
         f"config.json: transformers {transformers.__version__} has neither a causal language model "
         f"nor an image-text-to-text model for model_type {config.model_type!r}"
@@ -304,8 +305,8 @@ def _without_experts(
     class WithoutExperts(model_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            blocks = _blocks_by_layer(self)
-            _check_blocks(self, blocks, converted)
+            blocks = expert_blocks(self)
+            check_expert_blocks(self, blocks, converted)
             for layer in layers:
                 blocks[layer].experts = nn.Identity()
 
@@ -327,7 +328,7 @@ def _build(
         CheckpointError: a tensor is missing or has the wrong shape.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    with _no_progress_bar():  # all tensors are already in memory
+    with no_progress_bar():  # all tensors are already in memory
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=tensors, output_loading_info=True, **given
         )
@@ -342,7 +343,8 @@ def _build(
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """No bars of transformers for as long as the context lasts."""
     logging = import_transformers().utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -438,10 +440,19 @@ def _text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _check_blocks(
+def check_expert_blocks(
     model: PreTrainedModel, blocks: Mapping[int, nn.Module], converted: ConvertedCheckpoint
 ) -> None:
-    """Check that the model's experts can be replaced by `FusedExperts`."""
+    """Check that the model's experts can be replaced by `FusedExperts`.
+
+    Args:
+        model: which.
+        blocks: what `expert_blocks` returns for it.
+        converted: where the experts are from.
+
+    Raises:
+        UnsupportedError: they cannot; says why.
+    """
     if (routing := converted.architecture.routing) is not None:
         raise UnsupportedError(
             f"{type(model).__name__}: its router {routing}, which FusedExperts does not support; "

@@ -43,6 +43,8 @@ SIZES = {
     "dtype": "bfloat16",
 }
 MLA = {
+    # As in every release: each head has keys and values of its own.
+    "num_key_value_heads": 4,
     "intermediate_size": 512,
     "moe_intermediate_size": 256,
     "n_routed_experts": EXPERTS,

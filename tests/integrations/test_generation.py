@@ -114,6 +114,32 @@ def test_a_config_without_a_vocabulary_is_refused(converted, tmp_path):
         Prompts.of(path)
 
 
+on_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_compiled_steps_decode_the_same(converted, name, device):
+    """In float32: the compiler adds in another order, which BF16 would show in a token."""
+    model = load_model(converted(name, "mxfp4"), dtype=torch.float32, device=device)
+    wanted = generate(model, [5, 6, 7], max_new_tokens=8)
+    found = generate(model, [5, 6, 7], max_new_tokens=8, torch_compile=True)
+    assert found.decoding == "torch_compile"
+    assert wanted.decoding == ("static_cache" if device == "cpu" else "cuda_graphs")
+    assert found.ids == wanted.ids
+
+
+def test_compiling_without_a_static_cache_is_refused(converted):
+    model = load_model(converted("mixtral", "mxfp4"), enforce_eager=True)
+    with pytest.raises(UnsupportedError, match=r"needs a static cache.*\(enforce_eager\)"):
+        generate(model, [5], max_new_tokens=2, torch_compile=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_generates_the_same_from_the_same_seed(converted):
