@@ -43,3 +43,15 @@ class ArchitectureError(MoequantError):
     """An invalid description of an architecture."""
 
     exit_code = 6
+
+
+class StatisticsError(MoequantError):
+    """Statistics of activations that are invalid, or that belong to another model."""
+
+    exit_code = 6
+
+
+class DataError(MoequantError):
+    """Text or token ids for calibration that cannot be used."""
+
+    exit_code = 6

@@ -33,7 +33,7 @@ class Place:
         transposed: whether it is stored as [K, N].
         height: size of one expert along the first dimension of a flat stack, where expert e
             begins at e * height; None if experts have a dimension of their own.
-        extents: the sizes that the tensor's first dimensions must have, if not yet checked.
+        extents: the shape that the tensor must have, if not yet checked; else empty.
     """
 
     tensor: str

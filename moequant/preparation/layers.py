@@ -11,7 +11,8 @@ from moequant.runtime.activations import NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.packing import scheme_of
-from moequant.runtime.prepared_manifest import PreparedLayer, add_originals
+from moequant.runtime.prepared import expected
+from moequant.runtime.prepared_manifest import PreparedLayer, add_originals, layer_file
 from moequant.runtime.weights import ExpertWeights
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.headers import dtype_name
@@ -27,6 +28,39 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
     from moequant.runtime.backends import Backend, Layout
     from moequant.weights.converted import ConvertedCheckpoint
+
+
+def layout_of_layer(
+    converted: ConvertedCheckpoint, layer: int, target: str, activations: str
+) -> tuple[Layout, str]:
+    """The layout that a layer is prepared in, and the scheme of activations that it is for.
+
+    Args:
+        converted: a checkpoint, opened with `quantized_activations`.
+        layer: one whose experts were converted.
+        target: one of TARGETS.
+        activations: what is asked for, as of `load_experts`.
+
+    Raises:
+        UnsupportedError: the layer cannot be prepared so; names checkpoint and layer, and says what
+            can be done instead.
+    """
+    format, moe = converted.format_of_experts(layer), converted.moe
+    assert format is not None, "the layer was converted"
+    scheme = activations
+    try:
+        scheme = scheme_for(converted, layer, activations)
+        layout = layout_for(format, target, scheme)
+        # Packed without data, which says whether the layout holds these sizes.
+        expected(layout, moe, format, act_fn=moe.act_fn_of(layer), biased=False)
+    except UnsupportedError as error:
+        advice = ""
+        if scheme != "none" and backends_for(format, target, "none"):
+            advice = "; --activations none prepares the weights alone"
+        raise UnsupportedError(
+            f"{converted.checkpoint.path}: layer {layer}: {error}{advice}"
+        ) from error
+    return layout, scheme
 
 
 def layout_for(format: str, target: str, activations: str) -> Layout:
@@ -48,12 +82,20 @@ def layout_for(format: str, target: str, activations: str) -> Layout:
     advice = (
         f"; they can be prepared for {' and '.join(able)}" if able else ", nor on another target"
     )
-    if backends_for(format, target, "none"):
-        advice += "; --activations none prepares the weights alone"
     raise UnsupportedError(
         f"no backend on {target} reads prepared experts in {format} with activations in "
         f"{activations}{advice}"
     )
+
+
+def check_target(target: str) -> None:
+    """Refuse a target that nothing is prepared for.
+
+    Raises:
+        UnsupportedError: it is none of TARGETS.
+    """
+    if target not in TARGETS:
+        raise UnsupportedError(f"unknown target {target!r}; use one of: {', '.join(TARGETS)}")
 
 
 def backends_for(format: str, target: str, activations: str | None = None) -> list[Backend]:
@@ -68,8 +110,7 @@ def backends_for(format: str, target: str, activations: str | None = None) -> li
         UnsupportedError: no such format, or no such target.
     """
     of_format = get_format(format).activations
-    if target not in TARGETS:
-        raise UnsupportedError(f"unknown target {target!r}; use one of: {', '.join(TARGETS)}")
+    check_target(target)
     return [b for b in REGISTRY.values() if format in b.serves(target, activations or of_format)]
 
 
@@ -137,7 +178,7 @@ def write_layer(
 
     Errors as `packed_experts`.
     """
-    path = folder / f"layer-{layer:05d}.safetensors"
+    path = folder / layer_file(layer)
     digest = hashlib.sha256()
     writer: ShardWriter | None = None
     try:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal
 from moequant._version import __version__
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
-from moequant.preparation.layers import layout_for, scheme_for, write_layer
+from moequant.preparation.layers import check_target, layout_of_layer, write_layer
 from moequant.progress import SilentProgress
 from moequant.runtime.layer_reader import act_fn_of
+from moequant.runtime.packing import check_activations
 from moequant.runtime.prepared_manifest import Manifest, read_manifest
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
@@ -76,6 +77,8 @@ def prepare(
             this shape.
         MoequantError: the folder cannot be written, or another run is writing it.
     """
+    check_target(target)
+    check_activations(activations)
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     path = Path(os.path.expanduser(converted))  # noqa: PTH111
     checkpoint = ConvertedCheckpoint.open(
@@ -105,9 +108,8 @@ def _expert_layouts(
     for layer in converted.expert_layers():
         format = converted.format_of_experts(layer)
         if format is not None:
-            scheme = scheme_for(converted, layer, activations)
-            layouts[layer] = layout_for(format, target, scheme), scheme
             act_fn_of(converted, layer)  # refuses a function that is not computed
+            layouts[layer] = layout_of_layer(converted, layer, target, activations)
     if not layouts:
         raise UnsupportedError(
             f"{converted.checkpoint.path}: no routed experts were converted, so there is nothing "

@@ -71,8 +71,8 @@ class FusedExperts(nn.Module):
             depend on it; below, a backend may add up in another order.
 
     Raises:
-        UnsupportedError: no backend runs this; says every backend's reason. Or an `expert_map`,
-            `activations` or `max_tokens` that is not as above.
+        UnsupportedError: no backend runs this, or the named one does not; says why. Or an
+            `expert_map`, `activations` or `max_tokens` that is not as above.
         CheckpointError: static scales of activations that no scheme can use.
     """
 

@@ -37,7 +37,7 @@ def pack_experts(
         activations: see `FusedExperts`.
 
     Raises:
-        UnsupportedError: no backend runs this; says every backend's reason.
+        UnsupportedError: no backend runs this, or the named one does not; says why.
         CheckpointError: static scales of activations that no scheme can use.
     """
     if not isinstance(weights, ExpertWeights):
@@ -69,6 +69,18 @@ def workload_of(weights: ExpertWeights, activations: str) -> Workload:
     )
 
 
+def check_activations(activations: str) -> None:
+    """Refuse activations that callers cannot ask for.
+
+    Raises:
+        UnsupportedError: they are none of ACTIVATIONS.
+    """
+    if activations not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"activations is {activations!r}, but must be one of: {', '.join(ACTIVATIONS)}"
+        )
+
+
 def scheme_of(format: str, activations: str, *, static: bool) -> str:
     """The scheme that "format" stands for, or the one that is named.
 
@@ -80,10 +92,7 @@ def scheme_of(format: str, activations: str, *, static: bool) -> str:
     Raises:
         UnsupportedError: `activations` is none of these.
     """
-    if activations not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"activations is {activations!r}, but must be one of: {', '.join(ACTIVATIONS)}"
-        )
+    check_activations(activations)
     static_scheme = get_format(format).static_activations if static else None
     if activations == "format":
         return static_scheme or get_format(format).activations

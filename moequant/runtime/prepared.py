@@ -18,7 +18,7 @@ from moequant.runtime.prepared_manifest import Manifest, add_originals, read_man
 from moequant.runtime.weights import weights_without_data
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import sha256_of
-from moequant.storage.files import PREPARED_FOLDER
+from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.headers import DTYPES, read_header
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
@@ -57,21 +57,21 @@ class LayerFile:
         Raises:
             CheckpointError: it is not there, damaged, or another layer's.
         """
-        entry, remedy = manifest.layers[layer], _remedy(folder, manifest)
+        entry, remedy = manifest.layers[layer], remedy_of(folder, manifest)
         path = folder / entry.file
         file = check_size(path, entry, remedy)
+        if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:
+            raise CheckpointError(
+                f"{path}: damaged: its SHA-256 is not the one in its manifest; {remedy}"
+            )
         prefix = f"layers.{layer}."
         tensors = {}
-        for name, info in read_header(path, entry.file).items():
+        for name, info in layer_header(path, entry, remedy).items():
             if not name.startswith(prefix):
                 raise CheckpointError(
                     f"{path}: holds {name}, but must hold layer {layer}; {remedy}"
                 )
             tensors[name.removeprefix(prefix)] = info
-        if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:
-            raise CheckpointError(
-                f"{path}: damaged: its SHA-256 is not the one in its manifest; {remedy}"
-            )
         return cls(file=file, tensors=tensors, remedy=remedy)
 
     def check(self, one: Mapping[str, Tensor], *, experts: int) -> None:
@@ -130,14 +130,21 @@ class PreparedCheckpoint:
         """Read the manifest and the headers of the originals; see `ConvertedCheckpoint.open`.
 
         Raises:
-            CheckpointError: no manifest, or the originals are not where they must be.
+            CheckpointError: no manifest, or one of another folder, or the originals are not where
+                they must be.
         """
         manifest = read_manifest(folder)
-        home = folder.resolve().parent
+        place = folder.resolve()
+        home = place.parent
         if home.name != PREPARED_FOLDER:
             raise CheckpointError(
                 f"{folder}: is in {home}, but a prepared folder is read only where it was written, "
                 f"in CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
+            )
+        if manifest.target != place.name:
+            raise CheckpointError(
+                f"{folder / MANIFEST_FILE}: target: must be {place.name}, as its folder is called, "
+                f"but found {manifest.target}; {remedy_of(folder, manifest)}"
             )
         converted = ConvertedCheckpoint.open(
             home.parent, architecture=architecture, quantized_activations=quantized_activations
@@ -177,7 +184,7 @@ class PreparedCheckpoint:
             for layer, entry in self.manifest.layers.items():
                 self._layout(layer, entry)
                 self._check_sizes(layer)
-                remedy = _remedy(self.folder, self.manifest)
+                remedy = remedy_of(self.folder, self.manifest)
                 file = check_size(self.folder / entry.file, entry, remedy)
                 same_times = same_times and file.mtime_ns == entry.mtime_ns
         except MoequantError as error:
@@ -193,6 +200,8 @@ class PreparedCheckpoint:
 
     def _layout(self, layer: int, entry: PreparedLayer) -> Layout:
         """The layout of the layer, if a backend reads it and config.json says the same format."""
+        if layer not in self.converted.expert_layers():
+            raise self._stale(layer, "the converted checkpoint has no experts in it")
         stated = self.converted.format_of_experts(layer)
         if stated != entry.format:
             raise self._stale(
@@ -250,9 +259,28 @@ def expected(
     return layout.pack(weights_without_data(format, shapes, act_fn, biased=biased))
 
 
-def _remedy(folder: Path, manifest: Manifest) -> str:
-    """What to do with a folder whose files are not those that were written."""
-    return f"run {manifest.command(folder)} --overwrite"
+def remedy_of(folder: Path, manifest: Manifest, *, same_formats: bool = True) -> str:
+    """What to do with a folder whose files are not those that were written.
+
+    Args:
+        folder: which.
+        manifest: its manifest.
+        same_formats: as `Manifest.command`.
+    """
+    return f"run {manifest.command(folder, same_formats=same_formats)} --overwrite"
+
+
+def layer_header(path: Path, entry: PreparedLayer, remedy: str) -> dict[str, TensorInfo]:
+    """What the file of a layer says of its tensors, by name; arguments as `check_size`.
+
+    Raises:
+        CheckpointError: as `check_size`, or it is no safetensors.
+    """
+    check_size(path, entry, remedy)
+    try:
+        return read_header(path, entry.file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: damaged: it has no valid header; {remedy}") from error
 
 
 def check_size(path: Path, entry: PreparedLayer, remedy: str) -> FixedFile:
@@ -266,7 +294,10 @@ def check_size(path: Path, entry: PreparedLayer, remedy: str) -> FixedFile:
     Raises:
         CheckpointError: it has not, or it is not there.
     """
-    file = FixedFile.at(path)
+    try:
+        file = FixedFile.at(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or {remedy}") from error
     if file.size_bytes != entry.bytes:
         raise CheckpointError(
             f"{path}: {file.size_bytes} bytes, but its manifest says {entry.bytes}; {remedy}"

@@ -2,26 +2,73 @@
 
 from __future__ import annotations
 
+import re
 from reprlib import repr as show
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from moequant.errors import CheckpointError
-from moequant.runtime.activations import ActivationsChoice
+from moequant.runtime.activations import SCHEMES, ActivationsChoice
+from moequant.runtime.backends import TARGETS
 from moequant.storage.buffers import tensor_bytes
-from moequant.storage.files import MANIFEST_FILE
+from moequant.storage.documents import read_document
+from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     import hashlib
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from moequant.formats import QuantizedWeight
 
+_INT64_MAX = 2**63 - 1
+_MAX_KEY = 100
+"""Longest key that errors show whole."""
+
+
+def _known(value: str, info: ValidationInfo) -> str:
+    """A target or a scheme of activations that there is."""
+    known = {"target": TARGETS, "activations": SCHEMES}[info.field_name or ""]
+    if value not in known:
+        raise ValueError(f"must be one of: {', '.join(known)}, but found {show(value)}")
+    return value
+
+
+def _layer_numbers(layers: object) -> object:
+    """JSON has texts as keys: those of layers become numbers, each of which one text stands for."""
+    if not isinstance(layers, dict):
+        return layers
+    for key in layers:
+        if not re.fullmatch("0|[1-9][0-9]{0,4}", str(key)):
+            raise ValueError(f"must have numbers of layers as keys, but found {show(key)}")
+    return {int(key): entry for key, entry in layers.items()}
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=100)]
+_Known = Annotated[_Name, AfterValidator(_known)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Size = Annotated[int, Field(ge=0, le=_INT64_MAX)]
+_Time = Annotated[int, Field(ge=-_INT64_MAX, le=_INT64_MAX)]
+
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def layer_file(layer: int) -> str:
+    """Name of the file of a layer."""
+    return f"layer-{layer:05d}.safetensors"
 
 
 class PreparedLayer(_Strict):
@@ -40,15 +87,15 @@ class PreparedLayer(_Strict):
         originals_sha256: digest over the bytes of the portable tensors it was made from.
     """
 
-    file: Annotated[str, Field(pattern=r"^layer-[0-9]+\.safetensors$")]
-    bytes: int
-    mtime_ns: int
-    sha256: str
-    format: str
-    activations: str
-    layout: str
-    layout_version: int
-    originals_sha256: str
+    file: _Name
+    bytes: _Size
+    mtime_ns: _Time
+    sha256: _Digest
+    format: _Name
+    activations: _Known
+    layout: _Name
+    layout_version: _Size
+    originals_sha256: _Digest
 
     @property
     def packed_as(self) -> tuple[str, str, str, int]:
@@ -71,10 +118,23 @@ class Manifest(_Strict):
     """
 
     schema_version: Literal[3]
-    moequant: str
-    target: str
-    originals: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]]
-    layers: Annotated[dict[int, PreparedLayer], Field(min_length=1)]
+    moequant: _Name
+    target: _Known
+    originals: dict[str, Annotated[list[_Time], Field(min_length=2, max_length=2)]]
+    layers: Annotated[
+        dict[int, PreparedLayer], BeforeValidator(_layer_numbers), Field(min_length=1)
+    ]
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Manifest:
+        """Each layer has its own file, and no name leads elsewhere."""
+        for layer, entry in self.layers.items():
+            if entry.file != layer_file(layer):
+                raise ValueError(
+                    f"layers.{layer}.file: must be {layer_file(layer)}, but found "
+                    f"{show(entry.file)}"
+                )
+        return self
 
     def command(self, folder: Path, *, same_formats: bool = True) -> str:
         """The command that prepares `folder` again.
@@ -92,32 +152,45 @@ class Manifest(_Strict):
         return f"moequant prepare {place.parent.parent} --target {place.name}{activations}"
 
 
-_OF_A_VALUE = ("literal_error", "string_pattern_mismatch", "int_parsing", "int_type")
-"""Errors of pydantic that do not say the value, which is small."""
-
-
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder.
+    """The manifest of a prepared folder, which may have been edited by hand.
 
     Raises:
         CheckpointError: there is none, or it is not one of ours; names the place.
     """
     path = folder / MANIFEST_FILE
-    # Opening a named pipe would wait for a writer for ever.
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path}: not a regular file; run moequant prepare")
+    remedy = how_to_prepare(folder)
     try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; run moequant prepare") from None
+        document = read_document(FixedFile.at(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or {remedy}") from error
+    try:
+        return Manifest.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        found = f", but found {show(first['input'])}" if first["type"] in _OF_A_VALUE else ""
-        raise CheckpointError(
-            f"{path}: {place}: {first['msg']}{found}; run moequant prepare again, with the target "
-            "and the activations that it was for"
-        ) from None
+        fault = _fault({**error.errors(include_url=False)[0]})
+        raise CheckpointError(f"{path}: {fault}; {remedy}") from None
+
+
+def _fault(error: Mapping[str, Any]) -> str:
+    """Of an error of pydantic: the place, what must be there, and what was found."""
+    parts = [str(part) for part in error["loc"]]
+    place = ".".join(p if p.isprintable() and len(p) <= _MAX_KEY else show(p) for p in parts)
+    fault = error["msg"].removeprefix("Value error, ")
+    # Our own validators say what they found, and nothing is there to show where a key is missing.
+    if error["type"] not in ("value_error", "missing"):
+        fault += f", but found {show(error['input'])}"
+    return f"{place}: {fault}" if place else fault
+
+
+def how_to_prepare(folder: Path) -> str:
+    """What to do with a folder whose manifest cannot say for which activations it was."""
+    place = folder.resolve()
+    if place.parent.name != PREPARED_FOLDER or place.name not in TARGETS:
+        return "run moequant prepare again"
+    return (
+        f"run moequant prepare {place.parent.parent} --target {place.name}, with the --activations "
+        "that it was for"
+    )
 
 
 def add_originals(digest: hashlib._Hash, weights: Iterable[QuantizedWeight]) -> None:

@@ -23,7 +23,8 @@ def select(
         layout: the one that the backend must read; by default any.
 
     Raises:
-        UnsupportedError: there is none; lists every backend with its reason.
+        UnsupportedError: there is none. Says why the named backend does not run it, and which do;
+            without a name, or with an unknown one, lists every backend with its reason.
     """
     if backend is None:
         for candidate in backends().values():
@@ -64,23 +65,28 @@ def _why_not_default(backend: Backend, workload: Workload, layout: Layout | None
 
 
 def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> str:
-    if backend is None:
-        subject = "no backend runs"
-    elif backend in backends():
-        subject = f"backend {backend!r} does not run"
-    else:
-        subject = f"there is no backend {backend!r} to run"
-    reasons = [
-        f"  {b.name}: {_why_not_default(b, workload, layout) or 'runs it'}"
-        for b in backends().values()
-    ]
-    advice = ""
-    if workload.activations in GROUPS:
-        advice = 'activations="none" runs the same weights without quantized activations'
     function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
     asked = (
-        f"{subject} {workload.format} with activations {workload.activations}, "
-        f"E {workload.experts}, H {workload.hidden}, I {workload.intermediate}, "
-        f"{function} on {workload.device}:"
+        f"{workload.format} with activations {workload.activations}, E {workload.experts}, "
+        f"H {workload.hidden}, I {workload.intermediate}, {function} on {workload.device}"
     )
-    return "\n".join([asked, *reasons, *([advice] if advice else [])])
+    if backend in backends():
+        lines = [_refusal_of(backends()[backend], workload, layout, asked)]
+    else:
+        subject = "no backend runs"
+        if backend is not None:
+            subject = f"there is no backend {backend!r} to run"
+        reasons = {b.name: _why_not_default(b, workload, layout) for b in backends().values()}
+        lines = [f"{subject} {asked}:"]
+        lines += [f"  {name}: {reason or 'runs it'}" for name, reason in reasons.items()]
+    if workload.activations in GROUPS:
+        lines.append('activations="none" runs the same weights without quantized activations')
+    return "\n".join(lines)
+
+
+def _refusal_of(backend: Backend, workload: Workload, layout: Layout | None, asked: str) -> str:
+    """Why the backend that was named does not run what was asked, and which would."""
+    running = [b.name for b in backends().values() if _why_not(b, workload, layout) is None]
+    instead = f"{', '.join(running)} would run it" if running else "no other backend runs it here"
+    reason = _why_not(backend, workload, layout)
+    return f"backend {backend.name!r} does not run {asked}: {reason}; {instead}"

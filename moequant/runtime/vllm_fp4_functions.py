@@ -108,7 +108,8 @@ def run_cutlass_moe_fp4(
     } | {f"{of}_input_scale": scale for of, scale in given.items()}
     scheme = NVFP4_STATIC if given else NVFP4
     workload = _workload("run_cutlass_moe_fp4", NVFP4_KERNEL.name, scheme, tensors, activation)
-    if w1_alphas.dim() == 1:
+    # Others are shown as they were given.
+    if (w1_alphas.shape, w1_alphas.dtype) == ((workload.experts,), torch.float32):
         tensors["w13_global_scale"] = w1_alphas[:, None].expand(-1, 1 + activation.gated)
     _check(tensors, workload)
     for of, scale in given.items():

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.act_fn import SILU, ActFn
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import dtype_text, get_format
 from moequant.formats.w4a8 import GROUP
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
@@ -292,7 +293,8 @@ def _fp8_tensors(
     """The weights as the layout `stacked` has them."""
     format, E, H = workload.format, workload.experts, workload.hidden
     assert padded_rows(format, workload.intermediate) == workload.intermediate
-    w1_scale, w2_scale = (_three_dimensions(s) for s in (w1_scale, w2_scale))
+    w1_scale = _three_dimensions("w1_scale", w1_scale, format, (E, w1.shape[1], H))
+    w2_scale = _three_dimensions("w2_scale", w2_scale, format, (E, H, workload.intermediate))
     check_weight({"w1": w1, "w1_scale": w1_scale}, format, (E, w1.shape[1], H))
     check_weight({"w2": w2, "w2_scale": w2_scale}, format, (E, H, workload.intermediate))
     if format == "fp8_tensor" and workload.act_fn.gated:
@@ -305,9 +307,27 @@ def _fp8_tensors(
     }
 
 
-def _three_dimensions(scale: Tensor) -> Tensor:
-    """[E], [E, rows] or [E, rows, 1] as [E, rows, 1]."""
-    return scale.reshape(*scale.shape, *[1] * max(3 - scale.dim(), 0))
+def _three_dimensions(
+    name: str, scale: Tensor, format: str, weight_shape: tuple[int, int, int]
+) -> Tensor:
+    """The scales of weights [E, rows, columns] as [E, rows, 1], or [E, 1, 1] of whole matrices.
+
+    Raises:
+        CheckpointError: they are not that, nor that without dimensions of size 1 at the end; says
+            the shape that was given.
+    """
+    spec = get_format(format).specs(weight_shape, name)["scale"]
+    shapes = [list(spec.shape)]
+    while shapes[-1][-1] == 1 and len(shapes[-1]) > 1:
+        shapes.append(shapes[-1][:-1])
+    if list(scale.shape) not in shapes or scale.dtype != spec.dtype:
+        weight = name.removesuffix("_scale")
+        raise CheckpointError(
+            f"{name} is {dtype_text(scale.dtype)} {list(scale.shape)}, but it should be "
+            f"{dtype_text(spec.dtype)} {' or '.join(map(str, shapes))}; give {weight} and {name} "
+            f"as moequant.formats.quantize makes {format}"
+        )
+    return scale.reshape(spec.shape)
 
 
 def _static(scale: Tensor, name: str) -> Tensor:

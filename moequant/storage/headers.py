@@ -27,7 +27,7 @@ from moequant.storage.documents import MAX_BYTES, parse_object
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 LENGTH_BYTES = 8
@@ -119,18 +119,29 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 
     `file` is its name for `TensorInfo.file`. Raises CheckpointError for invalid safetensors.
     """
-    source = FixedFile.at(path)
+    return read_header_and_metadata(FixedFile.at(path), file)[0]
+
+
+def read_header_and_metadata(
+    source: FixedFile, file: str
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """As `read_header`, and the texts under `__metadata__` by name."""
+    path = source.path
     data_start = LENGTH_BYTES + _header_length(source)
     header = _read_object(source, data_start)
-    _check_metadata(path, header.pop("__metadata__", {}))
+    metadata = header.pop("__metadata__", {})
+    _check_metadata(path, metadata)
     infos = {
         name: _tensor_info(path, file, name, entry, data_start) for name, entry in header.items()
     }
     _check_coverage(path, infos.values(), data_start, source.size_bytes)
-    return infos
+    return infos, metadata
 
 
-def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> bytes:
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
     """The bytes before the data: length and JSON, padded with spaces to a whole page.
 
     The padding page-aligns the data, for loaders that map the file and for direct writes.
@@ -138,11 +149,12 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]])
     Args:
         tensors: name, safetensors dtype, shape, and offsets of the first byte and after the last,
             relative to the data.
+        metadata: texts to keep under `__metadata__`, besides the format.
 
     Raises:
         UnsupportedError: the header would exceed safetensors' limit.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for name, dtype, shape, start, stop in tensors:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()

@@ -61,7 +61,7 @@ class OutputFile:
         self._digest = GrowingDigest(self._fd)
         try:
             with explained(path, f"given its {size_bytes} bytes"):
-                _reserve(self._fd, size_bytes)
+                reserve(self._fd, size_bytes)
             with explained(path, "opened"):
                 self._direct_fd = open_direct(path, self._fd)
         except BaseException:
@@ -188,7 +188,8 @@ class OutputFile:
             self._digest.forget(position, data)
 
 
-def _reserve(fd: int, size_bytes: int) -> None:
+def reserve(fd: int, size_bytes: int) -> None:
+    """Give an open file its size, and space on the disk where the file system can reserve it."""
     if hasattr(os, "posix_fallocate"):  # not on macOS
         try:
             os.posix_fallocate(fd, 0, size_bytes)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 def lay_out(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, dict[str, TensorInfo]]:
     """Assign each tensor its position in a file.
 
@@ -40,6 +41,7 @@ def lay_out(
 
     Args:
         tensors: name, safetensors dtype and shape of each; names are unique.
+        metadata: as for `encode_header`.
 
     Returns:
         The header as in the file, and the entries that `read_header` would find in it.
@@ -54,7 +56,7 @@ def lay_out(
         assert rest == 0, (name, dtype, shape)
         placed.append((name, dtype, shape, start, start + size_bytes))
         start += size_bytes
-    header = encode_header(placed)
+    header = encode_header(placed, metadata)
     before = len(header)
     slots = {
         name: TensorInfo(name, dtype, shape, "", before + start, before + stop)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, Place
     from moequant.progress import Progress
+    from moequant.statistics import Statistics
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
@@ -136,8 +137,12 @@ def expect_by_record(
     record: Mapping[str, Any],
     own: Sequence[Architecture],
     findings: Findings,
+    statistics: Statistics | None = None,
 ) -> Expectation | None:
-    """The expectation from moequant.json; contradictions to the source become problems."""
+    """The expectation from moequant.json; contradictions to the source become problems.
+
+    `statistics` are those that the record names, if any.
+    """
     if (version := record.get("schema_version")) != 1:
         message = f"schema_version is {version!r}, but only 1 is supported"
         findings.add("record", RECORD_FILE, message)
@@ -149,7 +154,7 @@ def expect_by_record(
         findings.add("record", f"{RECORD_FILE}.{field}", reason)
         return None
     try:
-        plan = plan_checkpoint(source, recipe, own)
+        plan = plan_checkpoint(source, recipe, own, statistics)
     except MoequantError as error:
         findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {error}")
         return None

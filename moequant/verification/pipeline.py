@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moequant.conversion import DEFAULT_WORKERS, UsedQuantizer, quantizer_jobs
+from moequant.conversion import (
+    DEFAULT_WORKERS,
+    UsedQuantizer,
+    check_recorded_statistics,
+    quantizer_jobs,
+)
 from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
 from moequant.models import read_architectures, recorded_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
 from moequant.quantizers.worker_pool import worker_pool
+from moequant.statistics import Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
@@ -49,6 +55,7 @@ def verify(
     against: str | Path,
     revision: str | None = None,
     architecture: str | Path | None = None,
+    statistics: str | Path | None = None,
     layers: Layers = DEFAULT_LAYERS,
     device: torch.device | str = "cpu",
     backend: str | None = None,
@@ -66,6 +73,7 @@ def verify(
         revision: branch, tag or commit of a hub repository.
         architecture: a TOML file that describes the source's architecture. The default is the
             description in moequant.json, which the report names, then the built-in table.
+        statistics: the file of statistics that it was converted with, if with any.
         layers: how many expert layers to run, spread evenly, or "all"; the default of three means
             the first, a middle one and the last.
         device: where these layers also run, besides the CPU reference.
@@ -76,6 +84,7 @@ def verify(
 
     Raises:
         ArchitectureError: the file `architecture` is invalid.
+        StatisticsError: the statistics are missing, damaged, or not those in moequant.json.
         CheckpointError: the source is damaged, incomplete or inconsistent; there is no directory
             `converted`, or its conversion is unfinished; or a file cannot be read or changes.
         UnsupportedError: an unsupported architecture or source dtype; no such device or backend
@@ -88,10 +97,12 @@ def verify(
         raise MoequantError(f'layers = {layers!r}, but must be a number of layers or "all"')
     serving = serving_on(device, backend, runs_layers=layers != 0)
     given = () if architecture is None else read_architectures(architecture)
+    measured = None if statistics is None else Statistics.load(statistics)
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
     findings = Findings()
     stored = read_stored(path, findings)
+    check_recorded_statistics(stored.record or {}, measured, path)
     try:
         definition = (stored.record or {}).get("architecture_definition")
         own = given or recorded_architectures(definition, RECORD_FILE)
@@ -110,7 +121,7 @@ def verify(
     expected = None
     if stored.record is not None:
         check_shards(path, stored.record, findings)
-        expected = expect_by_record(source, stored.record, own, findings)
+        expected = expect_by_record(source, stored.record, own, findings, measured)
     if expected is None:
         expected = expect_by_config(source, original, stored.checkpoint, findings)
     tensors = stored.checkpoint.tensors

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from functools import partial
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from moequant.errors import MoequantError
+from moequant.errors import CheckpointError, MoequantError
 from moequant.formats import get_format
 from moequant.preparation.layers import layout_for, packed_experts
-from moequant.runtime.prepared import LayerFile
-from moequant.runtime.prepared_manifest import read_manifest
+from moequant.runtime.backends import TARGETS
+from moequant.runtime.prepared import LayerFile, remedy_of
+from moequant.runtime.prepared_manifest import how_to_prepare, read_manifest
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.verification.differences import compare_tensors, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from moequant.runtime.backends import Layout
     from moequant.runtime.prepared_manifest import Manifest, PreparedLayer
     from moequant.verification.findings import Findings
+    from moequant.verification.report import Problem
     from moequant.weights.converted import ConvertedCheckpoint
 
 
@@ -79,6 +82,31 @@ def check_prepared(
                 findings.add("prepared", f"{folder.name}/{manifest.layers[layer].file}", fault)
         progress.finish()
     return tuple(folder.name for folder in folders)
+
+
+def remedy_for(converted: Path, problems: Sequence[Problem]) -> str | None:
+    """What to do if all `problems` of a checkpoint are those of prepared folders; else None."""
+    names = [PurePosixPath(problem.name).parts for problem in problems]
+    inner = [
+        parts[1:] if parts[:1] == (PREPARED_FOLDER,) else parts
+        for parts, problem in zip(names, problems, strict=True)
+        if parts[:1] == (PREPARED_FOLDER,) or problem.check == "prepared"
+    ]
+    if len(inner) != len(problems):
+        return None
+    reformatted = {parts[0] for parts in inner if parts[-1].endswith(".format")}
+    targets = sorted({parts[0] for parts in inner}, key=natural_key)
+    root = converted / PREPARED_FOLDER
+    return "; ".join(_remedy(root / t, same_formats=t not in reformatted) for t in targets)
+
+
+def _remedy(folder: Path, *, same_formats: bool) -> str:
+    if folder.name not in TARGETS:
+        return f"remove {folder}, which is for no target"
+    try:
+        return remedy_of(folder, read_manifest(folder), same_formats=same_formats)
+    except CheckpointError:
+        return how_to_prepare(folder)
 
 
 def _layouts(manifest: Manifest, formats: Mapping[int, str], target: str) -> dict[int, Layout]:

@@ -70,7 +70,7 @@ class Serving:
         """Check that `experts` experts of every layer in `formats`, by layer, can run there.
 
         Raises:
-            UnsupportedError: a layer cannot; says every backend's reason.
+            UnsupportedError: a layer cannot; says why, as `select`.
         """
         moe, stacked = converted.moe, converted.architecture.stacked
         for layer, format in formats.items():

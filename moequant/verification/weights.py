@@ -172,7 +172,14 @@ class _Comparison:
                 get_format(unit.format), weights, unit.options, names=names, empty=arena.empty
             )
         else:
-            wanted = convert_again(weights, unit, dialect, quantizer=quantizer, arena=arena)
+            wanted = convert_again(
+                weights,
+                unit,
+                dialect,
+                quantizer=quantizer,
+                arena=arena,
+                statistics=self.run.expected.plan.statistics,
+            )
         scales = {}
         for weight, before, reference in zip(unit.weights, weights, references, strict=True):
             q = self._read(weight, unit.format, wanted, arena, result)

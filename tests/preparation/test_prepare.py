@@ -87,8 +87,8 @@ def test_a_format_that_no_backend_of_the_target_serves_is_refused(own, monkeypat
         kind = type(REGISTRY[name])
         monkeypatch.setattr(kind, "serves", lambda self, t, a: ["fp8_block"][: t != "sm90"])
     said = (
-        "no backend on sm90 reads prepared experts in fp8_block with activations in fp8_group128; "
-        "they can be prepared for sm100"
+        f"{path}: layer 0: no backend on sm90 reads prepared experts in fp8_block with activations "
+        "in fp8_group128; they can be prepared for sm100"
     )
     with pytest.raises(UnsupportedError, match=f"{said}$"):
         prepare(path, target="sm90")
@@ -98,6 +98,33 @@ def test_activations_that_no_target_has_for_the_format_are_refused(own):
     said = "fp8_block with activations in mxfp4, nor on another target; --activations none"
     with pytest.raises(UnsupportedError, match=said):
         prepare(own("fp8_block"), target="sm100", activations="mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("format", "activations", "hidden", "layout", "multiple"),
+    [("nvfp4", "nvfp4", 176, "tiles", 32), ("mxfp4", "mxfp8", 192, "words", 128)],
+)
+def test_sizes_that_the_layout_does_not_hold_are_refused_before_anything_is_written(
+    make_checkpoint, tmp_path, format, activations, hidden, layout, multiple
+):
+    """The message says which layer of which checkpoint, and what the command line offers."""
+    path = convert(make_checkpoint(hidden=hidden), tmp_path / "out", format=format).output
+    with pytest.raises(UnsupportedError) as refused:
+        prepare(path, target="sm100", activations=activations)
+    assert str(refused.value) == (
+        f"{path}: layer 0: the layout stacked_{layout} holds H and I in multiples of {multiple}, "
+        f"not H {hidden} and I 256; without quantized activations, no such layout is needed; "
+        "--activations none prepares the weights alone"
+    )
+    assert not (path / "moequant-prepared").exists()
+    assert prepare(path, target="sm100", activations="none").state == "prepared"
+
+
+def test_activations_and_targets_that_do_not_exist_are_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"^unknown target 'sm75'"):
+        prepare(tmp_path, target="sm75")
+    with pytest.raises(UnsupportedError, match=r"^activations is 'fp4', but must be one of"):
+        prepare(tmp_path, target="sm100", activations="fp4")
 
 
 def layout_of(result):
@@ -125,12 +152,14 @@ def test_fp8_activations_have_a_layout_on_hopper(own):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_activations_that_no_backend_of_the_target_takes_are_refused(own, format):
+    path = own(format)
     said = (
-        f"no backend on sm90 reads prepared experts in {format} with activations in {format}; they "
-        "can be prepared for sm100; --activations none prepares the weights alone"
+        f"{path}: layer 0: no backend on sm90 reads prepared experts in {format} with activations "
+        f"in {format}; they can be prepared for sm100; --activations none prepares the weights "
+        "alone"
     )
-    with pytest.raises(UnsupportedError, match=said):
-        prepare(own(format), target="sm90", activations=format)
+    with pytest.raises(UnsupportedError, match=f"^{said}$"):
+        prepare(path, target="sm90", activations=format)
     with pytest.raises(UnsupportedError, match="activations is 'fp4', but must be one of"):
         prepare(own("fp8_block"), target="sm100", activations="fp4")
 
@@ -337,7 +366,8 @@ def test_a_manifest_that_is_no_file_is_refused_and_prepared_anew(own, put_no_fil
     manifest = folder / "manifest.json"
     manifest.unlink()
     put_no_file(manifest, kind)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: .*; run moequant prepare"):
+    said = r"manifest\.json: .*, or run moequant prepare .* --target sm90"
+    with pytest.raises(CheckpointError, match=said):
         PreparedCheckpoint.open(folder)
     assert any("manifest.json" in str(p) for p in check_integrity(path).problems)
     assert prepare(path, target="sm90").state == "prepared"

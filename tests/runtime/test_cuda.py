@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moequant.conversion import convert
-from moequant.formats import CONVERTIBLE, dequantize, quantize
+from moequant.formats import CONVERTIBLE, dequantize
 from moequant.runtime import load_experts
 
 pytestmark = [
@@ -32,7 +32,11 @@ def test_a_device_quantizes_to_the_same_bytes(format):
     w = weight()
     for choice in zip(*CONVERTIBLE[format].options.values(), strict=False):
         options = dict(zip(CONVERTIBLE[format].options, choice, strict=True))
-        here, there = quantize(w, format, **options), quantize(w.cuda(), format, **options)
+        weighted = options.get("search") == "weighted"
+        square = torch.rand(512, generator=torch.Generator().manual_seed(1)) if weighted else None
+        here, there = (
+            CONVERTIBLE[format].quantize(one, options, mean_square=square) for one in (w, w.cuda())
+        )
         for part, tensor in here.tensors().items():
             assert torch.equal(bytes_of(there.tensors()[part]), bytes_of(tensor)), (options, part)
         assert torch.equal(dequantize(there).cpu(), dequantize(here))

@@ -67,8 +67,8 @@ def weights_of(format, act_fn=SILU, *, static=False, device="cpu", H=256, I=160)
         ({"format": "fp8_block"}, "runs only nvfp4 and mxfp4"),
         ({"activations": "mxfp4"}, "takes only activations in nvfp4 or nvfp4_static"),
         ({"format": "mxfp4", "activations": "none"}, "takes only activations in mxfp4"),
-        ({"hidden": 48}, "needs H to be a multiple of 32"),
-        ({"intermediate": 80}, "needs I to be a multiple of 32"),
+        ({"hidden": 48}, "needs H to be a multiple of 32, not 48"),
+        ({"intermediate": 80}, "needs I to be a multiple of 32, not 80"),
         ({"experts": 0}, "needs at least one expert"),
         ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
@@ -101,7 +101,7 @@ def test_it_serves_sm100_with_activations_in_the_format_of_the_weights():
 
 @pytest.mark.parametrize(("H", "I"), [(48, 32), (32, 48)])
 def test_its_layout_holds_rows_that_tma_reads(H, I):
-    with pytest.raises(UnsupportedError, match=rf"multiples of 32, not H {H} and I {I}; activ"):
+    with pytest.raises(UnsupportedError, match=rf"multiples of 32, not H {H} and I {I}; without"):
         BACKEND.layout.pack(weights_of("nvfp4", H=H, I=I))
 
 

@@ -64,8 +64,8 @@ def weights_of(act_fn=SILU, *, device="cpu", H=256, I=128, format="mxfp4", biase
         ({"format": "nvfp4"}, "runs only mxfp4"),
         ({"activations": "mxfp4"}, "takes only activations in mxfp8"),
         ({"activations": "none"}, "takes only activations in mxfp8"),
-        ({"hidden": 320}, "needs H to be a multiple of 128"),
-        ({"intermediate": 96}, "needs I to be a multiple of 128"),
+        ({"hidden": 320}, "needs H to be a multiple of 128, not 320"),
+        ({"intermediate": 96}, "needs I to be a multiple of 128, not 96"),
         ({"experts": 0}, "needs at least one expert"),
         ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
@@ -136,7 +136,7 @@ def test_it_serves_sm100_with_activations_in_mxfp8():
 
 @pytest.mark.parametrize(("H", "I"), [(192, 128), (128, 160)])
 def test_its_layout_holds_rows_that_tma_reads(H, I):
-    with pytest.raises(UnsupportedError, match=rf"multiples of 128, not H {H} and I {I}; activ"):
+    with pytest.raises(UnsupportedError, match=rf"multiples of 128, not H {H} and I {I}; without"):
         BACKEND.layout.pack(weights_of(H=H, I=I))
 
 

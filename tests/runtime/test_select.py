@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.runtime import FusedExperts, select
+from moequant.runtime.activations import SCHEMES
 from moequant.runtime.backends import REGISTRY as BACKENDS
 from moequant.runtime.backends import STACKED, Workload
 
@@ -43,6 +45,26 @@ def test_the_reference_runs_on_cuda_only_when_named():
     assert select(ON_CUDA, "torch_reference").name == "torch_reference"
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_refuses_sizes_that_are_no_multiples_of_those_that_it_names(name):
+    backend = BACKENDS[name]
+
+    def reasons(**sizes):
+        layers = (
+            replace(ON_CUDA, format=format, activations=scheme, **sizes)
+            for format, scheme in product(CONVERTIBLE, SCHEMES)
+        )
+        return {backend.supports(layer) for layer in layers}
+
+    fits = {"hidden": 384, "intermediate": 384}
+    assert not any("to be a multiple of" in str(reason) for reason in reasons(**fits))
+    for axis, size, multiple in zip("HI", fits, backend.multiples, strict=True):
+        if multiple > 1:
+            other = 384 + multiple // 2
+            said = f"needs {axis} to be a multiple of {multiple}, not {other}"
+            assert said in reasons(**fits | {size: other})
+
+
 def test_a_layout_leaves_out_the_backends_that_read_another():
     assert select(WORKLOAD, layout=STACKED).name == "torch_reference"
     panels = BACKENDS["sm90_w4a8"].layout
@@ -60,6 +82,22 @@ def test_an_unknown_backend_is_refused_with_every_backend_s_answer():
     assert first.endswith("on cpu:")
     for b, line in zip(BACKENDS.values(), lines, strict=True):
         assert line.startswith(f"  {b.name}: {b.supports(WORKLOAD) or 'runs'}")
+
+
+def test_a_backend_that_is_named_says_its_own_reason_and_which_would_run():
+    with pytest.raises(UnsupportedError) as error:
+        select(WORKLOAD, "triton")
+    assert str(error.value) == (
+        "backend 'triton' does not run nvfp4 with activations none, E 8, H 256, I 128, silu on "
+        f"cpu: {BACKENDS['triton'].supports(WORKLOAD)}; torch_reference, naive_batched would run it"
+    )
+    panels = BACKENDS["sm90_w4a8"].layout
+    with pytest.raises(UnsupportedError) as error:
+        select(WORKLOAD, "naive_batched", layout=panels)
+    first, end = str(error.value).split(": ")
+    assert first.startswith("backend 'naive_batched' does not run nvfp4")
+    assert end.startswith("reads weights as stacked version")
+    assert end.endswith("but these are w4a8_panels version 1; no other backend runs it here")
 
 
 @pytest.mark.parametrize("backend", [None, "torch_reference"])

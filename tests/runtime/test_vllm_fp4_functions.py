@@ -207,6 +207,11 @@ def test_router_weights_multiply_the_input_and_leave_it_as_it_is(format, device)
             CheckpointError,
             r"it must be float32 \[5, 2\]; or \[E\]",
         ),
+        (
+            {"w1_alphas": torch.ones(E + 1)},
+            CheckpointError,
+            rf"^w1_alphas is float32 \[{E + 1}\], but for E {E}",
+        ),
         ({"a1_gscale": torch.ones(1)}, CheckpointError, r"a1_gscale is float32 \[1\], but for E 5"),
         (
             {"w1_fp4": torch.zeros(E, 2 * I, H // 2)},

@@ -212,7 +212,18 @@ def test_batches_are_run_and_not_weighted(format, static):
         (
             {"w1_scale": torch.ones(E, I)},
             CheckpointError,
-            "w1_scale is .*; give w1 and w1_scale as",
+            rf"^w1_scale is float32 \[{E}, {I}\], but it should be float32 \[{E}, {2 * I}, 1\] or "
+            rf"\[{E}, {2 * I}\]; give w1 and w1_scale as",
+        ),
+        (
+            {"w2_scale": torch.ones(E)},
+            CheckpointError,
+            rf"^w2_scale is float32 \[{E}\], but it should be float32 \[{E}, {H}, 1\] or ",
+        ),
+        (
+            {"w2_scale": torch.ones(E, H, dtype=torch.bfloat16)},
+            CheckpointError,
+            rf"^w2_scale is bfloat16 \[{E}, {H}\], but it should be float32 ",
         ),
         (
             {"w2_scale": torch.ones(E, H, device="meta")},
@@ -238,6 +249,13 @@ def test_what_does_not_go_together_is_refused(options, error, reason):
     w1, w2, _ = layer("fp8_channel")
     with pytest.raises(error, match=reason):
         run_fp8(w1, w2, *call(), **options)
+
+
+def test_scales_of_matrices_of_another_shape_are_shown_as_they_were_given():
+    w1, w2, _ = layer("fp8_tensor")
+    said = rf"^w1_scale is float32 \[1, {E}\], but .* \[{E}, 1, 1\] or \[{E}, 1\] or \[{E}\]; give"
+    with pytest.raises(CheckpointError, match=said):
+        run_fp8(w1, w2, *call(), w1_scale=torch.ones(1, E))
 
 
 def test_static_scales_are_single_values():

@@ -56,6 +56,8 @@ CASES = [
     for value in values
     # Scales of w4a8's search are rounded after the search, so that clipping may just not pay.
     if (name, value) != ("w4a8", "mse")
+    # Weighted searches clip where channels matter less, whatever that does to the weight's error.
+    and value != "weighted"
 ]
 
 

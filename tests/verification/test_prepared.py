@@ -179,7 +179,7 @@ def test_a_manifest_that_is_not_true_is_named(source, folder, change, place):
 
 
 def test_a_digest_of_other_originals_is_named(source, folder):
-    edit_manifest(folder, lambda m: m["layers"]["0"].update(originals_sha256="00"))
+    edit_manifest(folder, lambda m: m["layers"]["0"].update(originals_sha256="0" * 64))
     assert "originals_sha256" in problems(folder, source)["sm100/layer-00000.safetensors"]
 
 

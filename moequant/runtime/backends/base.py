@@ -157,6 +157,8 @@ class Backend(ABC):
     """How its kernels read weights."""
     experts: ClassVar[type[PackedExperts]]
     """What `load` makes; not needed where `load` is overridden."""
+    multiples: ClassVar[tuple[int, int]] = (1, 1)
+    """What `supports` wants H and I of gated experts to be multiples of, beside their format."""
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:

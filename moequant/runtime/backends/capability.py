@@ -38,12 +38,12 @@ def why_not_kernels_for(
     return None if workload.device.type == "cuda" else "needs a CUDA device"
 
 
-def why_not_multiples(workload: Workload, *, hidden: int, intermediate: int) -> str | None:
-    """Why H is no multiple of `hidden`, or I of `intermediate`; None if both are."""
-    sizes = ("H", workload.hidden, hidden), ("I", workload.intermediate, intermediate)
-    for name, size, multiple in sizes:
+def why_not_multiples(workload: Workload, multiples: tuple[int, int]) -> str | None:
+    """Why H and I are no multiples of the two in `multiples`; None if they are."""
+    sizes = {"H": workload.hidden, "I": workload.intermediate}
+    for (name, size), multiple in zip(sizes.items(), multiples, strict=True):
         if size % multiple:
-            return f"needs {name} to be a multiple of {multiple}"
+            return f"needs {name} to be a multiple of {multiple}, not {size}"
     return None
 
 

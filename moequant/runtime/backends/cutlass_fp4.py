@@ -57,8 +57,8 @@ class StackedTiles(Layout):
         if weights.hidden % _COLUMNS_MULTIPLE or weights.intermediate % _COLUMNS_MULTIPLE:
             raise UnsupportedError(
                 f"the layout {self.name} holds H and I in multiples of {_COLUMNS_MULTIPLE}, not H "
-                f'{weights.hidden} and I {weights.intermediate}; activations="none" needs no such '
-                "layout"
+                f"{weights.hidden} and I {weights.intermediate}; without quantized activations, no "
+                "such layout is needed"
             )
         tensors = STACKED.pack(weights)
         return tensors | {name: swizzle(tensors[name]) for name in ("w13_scale", "w2_scale")}
@@ -127,6 +127,7 @@ class CutlassFp4(Backend):
     name = "cutlass_fp4"
     layout: ClassVar[Layout] = StackedTiles()
     experts: ClassVar[type[PackedExperts]] = CutlassFp4Experts
+    multiples = (_COLUMNS_MULTIPLE, _COLUMNS_MULTIPLE)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs FP4 with its own activations, H and I in 32s, SM100, triton and CuTe DSL."""
@@ -136,8 +137,7 @@ class CutlassFp4(Backend):
         wanted = _activations_of(variant)
         if workload.activations not in wanted:
             return f"takes only activations in {' or '.join(wanted)}"
-        multiple = _COLUMNS_MULTIPLE
-        reason = why_not_multiples(workload, hidden=multiple, intermediate=multiple)
+        reason = why_not_multiples(workload, self.multiples)
         if reason is not None:
             return reason
         if workload.experts == 0:

@@ -62,12 +62,13 @@ class CutlassFp8(Backend):
 
     name = "cutlass_fp8"
     experts: ClassVar[type[PackedExperts]] = CutlassFp8Experts
+    multiples = (ROW_MULTIPLE, ROW_MULTIPLE)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_channel, its activations, H and I in 16s, SM90, triton and CuTe DSL."""
         return (
             why_not_kernels_for(workload, ("fp8_channel",), activations=("fp8_token",))
-            or why_not_multiples(workload, hidden=ROW_MULTIPLE, intermediate=ROW_MULTIPLE)
+            or why_not_multiples(workload, self.multiples)
             or _why_not_on(workload.device)
         )
 

@@ -55,8 +55,8 @@ class StackedWords(Layout):
         if weights.hidden % _COLUMNS_MULTIPLE or weights.intermediate % _COLUMNS_MULTIPLE:
             raise UnsupportedError(
                 f"the layout {self.name} holds H and I in multiples of {_COLUMNS_MULTIPLE}, not H "
-                f'{weights.hidden} and I {weights.intermediate}; activations="none" needs no such '
-                "layout"
+                f"{weights.hidden} and I {weights.intermediate}; without quantized activations, no "
+                "such layout is needed"
             )
         tensors = STACKED.pack(weights)
         packed = {
@@ -139,13 +139,13 @@ class DeepGemmFp4(Backend):
     name = "deepgemm_fp4"
     layout: ClassVar[Layout] = StackedWords()
     experts: ClassVar[type[PackedExperts]] = DeepGemmFp4Experts
+    multiples = (_COLUMNS_MULTIPLE, _COLUMNS_MULTIPLE)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs MXFP4, activations in MXFP8, H and I in 128s, SM100, triton, deep_gemm and nvcc."""
-        multiple = _COLUMNS_MULTIPLE
         return (
             why_not_kernels_for(workload, (Mxfp4.name,), activations=(MXFP8,))
-            or why_not_multiples(workload, hidden=multiple, intermediate=multiple)
+            or why_not_multiples(workload, self.multiples)
             or _why_not_on(workload.device)
         )
 

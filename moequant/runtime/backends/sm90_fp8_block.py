@@ -35,6 +35,7 @@ class Sm90Fp8Block(Backend):
 
     name = "sm90_fp8_block"
     default_on = ("cuda",)
+    multiples = (ROW_MULTIPLE, ROW_MULTIPLE)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
@@ -65,4 +66,4 @@ class Sm90Fp8Block(Backend):
 def why_not_fp8_block(workload: Workload) -> str | None:
     """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
     reason = why_not_kernels_for(workload, ("fp8_block",), activations=("fp8_group128",))
-    return reason or why_not_multiples(workload, hidden=ROW_MULTIPLE, intermediate=ROW_MULTIPLE)
+    return reason or why_not_multiples(workload, (ROW_MULTIPLE, ROW_MULTIPLE))

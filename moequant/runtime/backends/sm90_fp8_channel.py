@@ -36,6 +36,7 @@ class Sm90Fp8Channel(Backend):
 
     name = "sm90_fp8_channel"
     default_on = ("cuda",)
+    multiples = (32, 16)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs a format of its own, FP8 activations, sizes for TMA, SM90, triton and NVRTC."""
@@ -70,5 +71,5 @@ def _why_not_sizes(workload: Workload) -> str | None:
     A warp has 32 rows of a weight, or 16 of gate and up each, and TMA reads rows at multiples of 16
     bytes.
     """
-    rows = 16 if workload.act_fn.gated else 32
-    return why_not_multiples(workload, hidden=32, intermediate=rows)
+    hidden, rows = Sm90Fp8Channel.multiples
+    return why_not_multiples(workload, (hidden, rows if workload.act_fn.gated else 2 * rows))

@@ -1,6 +1,7 @@
 """What lies around the grouped GEMM: in the interpreter, around GEMMs that torch computes.
 
-The GEMM's own kernel is tested in test_ptx.py, and all of it in tests/runtime/test_cutlass.py.
+The GEMM's own kernel is tested in test_ptx.py, and all of it in
+tests/runtime/test_hopper_libraries.py.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from moequant.runtime.call import run_experts
 from moequant.runtime.packing import workload_of
 from moequant.runtime.routing import route
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/runtime/test_cutlass.py has a GPU")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="tests/runtime/test_hopper_libraries.py has a GPU"
+)
 
 E, H, I, M, T = 4, 256, 144, 9, 2
 FUNCTIONS = [SILU, SWIGLUOAI, SITU, RELU2, ActFn(name="gelu", gated=False, limit=0.5)]
 
-# As derived in tests/runtime/test_cutlass.py.
+# As derived in tests/runtime/test_hopper_libraries.py.
 CALC_DIFF = 1e-3
 
 

@@ -1,7 +1,7 @@
 """Our part of DeepGEMM's backends; in the interpreter around GEMMs that torch computes.
 
-What the package itself makes of the same calls is tested in tests/runtime/test_deepgemm.py, on a
-GPU.
+What the package itself makes of the same calls is tested on a GPU, in
+tests/runtime/test_hopper_libraries.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the package itself is t
 E, H, I, M, T = 4, 256, 144, 9, 2
 FUNCTIONS = [SILU, SWIGLUOAI, SITU, RELU2, ActFn(name="gelu", gated=False, limit=0.5)]
 
-# As in tests/runtime/test_deepgemm.py: both results are rounded to bfloat16, which flips codes.
+# As in tests/runtime/test_hopper_libraries.py: both results are rounded to bfloat16, which flips
+# codes.
 CALC_DIFF = 1e-3
 
 
