@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
+from moequant.benchmarks.machine import processor_name
 from moequant.benchmarks.one_conversion import TOOLS
 from moequant.benchmarks.random_checkpoint import write_bench_checkpoint
 from moequant.conversion import convert
@@ -279,7 +280,7 @@ def _weight_bytes(folder: Path) -> int:
 
 def _machine(against: Sequence[str]) -> dict[str, Any]:
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "python": platform.python_version(),
         "moequant": __version__,
@@ -293,10 +294,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -105,9 +105,7 @@ def host_time_us(call: Callable[[], object], calls: int = 100) -> float:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure peak rates, of a GPU that has rested; takes about four seconds and 5 GB."""
-    x = torch.empty(1 << 30, dtype=torch.float32, device=device).normal_()
-    read = x.nbytes / _median_us(x.sum) / 1e6
-    del x
+    read = measure_read_tb_per_s(device)
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
     bf16 = _tflops(lambda: a @ b.T)
     fp8 = None
@@ -120,6 +118,12 @@ def measure_ceilings(device: torch.device) -> Ceilings:
             )
         )
     return Ceilings(read_tb_per_s=read, fp8_tflops=fp8, bf16_tflops=bf16)
+
+
+def measure_read_tb_per_s(device: torch.device, size_bytes: int = 4 << 30) -> float:
+    """Bandwidth of a sum over `size_bytes`, which should be many times the L2 cache."""
+    x = torch.empty(size_bytes // 4, dtype=torch.float32, device=device).normal_()
+    return x.nbytes / _median_us(x.sum) / 1e6
 
 
 def _tflops(multiply: Callable[[], object]) -> float:

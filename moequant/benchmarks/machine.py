@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from pathlib import Path
 
 import torch
 
@@ -41,6 +42,16 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     return {name: text for name, text in versions.items() if text}
 
 
+def describe_cpu() -> dict[str, str]:
+    """Processor and versions."""
+    return {
+        "processor": processor_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "moequant": __version__,
+    }
+
+
 def _driver() -> str:
     try:
         found = subprocess.run(
@@ -53,3 +64,11 @@ def _driver() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return found.stdout.split("\n")[0].strip()
+
+
+def processor_name() -> str:
+    """The name of the processor, as Linux or Python knows it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -19,7 +19,7 @@ from moequant.storage.headers import dtype_name
 from moequant.storage.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -116,19 +116,35 @@ def write_bench_checkpoint(folder: Path, size_bytes: int) -> int:
 def _write(
     folder: Path, config: Mapping[str, Any], distinct: int, shard_bytes: float, seed: int
 ) -> None:
+    write_tensors(folder, config, _tensors(config, distinct, seed), shard_bytes)
+
+
+def write_tensors(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    shard_bytes: float = math.inf,
+) -> None:
+    """Write a checkpoint: these tensors in this order, their index, and config.json.
+
+    All tensors are in memory at once; one that comes several times is there once.
+
+    Raises:
+        MoequantError: it cannot be written.
+    """
     with explained(folder, "created"):
         folder.mkdir(parents=True, exist_ok=True)
-    shards = list(_shards(_tensors(config, distinct, seed), shard_bytes))
+    shards = list(_shards(tensors, shard_bytes))
     weight_map: dict[str, str] = {}
-    for i, tensors in enumerate(shards, start=1):
+    for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        specs = [(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
+        specs = [(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in shard.items()]
         writer = ShardWriter(folder / file, *lay_out(specs))
-        for name, tensor in tensors.items():
+        for name, tensor in shard.items():
             writer.write(name, tensor)
         writer.finish()
-        weight_map.update(dict.fromkeys(tensors, file))
-    total = sum(t.nbytes for tensors in shards for t in tensors.values())
+        weight_map.update(dict.fromkeys(shard, file))
+    total = sum(t.nbytes for shard in shards for t in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / INDEX_FILE, index)
     _write_json(folder / CONFIG_FILE, config)
@@ -140,7 +156,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _shards(
-    tensors: Iterator[tuple[str, Tensor]], shard_bytes: float
+    tensors: Iterable[tuple[str, Tensor]], shard_bytes: float
 ) -> Iterator[dict[str, Tensor]]:
     """Tensors in the given order, split into shards as transformers does."""
     shard: dict[str, Tensor] = {}

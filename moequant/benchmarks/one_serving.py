@@ -1,0 +1,172 @@
+"""A step of `moequant bench serve`, in a process of its own.
+
+    python -m moequant.benchmarks.one_serving machine REQUEST.json RESULT.json
+    python -m moequant.benchmarks.one_serving model   REQUEST.json RESULT.json
+    python -m moequant.benchmarks.one_serving engine  REQUEST.json RESULT.json
+
+`machine` describes the device and measures its bandwidth, `model` writes a model of random weights,
+`engine` times an engine. RESULT.json is what they found, or `error`, in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moequant.benchmarks.random_models import random_model
+from moequant.benchmarks.serving_engines import ENGINES, Setup
+from moequant.errors import MoequantError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from moequant.benchmarks.serving_engines import Engine
+
+PROMPT_TOKENS = 64
+FIRST_TOKENS = 16
+"""New tokens of the shorter of two calls, whose difference is decoding alone."""
+PREFILL_PROMPTS = 8
+_CPU_READ_BYTES = 1 << 28
+_CPU_READS = 5
+_IDS = range(3, 30000)
+"""From which prompts are drawn, as far as the vocabulary goes."""
+
+
+def max_tokens(steps: int, prefill_tokens: int) -> int:
+    """The longest sequence: of a prompt that is decoded, or of one that is only read."""
+    return max(PROMPT_TOKENS + FIRST_TOKENS + steps, prefill_tokens // PREFILL_PROMPTS + 1)
+
+
+def mean_context(steps: int) -> float:
+    """Tokens before a decoding step, as a mean over those that are timed."""
+    return PROMPT_TOKENS + FIRST_TOKENS + steps / 2
+
+
+def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Start an engine and time it.
+
+    Args:
+        request: `engine`, `setup` (the fields of Setup), `batches`, `steps`, `rounds`,
+            `prefill_tokens` and `vocabulary`.
+
+    Returns:
+        `version`, `experts`, `start_s`, `decode_s` (seconds of a step, by batch) and `prefill_s`.
+
+    Raises:
+        MoequantError: more tokens did not take longer.
+    """
+    started = time.perf_counter()
+    engine = ENGINES[request["engine"]](Setup(**request["setup"]))
+    start_s = time.perf_counter() - started
+    prompts = _Prompts(request["vocabulary"])
+    rounds = request["rounds"]
+    decode_s = {
+        str(batch): _step_s(engine, prompts, batch, steps=request["steps"], rounds=rounds)
+        for batch in request["batches"]
+    }
+    length = request["prefill_tokens"] // PREFILL_PROMPTS
+    engine.prepare(length + 1)
+    prefill_s = _least_s(lambda: engine.generate(prompts.draw(PREFILL_PROMPTS, length), 1), rounds)
+    return {
+        "version": engine.version,
+        "experts": engine.experts,
+        "start_s": start_s,
+        "decode_s": decode_s,
+        "prefill_s": prefill_s,
+    }
+
+
+def _step_s(engine: Engine, prompts: _Prompts, batch: int, *, steps: int, rounds: int) -> float:
+    """Seconds of a decoding step: what `steps` more tokens take, by the least of `rounds` each."""
+    engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
+
+    def least(new_tokens: int) -> float:
+        return _least_s(
+            lambda: engine.generate(prompts.draw(batch, PROMPT_TOKENS), new_tokens), rounds
+        )
+
+    short, long = least(FIRST_TOKENS), least(FIRST_TOKENS + steps)
+    if long <= short:
+        raise MoequantError(
+            f"at batch {batch}, {steps} more tokens took {long - short:.4f} s; raise --steps or "
+            "--rounds"
+        )
+    return (long - short) / steps
+
+
+def _least_s(call: Callable[[], object], rounds: int) -> float:
+    """The least time of `rounds` calls, after one that compiles and captures."""
+    call()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+class _Prompts:
+    """Random prompts, the same in every engine."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._random = random.Random(0)  # noqa: S311 - not for secrets
+        self._ids = range(_IDS.start, min(_IDS.stop, vocabulary))
+
+    def draw(self, batch: int, length: int) -> list[list[int]]:
+        """`batch` prompts of `length` tokens."""
+        return [self._random.choices(self._ids, k=length) for _ in range(batch)]
+
+
+def describe(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The `machine`, and `read_tb_per_s` of its memory; `device` is of the request."""
+    if request["device"] == "cuda":
+        from moequant.benchmarks.cuda_timing import measure_read_tb_per_s
+        from moequant.benchmarks.machine import cuda_device, describe_machine
+
+        place = cuda_device("cuda")
+        with torch.cuda.device(place):
+            rate = measure_read_tb_per_s(place)
+        return {"machine": describe_machine(place), "read_tb_per_s": rate}
+    from moequant.benchmarks.machine import describe_cpu
+
+    x = torch.zeros(_CPU_READ_BYTES // 4)
+    seconds = _least_s(x.sum, _CPU_READS)
+    return {"machine": describe_cpu(), "read_tb_per_s": x.nbytes / seconds / 1e12}
+
+
+def write_model(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a model of random weights: `shape`, `layers`, `vocabulary`, `folder`, `device`."""
+    model = random_model(request["shape"]).resized(request["layers"], request["vocabulary"])
+    model.write(Path(request["folder"]), torch.device(request["device"]))
+    return {}
+
+
+STEPS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "machine": describe,
+    "model": write_model,
+    "engine": time_engine,
+}
+
+
+def main(step: str, request: Path, result: Path) -> None:
+    """Run a step, and write what it found."""
+    try:
+        found = STEPS[step](json.loads(request.read_text()))
+    # An engine may raise anything: it is named with its reason, and the others go on.
+    except Exception as error:
+        traceback.print_exc()
+        text = (str(error).strip() or repr(error)).splitlines()[0]
+        name = "" if isinstance(error, MoequantError) else f"{type(error).__name__}: "
+        found = {"error": name + text}
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(Path, sys.argv[2:4]))

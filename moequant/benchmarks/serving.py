@@ -1,0 +1,379 @@
+"""Time whole models in vLLM, vLLM with the plug-in, transformers, and moequant, beside a floor.
+
+Each engine runs in a process of its own, one after the other. A step of decoding is what more new
+tokens take, divided by their number, so that neither prefill nor sampling of the first token is
+part of it. The floor of a step is the time to read its weights and KV cache (`step_floor`) at the
+bandwidth that the device is measured to have in the same run. The result is a JSON document:
+
+    measured, method, machine, read_tb_per_s
+    batches, prefill_tokens, steps, activations, tensor_parallel
+    checkpoints   for each: name, floor_ms (by batch), and
+      engines       for each: engine, and either `error`, the reason, with `log`, the end of what it
+                    printed, or
+        version, experts (what computes them), start_s
+        decode      for each batch: batch, ms_per_step, tokens_per_s, and share_of_floor, at most 1
+        prefill     ms, tokens_per_s
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moequant.benchmarks.one_serving import (
+    FIRST_TOKENS,
+    PREFILL_PROMPTS,
+    PROMPT_TOKENS,
+    max_tokens,
+    mean_context,
+)
+from moequant.benchmarks.random_models import random_model
+from moequant.benchmarks.serving_engines import ENGINES, Setup
+from moequant.benchmarks.step_floor import StepFloor
+from moequant.conversion import convert
+from moequant.errors import MoequantError, UnsupportedError
+from moequant.progress import SilentProgress
+from moequant.storage.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from moequant.progress import Progress
+    from moequant.runtime.activations import ActivationsChoice
+
+METHOD = (
+    f"Least times of each call. Decoding: prompts of {PROMPT_TOKENS} random tokens; the time of "
+    f"{FIRST_TOKENS} new tokens subtracted from that of more, divided by the difference. Prefill: "
+    f"{PREFILL_PROMPTS} prompts and one new token each. Every engine in a process of its own."
+)
+PLAIN = "bf16"
+"""The name of a random model that is not converted."""
+
+_LOG_END = 2000
+"""Characters of a failed engine's output that are kept."""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Of every process: in one process, with the log that says who runs the experts, and no network."""
+_OUR_EXPERTS = re.compile(r"moequant runs routed experts .* by its backend (\S+)")
+_VLLM_EXPERTS = re.compile(r"Using (.+? MoE(?= backend)|\w+MoEMethod|\w+Experts(?= for ))")
+"""As vLLM 0.22.1 logs them, such as "Using TRITON Fp8 MoE backend out of potential backends"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingMeasure:
+    """What to measure.
+
+    Attributes:
+        engines: names in ENGINES.
+        batches: sequences at once, at least 1.
+        prefill_tokens: tokens of all prompts of a prefill, a multiple of 8.
+        steps: decoding steps that are timed.
+        rounds: times each call is timed.
+        device: "cuda" or "cpu".
+        activations: of our experts, in vLLM and alone; see `FusedExperts`.
+        attention_backend: vLLM's name of one; None for vLLM's choice.
+        tensor_parallel: number of GPUs of vLLM.
+        expert_parallel: whether these divide experts.
+        timeout_s: seconds after which an engine is given up.
+    """
+
+    engines: Sequence[str] = ("vllm", "vllm+moequant", "transformers", "moequant")
+    batches: Sequence[int] = (1, 8, 32, 128)
+    prefill_tokens: int = 8192
+    steps: int = 128
+    rounds: int = 3
+    device: str = "cuda"
+    activations: ActivationsChoice = "format"
+    attention_backend: str | None = None
+    tensor_parallel: int = 1
+    expert_parallel: bool = False
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSource:
+    """A model of random weights: its name, layers, vocabulary (None: its own), and formats."""
+
+    shape: str
+    layers: int
+    vocabulary: int | None
+    formats: Sequence[str]
+
+
+def bench_serving(
+    checkpoints: Sequence[Path],
+    random_source: RandomSource | None,
+    measure: ServingMeasure,
+    *,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Time every engine with every checkpoint.
+
+    Args:
+        checkpoints: folders.
+        random_source: a model to generate, to convert, and to time in each of its formats.
+        measure: what to measure.
+        folder: where to generate; by default the folder for temporary files.
+        progress: receives every engine.
+
+    Returns:
+        The document; see the module. Engines that failed are in it, with the reason.
+
+    Raises:
+        CheckpointError: not a checkpoint.
+        UnsupportedError: an unknown engine or model, nothing to time, or no such device.
+        MoequantError: a model could not be written or converted.
+    """
+    _check(checkpoints, random_source, measure)
+    report = progress or SilentProgress()
+    with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
+        place = Path(name)
+        found = _run_or_raise("machine", {"device": measure.device}, place, measure)
+        formats = random_source.formats if random_source is not None else ()
+        count = (len(checkpoints) + len(formats)) * len(measure.engines)
+        report.start("timing", count, unit="engines")
+        rows = []
+        for label, path in _checkpoints(checkpoints, random_source, place, measure):
+            rows.append(_bench(label, path, place, measure, found["read_tb_per_s"], report))
+        report.finish()
+    return {
+        "measured": datetime.now(UTC).date().isoformat(),
+        "method": METHOD,
+        **found,
+        "batches": list(measure.batches),
+        "prefill_tokens": measure.prefill_tokens,
+        "steps": measure.steps,
+        "activations": measure.activations,
+        "tensor_parallel": measure.tensor_parallel,
+        "checkpoints": rows,
+    }
+
+
+def failures(document: Mapping[str, Any]) -> list[str]:
+    """What was not measured: engine and checkpoint."""
+    return [
+        f"{engine['engine']} with {row['name']}"
+        for row in document["checkpoints"]
+        for engine in row["engines"]
+        if "error" in engine
+    ]
+
+
+def _check(
+    checkpoints: Sequence[Path], random_source: RandomSource | None, measure: ServingMeasure
+) -> None:
+    if not checkpoints and random_source is None:
+        raise UnsupportedError(
+            "there is nothing to time; give a folder with a checkpoint, or --shape NAME for random "
+            "weights"
+        )
+    for name in measure.engines:
+        if name not in ENGINES:
+            raise UnsupportedError(f"unknown engine {name!r}; use one of: {', '.join(ENGINES)}")
+    if measure.device not in ("cuda", "cpu"):
+        raise UnsupportedError(f"device {measure.device!r}, but engines are timed on cuda or cpu")
+    if measure.prefill_tokens < PREFILL_PROMPTS or measure.prefill_tokens % PREFILL_PROMPTS:
+        raise UnsupportedError(
+            f"a prefill of {measure.prefill_tokens} tokens does not divide into {PREFILL_PROMPTS} "
+            f"prompts; choose a multiple of {PREFILL_PROMPTS}"
+        )
+    for path in checkpoints:
+        Checkpoint.open(path)
+    if random_source is not None:
+        random_model(random_source.shape).resized(random_source.layers, random_source.vocabulary)
+
+
+def _checkpoints(
+    checkpoints: Sequence[Path],
+    random_source: RandomSource | None,
+    place: Path,
+    measure: ServingMeasure,
+) -> Iterator[tuple[str, Path]]:
+    """Names and folders, each made when it is asked for."""
+    for path in checkpoints:
+        yield path.name or str(path), path
+    if random_source is None:
+        return
+    request = {
+        "shape": random_source.shape,
+        "layers": random_source.layers,
+        "vocabulary": random_source.vocabulary,
+        "folder": str(place / "source"),
+        "device": measure.device,
+    }
+    _run_or_raise("model", request, place, measure)
+    layers = random_source.layers
+    model = f"{random_source.shape}, {layers} layer{'' if layers == 1 else 's'}"
+    for format in random_source.formats:
+        path = place / "source"
+        if format != PLAIN:
+            path = convert(path, place / "converted", format=format, overwrite=True).output
+        yield f"{model}, {format}", path
+
+
+def _bench(
+    name: str, path: Path, place: Path, measure: ServingMeasure, rate: float, progress: Progress
+) -> dict[str, Any]:
+    floor = StepFloor(path)
+    context = mean_context(measure.steps)
+    floor_s = {
+        batch: floor.step(batch, context).total / rate / 1e12 / measure.tensor_parallel
+        for batch in measure.batches
+    }
+    engines = []
+    for engine in measure.engines:
+        found = _time(engine, path, place, measure)
+        engines.append({"engine": engine, **_figures(found, floor_s, measure)})
+        progress.advance(1, f"{engine}, {name}")
+    return {
+        "name": name,
+        "floor_ms": {str(batch): seconds * 1e3 for batch, seconds in floor_s.items()},
+        "engines": engines,
+    }
+
+
+def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict[str, Any]:
+    """What an engine took, or its `error`."""
+    setup = Setup(
+        checkpoint=str(path.resolve()),
+        device=measure.device,
+        activations=measure.activations,
+        max_batch=max(*measure.batches, PREFILL_PROMPTS),
+        max_tokens=max_tokens(measure.steps, measure.prefill_tokens),
+        prefill_tokens=measure.prefill_tokens,
+        attention_backend=measure.attention_backend,
+        tensor_parallel=measure.tensor_parallel,
+        expert_parallel=measure.expert_parallel,
+    )
+    request = {
+        "engine": engine,
+        "setup": asdict(setup),
+        "batches": list(measure.batches),
+        "steps": measure.steps,
+        "rounds": measure.rounds,
+        "prefill_tokens": measure.prefill_tokens,
+        "vocabulary": _vocabulary(path),
+    }
+    found, log = run_step(
+        "engine",
+        request,
+        place,
+        timeout_s=measure.timeout_s,
+        plugins="moequant" if engine == "vllm+moequant" else "",
+    )
+    if "error" in found:
+        return {**found, "log": log[-_LOG_END:]}
+    if engine == "vllm+moequant" and not _OUR_EXPERTS.search(log):
+        error = "vLLM did not say that moequant runs its experts: the plug-in was not used"
+        return {"error": error, "log": log[-_LOG_END:]}
+    if found["experts"] is None:
+        pattern = _OUR_EXPERTS if engine == "vllm+moequant" else _VLLM_EXPERTS
+        found["experts"] = ", ".join(dict.fromkeys(pattern.findall(log))) or None
+    return found
+
+
+def _figures(
+    found: Mapping[str, Any], floor_s: Mapping[int, float], measure: ServingMeasure
+) -> dict[str, Any]:
+    if "error" in found:
+        return dict(found)
+    return {
+        "version": found["version"],
+        "experts": found["experts"],
+        "start_s": found["start_s"],
+        "decode": [
+            {
+                "batch": batch,
+                "ms_per_step": step_s * 1e3,
+                "tokens_per_s": batch / step_s,
+                "share_of_floor": floor_s[batch] / step_s,
+            }
+            for batch, step_s in ((b, found["decode_s"][str(b)]) for b in measure.batches)
+        ],
+        "prefill": {
+            "ms": found["prefill_s"] * 1e3,
+            "tokens_per_s": measure.prefill_tokens / found["prefill_s"],
+        },
+    }
+
+
+def _vocabulary(path: Path) -> int:
+    config = Checkpoint.open(path).config
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if type(size) is not int or size < 1:
+        raise MoequantError(
+            f"{path / 'config.json'}: vocab_size is {size!r}, but must be a positive integer"
+        )
+    return size
+
+
+def _run_or_raise(
+    step: str, request: Mapping[str, Any], place: Path, measure: ServingMeasure
+) -> dict[str, Any]:
+    found, log = run_step(step, request, place, timeout_s=measure.timeout_s)
+    if "error" in found:
+        raise MoequantError(f"{found['error']}; it ended with:\n{log.strip()[-_LOG_END:]}")
+    return found
+
+
+def run_step(
+    step: str, request: Mapping[str, Any], place: Path, *, timeout_s: float, plugins: str = ""
+) -> tuple[dict[str, Any], str]:
+    """Run a step of `one_serving` in a new process; returns what it found, and what it printed.
+
+    Args:
+        step: its name.
+        request: what it is given.
+        place: an existing folder for files.
+        timeout_s: seconds after which it is ended, with all processes that it started.
+        plugins: value of VLLM_PLUGINS; empty loads none.
+    """
+    files = [place / f"{step}.{name}" for name in ("request.json", "result.json", "log")]
+    asked, told, log = files
+    asked.write_text(json.dumps(request))
+    told.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "moequant.benchmarks.one_serving", step, str(asked), str(told)]
+    environment = {**os.environ, **_ENVIRONMENT, "VLLM_PLUGINS": plugins}
+    with log.open("wb") as output:
+        # A session of its own, because engines start processes, which must end with it.
+        process = subprocess.Popen(  # noqa: S603 - ourselves
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        error = None
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            error = f"it did not end within {timeout_s:g} s"
+        finally:
+            _end(process)
+    text = log.read_text(errors="replace")
+    if told.exists() and error is None:
+        found: dict[str, Any] = json.loads(told.read_text())
+        return found, text
+    if error is None:
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+        error = f"it ended with exit code {process.returncode}: {last.strip()}"
+    return {"error": error}, text
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a process and of those it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,222 @@
+"""The engines that `moequant bench serve` compares, each run in a process of its own.
+
+vllm            vLLM by itself
+vllm+moequant   vLLM with the plug-in, `quantization="moequant"`
+transformers    transformers by itself, as `from_pretrained` loads the checkpoint
+moequant        `load_model`: transformers' model with our experts, static cache and CUDA graphs
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from moequant.errors import UnsupportedError
+from moequant.integrations.vllm.name import NAME as PLUG_IN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transformers import Cache, PreTrainedModel
+
+    from moequant.runtime.activations import ActivationsChoice
+
+    Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How an engine is started.
+
+    Attributes:
+        checkpoint: a folder.
+        device: "cuda", or "cpu" for transformers and moequant.
+        activations: of our experts, see `FusedExperts`.
+        max_batch: most sequences at once.
+        max_tokens: most tokens of a sequence, prompt and answer.
+        prefill_tokens: most tokens of prompts in one step.
+        attention_backend: of vLLM; None for its choice.
+        tensor_parallel: number of GPUs, in vLLM only.
+        expert_parallel: whether these divide experts, and not their rows.
+    """
+
+    checkpoint: str
+    device: str
+    activations: ActivationsChoice
+    max_batch: int
+    max_tokens: int
+    prefill_tokens: int
+    attention_backend: str | None
+    tensor_parallel: int
+    expert_parallel: bool
+
+
+class Engine(ABC):
+    """A model in an engine."""
+
+    version: str
+    experts: str | None = None
+    """What computes the experts, if the engine says so; vLLM's log does."""
+
+    def prepare(self, max_tokens: int) -> None:
+        """Told before calls of another number of prompts, of the tokens with the longest answer."""
+        return
+
+    @abstractmethod
+    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+        """Continue all prompts, of one length, by exactly `new_tokens` greedy tokens, and wait."""
+
+
+class Vllm(Engine):
+    """vLLM, with CUDA graphs and torch.compile as it starts by default, in this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        if find_spec("vllm") is None:
+            raise UnsupportedError("vLLM is not installed: pip install 'moequant[vllm]'")
+        if setup.device != "cuda":
+            raise UnsupportedError("vLLM is timed on CUDA devices only")
+        import vllm
+
+        self.version = vllm.__version__
+        self._sampling = vllm.SamplingParams
+        chosen = {"attention_backend": setup.attention_backend} if setup.attention_backend else {}
+        self._llm = vllm.LLM(
+            model=setup.checkpoint,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=setup.max_tokens,
+            max_num_batched_tokens=max(setup.prefill_tokens, setup.max_tokens),
+            max_num_seqs=setup.max_batch,
+            # Otherwise a prompt that comes twice would be read once.
+            enable_prefix_caching=False,
+            seed=0,
+            disable_log_stats=True,
+            tensor_parallel_size=setup.tensor_parallel,
+            enable_expert_parallel=setup.expert_parallel,
+            **chosen,
+            **self._options(setup),
+        )
+
+    def _options(self, setup: Setup) -> dict[str, Any]:
+        return {}
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+        """See `Engine`."""
+        sampling = self._sampling(
+            temperature=0.0, max_tokens=new_tokens, detokenize=False, ignore_eos=True
+        )
+        inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        self._llm.generate(inputs, sampling, use_tqdm=False)
+
+
+class VllmWithPlugIn(Vllm):
+    """vLLM with our experts; the environment must let it load the plug-in."""
+
+    def _options(self, setup: Setup) -> dict[str, Any]:
+        options = {PLUG_IN: {"activations": setup.activations}}
+        return {"quantization": PLUG_IN, "additional_config": options}
+
+
+class Transformers(Engine):
+    """transformers' own model and `generate`."""
+
+    def __init__(self, setup: Setup) -> None:
+        from moequant.integrations.library import import_transformers
+
+        if setup.tensor_parallel > 1:
+            raise UnsupportedError("it is timed on one device only; leave out --tensor-parallel")
+        transformers = import_transformers()
+        self.version = transformers.__version__
+        self.model = self._load(setup)
+        self._options: dict[str, Any] = {}
+
+    def _load(self, setup: Setup) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            setup.checkpoint, dtype=torch.bfloat16, device_map=setup.device
+        )
+        self.experts = getattr(model.config, "_experts_implementation", None)
+        return cast("PreTrainedModel", model.eval())
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+        """See `Engine`."""
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
+        with torch.no_grad():
+            self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                eos_token_id=None,
+                pad_token_id=0,
+                **self._options,
+            )
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+class OurModel(Transformers):
+    """A transformers model with our experts, in one static cache for all calls of a batch size."""
+
+    _cache: Cache | None = None
+
+    def _load(self, setup: Setup) -> PreTrainedModel:
+        from moequant._version import __version__
+        from moequant.integrations.transformers import load_model
+        from moequant.runtime import FusedExperts
+
+        model = load_model(
+            setup.checkpoint,
+            device=setup.device,
+            activations=setup.activations,
+            dtype=torch.bfloat16,
+        )
+        self.version = __version__
+        fused = [module for module in model.modules() if isinstance(module, FusedExperts)]
+        self.experts = ", ".join(sorted({module.chosen_backend() for module in fused}))
+        return model
+
+    def prepare(self, max_tokens: int) -> None:
+        """See `Engine`."""
+        from moequant.integrations.decoding import decoder_of, static_cache
+
+        self._cache, self._options = None, {}
+        if decoder_of(self.model) is not None:
+            self._cache = static_cache(self.model, max_tokens)
+            self._options = {"past_key_values": self._cache, "cache_implementation": None}
+        self._options |= self._compile_options()
+
+    def _compile_options(self) -> dict[str, Any]:
+        return {}
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+        """See `Engine`."""
+        if self._cache is not None:
+            self._cache.reset()
+        super().generate(prompts, new_tokens)
+
+
+class OurCompiledModel(OurModel):
+    """The same by torch.compile."""
+
+    def _compile_options(self) -> dict[str, Any]:
+        from moequant.integrations.generation import compile_config
+
+        return {"compile_config": compile_config(self.model)}
+
+
+ENGINES: dict[str, Callable[[Setup], Engine]] = {
+    "vllm": Vllm,
+    "vllm+moequant": VllmWithPlugIn,
+    "transformers": Transformers,
+    "moequant": OurModel,
+    "moequant+compile": OurCompiledModel,
+}

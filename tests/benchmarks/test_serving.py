@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from moequant.benchmarks import serving
+from moequant.benchmarks.random_models import MODELS, RandomModel
+from moequant.benchmarks.serving import (
+    RandomSource,
+    ServingMeasure,
+    bench_serving,
+    failures,
+    run_step,
+)
+from moequant.benchmarks.serving_plot import plot_serving
+from moequant.conversion import convert
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+
+SMALL = {
+    "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 12,
+    "rounds": 2, "device": "cpu",
+}  # fmt: skip
+FAKE_VLLM = '''
+"""vLLM that takes a millisecond a step, and 10 for prompts; it keeps what it was given."""
+import json, os, sys, time
+
+__version__ = "0.22.1"
+
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.options = options
+
+
+class LLM:
+    def __init__(self, **options):
+        plugin = os.environ["VLLM_PLUGINS"]
+        if options.get("quantization") == "moequant":
+            assert plugin == "moequant"
+            if "silent" not in options["model"]:
+                print("INFO [method.py:219] moequant runs routed experts in mxfp4 (dialect "
+                      "compressed-tensors, activations none, E 4) by its backend sm90_w4a16 on "
+                      "cuda:0", file=sys.stderr)
+        else:
+            assert plugin == ""
+            print("INFO [mxfp4.py:356] Using 'MARLIN' Mxfp4 MoE backend.")
+        if "broken" in options["model"]:
+            raise RuntimeError("Engine core initialization failed.\\nand more")
+        if "killed" in options["model"]:
+            print("Fatal: out of shared memory", flush=True)
+            os._exit(9)
+        if "hanging" in options["model"]:
+            time.sleep(60)
+        with open(os.environ["FAKE_VLLM_SEEN"], "a") as file:
+            file.write(json.dumps(options) + "\\n")
+
+    def generate(self, inputs, sampling, use_tqdm):
+        assert sampling.options["ignore_eos"]
+        assert all(set(prompt) == {"prompt_token_ids"} for prompt in inputs)
+        time.sleep(0.01 + 0.001 * sampling.options["max_tokens"])
+'''
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    """Processes of several tests share few cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def models(make_checkpoint, tmp_path_factory):
+    """A source, and the same in mxfp4."""
+    source = make_checkpoint(config={"max_position_embeddings": 512})
+    return source, convert(source, tmp_path_factory.mktemp("out"), format="mxfp4").output
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """A stand-in for vLLM and for a GPU; returns what it was started with."""
+    package = tmp_path / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_VLLM)
+    seen = tmp_path / "seen.json"
+    seen.touch()
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("FAKE_VLLM_SEEN", str(seen))
+    machine = {"machine": {"gpu": "a GPU"}, "read_tb_per_s": 4.0}
+    monkeypatch.setattr(serving, "_run_or_raise", lambda *_: machine)
+    return lambda: [json.loads(line) for line in seen.read_text().splitlines()]
+
+
+def test_our_model_and_transformers_are_timed_on_a_cpu(models):
+    document = bench_serving(models, None, ServingMeasure(**SMALL))
+    source, converted = document["checkpoints"]
+    assert document["read_tb_per_s"] > 0
+    assert (document["batches"], document["prefill_tokens"]) == ([1, 2], 16)
+    (ours, theirs) = source["engines"]
+    assert "no quantization_config" in ours["error"]
+    assert "log" in ours
+    assert theirs["experts"] is not None
+    ours = converted["engines"][0]
+    assert ours["experts"] == "torch_reference"
+    for engine in (theirs, ours):
+        assert [step["batch"] for step in engine["decode"]] == [1, 2]
+        for step in engine["decode"]:
+            floor = (source if engine is theirs else converted)["floor_ms"][str(step["batch"])]
+            assert step["share_of_floor"] == pytest.approx(floor / step["ms_per_step"])
+            assert step["tokens_per_s"] == pytest.approx(step["batch"] / step["ms_per_step"] * 1e3)
+        assert engine["prefill"]["tokens_per_s"] == pytest.approx(
+            16 / engine["prefill"]["ms"] * 1e3
+        )
+    assert "moequant with " + source["name"] in failures(document)
+    json.dumps(document, allow_nan=False)
+
+
+def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
+    measure = ServingMeasure(
+        engines=("vllm", "vllm+moequant"), batches=(1, 4), rounds=1, steps=100,
+        activations="fp8_token", attention_backend="TRITON_ATTN", tensor_parallel=2,
+        expert_parallel=True,
+    )  # fmt: skip
+    (row,) = bench_serving([models[1]], None, measure)["checkpoints"]
+    alone, plugged = row["engines"]
+    assert (alone["version"], alone["experts"]) == ("0.22.1", "'MARLIN' Mxfp4 MoE")
+    assert plugged["experts"] == "sm90_w4a16"
+    for engine in (alone, plugged):
+        # A step of the stand-in sleeps for a millisecond, which a busy machine makes longer, also
+        # in the shorter of the two calls.
+        assert all(0.5 < step["ms_per_step"] < 2 for step in engine["decode"])
+        assert 11 <= engine["prefill"]["ms"] < 50
+    first, second = vllm()
+    for options in (first, second):
+        assert options["max_num_seqs"] == 8
+        assert options["max_model_len"] == 1025
+        assert options["max_num_batched_tokens"] == 8192
+        assert options["attention_backend"] == "TRITON_ATTN"
+        assert (options["tensor_parallel_size"], options["enable_expert_parallel"]) == (2, True)
+        assert options["enable_prefix_caching"] is False
+    assert "quantization" not in first
+    assert second["quantization"] == "moequant"
+    assert second["additional_config"] == {"moequant": {"activations": "fp8_token"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("broken", "RuntimeError: Engine core initialization failed."),
+        ("killed", "it ended with exit code 9: Fatal: out of shared memory"),
+        ("silent", "the plug-in was not used"),
+        ("hanging", "it did not end within 8 s"),
+    ],
+)
+def test_an_engine_that_fails_is_named_with_its_reason(models, vllm, tmp_path, kind, reason):
+    # Its name tells the stand-in what to do.
+    copied = shutil.copytree(models[1], tmp_path / kind)
+    measure = ServingMeasure(
+        engines=("vllm+moequant",), batches=(1,), rounds=1, steps=1, prefill_tokens=8, timeout_s=8
+    )
+    started = time.monotonic()
+    document = bench_serving([copied], None, measure)
+    assert time.monotonic() - started < 40
+    (engine,) = document["checkpoints"][0]["engines"]
+    assert reason in engine["error"]
+    assert "log" in engine
+    assert failures(document) == [f"vllm+moequant with {kind}"]
+
+
+def test_a_process_that_is_given_up_ends_with_those_it_started(models, tmp_path, monkeypatch):
+    package = tmp_path / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import subprocess, sys, time\n__version__ = ''\nSamplingParams = None\n"
+        "def LLM(**options):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "    print('child', child.pid, flush=True)\n    time.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    setup = {
+        "checkpoint": "", "device": "cuda", "activations": "format", "max_batch": 1,
+        "max_tokens": 1, "prefill_tokens": 8, "attention_backend": None, "tensor_parallel": 1,
+        "expert_parallel": False,
+    }  # fmt: skip
+    found, log = run_step("engine", {"engine": "vllm", "setup": setup}, tmp_path, timeout_s=10)
+    assert found == {"error": "it did not end within 10 s"}
+    child = re.search(r"child (\d+)", log)[1]
+    # Ended, or waiting for whoever inherits it to take note.
+    state = Path("/proc", child, "stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_random_model_is_written_converted_and_timed(monkeypatch, tmp_path):
+    asked = []
+
+    def fake(step, request, place, *, timeout_s, plugins=""):
+        asked.append((step, request))
+        if step == "machine":
+            return {"machine": {}, "read_tb_per_s": 1.0}, ""
+        if step == "model":
+            whole = MODELS["qwen3-30b"]
+            sizes = {
+                "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4,
+                "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            }  # fmt: skip
+            small = RandomModel({**whole.config, **sizes}, whole.tensors)
+            small.resized(request["layers"], request["vocabulary"]).write(
+                Path(request["folder"]), torch.device("cpu")
+            )
+            return {}, ""
+        return {
+            "version": "1", "experts": "some", "start_s": 1.0, "decode_s": {"1": 1e-3},
+            "prefill_s": 0.1,
+        }, ""  # fmt: skip
+
+    monkeypatch.setattr(serving, "run_step", fake)
+    source = RandomSource(
+        shape="qwen3-30b", layers=2, vocabulary=128, formats=("mxfp4", "bf16", "fp8_block")
+    )
+    measure = ServingMeasure(engines=("vllm", "moequant"), batches=(1,))
+    document = bench_serving([], source, measure, folder=tmp_path)
+    names = [row["name"] for row in document["checkpoints"]]
+    assert names == [f"qwen3-30b, 2 layers, {f}" for f in ("mxfp4", "bf16", "fp8_block")]
+    mxfp4, bf16, fp8 = (row["floor_ms"]["1"] for row in document["checkpoints"])
+    assert mxfp4 < fp8 < bf16
+    assert [step for step, _ in asked] == ["machine", "model", *["engine"] * 6]
+    assert all(request["vocabulary"] == 128 for step, request in asked if step == "engine")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_device_that_cannot_be_measured_ends_it(models):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(MoequantError, match="device 'cuda' cannot be used"):
+        bench_serving([models[1]], None, ServingMeasure())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engines": ("sglang",)}, "unknown engine 'sglang'; use one of: vllm,"),
+        ({"device": "mps"}, "device 'mps'"),
+        ({"prefill_tokens": 100}, "prefill of 100 tokens does not divide into 8"),
+    ],
+)
+def test_wrong_choices_are_refused_before_anything_runs(models, options, message):
+    with pytest.raises(UnsupportedError, match=message):
+        bench_serving([models[1]], None, ServingMeasure(**options))
+
+
+def test_nothing_to_time_and_no_checkpoint_are_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="nothing to time"):
+        bench_serving([], None, ServingMeasure())
+    with pytest.raises(CheckpointError):
+        bench_serving([tmp_path], None, ServingMeasure())
+    source = RandomSource(shape="qwen9", layers=1, vocabulary=None, formats=("mxfp4",))
+    with pytest.raises(UnsupportedError, match="unknown model 'qwen9'"):
+        bench_serving([], source, ServingMeasure())
+
+
+def test_the_plot_has_a_bar_for_every_figure():
+    def engine(name, *shares):
+        decode = [
+            {"batch": b, "ms_per_step": 1 / s, "share_of_floor": s}
+            for b, s in zip((1, 8), shares, strict=True)
+        ]
+        return {"engine": name, "decode": decode}
+
+    document = {
+        "batches": [1, 8],
+        "checkpoints": [
+            {
+                "name": "a <model>",
+                "floor_ms": {"1": 0.5, "8": 1.0},
+                "engines": [engine("vllm", 0.25, 0.5), {"engine": "moequant", "error": "none"}],
+            }
+        ],
+    }
+    root = ElementTree.fromstring(plot_serving(document))  # noqa: S314 - our own
+    heights = [float(e.get("height")) for e in root.iter() if e.tag.endswith("rect") and e.get("x")]
+    # Two of the legend, and a bar a batch, of 200 pixels for a full share.
+    assert heights == [12, 12, 50, 100]
+    texts = "".join(root.itertext())
+    assert "a <model>" in texts
+    assert "floor 0.50 ms" in texts

@@ -1,0 +1,214 @@
+"""soak.py sees what goes wrong in a server, and vLLM with the plug-in does nothing wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).parent / "soak.py"
+SERVER = '''
+"""In place of vLLM's command line: answers as vLLM does, and goes wrong as FAKE_SERVER says."""
+import json, os, sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+fault = os.environ["FAKE_SERVER"]
+given = sys.argv
+assert given[1] == "serve" and "--skip-tokenizer-init" in given, given
+assert given[given.index("--host") + 1] == "127.0.0.1"
+if "--quantization" in given:
+    assert os.environ["VLLM_PLUGINS"] == "moequant"
+    if fault != "not used":
+        print("moequant runs routed experts in mxfp4 by its backend x on cuda:0", flush=True)
+if fault == "does not start":
+    sys.exit("no memory")
+count, kept, lock = [0], [], threading.Lock()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self):
+        size = int(self.headers["Content-Length"])
+        request = json.loads(self.rfile.read(size))
+        assert request["return_token_ids"] and request["model"] == "soak"
+        with lock:
+            count[0] += 1
+            number = count[0]
+        time.sleep(0.002)
+        if fault == "fails" and number == 30:
+            return self.answer(500, b'{"error": "out of blocks"}')
+        if fault == "ends" and number == 30:
+            os._exit(3)
+        if fault == "leaks":
+            kept.append(bytearray(os.urandom(1 << 16)))
+        new = request["max_tokens"] - (fault == "stops" and number == 30)
+        seed = sum(request["prompt"]) + (fault == "forgets" and number > 30)
+        ids = [(seed * 31 + i) % 97 for i in range(new)]
+        if not request.get("stream"):
+            body = {"choices": [{"token_ids": ids}]}
+            return self.answer(200, json.dumps(body).encode())
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            for token in ids:
+                event = {"choices": [{"token_ids": [token]}]}
+                if fault == "breaks" and number > 30:
+                    event = {"error": "broken"}
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+            self.wfile.write(b"data: [DONE]\\n\\n")
+        except OSError:
+            pass
+        self.close_connection = True
+
+    def answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+    def handle_error(self, *_):
+        pass
+
+
+Server(("127.0.0.1", int(given[given.index("--port") + 1])), Handler).serve_forever()
+'''
+
+
+def load_soak():
+    spec = spec_from_file_location("soak", SOAK)
+    module = module_from_spec(spec)
+    sys.modules["soak"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch, make_checkpoint):
+    """served(fault, *options): the summary of some seconds with a server that has that fault."""
+    package = tmp_path / "site" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(SERVER)
+    soak = load_soak()
+    monkeypatch.setitem(soak._SECONDS, "sample", 0.1)
+
+    def served(fault, *, alone=False, seconds=3):
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+        monkeypatch.setenv("FAKE_SERVER", fault)
+        return soak.run(make_checkpoint(), minutes=seconds / 60, clients=4, alone=alone, start_s=30)
+
+    return served
+
+
+def test_a_server_that_is_well_passes(served):
+    summary = served("")
+    assert summary["ok"], summary
+    assert set(summary["requests"]) >= {"whole", "streamed"}
+    assert sum(summary["requests"].values()) > 50
+    assert summary["tokens"] > 1000
+    assert all(value > 1e6 for value in summary["memory"]["host_bytes"])
+    assert served("", alone=True, seconds=1)["ok"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("fails", "status 500"),
+        ("stops", "tokens instead of"),
+        ("breaks", "error within a stream"),
+        ("ends", "the server ended with exit code 3"),
+        ("forgets", "answered otherwise at the end"),
+        ("leaks", "memory of the server's processes grew"),
+        ("does not start", "the server ended with exit code 1"),
+        ("not used", "did not say that moequant runs its experts"),
+    ],
+)
+def test_every_fault_is_found(served, fault, problem):
+    summary = served(fault)
+    assert not summary["ok"]
+    assert any(problem in found for found in summary["problems"]), summary
+    assert "log" in summary
+
+
+def test_failed_requests_hide_no_problem_of_the_server():
+    found = load_soak().Found(problems=["the server ended"], failures=["refused"] * 1000)
+    summary = found.summary()
+    assert not summary["ok"]
+    assert "the server ended" in summary["problems"]
+    assert summary["failed_requests"] == 1000
+
+
+def test_memory_is_compared_between_the_middle_and_the_end():
+    soak = load_soak()
+
+    def problems(gpu, host):
+        memory = [(float(t), gpu(t), host(t)) for t in range(101)]
+        found = soak.Found(seconds=100.0, memory=memory)
+        soak.check_memory(found)
+        return found.problems
+
+    level = 4 << 30
+    assert not problems(lambda t: level, lambda t: level)
+    # What is taken in the first half is no leak, nor is what goes up and down.
+    assert not problems(lambda t: level * min(t, 40), lambda t: level + (t % 7) * (10 << 20))
+    (gpu,) = problems(lambda t: level + t * (2 << 20), lambda t: level)
+    assert gpu.startswith("memory of the GPU grew")
+    (host,) = problems(lambda t: None, lambda t: level + t * (8 << 20))
+    assert host.startswith("memory of the server's processes grew")
+
+
+def test_requests_fit_into_the_model_and_are_of_every_kind():
+    soak = load_soak()
+    prompts = soak.Prompts(1000, 0)
+    drawn = [prompts.draw() for _ in range(2000)]
+    assert all(
+        len(r["prompt"]) >= 1 and len(r["prompt"]) + r["max_tokens"] <= soak.MAX_TOKENS
+        for r, _ in drawn
+    )
+    assert all(3 <= token < 1000 for r, _ in drawn for token in r["prompt"])
+    assert all(r["stream"] for r, abandon in drawn if abandon)
+    assert 0.005 < sum(abandon for _, abandon in drawn) / len(drawn) < 0.04
+    references = list(soak.Prompts(1000, "references").references())
+    assert references == list(soak.Prompts(1000, "references").references())
+    assert max(len(r["prompt"]) for r in references) + soak.REFERENCE_TOKENS <= soak.MAX_TOKENS
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "format", "dialect"),
+    [("qwen3_moe", "fp8_block", "fp8"), ("qwen3_moe", "mxfp4", "compressed-tensors")],
+)
+def test_vllm_with_the_plug_in_serves_for_minutes(engines, model, format, dialect):
+    """MOEQUANT_SOAK_MINUTES, 10 unless set, of which the two formats take each."""
+    done = subprocess.run(
+        [
+            sys.executable, SOAK, engines.converted(model, format, dialect),
+            "--minutes", os.environ.get("MOEQUANT_SOAK_MINUTES", "10"),
+            "--", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.2",
+            "--attention-backend", "TRITON_ATTN",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert json.loads(done.stdout)["ok"]
