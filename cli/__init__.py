@@ -14,8 +14,10 @@ import click
 from moequant._version import __version__
 from moequant.cli import (
     bench,
+    calibrate,
     convert,
     demo,
+    evaluate,
     formats,
     generate,
     inspect,
@@ -37,6 +39,8 @@ def cli() -> None:
 
 for module in (
     convert,
+    calibrate,
+    evaluate,
     inspect,
     prepare,
     verify,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from moequant.cli import bench_convert, bench_experts
+from moequant.cli import bench_convert, bench_experts, bench_load, bench_serve
 
 
 @click.group("bench", short_help="Measure speed on this machine.")
@@ -12,5 +12,5 @@ def command() -> None:
     """Measure speed on this machine, compared with other tools and with the hardware's floor."""
 
 
-for module in (bench_convert, bench_experts):
+for module in (bench_convert, bench_experts, bench_load, bench_serve):
     command.add_command(module.command)

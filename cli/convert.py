@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @options.recipe_option
 @options.dialect_option
 @options.architecture_option
+@options.statistics_option
 @options.revision_option
 @options.workers_option
 @options.max_shard_size_option
@@ -89,13 +90,17 @@ def command(
         if not result.plan.refusals and not as_json:
             out.result(document, _show_plan)
         raise FailedResult(result.error, document)
-    document["next"] = _next_command(source, output, settings["revision"])
+    document["next"] = _next_command(
+        source, output, revision=settings["revision"], statistics=settings["statistics"]
+    )
     out.result(document, _show_plan if dry_run else _show_result)
 
 
-def _next_command(source: str, output: str, revision: str | None) -> str:
+def _next_command(source: str, output: str, **given: str | None) -> str:
     command = ["moequant", "verify", output, "--against", source]
-    return shlex.join(command if revision is None else [*command, "--revision", revision])
+    for option, value in given.items():
+        command += [] if value is None else [f"--{option}", value]
+    return shlex.join(command)
 
 
 def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[str, Any]:
@@ -108,6 +113,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "engines": [asdict(verdict) for verdict in plan.engines],
         "expert_layers": list(plan.model.layers),
         "experts": plan.model.moe.experts,
+        "statistics": _statistics(plan),
         "groups": _groups(plan),
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
@@ -127,6 +133,22 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "quantizers": [asdict(share) for share in result.shares],
         "warnings": [*plan.warnings, *_slowness(result)],
         "refusals": list(result.refusals),
+    }
+
+
+def _statistics(plan: Plan) -> dict[str, Any] | None:
+    """Which statistics are used, and for how many weights; None without any."""
+    from moequant.conversion import weight_counts
+
+    if plan.statistics is None:
+        return None
+    weighted, unweighted = weight_counts(plan.units)
+    return {
+        "path": str(plan.statistics.path),
+        "sha256": plan.statistics.digest,
+        "tokens": plan.statistics.record.data.tokens,
+        "weighted": weighted,
+        "unweighted": unweighted,
     }
 
 
@@ -208,6 +230,7 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
             "shards": plan["shards"],
             "dialect": plan["dialect"],
+            **_statistics_row(plan["statistics"]),
             "quantizer": f"{quantizer['name']}, {quantizer['summary']}"
             if quantizer
             else "chosen by each worker of the cluster",
@@ -226,6 +249,16 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
                 for e in plan["engines"]
             ],
         )
+
+
+def _statistics_row(statistics: Mapping[str, Any] | None) -> dict[str, str]:
+    if statistics is None:
+        return {}
+    return {
+        "statistics": f"{count(statistics['tokens'], 'token')}, "
+        f"sha256 {statistics['sha256'][:16]}: {count(statistics['weighted'], 'weight')} with "
+        f"weighted scales, {statistics['unweighted']} without"
+    }
 
 
 _LOADS = {True: "yes", False: "no", None: "not known"}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from moequant.formats import Format
+    from moequant.runtime.backends import Backend
 
 _SHAPE = (2048, 4096)
 """[N, K] of a weight for counting bits: large compared with every block, and whole blocks."""
@@ -95,7 +96,10 @@ def _quantizers() -> Iterator[dict[str, Any]]:
 
 
 def _backends() -> Iterator[dict[str, Any]]:
-    """Whether each backend runs layers of Qwen3-30B-A3B's sizes on each device here, or why not."""
+    """Whether each backend runs layers of Qwen3-30B-A3B's sizes on each device here, or why not.
+
+    Activations are those of the format, or the others that the backend is for.
+    """
     import torch
 
     from moequant.formats import CONVERTIBLE
@@ -106,7 +110,7 @@ def _backends() -> Iterator[dict[str, Any]]:
     for device, backend, format in product(devices, backends().values(), CONVERTIBLE.values()):
         workload = Workload(
             format=format.name,
-            activations=format.activations,
+            activations=_activations(backend, format),
             experts=128,
             hidden=2048,
             intermediate=768,
@@ -117,10 +121,27 @@ def _backends() -> Iterator[dict[str, Any]]:
             "device": device,
             "backend": backend.name,
             "format": format.name,
+            "activations": workload.activations,
+            "hidden_multiple": backend.multiples[0],
+            "intermediate_multiple": backend.multiples[1],
             "runs": reason is None,
             "by_default": reason is None and device in backend.default_on,
             "reason": reason,
         }
+
+
+def _activations(backend: Backend, format: Format) -> str:
+    """The scheme of the format, unless the backend serves the format only with another."""
+    from moequant.runtime.activations import SCHEMES
+    from moequant.runtime.backends import TARGETS
+
+    served = [
+        scheme
+        for scheme in SCHEMES
+        if any(format.name in backend.serves(target, scheme) for target in TARGETS)
+    ]
+    own = format.activations
+    return own if own in served or not served else served[0]
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
@@ -160,9 +181,24 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     )
     out.line()
     out.table(
-        ["device", "backend", "format", "runs"],
-        [(b["device"], b["backend"], b["format"], _verdict(b)) for b in document["backends"]],
+        ["device", "backend", "format", "activations", ">H, I multiples of", "runs"],
+        [
+            (
+                b["device"],
+                b["backend"],
+                b["format"],
+                b["activations"],
+                _multiples(b["hidden_multiple"], b["intermediate_multiple"]),
+                _verdict(b),
+            )
+            for b in document["backends"]
+        ],
     )
+
+
+def _multiples(hidden: int, intermediate: int) -> str:
+    """Empty where a backend runs all sizes of a format."""
+    return f"{hidden}, {intermediate}" if (hidden, intermediate) != (1, 1) else ""
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

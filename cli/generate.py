@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output, count
+from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moequant.integrations.generation import Generation, Prompts
     from moequant.runtime.activations import ActivationsChoice
+
+_READ_BYTES = 1 << 30
+"""Read to measure the bandwidth: many times the L2 cache of any GPU."""
+_DECODED = {
+    "torch_compile": "decoded with a static cache and torch.compile",
+    "cuda_graphs": "decoded with a static cache and CUDA graphs",
+    "static_cache": "decoded with a static cache",
+    "dynamic_cache": "decoded as transformers does",
+}
 
 _MAX_DIGITS = 18
 """Most digits of an id; more do not fit in int64."""
@@ -61,6 +71,17 @@ def _parse_ids(
 @click.option("--backend", metavar="NAME", help="Backend of the experts; by default the best.")
 @options.activations_option
 @click.option(
+    "--enforce-eager",
+    is_flag=True,
+    help="Decode as transformers does, without a static cache and CUDA graphs.",
+)
+@click.option(
+    "--compile",
+    "torch_compile",
+    is_flag=True,
+    help="Decode by torch.compile, which fuses small kernels and takes tens of seconds first.",
+)
+@click.option(
     "--temperature",
     type=click.FloatRange(min=0),
     default=0.0,
@@ -87,6 +108,8 @@ def command(
     device: str,
     backend: str | None,
     activations: ActivationsChoice,
+    enforce_eager: bool,
+    torch_compile: bool,
     temperature: float,
     seed: int,
     architecture: str | None,
@@ -95,12 +118,16 @@ def command(
 ) -> None:
     """Continue a prompt with a transformers model whose experts run on moequant's backends.
 
-    No chat template is applied to the prompt. Needs transformers and accelerate:
-    pip install 'moequant[transformers]'.
+    Decodes with a static cache, and on a GPU with CUDA graphs. No chat template is applied to the
+    prompt. Needs transformers and accelerate: pip install 'moequant[transformers]'.
     """
     options.check_one_given({"--prompt": prompt, "--prompt-ids": prompt_ids})
+    if enforce_eager and torch_compile:
+        raise click.UsageError("--compile and --enforce-eager exclude each other")
+    from moequant.integrations.decoding import why_not_static
     from moequant.integrations.generation import Prompts, generate
-    from moequant.integrations.transformers import import_transformers, load_model
+    from moequant.integrations.library import import_transformers
+    from moequant.integrations.transformers import load_model
 
     out = Output(as_json=as_json, quiet=quiet)
     import_transformers()
@@ -116,11 +143,17 @@ def command(
             backend=backend,
             activations=activations,
             architecture=architecture,
+            enforce_eager=enforce_eager,
             progress=progress,
         )
     loaded_s = time.perf_counter() - begun
     generated = generate(
-        model, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        torch_compile=torch_compile,
     )
     document = {
         "checkpoint": converted,
@@ -131,11 +164,51 @@ def command(
         "prompt_ids": ids,
         "ids": generated.ids,
         "text": None if prompt is None else prompts.decode(generated.ids),
+        "decoding": generated.decoding,
+        "not_static": why_not_static(model),
         "load_s": round(loaded_s, 3),
+        "warm_up_s": generated.warm_up_s and round(generated.warm_up_s, 3),
         "first_token_s": round(generated.first_token_s, 4),
         "tokens_per_s": generated.tokens_per_s and round(generated.tokens_per_s, 2),
+        "floor": _floor(out, model.device, prompts, ids, generated, architecture),
     }
     out.result(document, _show)
+
+
+def _floor(
+    out: Output,
+    device: Any,
+    prompts: Prompts,
+    ids: list[int],
+    generated: Generation,
+    architecture: str | None,
+) -> dict[str, float] | None:
+    """What a token costs at least on a CUDA device, and the share of it; None on others."""
+    if device.type != "cuda" or generated.tokens_per_s is None:
+        return None
+    import torch
+
+    from moequant.benchmarks.cuda_timing import measure_read_tb_per_s
+    from moequant.benchmarks.step_floor import StepFloor
+
+    context = len(ids) + len(generated.ids) / 2
+    read_bytes = StepFloor(prompts.folder, architecture=architecture).step(1, context).total
+    try:
+        with torch.cuda.device(device):
+            tb_per_s = measure_read_tb_per_s(device, _READ_BYTES)
+    except torch.OutOfMemoryError:
+        out.warn(
+            "the floor of a token was not measured: the model leaves less than "
+            f"{_READ_BYTES >> 20} MiB of the device"
+        )
+        return None
+    floor_s = read_bytes / tb_per_s / 1e12
+    return {
+        "bytes_per_token": read_bytes,
+        "read_tb_per_s": tb_per_s,
+        "ms_per_token": floor_s * 1e3,
+        "share_of_floor": floor_s * generated.tokens_per_s,
+    }
 
 
 def _backends(model: Any) -> list[str]:
@@ -156,3 +229,15 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         + f"; {document['device']}, {document['dtype']}, experts by "
         + ", ".join(document["backends"])
     )
+    how = _DECODED[document["decoding"]]
+    if document["not_static"] is not None:
+        how += f": {document['not_static']}"
+    if document["warm_up_s"] is not None:
+        how += f", after a warm-up of {document['warm_up_s']:.1f} s"
+    out.line(how)
+    if (floor := document["floor"]) is not None:
+        out.line(
+            f"{floor['share_of_floor']:.0%} of the floor, {floor['ms_per_token']:.3f} ms a token: "
+            f"{size(round(floor['bytes_per_token']))} of weights and KV cache at "
+            f"{floor['read_tb_per_s']:.2f} TB/s"
+        )

@@ -19,9 +19,10 @@ def show(out: Output, prepared: PreparedCheckpoint, *, with_tensors: bool) -> No
 
 
 def _describe(prepared: PreparedCheckpoint, *, with_tensors: bool) -> dict[str, Any]:
-    from moequant.storage.headers import read_header
+    from moequant.runtime.prepared import layer_header, remedy_of
 
-    manifest = prepared.manifest
+    folder, manifest = prepared.folder, prepared.manifest
+    remedy = remedy_of(folder, manifest)
     document: dict[str, Any] = {
         "path": str(prepared.folder),
         "target": manifest.target,
@@ -55,7 +56,7 @@ def _describe(prepared: PreparedCheckpoint, *, with_tensors: bool) -> dict[str, 
                 "file": entry.file,
             }
             for layer, entry in manifest.layers.items()
-            for info in read_header(prepared.folder / entry.file, entry.file).values()
+            for info in layer_header(folder / entry.file, entry, remedy).values()
         ]
     return document
 

@@ -149,6 +149,20 @@ activations_option = _name_option(
     help="Quantization of activations: that of the format, none, or the one named, such as "
     "fp8_token (FP8, one scale per token).",
 )
+served_formats_option = _names_option(
+    "--format",
+    _WRITABLE,
+    default="fp8_block",
+    show_default=True,
+    help="Formats to convert the model of --shape into.",
+)
+engines_option = _names_option(
+    "--engine",
+    "moequant.benchmarks.serving_engines:ENGINES",
+    default="vllm,vllm+moequant,transformers,moequant",
+    show_default=True,
+    help="Engines to time.",
+)
 routing_option = _names_option(
     "--routing",
     "moequant.benchmarks.layers:ROUTINGS",
@@ -186,6 +200,19 @@ dialect_option = _name_option(
     "--dialect",
     "moequant.dialects:REGISTRY",
     help="Dialect of the output.  [default: the recipe's or the format's]",
+)
+statistics_option = click.option(
+    "--statistics",
+    type=click.Path(dir_okay=False),
+    metavar="STATS",
+    help="What `moequant calibrate` measured on SOURCE: scales of routed experts are then chosen "
+    "by errors weighted with the mean square of each input channel.",
+)
+recorded_statistics_option = click.option(
+    "--statistics",
+    type=click.Path(dir_okay=False),
+    metavar="STATS",
+    help="The statistics that CONVERTED was made with; needed if it was made with any.",
 )
 revision_option = click.option(
     "--revision", metavar="REV", help="Branch, tag or commit of a source on the hub."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -34,6 +35,7 @@ _MAX_PROBLEMS = 10
 )
 @options.revision_option
 @options.recorded_architecture_option
+@options.recorded_statistics_option
 @options.layers_option
 @click.option(
     "--device",
@@ -54,6 +56,7 @@ def command(
     integrity: bool,
     revision: str | None,
     architecture: str | None,
+    statistics: str | None,
     layers: Literal["all"] | int | None,
     device: str | None,
     backend: str | None,
@@ -71,6 +74,7 @@ def command(
     of_source = {
         "revision": revision,
         "architecture": architecture,
+        "statistics": statistics,
         "layers": layers,
         "device": device,
         "backend": backend,
@@ -122,8 +126,11 @@ def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str
 
 
 def _remedy(report: Report | IntegrityReport) -> str:
-    if all(problem.check == "prepared" for problem in report.problems):
-        return "prepare again with --overwrite"
+    from moequant.verification.prepared import remedy_for
+
+    prepared = remedy_for(Path(report.converted).expanduser(), report.problems)
+    if prepared is not None:
+        return prepared
     if all(problem.check == "backend" for problem in report.problems):
         return "serve with another backend; the weights are right"
     return "convert again with --overwrite, or copy the files again"

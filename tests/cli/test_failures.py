@@ -46,6 +46,8 @@ def test_exit_codes_are_the_documented_ones():
         "NumericsError": 5,
         "RecipeError": 6,
         "ArchitectureError": 6,
+        "StatisticsError": 6,
+        "DataError": 6,
     }
 
 

@@ -44,6 +44,26 @@ def test_every_backend_runs_every_format_here_or_says_why_not(document):
     assert by_default == set(FORMATS)
 
 
+def test_a_backend_is_asked_with_the_activations_that_it_is_for(document):
+    """Else deepgemm_fp4 would say that it takes others, and never what it lacks here."""
+    rows = {(r["backend"], r["format"]): r for r in document["backends"] if r["device"] == "cpu"}
+    for name, format, activations in (
+        ("deepgemm_fp4", "mxfp4", "mxfp8"),
+        ("cutlass_fp4", "nvfp4", "nvfp4"),
+        ("cutlass_fp4", "mxfp4", "mxfp4"),
+        ("sm90_mxfp4_fp8", "mxfp4", "fp8_token"),
+        ("sm90_w4a16", "mxfp4", "none"),
+        ("sm90_fp8_block", "fp8_block", "fp8_group128"),
+    ):
+        row = rows[name, format]
+        assert (row["activations"], row["reason"]) == (activations, "needs a CUDA device")
+    sizes = {
+        r["backend"]: (r["hidden_multiple"], r["intermediate_multiple"]) for r in rows.values()
+    }
+    assert sizes == {name: backend.multiples for name, backend in BACKENDS.items()}
+    assert sizes["deepgemm_fp4"] == (128, 128)
+
+
 def test_one_quantizer_converts_by_default_and_others_say_why_not(document, run, monkeypatch):
     rows = {row["quantizer"]: row for row in document["quantizers"]}
     assert rows["native"]["by_default"]
@@ -60,3 +80,4 @@ def test_one_quantizer_converts_by_default_and_others_say_why_not(document, run,
 def test_people_see_every_name(run):
     shown = run("formats").stdout
     assert all(name in shown for name in [*FORMATS, *DIALECTS, *BACKENDS])
+    assert "deepgemm_fp4 mxfp4 mxfp8 128, 128 no: needs a CUDA device" in " ".join(shown.split())

@@ -4,6 +4,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -25,7 +26,8 @@ def with_tokenizer(converted, tmp_path):
 def test_ids_are_continued_and_timed(run, converted):
     result = run("generate", converted, "--prompt-ids", "5, 6,7", "--max-new-tokens", 4)
     assert result.exit_code == 0
-    ids, _, summary = result.stdout.splitlines()
+    ids, _, summary, decoded = result.stdout.splitlines()
+    assert decoded == "decoded with a static cache"
     document = run(
         "generate", converted, "--prompt-ids", "5,6,7", "--max-new-tokens", 4, "--json"
     ).document
@@ -37,6 +39,42 @@ def test_ids_are_continued_and_timed(run, converted):
     assert document["text"] is None
     assert document["backends"] == ["torch_reference"]
     assert document["tokens_per_s"] > 0
+    assert (document["decoding"], document["not_static"]) == ("static_cache", None)
+    # On a CPU nothing is compiled or captured, and no bandwidth is measured.
+    assert (document["warm_up_s"], document["floor"]) == (None, None)
+
+
+def test_transformers_own_decoding_gives_the_same(run, converted):
+    options = ("generate", converted, "--prompt-ids", "5,6,7", "--max-new-tokens", 6)
+    eager = run(*options, "--enforce-eager", "--json").document
+    assert eager["decoding"] == "dynamic_cache"
+    assert eager["ids"] == run(*options, "--json").document["ids"]
+    shown = run(*options, "--enforce-eager").stdout.splitlines()
+    assert shown[-1] == "decoded as transformers does"
+
+
+def test_a_model_without_a_static_cache_says_why(run, converted, monkeypatch):
+    from moequant.integrations import decoding, transformers
+
+    monkeypatch.setattr(decoding, "why_not_static", lambda model: "its layers have none")
+    monkeypatch.setattr(transformers, "why_not_static", decoding.why_not_static)
+    result = run("generate", converted, "--prompt-ids", "5", "--max-new-tokens", 2)
+    assert result.stdout.splitlines()[-1] == "decoded as transformers does: its layers have none"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_says_how_near_its_floor_it_decodes(run, converted):
+    options = ("generate", converted, "--prompt-ids", "5,6,7", "--device", "cuda")
+    document = run(*options, "--json").document
+    assert document["decoding"] == "cuda_graphs"
+    assert document["warm_up_s"] > 0
+    floor = document["floor"]
+    assert 0 < floor["share_of_floor"] < 1
+    assert floor["read_tb_per_s"] > 0.1
+    shown = run(*options).stdout.splitlines()
+    assert shown[3].startswith("decoded with a static cache and CUDA graphs, after a warm-up of ")
+    assert " of the floor, " in shown[4]
 
 
 def test_text_is_continued_where_there_is_a_tokenizer(run, with_tokenizer):
@@ -69,6 +107,7 @@ def test_wrong_usage_exits_2(run, converted):
         ("--prompt-ids", "1", "--max-new-tokens", 0),
         ("--prompt-ids", "1", "--temperature", -1),
         ("--prompt-ids", "1", "--activations", "int8"),
+        ("--prompt-ids", "1", "--compile", "--enforce-eager"),
     ):
         assert run("generate", converted, *wrong, "--json").exit_code == 2
 

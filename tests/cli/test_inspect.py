@@ -3,12 +3,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from moequant import convert, prepare
+from moequant.errors import CheckpointError
 from moequant.formats import CONVERTIBLE
+from moequant.runtime import load_experts
 
 
 def group(document, role, format=None):
@@ -155,6 +158,34 @@ def test_people_see_target_layout_and_staleness(run, prepared, tmp_path):
     layer = max(folder.glob("*.safetensors"))
     layer.write_bytes(layer.read_bytes()[:-1])
     assert "but its manifest says" in run("inspect", folder, "--json").document["stale"]
+
+
+DAMAGE = {
+    "gone": lambda path, data: path.unlink(),
+    "a byte short": lambda path, data: path.write_bytes(data[:-1]),
+    "empty": lambda path, data: path.write_bytes(b""),
+    "another header": lambda path, data: path.write_bytes(b"\xff" * 16 + data[16:]),
+    "a folder": lambda path, data: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_layer_that_is_lost_or_damaged_is_prepared_again(run, prepared, tmp_path, damage):
+    copied = Path(shutil.copytree(prepared.parent.parent, tmp_path / "copied"))
+    folder = copied / "moequant-prepared" / "sm100"
+    layer = folder / "layer-00001.safetensors"
+    before = layer.stat()
+    DAMAGE[damage](layer, layer.read_bytes())
+    if damage == "another header":  # or the digest would say it
+        os.utime(layer, ns=(before.st_atime_ns, before.st_mtime_ns))
+    command = f"run moequant prepare {copied} --target sm100 --activations none --overwrite"
+    with pytest.raises(CheckpointError) as error:
+        load_experts(folder, 1)
+    assert str(error.value).startswith(f"{layer}: ")
+    assert str(error.value).endswith(command)
+    assert command in run("inspect", folder, "--tensors").stderr
+    if damage != "another header":
+        assert run("inspect", folder, "--json").document["stale"].endswith(command)
 
 
 COMMANDS = {

@@ -98,8 +98,33 @@ def test_prepared_folders_are_verified_too(run, source, copy):
     assert result.exit_code == 5
     (problem,) = result.document["problems"]
     assert (problem["check"], problem["name"]) == ("prepared", "sm100/layer-00001.safetensors")
+    command = f"run moequant prepare {copy.resolve()} --target sm100 --activations none --overwrite"
+    for arguments in (("--against", source), ("--integrity",)):
+        shown = run("verify", copy, *arguments).stderr.splitlines()
+        assert shown[-1] == f"To fix it: {command}"
+    # Which makes the folder as it was.
+    made = run(*command.removeprefix("run moequant ").split())
+    assert made.exit_code == 0
+    assert run("verify", copy, "--against", source).exit_code == 0
+
+
+def test_the_remedy_for_prepared_folders_reproduces_each(run, source, copy):
+    root = copy.resolve() / "moequant-prepared"
+    for target, activations in (("sm90", "none"), ("sm100", "nvfp4")):
+        done = run("prepare", copy, "--target", target, "--activations", activations)
+        assert done.exit_code == 0
+        (root / target / "layer-00000.safetensors").unlink()
+    (root / "sm42").mkdir()
     shown = run("verify", copy, "--against", source).stderr.splitlines()
-    assert shown[-1] == "To fix it: prepare again with --overwrite"
+    assert shown[-1] == (
+        f"To fix it: remove {root / 'sm42'}, which is for no target; "
+        f"run moequant prepare {copy.resolve()} --target sm90 --activations none --overwrite; "
+        f"run moequant prepare {copy.resolve()} --target sm100 --activations nvfp4 --overwrite"
+    )
+    (root / "sm42").rmdir()
+    (root / "sm90" / "manifest.json").write_text("{}")
+    shown = run("verify", copy, "--against", source).stderr.splitlines()
+    assert "--target sm90, with the --activations that it was for; run moe" in shown[-1]
 
 
 def test_layers_run_on_the_backend_that_is_named(run, source, converted):

@@ -1,0 +1,83 @@
+"""moequant bench load CONVERTED."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from moequant.runtime.activations import ActivationsChoice
+
+
+@click.command("load", short_help="Time loading experts, beside a plain read.")
+@click.argument("converted", type=options.DIRECTORY)
+@click.option(
+    "--device", default="cuda", show_default=True, metavar="DEVICE", help="Where experts are put."
+)
+@options.activations_option
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=3,
+    show_default=True,
+    help="Number of rounds; medians are reported.",
+)
+@options.json_option
+def command(
+    converted: str, device: str, activations: ActivationsChoice, rounds: int, as_json: bool
+) -> None:
+    """Time loading the experts of CONVERTED, and of every prepared folder in it.
+
+    Beside it stands a plain read of the same bytes to the device. Files come from the page cache.
+    """
+    from moequant.benchmarks.loading import bench_loading
+    from moequant.storage.locate import locate
+
+    out = Output(as_json=as_json)
+    with out.progress() as progress:
+        document = bench_loading(
+            locate(converted),
+            device=device,
+            activations=activations,
+            rounds=rounds,
+            progress=progress,
+        )
+    out.result(document, _show)
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    out.line(", ".join(f"{name} {text}" for name, text in document["machine"].items()))
+    out.line(
+        f"{document['checkpoint']}: {document['layers']} layers, medians of {document['rounds']}"
+    )
+    out.line()
+    timed = [row for row in document["folders"] if "error" not in row]
+    out.table(
+        ["experts", ">bytes", ">s", ">GB/s", ">plain s", ">GB/s", ">threads", ">share"],
+        [list(_row(row)) for row in timed],
+    )
+    for row in document["folders"]:
+        if "error" in row:
+            out.line(f"{_name(row)} was not timed: {row['error']}")
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    target = row["prepared_for"]
+    return "as converted" if target is None else f"prepared for {target}"
+
+
+def _row(row: Mapping[str, Any]) -> Iterator[str]:
+    yield _name(row)
+    yield size(row["bytes"])
+    for seconds in (row["load_s"], row["plain_s"]):
+        yield f"{seconds:.3f}"
+        yield f"{row['bytes'] / seconds / 1e9:.2f}"
+    yield str(row["plain_threads"])
+    yield f"{row['share']:.0%}"

@@ -1,0 +1,239 @@
+"""moequant calibrate SOURCE --data FILE -o STATS."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.failures import InterruptedWork
+from moequant.cli.output import Output, count, ranges, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moequant.calibration import CalibrationPlan, CalibrationResult
+    from moequant.statistics import Statistics
+
+
+@click.command("calibrate", short_help="Measure what a model's experts multiply, over text.")
+@click.argument("source", type=options.DIRECTORY)
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Text, or a dataset FILE.jsonl whose lines have text, messages or input_ids.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=options.check_written_file,
+    metavar="STATS",
+    help="File of statistics to write.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=65_536,
+    show_default=True,
+    metavar="N",
+    help="Run at most N tokens, in whole windows from all of the data.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(2, 1_000_000),
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Tokens of the longest sequence; longer samples are cut.",
+)
+@click.option(
+    "--batch-tokens",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    metavar="N",
+    help="Tokens that run through a layer at once, in whole windows.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="DEVICE",
+    help="Device to compute on: cpu, cuda or cuda:1.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Dtype to compute in.  [default: float32 on a CPU, bfloat16 on a GPU]",
+)
+@click.option("--hessian", is_flag=True, help="Also record second moments, for GPTQ.")
+@click.option(
+    "--prior-tokens",
+    type=click.IntRange(1, 1_000_000),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="The statistics of a layer count for N tokens in those of each expert.",
+)
+@options.architecture_option
+@options.revision_option
+@click.option("--dry-run", is_flag=True, help="Print the plan; run nothing, write nothing.")
+@options.overwrite_option
+@options.json_option
+@options.quiet_option
+def command(
+    source: str,
+    data: Path,
+    output: Path,
+    window: int,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Run SOURCE over text, and record what its routed experts multiply, for `convert`.
+
+    One layer is in memory at a time. SOURCE is a directory or the id of a repository on the hub,
+    quantized or not. Run the same command again to continue an interrupted calibration. Needs
+    transformers and accelerate: pip install 'moequant[transformers]'.
+    """
+    from moequant.calibration import calibrate
+
+    out = Output(as_json=as_json, quiet=quiet)
+
+    def show_plan(plan: CalibrationPlan) -> None:
+        if not (as_json or quiet):
+            _show_plan(out, plan)
+
+    try:
+        with out.progress() as progress:
+            result = calibrate(
+                source,
+                data,
+                output,
+                window_tokens=window,
+                dry_run=dry_run,
+                progress=progress,
+                on_plan=show_plan,
+                **settings,
+            )
+    except KeyboardInterrupt:
+        raise InterruptedWork from None
+    out.result(_describe(result), _show_nothing if dry_run else _show_result)
+
+
+def _show_plan(out: Output, plan: CalibrationPlan) -> None:
+    record = plan.record
+    data, run = record.data, record.run
+    out.fields(
+        {
+            "model": f"{record.architecture}, {plan.last_layer + 1} layers, with experts: "
+            f"{ranges(record.layers)}",
+            "data": f"{count(data.tokens, 'token')} in {count(data.windows, 'window')}, from "
+            f"{count(data.samples, 'sample')}; chat template "
+            + ("applied to messages" if data.chat_template else "not applied"),
+            "computed": f"{run['dtype']} on {run['device']}",
+            "peak memory": f"{size(plan.memory.peak_bytes)}, besides torch, transformers and "
+            "moequant",
+            "disk": size(plan.disk_bytes),
+        }
+    )
+
+
+def _describe(result: CalibrationResult) -> dict[str, Any]:
+    plan, found = result.plan, result.statistics
+    return {
+        "state": result.state,
+        "output": str(plan.output),
+        "sha256": found and found.digest,
+        "architecture": plan.record.architecture,
+        "expert_layers": list(plan.record.layers),
+        "experts": plan.record.experts,
+        "data": plan.record.data.model_dump(),
+        "run": plan.record.run,
+        "hessian": plan.record.hessian,
+        "prior_tokens": plan.record.prior_tokens,
+        "peak_bytes": plan.memory.peak_bytes,
+        "memory": asdict(plan.memory),
+        "disk_bytes": plan.disk_bytes,
+        "resumed_layers": result.resumed_layers,
+        "seconds": round(result.seconds, 3),
+        "layers": [] if found is None else [_describe_layer(found, n) for n in found.layers],
+    }
+
+
+def _describe_layer(found: Statistics, layer: int) -> dict[str, Any]:
+    """What the experts of a layer saw, and whose statistics are mostly the layer's."""
+    seen = [found.tokens(layer, expert) for expert in range(found.record.experts)]
+    few = [e for e, tokens in enumerate(seen) if 0 < tokens < found.record.prior_tokens]
+    return {
+        "layer": layer,
+        "tokens": seen,
+        "unrouted": [e for e, tokens in enumerate(seen) if not tokens],
+        "mostly_pooled": few,
+        "hidden_amax": found.amax_of_layer(layer, "up"),
+        "intermediate_amax": found.amax_of_layer(layer, "down"),
+    }
+
+
+def _show_nothing(out: Output, result: Mapping[str, Any]) -> None:
+    """The plan was shown before."""
+
+
+def _show_result(out: Output, result: Mapping[str, Any]) -> None:
+    out.line()
+    out.table(
+        [
+            ">layer",
+            ">fewest",
+            ">median",
+            ">most",
+            ">hidden amax",
+            ">down amax",
+            "shrunk to layer's",
+        ],
+        [
+            (
+                row["layer"],
+                min(row["tokens"]),
+                f"{median(row['tokens']):.0f}",
+                max(row["tokens"]),
+                f"{row['hidden_amax']:.4g}",
+                f"{row['intermediate_amax']:.4g}",
+                _shrunk(row),
+            )
+            for row in result["layers"]
+        ],
+    )
+    out.line()
+    prior = result["prior_tokens"]
+    unrouted = sum(len(row["unrouted"]) for row in result["layers"])
+    few = sum(len(row["mostly_pooled"]) for row in result["layers"])
+    whole = result["experts"] * len(result["layers"])
+    out.line(
+        f"Of {count(whole, 'expert')}, {unrouted} saw no token and have the statistics of their "
+        f"layer; {few} saw fewer than {prior}, and have more of their layer's than of their own."
+    )
+    done = f"{result['output']}: {result['state']}"
+    if result["state"] == "calibrated":
+        done += f" in {result['seconds']:.1f} s"
+        if result["resumed_layers"]:
+            done += f", after {count(result['resumed_layers'], 'layer')} of an earlier run"
+    out.line(f"{done}; sha256 {result['sha256'][:16]}")
+
+
+def _shrunk(row: Mapping[str, Any]) -> str:
+    parts = []
+    if row["unrouted"]:
+        parts.append(f"wholly: {ranges(row['unrouted'])}")
+    if row["mostly_pooled"]:
+        parts.append(f"mostly: {ranges(row['mostly_pooled'])}")
+    return "; ".join(parts)

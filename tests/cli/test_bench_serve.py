@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+
+from moequant.benchmarks import serving
+
+STEP = {"batch": 1, "ms_per_step": 1.25, "tokens_per_s": 800.0, "share_of_floor": 0.4}
+DOCUMENT = {
+    "measured": "2026-01-01",
+    "machine": {"gpu": "a GPU", "torch": "2"},
+    "read_tb_per_s": 4.4,
+    "batches": [1],
+    "prefill_tokens": 8192,
+    "activations": "format",
+    "checkpoints": [
+        {
+            "name": "a-model",
+            "floor_ms": {"1": 0.5},
+            "engines": [
+                {
+                    "engine": "moequant",
+                    "version": "0.1.0",
+                    "experts": "sm90_fp8_block",
+                    "start_s": 9.0,
+                    "decode": [STEP],
+                    "prefill": {"ms": 40.25, "tokens_per_s": 2e5},
+                }
+            ],
+        }
+    ],
+}
+FAILED = {"engine": "vllm", "error": "vLLM is not installed", "log": "..."}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """measured(*engines): let `bench_serving` find these, too; returns what it is asked for."""
+    asked = {}
+
+    def measured(*engines):
+        def bench(models, source, measure, *, folder, progress):
+            asked.update(models=models, source=source, measure=measure)
+            (row,) = DOCUMENT["checkpoints"]
+            return {
+                **DOCUMENT,
+                "checkpoints": [{**row, "engines": [*row["engines"], *engines]}],
+            }
+
+        monkeypatch.setattr(serving, "bench_serving", bench)
+        return asked
+
+    return measured
+
+
+def test_times_stand_beside_the_floor(run, measured, tmp_path):
+    asked = measured()
+    plot = tmp_path / "plot.svg"
+    result = run("bench", "serve", "a-model", "--engine", "moequant", "--batch", 1, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    head, peak, _, title, columns, floor, ours = result.stdout.splitlines()
+    assert head == "gpu a GPU, torch 2"
+    assert "reads 4.40 TB/s" in peak
+    assert title.startswith("a-model: ms a decoding step")
+    assert columns.split() == [
+        "engine", "version", "experts", "1", "share", "prefill", "8192,", "ms"
+    ]  # fmt: skip
+    assert floor.split() == ["floor", "0.500"]
+    assert ours.split() == ["moequant", "0.1.0", "sm90_fp8_block", "1.250", "40%", "40.2"]
+    assert plot.read_text().startswith("<svg")
+    assert asked["source"] is None
+    assert list(map(str, asked["models"])) == ["a-model"]
+    assert asked["measure"].engines == ["moequant"]
+
+
+def test_an_engine_that_failed_is_named_and_the_exit_code_is_1(run, measured):
+    measured(FAILED)
+    result = run("bench", "serve", "a-model")
+    assert result.exit_code == 1
+    assert "vllm was not timed: vLLM is not installed" in result.stdout
+    assert "moequant " in result.stdout
+    assert "Error: not timed: vllm with a-model" in result.stderr
+    document = run("bench", "serve", "a-model", "--json").document
+    assert document["error"]["message"] == "not timed: vllm with a-model"
+    assert document["checkpoints"][0]["engines"][1] == FAILED
+
+
+def test_options_say_what_to_measure(run, measured):
+    asked = measured()
+    options = (
+        "--shape", "deepseek-v3", "--layers", 2, "--vocabulary", 4096, "--format", "mxfp4,bf16",
+        "--activations", "fp8_token", "--batch", "1,8", "--prefill", 64, "--steps", 9, "--rounds",
+        1, "--timeout", 5, "--attention-backend", "TRITON_MLA", "--tensor-parallel", 2,
+        "--expert-parallel",
+    )  # fmt: skip
+    assert run("bench", "serve", *options).exit_code == 0
+    source, measure = asked["source"], asked["measure"]
+    assert (source.shape, source.layers, source.vocabulary) == ("deepseek-v3", 2, 4096)
+    assert source.formats == ["mxfp4", "bf16"]
+    assert measure == serving.ServingMeasure(
+        engines=["vllm", "vllm+moequant", "transformers", "moequant"], batches=[1, 8],
+        prefill_tokens=64, steps=9, rounds=1, device="cuda", activations="fp8_token",
+        attention_backend="TRITON_MLA", tensor_parallel=2, expert_parallel=True, timeout_s=5,
+    )  # fmt: skip
+
+
+def test_wrong_usage_exits_2(run):
+    for wrong in (
+        ("--shape", "qwen3-30b"),
+        ("--layers", 2),
+        ("a-model", "--engine", "sglang"),
+        ("a-model", "--format", "int3"),
+        ("a-model", "--batch", "0"),
+        ("a-model", "--device", "mps"),
+        ("a-model", "--plot", "no-such-folder/plot.svg"),
+    ):
+        assert run("bench", "serve", *wrong).exit_code == 2, wrong
+
+
+def test_nothing_to_time_and_no_folder_are_errors(run, tmp_path):
+    assert run("bench", "serve", "--device", "cpu").exit_code == 4
+    assert run("bench", "serve", tmp_path / "none", "--device", "cpu").exit_code == 3
