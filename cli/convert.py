@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.argument("source", type=options.DIRECTORY)
 @click.argument("output", type=options.DIRECTORY)
 @options.format_option
+@options.format_options_option
 @options.recipe_option
 @options.dialect_option
 @options.architecture_option
@@ -50,6 +51,7 @@ def command(
     source: str,
     output: str,
     format: str | None,
+    format_options: dict[str, str] | None,
     recipe: str | None,
     workers: int | None,
     dry_run: bool,
@@ -74,6 +76,7 @@ def command(
                 source,
                 output,
                 format=format,
+                options=format_options,
                 recipe=recipe,
                 workers=workers,
                 dry_run=dry_run,
@@ -123,6 +126,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "peak_bytes": plan.peak_bytes(workers),
         "seconds": round(seconds, 3),
         "requantization_errors": [error.to_json() for error in result.requantization_errors],
+        "gptq_errors": [error.to_json() for error in result.gptq_errors],
         # None if this machine quantized nothing.
         "quantizer": choice
         and {
@@ -256,8 +260,8 @@ def _statistics_row(statistics: Mapping[str, Any] | None) -> dict[str, str]:
         return {}
     return {
         "statistics": f"{count(statistics['tokens'], 'token')}, "
-        f"sha256 {statistics['sha256'][:16]}: {count(statistics['weighted'], 'weight')} with "
-        f"weighted scales, {statistics['unweighted']} without"
+        f"sha256 {statistics['sha256'][:16]}: used for {count(statistics['weighted'], 'weight')}, "
+        f"not for {statistics['unweighted']}"
     }
 
 
@@ -282,6 +286,16 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
     if result["requantization_errors"]:
         out.line()
         show_requantization_errors(out, result["requantization_errors"])
+        out.line()
+    if result["gptq_errors"]:
+        out.line()
+        out.table(
+            ["format", "projection", ">weights", ">kept nearest", ">error of outputs / nearest"],
+            [
+                (e["format"], e["projection"], e["weights"], e["unchanged"], f"{e['ratio']:.3f}")
+                for e in result["gptq_errors"]
+            ],
+        )
         out.line()
     if result["engines"]:
         engines = [f"{e['engine']} {e['version']} {_LOADS[e['loads']]}" for e in result["engines"]]

@@ -58,6 +58,7 @@ def command(architectures: bool, markdown: bool, as_json: bool) -> None:
 
 
 def _describe(format: Format) -> dict[str, Any]:
+    from moequant.conversion.rounding import options_of_format
     from moequant.dialects import default_dialect
     from moequant.formats.base import WHOLE
     from moequant.preparation.layers import backends_for
@@ -74,7 +75,7 @@ def _describe(format: Format) -> dict[str, Any]:
         "targets": [target for target in TARGETS if backends_for(format.name, target)],
         "options": {
             name: {"default": values[0], "values": list(values)}
-            for name, values in format.options.items()
+            for name, values in options_of_format(format.name).items()
         },
     }
 

@@ -66,6 +66,21 @@ def check_one_given(values: Mapping[str, object]) -> None:
         raise click.UsageError(f"give {' or '.join(values)}{both}")
 
 
+def _pairs(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str] | None:
+    """Texts NAME=VALUE as a dict; None if there are none."""
+    pairs: dict[str, str] = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE, such as rounding=gptq")
+        if name in pairs:
+            raise click.BadParameter(f"{name} is given twice: {pairs[name]!r} and {value!r}")
+        pairs[name] = value
+    return pairs or None
+
+
 def _check_size(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """A size that the library can parse, passed on as text."""
     if value is None:
@@ -128,6 +143,15 @@ format_option = _name_option(
     _WRITABLE,
     help="Convert only the routed experts into this format; see `moequant formats`. bf16 "
     "dequantizes every quantized weight.",
+)
+format_options_option = click.option(
+    "--option",
+    "format_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_pairs,
+    help="Option of --format, such as rounding=gptq or search=mse; see `moequant formats`. May be "
+    "given several times.",
 )
 benched_format_option = _name_option(
     "--format",
@@ -206,7 +230,7 @@ statistics_option = click.option(
     type=click.Path(dir_okay=False),
     metavar="STATS",
     help="What `moequant calibrate` measured on SOURCE: scales of routed experts are then chosen "
-    "by errors weighted with the mean square of each input channel.",
+    "by errors weighted with the mean square of each input channel. Needed for rounding=gptq.",
 )
 recorded_statistics_option = click.option(
     "--statistics",

@@ -60,6 +60,91 @@ def put_no_file():
     return put
 
 
+@pytest.fixture(scope="session")
+def measure():
+    """measure(checkpoint, path, *, seed=0, hessian=False, **record): statistics; see below."""
+    return _measure
+
+
+def _measure(checkpoint_path, path, *, seed=0, hessian=False, **changed):
+    """Statistics as of a calibration of a checkpoint, of random inputs, and where they are.
+
+    Expert 0 saw nothing, expert 1 thirty tokens, expert 2 sixty, and so on. Mean squares of
+    channels lie orders of magnitude apart, and channels depend on each other. `changed` are fields
+    of the record.
+    """
+    from moequant.conversion.source_identity import source_digests
+    from moequant.statistics import DataRecord, LayerSums, StatisticsRecord, StatisticsWriter
+    from moequant.storage.checkpoint import Checkpoint
+    from moequant.weights.source_model import read_source, source_config
+
+    checkpoint = Checkpoint.open(checkpoint_path)
+    model = read_source(checkpoint.tensors, source_config(checkpoint)).model
+    moe, generator = model.moe, torch.Generator().manual_seed(seed)
+    layers = tuple(moe.sparse_layers)
+    names = [*map(str, layers), *(f"{n}.second_moments" for n in layers if hessian)]
+    fields = {
+        "moequant": "0.1",
+        "source": source_digests(checkpoint, ()),
+        "model_type": "any",
+        "architecture": model.architecture.name,
+        "experts": moe.experts,
+        "top_k": 2,
+        "hidden": moe.hidden,
+        "intermediate": moe.intermediate,
+        "layers": layers,
+        "prior_tokens": 8,
+        "hessian": hessian,
+        "data": DataRecord(
+            sha256="0" * 64,
+            file_sha256="1" * 64,
+            windows=1,
+            tokens=100,
+            window_tokens=512,
+            samples=1,
+            chat_template=False,
+        ),
+        "run": {},
+        "digests": dict.fromkeys(names, "0" * 64),
+    }
+    record, digests = StatisticsRecord(**fields | changed), {}
+    with StatisticsWriter(path.with_suffix(".partial"), record) as writer:
+        for layer in record.layers:
+            tokens = torch.arange(record.experts) * 30
+            inputs = {
+                name: _random_input(writer, layer, name, tokens, generator)
+                for name in ("hidden", "intermediate")
+            }
+            sums = LayerSums(tokens=tokens, inputs=inputs)
+            digests[str(layer)] = writer.write_layer(layer, sums.to_tensors(layer))
+            if hessian:
+                digests[f"{layer}.second_moments"] = writer.digest_moments(layer)
+        writer.finish(path, digests)
+    return path
+
+
+def _random_input(writer, layer, name, tokens, generator):
+    """Sums of one input of a layer; second moments are written, if the record has them."""
+    from moequant.statistics import InputSums
+
+    E, K = len(tokens), writer.record.channels(name)
+    size = torch.rand(E, K, generator=generator, dtype=torch.float64) ** 3
+    mixing = torch.randn(K, K, generator=generator, dtype=torch.float64) / K**0.5
+    square_sum, total = torch.zeros(E, K, dtype=torch.float64), torch.zeros(K, K)
+    for expert, count in enumerate(tokens.tolist()):
+        x = torch.randn(count, K, generator=generator, dtype=torch.float64) @ mixing * size[expert]
+        square_sum[expert] = x.square().sum(0)
+        if writer.record.hessian:
+            moment = (x.T @ x / max(count, 1)).float()
+            moment = torch.triu(moment) + torch.triu(moment, 1).T
+            writer.write_rows(f"layers.{layer}.{name}.second_moment", expert, moment[None])
+            total += moment * count
+    if writer.record.hessian and name == "hidden":
+        pooled = total / max(int(tokens.sum()), 1)
+        writer.write_rows(f"layers.{layer}.hidden.pooled_second_moment", 0, pooled)
+    return InputSums(square_sum=square_sum, amax=torch.ones(E))
+
+
 def write_checkpoint(
     path,
     *,

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from moequant.conversion.recipe import KEEP
 from moequant.conversion.units import Unit, Weight
-from moequant.conversion.weighted_search import check_used, options_of, warnings_of_search
+from moequant.conversion.weighted_search import (
+    check_used,
+    options_of,
+    rounding_of,
+    warnings_of_search,
+)
 from moequant.errors import RecipeError
 from moequant.formats import get_format
 from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS
@@ -214,8 +219,11 @@ def _unit(
     if not rules:
         return None
     own = [roles[name] for name in names]
-    resolved = [(rule.format, options_of(rule, own, statistics)) for rule in rules]
-    format, options = resolved[0]
+    resolved = [
+        (rule.format, options_of(rule, own, statistics), rounding_of(rule, own, statistics))
+        for rule in rules
+    ]
+    format, options, rounding = resolved[0]
     if resolved.count(resolved[0]) < len(names):
         raise RecipeError(
             f"engines merge {' and '.join(names)}, so they need one format with the same options; "
@@ -228,6 +236,7 @@ def _unit(
         ),
         format=format,
         options=options,
+        rounding=rounding,
         # Naming options asks for the quantizer's numbers.
         lossless=not any(rule.options for rule in rules),
     )

@@ -15,6 +15,7 @@ import torch
 
 from moequant._version import __version__
 from moequant.conversion.finished_shard import shares
+from moequant.conversion.gptq_errors import merged_gptq_errors
 from moequant.conversion.output_directory import read_record, recorded_sidecars
 from moequant.conversion.record import OTHER_QUANTIZATION, claims_of, converted_config
 from moequant.conversion.requantization_error import merged_errors
@@ -161,6 +162,7 @@ def _record(
 ) -> dict[str, Any]:
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
     errors = merged_errors(error for shard in shards for error in shard.requantization_errors)
+    rounded = merged_gptq_errors(error for shard in shards for error in shard.gptq_errors)
     return {
         "schema_version": 1,
         "moequant": __version__,
@@ -175,4 +177,5 @@ def _record(
             for file, data in written.items()
         },
         **({"requantization_errors": [error.to_json() for error in errors]} if errors else {}),
+        **({"gptq_errors": [error.to_json() for error in rounded]} if rounded else {}),
     }

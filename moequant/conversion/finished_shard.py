@@ -1,4 +1,4 @@
-"""What is known of a finished shard: its digest, its quantizer and its requantization errors."""
+"""What is known of a finished shard: its digest, its quantizer and its errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 # Not for types only: pydantic checks what it reads by them.
+from moequant.conversion.gptq_errors import GptqError  # noqa: TC001
 from moequant.conversion.requantization_error import RequantizationError  # noqa: TC001
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class FinishedShard:
         bytes: its size.
         sha256: its digest.
         requantization_errors: the errors of its weights that were quantized in the source, by kind.
+        gptq_errors: the errors of its weights that were rounded by GPTQ, by kind.
         quantizer: the quantizer that was used; None if everything was copied.
     """
 
@@ -45,6 +47,7 @@ class FinishedShard:
     bytes: int
     sha256: str
     requantization_errors: tuple[RequantizationError, ...] = ()
+    gptq_errors: tuple[GptqError, ...] = ()
     quantizer: UsedQuantizer | None = None
 
 

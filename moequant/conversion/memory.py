@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from moequant.conversion.batches import BATCH_BYTES
 from moequant.formats import get_format, tile_bytes
 from moequant.formats.squares import TILE_ROWS
+from moequant.quantizers.gptq import gptq_bytes
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_weights import PartInfo
 
@@ -92,6 +93,11 @@ def working_bytes(unit: Unit) -> int:
         # Codes and scales are written as they are stored.
         return _reading_bytes(unit.weights, as_stored=True) + unit.result_bytes
     workspace = max(format.workspace_bytes(weight.info.shape) for weight in unit.weights)
+    if unit.rounding is not None:
+        rounded = max(gptq_bytes(weight.info.shape) for weight in unit.weights)
+        # GPTQ decodes what is quantized in the source once more.
+        decoded = max(weight.decoded_bytes for weight in unit.weights)
+        workspace = max(workspace, decoded + rounded)
     # A second copy of the results exists while tiles are joined and codes are encoded.
     return _reading_bytes(unit.weights) + unit.result_bytes + workspace
 

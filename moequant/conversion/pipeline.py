@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.conversion.commit import commit
 from moequant.conversion.finished_shard import Share, shares
+from moequant.conversion.gptq_errors import GptqError, merged_gptq_errors
 from moequant.conversion.items import stored_in
 from moequant.conversion.journal import Journal
 from moequant.conversion.output_directory import (
@@ -80,6 +81,7 @@ class ConversionResult:
         quantizer: the quantizer of this machine; None if it had nothing to do, as with a cluster.
         shares: the shards by quantizer, including those of earlier runs and other machines.
         requantization_errors: for a quantized source, the errors by kind of weight.
+        gptq_errors: for weights rounded by GPTQ, the errors of outputs by kind of weight.
     """
 
     output: Path
@@ -90,6 +92,7 @@ class ConversionResult:
     error: MoequantError | None = None
     quantizer: Choice | None = None
     requantization_errors: tuple[RequantizationError, ...] = ()
+    gptq_errors: tuple[GptqError, ...] = ()
     shares: tuple[Share, ...] = ()
 
 
@@ -98,6 +101,7 @@ def convert(
     output: str | Path,
     *,
     format: str | None = None,
+    options: Mapping[str, str] | None = None,
     recipe: Recipe | str | Path | None = None,
     dialect: str | None = None,
     architecture: str | Path | None = None,
@@ -122,6 +126,8 @@ def convert(
         output: directory to write; created if missing.
         format: convert only the routed experts into this format; "bf16" dequantizes every
             quantized weight of the source.
+        options: values of the format's options, such as {"rounding": "gptq"}; in a recipe, each
+            rule names its own.
         recipe: instead of a format: a `Recipe`, the name of a shipped one, or a TOML file.
         dialect: overrides the dialect of the recipe or format.
         architecture: a TOML file that describes the source's architecture, used instead of the
@@ -129,7 +135,7 @@ def convert(
             description in its moequant.json.
         statistics: a file that `moequant calibrate` wrote for this source. With it, scales of
             routed experts are chosen by errors weighted with the mean square of each input channel,
-            unless the recipe names another search.
+            unless the recipe names another search; its second moments are what GPTQ needs.
         revision: branch, tag or commit of a hub repository.
         workers: number of units converted in parallel.
         max_shard_size: for example "5GB".
@@ -152,7 +158,7 @@ def convert(
     """
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but must be at least 1")
-    chosen = _choose_recipe(format, recipe).with_output(
+    chosen = _choose_recipe(format, options, recipe).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
     if architecture is not None:
@@ -346,6 +352,9 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         resumed_shards=resumed,
         quantizer=chosen if work.executor == LOCAL else None,
         requantization_errors=errors,
+        gptq_errors=tuple(
+            merged_gptq_errors(error for shard in ordered for error in shard.gptq_errors)
+        ),
         shares=tuple(shares(ordered)),
     )
 
@@ -427,12 +436,19 @@ def _check_room(
     check_space(output, shard_bytes + sidecar_bytes - freed_bytes)
 
 
-def _choose_recipe(format: str | None, recipe: Recipe | str | Path | None) -> Recipe:
+def _choose_recipe(
+    format: str | None, options: Mapping[str, str] | None, recipe: Recipe | str | Path | None
+) -> Recipe:
     if (format is None) == (recipe is None):
         both = "" if format is None else ", not both"
         raise RecipeError(f"give a format or a recipe{both}")
     if format is not None:
-        return Recipe.for_format(format)
+        return Recipe.for_format(format, options)
+    if options:
+        raise RecipeError(
+            f"options {', '.join(options)} are given beside a recipe, whose rules name their own; "
+            "write them into the rules of the recipe"
+        )
     if isinstance(recipe, Recipe):
         return recipe
     assert recipe is not None

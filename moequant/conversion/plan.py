@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +271,7 @@ def _describe_files(
 
 
 def _digest_of(
-    units: Iterable[Unit],
+    units: Sequence[Unit],
     dialect: Dialect,
     shards: Iterable[PlannedShard],
     quantization_config: Mapping[str, Any],
@@ -291,6 +291,8 @@ def _digest_of(
         "source_files": source_files,
         "shards": {s.file: hashlib.sha256(s.header).hexdigest() for s in shards},
     }
+    if any(unit.rounding is not None for unit in units):
+        decided["rounding"] = [unit.rounding and asdict(unit.rounding) for unit in units]
     if source.dialect is not None:
         # How the source is decoded, and which units may be requantized without loss.
         decided["source_quantization"] = source.quantization_config

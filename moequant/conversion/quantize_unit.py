@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.conversion.error_limit import check_underflow
+from moequant.conversion.gptq_units import round_by_gptq
 from moequant.conversion.requantization_error import RequantizationError
 from moequant.conversion.weighted_search import is_weighted
 from moequant.formats import QuantizedWeight, get_format, plain_weight, requantize_losslessly
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.conversion.gptq_errors import GptqError
     from moequant.conversion.units import Unit, Weight
     from moequant.dialects.base import Dialect
     from moequant.formats import StoredWeight
@@ -40,12 +42,14 @@ class Converted:
     Attributes:
         tensors: the tensors to write, by name; valid until their memory is cleared.
         requantization_errors: errors of the weights that were quantized in the source.
+        gptq_errors: errors of the weights that were rounded by GPTQ.
         as_stored: whether tensors may lie in the memory they were read into.
         joined: whether tensors of a stack were joined, in memory that is not accounted for.
     """
 
     tensors: dict[str, Tensor]
     requantization_errors: list[RequantizationError]
+    gptq_errors: Sequence[GptqError] = ()
     as_stored: bool = False
     joined: bool = False
 
@@ -61,7 +65,7 @@ def convert_unit(
 ) -> Converted:
     """Read and quantize, or dequantize, a unit.
 
-    Weights are read into `arena`; results may lie in `results`. A weighted search needs
+    Weights are read into `arena`; results may lie in `results`. A weighted search and GPTQ need
     `statistics`.
 
     Raises:
@@ -78,11 +82,18 @@ def convert_unit(
         check_underflow(
             unit.format, names, weights=weights, quantized=quantized, quantizer=quantizer
         )
+    rounded: Sequence[GptqError] = ()
+    if lossless is None and unit.rounding is not None:
+        assert statistics is not None, "the plan refuses GPTQ without"
+        rounded = round_by_gptq(unit, weights, quantized, statistics)
     errors = _requantization_errors(unit, weights, quantized, dialect, quantizer)
     tensors = _encode(quantized, unit, dialect, consume=True)
     if unit.stack is None:
         return Converted(
-            tensors=tensors, requantization_errors=errors, as_stored=lossless is not None
+            tensors=tensors,
+            requantization_errors=errors,
+            gptq_errors=rounded,
+            as_stored=lossless is not None,
         )
     stacked = {
         unit.stack.piece(suffix): unit.stack.join(
@@ -90,7 +101,9 @@ def convert_unit(
         )
         for suffix in dialect.encoding(unit.format).suffixes
     }
-    return Converted(tensors=stacked, requantization_errors=errors, joined=True)
+    return Converted(
+        tensors=stacked, requantization_errors=errors, gptq_errors=rounded, joined=True
+    )
 
 
 def _requantize_losslessly(
@@ -114,10 +127,12 @@ def convert_again(
     quantizer: Quantizer,
     arena: Arena,
     statistics: Statistics | None = None,
+    written: Sequence[QuantizedWeight | None] | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of `convert_unit` for weights that are already read, named as single weights.
 
-    They are in new memory; `arena` is for temporaries.
+    They are in new memory; `arena` is for temporaries. `written` is for units that GPTQ rounds, as
+    in `round_by_gptq`.
 
     Raises:
         StatisticsError: as `convert_unit`.
@@ -125,6 +140,9 @@ def convert_again(
     """
     lossless = _requantize_losslessly(weights, unit)
     quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena(), statistics)
+    if lossless is None and unit.rounding is not None:
+        assert statistics is not None, "the plan refuses GPTQ without"
+        round_by_gptq(unit, weights, quantized, statistics, written)
     # After a lossless requantization, results may share memory with `weights`, which stay in use.
     return _encode(quantized, unit, dialect, consume=lossless is None)
 

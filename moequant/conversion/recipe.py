@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from moequant.conversion.rounding import split_options
 from moequant.dialects import get_dialect
 from moequant.dialects.regexes import compile_regex
 from moequant.errors import MoequantError, RecipeError, UnsupportedError
@@ -29,6 +30,7 @@ from moequant.formats import WRITABLE, get_format
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from moequant.conversion.rounding import GptqRounding
     from moequant.models import TensorRole
 
 KEEP = "keep"
@@ -93,7 +95,7 @@ class Rule(_Strict):
         match: regular expression for the whole tensor name.
         layers: a layer or a slice of layers, as in Python.
         format: a writable format, such as "nvfp4" or "bf16", or "keep".
-        options: values of the format's options.
+        options: values of the format's options, and of those in `moequant.conversion.rounding`.
     """
 
     roles: tuple[Literal["routed_experts", "shared_experts", "dense_mlp", "attention"], ...] = ()
@@ -111,7 +113,7 @@ class Rule(_Strict):
             raise ValueError(f"unknown format {show(self.format)}; use one of: {known}")
         try:
             if self.format != KEEP and not get_format(self.format).is_plain:
-                get_format(self.format).resolve_options(self.options)
+                split_options(self.format, self.options)
             elif self.options:
                 given = ", ".join(map(show, self.options))
                 raise ValueError(f"options {given}, but {self.format} has none; remove them")
@@ -122,7 +124,12 @@ class Rule(_Strict):
     @cached_property
     def resolved_options(self) -> Mapping[str, str]:
         """Every option of the rule's format with its value; not for "keep"."""
-        return get_format(self.format).resolve_options(self.options)
+        return split_options(self.format, self.options)[0]
+
+    @cached_property
+    def rounding(self) -> GptqRounding | None:
+        """How GPTQ rounds; None if codes are the nearest. Not for "keep"."""
+        return split_options(self.format, self.options)[1]
 
     def matches(self, name: str, role: TensorRole, layer_count: int) -> bool:
         """Whether the rule matches a tensor of a model with `layer_count` layers."""
@@ -155,16 +162,19 @@ class Recipe(_Strict):
     output: OutputSettings = OutputSettings()
 
     @classmethod
-    def for_format(cls, format: str) -> Recipe:
+    def for_format(cls, format: str, options: Mapping[str, str] | None = None) -> Recipe:
         """A recipe for the routed experts; for "bf16", one that dequantizes every weight.
 
         Raises:
             UnsupportedError: there is no such format.
+            RecipeError: it has no such option or value.
         """
         if format not in WRITABLE:
             raise UnsupportedError(
                 f"unknown format {format!r}; convert into one of: {', '.join(WRITABLE)}"
             )
+        if options:
+            split_options(format, options)  # whose message names the option
         if WRITABLE[format].is_plain:
             return cls(
                 summary="Every quantized weight back to BF16.",
@@ -172,7 +182,7 @@ class Recipe(_Strict):
             )
         return cls(
             summary=f"Routed experts to {format}.",
-            rules=(Rule(roles=("routed_experts",), format=format),),
+            rules=(Rule(roles=("routed_experts",), format=format, options=dict(options or {})),),
         )
 
     def with_output(self, *, dialect: str | None, max_shard_size: str | None) -> Recipe:

@@ -21,6 +21,7 @@ import torch
 
 from moequant.conversion.batches import Batches
 from moequant.conversion.finished_shard import FinishedShard, UsedQuantizer
+from moequant.conversion.gptq_errors import merged_gptq_errors
 from moequant.conversion.memory import COPY_CHUNK_BYTES
 from moequant.conversion.quantize_unit import convert_unit
 from moequant.conversion.requantization_error import error_of_tiles, merged_errors
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.conversion.gptq_errors import GptqError
     from moequant.conversion.journal import Journal
     from moequant.conversion.plan import Plan
     from moequant.conversion.quantize_unit import Converted
@@ -100,12 +102,20 @@ def _without_leftovers(journal: Journal, shards: Sequence[PlannedShard]) -> Iter
         raise
 
 
+class _Errors(NamedTuple):
+    """The errors of weights that were quantized in the source, and of those rounded by GPTQ."""
+
+    requantization: Sequence[RequantizationError]
+    gptq: Sequence[GptqError] = ()
+
+
 class _Filling(NamedTuple):
     """A shard whose data is being written, while shards before it are `finishing`."""
 
     writer: ShardWriter
     left: Batches
-    errors: dict[int, list[RequantizationError]]
+    errors: dict[int, _Errors]
+    """By number of the item."""
     finishing: Sequence[Future[FinishedShard]]
 
 
@@ -143,10 +153,10 @@ class _Run(threading.local):
         pool: ThreadPoolExecutor,
         workers: int,
         finishing: Sequence[Future[FinishedShard]],
-    ) -> tuple[ShardWriter, tuple[RequantizationError, ...]]:
+    ) -> tuple[ShardWriter, _Errors]:
         """Write the data of a shard, while shards before it are `finishing`.
 
-        The requantization errors are in the order of the plan.
+        Errors are added in the order of the plan, so that no sum depends on the workers.
         """
         partial_file = self._journal.partial(shard.file)
         writer = ShardWriter(partial_file, shard.header, shard.pieces)
@@ -162,14 +172,17 @@ class _Run(threading.local):
             wait(work)
             writer.abort()
             raise
-        errors = filling.errors
-        return writer, tuple(merged_errors(error for i in sorted(errors) for error in errors[i]))
+        ordered = [filling.errors[number] for number in sorted(filling.errors)]
+        return writer, _Errors(
+            requantization=merged_errors(e for errors in ordered for e in errors.requantization),
+            gptq=merged_gptq_errors(e for errors in ordered for e in errors.gptq),
+        )
 
     def finish(
         self,
         shard: PlannedShard,
         writer: ShardWriter,
-        errors: tuple[RequantizationError, ...],
+        errors: _Errors,
         before: Future[FinishedShard] | None,
     ) -> FinishedShard:
         """Sync a filled shard to disk and, after `before`, record it."""
@@ -183,7 +196,8 @@ class _Run(threading.local):
             file=shard.file,
             bytes=size,
             sha256=sha256,
-            requantization_errors=errors,
+            requantization_errors=tuple(errors.requantization),
+            gptq_errors=tuple(errors.gptq),
             quantizer=self._used if computed else None,
         )
         if before is not None:
@@ -230,7 +244,7 @@ class _Run(threading.local):
         number, item = batch[0]
         writer = filling.writer
         if isinstance(item, Unit) and len(item.tiles) > 1:
-            filling.errors[number] = [self._convert_in_tiles(item, writer)]
+            filling.errors[number] = _Errors([self._convert_in_tiles(item, writer)])
         elif isinstance(item, Unit):
             self._convert(batch, filling)
         else:
@@ -260,7 +274,7 @@ class _Run(threading.local):
             )
             # `Batches` gives such units a batch of their own.
             assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name
-            filling.errors[number] = converted.requantization_errors
+            filling.errors[number] = _Errors(converted.requantization_errors, converted.gptq_errors)
             tensors |= converted.tensors
         self._write(replace(converted, tensors=tensors), memory, writer)
 

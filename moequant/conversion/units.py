@@ -16,6 +16,7 @@ from moequant.weights.row_tiles import split_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from moequant.conversion.rounding import GptqRounding
     from moequant.conversion.stack import Stack
     from moequant.dialects.base import Dialect
     from moequant.quantizers import Job
@@ -73,6 +74,7 @@ class Unit:
         weights: in natural order of names.
         format: name of the format to convert to.
         options: every option of the format with its value.
+        rounding: how GPTQ rounds; None if codes are the nearest.
         stack: the stack to write to; None for separate tensors.
         lossless: whether quantized weights are requantized without loss where possible; options
             then do not apply.
@@ -81,6 +83,7 @@ class Unit:
     weights: tuple[Weight, ...]
     format: str
     options: Mapping[str, str]
+    rounding: GptqRounding | None = None
     stack: Stack | None = None
     lossless: bool = True
 

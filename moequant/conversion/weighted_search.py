@@ -1,8 +1,9 @@
-"""Which weights are quantized by a weighted search, given statistics, and which are not.
+"""Which weights are quantized by statistics: by a weighted search, by GPTQ, or not.
 
 | rule of the recipe | with statistics of the weight | without |
 |---|---|---|
 | names no search | weighted, if the format has it | round to nearest |
+| names no search, but GPTQ | the best search before GPTQ | round to nearest |
 | search = "weighted" | weighted | round to nearest; refused if no statistics are given at all |
 | another search, or none | as named | as named |
 
@@ -23,16 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from moequant.conversion.recipe import Rule
+    from moequant.conversion.rounding import GptqRounding
     from moequant.conversion.units import Unit
     from moequant.models import TensorRole
     from moequant.statistics import Statistics
 
 _NEAREST = "none"
-
-
-def has_weighted_search(format: str) -> bool:
-    """Whether the format has the option value search = "weighted"."""
-    return WEIGHTED in get_format(format).options.get("search", ())
 
 
 def options_of(
@@ -44,7 +41,7 @@ def options_of(
         RecipeError: the rule asks for a weighted search, and there are no statistics.
     """
     options = dict(rule.resolved_options)
-    if not has_weighted_search(rule.format):
+    if not get_format(rule.format).has_weighted_search:
         return options
     if statistics is None:
         if options["search"] == WEIGHTED:
@@ -56,11 +53,38 @@ def options_of(
     named = "search" in rule.options or rule.options.get("scale_rule") == "mse"
     if not named or options["search"] == WEIGHTED:
         measured = all(_is_measured(role, statistics) for role in roles)
-        options["search"] = WEIGHTED if measured else _NEAREST
+        best = WEIGHTED if named or rule.rounding is None else get_format(rule.format).gptq_search
+        options["search"] = best if measured else _NEAREST
     return options
 
 
+def rounding_of(
+    rule: Rule, roles: Sequence[TensorRole], statistics: Statistics | None
+) -> GptqRounding | None:
+    """How a fused set whose weights have these roles is rounded; None for the nearest codes.
+
+    Raises:
+        RecipeError: the rule asks for GPTQ, and there are no statistics.
+        StatisticsError: it does, and they have no second moments.
+    """
+    if rule.rounding is None:
+        return None
+    wanted = f'a rule for {rule.format} has rounding = "gptq", which needs second moments'
+    if statistics is None:
+        raise RecipeError(
+            f"{wanted}: measure them with `moequant calibrate --hessian`, and give the file with "
+            "--statistics"
+        )
+    if not statistics.has_hessian:
+        raise StatisticsError(
+            f"{statistics.path}: {wanted}, but these statistics have none; measure them with "
+            "`moequant calibrate --hessian`"
+        )
+    return rule.rounding if all(_is_measured(role, statistics) for role in roles) else None
+
+
 def _is_measured(role: TensorRole, statistics: Statistics) -> bool:
+    """Whether there are statistics of what a weight of this role multiplies."""
     return (
         role.role == ROUTED_EXPERTS
         and role.layer in statistics.layers
@@ -71,11 +95,11 @@ def _is_measured(role: TensorRole, statistics: Statistics) -> bool:
 
 def check_used(units: Iterable[Unit], statistics: Statistics | None) -> None:
     """Check that statistics, if there are any, are used; raises StatisticsError."""
-    if statistics is not None and not any(is_weighted(unit) for unit in units):
+    if statistics is not None and not any(uses_statistics(unit) for unit in units):
         raise StatisticsError(
             f"{statistics.path}: nothing uses these statistics, because no rule converts a "
             'calibrated layer\'s experts into a format with search = "weighted", or rules name '
-            "another search; convert without them, or change the recipe"
+            'another search and not rounding = "gptq"; convert without them, or change the recipe'
         )
 
 
@@ -84,11 +108,16 @@ def is_weighted(unit: Unit) -> bool:
     return unit.options.get("search") == WEIGHTED
 
 
+def uses_statistics(unit: Unit) -> bool:
+    """Whether statistics choose scales or codes of the unit."""
+    return is_weighted(unit) or unit.rounding is not None
+
+
 def weight_counts(units: Iterable[Unit]) -> tuple[int, int]:
-    """How many weights are quantized by a weighted search, and how many are not."""
+    """How many weights are quantized by statistics, and how many are not."""
     counts = {True: 0, False: 0}
     for unit in units:
-        counts[is_weighted(unit)] += len(unit.weights)
+        counts[uses_statistics(unit)] += len(unit.weights)
     return counts[True], counts[False]
 
 
@@ -96,7 +125,11 @@ def warnings_of_search(units: Sequence[Unit], statistics: Statistics | None) -> 
     """Of searches that raise the model's error, and of weights without statistics."""
     for format in dict.fromkeys(unit.format for unit in units):
         for (option, value), effect in get_format(format).warned_options.items():
-            if any(u.format == format and u.options[option] == value for u in units):
+            # With GPTQ, the same scales lower it: docs/quality.md.
+            if any(
+                u.format == format and u.rounding is None and u.options[option] == value
+                for u in units
+            ):
                 yield (
                     f'{option} = "{value}" for {format} lowers the error of the weights, but '
                     f"raised the KL divergence of a trained model's predictions {effect}; leave it "
@@ -107,7 +140,7 @@ def warnings_of_search(units: Sequence[Unit], statistics: Statistics | None) -> 
         return
     nearest: dict[tuple[str, str], list[str]] = {}
     for unit in units:
-        if not is_weighted(unit):
+        if not uses_statistics(unit):
             for weight in unit.weights:
                 nearest.setdefault((weight.role, unit.format), []).append(weight.info.name)
     for (role, format), names in nearest.items():

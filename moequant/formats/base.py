@@ -165,6 +165,8 @@ class Format:
     warned_options: ClassVar[Mapping[tuple[str, str], str]] = {}
     """Options and values that lower the error of weights but raise that of a trained model: how its
     KL divergence from the unquantized model changed, by docs/quality.md."""
+    gptq_search: ClassVar[str] = WEIGHTED
+    """The value of the option `search` after which GPTQ costs a model least, by docs/quality.md."""
     ordinary_error: ClassVar[float] = 0.0
     """Most relative error, in the Frobenius norm, of Gaussian weights that are converted to it."""
     least_scale: ClassVar[float] = 0.0
@@ -183,6 +185,11 @@ class Format:
     def codes_per_byte(self) -> int:
         """2 where codes are of four bits, else 1."""
         return 2 if self.element.bits == 4 else 1
+
+    @property
+    def has_weighted_search(self) -> bool:
+        """Whether scales can be chosen by the mean squares of input channels."""
+        return WEIGHTED in self.options.get("search", ())
 
     @property
     def is_plain(self) -> bool:

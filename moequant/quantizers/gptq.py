@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,15 +32,21 @@ from moequant.errors import StatisticsError, UnsupportedError
 from moequant.formats import QuantizedWeight, dequantize, get_format
 from moequant.formats.base import check_values
 from moequant.formats.blocks import expand_blocks
-from moequant.formats.elements import pack_nibbles
+from moequant.formats.elements import pack_nibbles, unpack_nibbles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)
 """What is added to the diagonal of H, in units of its mean, in the order in which they are tried.
 The larger, the nearer the result is to rounding to nearest."""
 
+_TIE = 2.0**-20
+"""How far from a tie a number may be, in units of its scale or of itself where it is larger, to be
+rounded either way by another order of float64 sums. Sums of 2**14 products are exact to 2**-39 of
+their terms' magnitudes, and rounding to float32 before a code is chosen adds 2**-24."""
+_GIVEN_BACK_BYTES = 32 << 20
+"""The largest value of glibc's threshold for blocks that are mapped, which grows up to it."""
 _BLOCK = 64
 """Columns whose errors are passed on one by one; those of earlier blocks by one product."""
 
@@ -97,8 +103,8 @@ class Gptq:
             if activation_order
             else torch.arange(len(squares), device=hessian.device)
         )
-        # One for each damping, for all weights with these inputs.
-        self._feedback = cache(self._compute_feedback)
+        # Weights with the same inputs seldom need different dampings.
+        self._feedback = lru_cache(maxsize=1)(self._compute_feedback)
 
     def round(self, w: Tensor, given: QuantizedWeight, *, name: str = "weight") -> Rounding:
         """Choose codes for `w` with the scales of `given`.
@@ -114,13 +120,7 @@ class Gptq:
             UnsupportedError: shapes that do not fit each other, or an unsupported dtype.
             NonFiniteError: `w` has NaN or Inf; the message has index and value.
         """
-        K = len(self._hessian)
-        if w.shape != given.shape or w.ndim != 2 or w.shape[-1] != K:
-            raise UnsupportedError(
-                f"{name}: shape {list(w.shape)}, rounded to {list(given.shape)}, but GPTQ with a "
-                f"Hessian [{K}, {K}] needs both as [N, {K}]"
-            )
-        check_values(w, name)
+        self._check_weight(w, given, name)
         with _one_thread():
             before = self._error(w, given)
             for damping in DAMPINGS:
@@ -132,6 +132,58 @@ class Gptq:
                 if error < before:
                     return Rounding(weight=found, damping=damping, error=error, error_before=before)
         return Rounding(weight=given, damping=None, error=before, error_before=before)
+
+    def may_have_rounded(
+        self, w: Tensor, given: QuantizedWeight, found: QuantizedWeight, *, name: str = "weight"
+    ) -> bool:
+        """Whether `round` with the first damping gives the codes of `found`, up to ties.
+
+        Given the errors of all columns before it, the target of a column follows, so that every
+        code is checked by itself. A code is also accepted where its target is so close to a tie
+        that another processor, or another order of sums, rounds it to the other side. This takes
+        one product of matrices, where `round` goes from column to column.
+
+        Args:
+            w: as for `round`.
+            given: as for `round`.
+            found: codes in question; its scales are not used.
+            name: as for `round`.
+
+        Returns:
+            True if every code is accepted and the error is smaller than that of `given`. False also
+            where `round` would use another damping, or keep the codes of `given`.
+
+        Raises:
+            UnsupportedError, NonFiniteError: as `round`.
+        """
+        self._check_weight(w, given, name)
+        rounded = replace(given, qdata=found.qdata)
+        with _one_thread():
+            feedback = self._feedback(DAMPINGS[0])
+            if feedback is None or not self._error(w, rounded) < self._error(w, given):
+                return False
+            scale = _column_scales(given)[:, self._order]
+            weights = w.double()[:, self._order]
+            codes = unpacked_codes(rounded)[:, self._order]
+            element = get_format(given.format).element
+            errors = weights - element.decode(codes.view(element.dtype)).double() * scale
+            # The diagonal is a column's own error, which is not yet made when it is rounded.
+            x = weights.addmm_(errors, feedback.tril(-1).T).div_(scale)
+        slack = x.abs().clamp_(min=1.0).mul_(_TIE)
+        either = torch.zeros_like(codes, dtype=torch.bool)
+        for number in (x, x - slack, x + slack):
+            either |= element.encode(number.float()).view(torch.uint8) == codes
+        return bool(either.all())
+
+    def _check_weight(self, w: Tensor, given: QuantizedWeight, name: str) -> None:
+        """Raises as `round`."""
+        K = len(self._hessian)
+        if w.shape != given.shape or w.ndim != 2 or w.shape[-1] != K:
+            raise UnsupportedError(
+                f"{name}: shape {list(w.shape)}, rounded to {list(given.shape)}, but GPTQ with a "
+                f"Hessian [{K}, {K}] needs both as [N, {K}]"
+            )
+        check_values(w, name)
 
     def _error(self, w: Tensor, q: QuantizedWeight) -> float:
         """tr(E H Et), in float64."""
@@ -146,13 +198,17 @@ class Gptq:
         mean = self._hessian.diagonal().mean()
         if len(self._hessian) == 0 or mean == 0:
             return None
-        H = self._hessian[self._order][:, self._order]
+        # Large matrices are freed as soon as they can be: see `gptq_bytes`.
+        reverse = self._order.flip(0)
+        H = self._hessian[reverse[:, None], reverse]
         H.diagonal().add_(damping * mean)
-        lower, fault = torch.linalg.cholesky_ex(H.flip(0, 1))
+        lower, fault = torch.linalg.cholesky_ex(H)
+        del H
         if int(fault) != 0:
             return None
-        factors: Tensor = lower.flip(0, 1).T
-        return factors / factors.diagonal().unsqueeze(-1)
+        R: Tensor = lower.flip(0, 1)
+        del lower
+        return R.div_(R.diagonal().clone()).T
 
     def _sweep(self, w: Tensor, given: QuantizedWeight, feedback: Tensor) -> QuantizedWeight:
         """Round column after column; rows here are the columns of `w`, in the order of rounding."""
@@ -174,6 +230,27 @@ class Gptq:
         qdata = codes.view(torch.uint8)[back].T.contiguous().view(element.dtype)
         packed = qdata if element.bits == 8 else pack_nibbles(qdata)
         return replace(given, qdata=packed)
+
+
+def gptq_bytes(shape: Sequence[int]) -> int:
+    """Upper bound of the temporary memory to round weights [N, K] by one Hessian, with reading it.
+
+    At most three float64 matrices [K, K] and two in float32 exist at once, and six float64 [N, K].
+    Twice that where they are below the size from which the C library gives freed memory back: what
+    it keeps fits the next matrix only if nothing else was put there. Measured with K from 1024 to
+    2304: up to 1.6 times.
+    """
+    N, K = shape
+    return sum(
+        count * size * (2 if size < _GIVEN_BACK_BYTES else 1)
+        for count, size in ((4, 8 * K * K), (6, 8 * N * K))
+    )
+
+
+def unpacked_codes(q: QuantizedWeight) -> Tensor:
+    """The codes of a weight, one in each byte: [N, K] uint8."""
+    codes = q.qdata.view(torch.uint8)
+    return codes if get_format(q.format).codes_per_byte == 1 else unpack_nibbles(codes)
 
 
 def _column_scales(q: QuantizedWeight) -> Tensor:

@@ -54,5 +54,6 @@ def shrink(own: Tensor, pooled: Tensor, *, tokens: int, prior_tokens: int) -> Te
     assert prior_tokens > 0, prior_tokens
     if tokens == 0:
         return pooled.clone()
-    weighted = own.double() * tokens + pooled.double() * prior_tokens
-    return (weighted / (tokens + prior_tokens)).to(torch.float32)
+    # In place, because second moments are large.
+    weighted = own.double().mul_(tokens).add_(pooled.double().mul_(prior_tokens))
+    return weighted.div_(tokens + prior_tokens).to(torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _KEPT_LAYERS = 2
 """Layers without second moments that are kept in memory: workers are seldom further apart."""
 _CHUNK_BYTES = 8 << 20
+_COMPARING = threading.Lock()
+"""Held while second moments are compared with their digest."""
 _REMEDY = "run `moequant calibrate` again"
 
 
@@ -68,6 +71,7 @@ class Statistics:
         self._file = file
         self._tensors = tensors
         self._layers: dict[int, dict[str, Tensor]] = {}
+        self._compared: set[int] = set()
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:
@@ -191,19 +195,24 @@ class Statistics:
         return self._shrunk(layer, expert, own, pooled)
 
     def check_hessians(self, layer: int) -> None:
-        """Compare the second moments of a layer with their digest, which reads all of them.
+        """Compare the second moments of a layer with their digest, once, which reads all of them.
 
         Raises:
             StatisticsError: they are not those that were written, or there are none.
         """
         self._check(layer, 0)
         self._check_has_hessian()
-        digest = hashlib.sha256()
-        for name, _, _ in moment_specs(self.record, layer):
-            info = self._tensors[name]
-            for chunk in self._file.chunks(info.start, info.stop, _CHUNK_BYTES):
-                digest.update(chunk)
-        self._compare(digest.hexdigest(), moments_digest(layer))
+        # Workers reach a layer together, and one of them is to read it.
+        with _COMPARING:
+            if layer in self._compared:
+                return
+            digest = hashlib.sha256()
+            for name, _, _ in moment_specs(self.record, layer):
+                info = self._tensors[name]
+                for chunk in self._file.chunks(info.start, info.stop, _CHUNK_BYTES):
+                    digest.update(chunk)
+            self._compare(digest.hexdigest(), moments_digest(layer))
+            self._compared.add(layer)
 
     def check_fits(self, model: Model) -> None:
         """Check that the statistics are of a model of this architecture and these sizes.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import nullcontext
 
@@ -47,6 +48,42 @@ def test_dry_run_plans_the_bytes_that_are_then_written_and_writes_nothing(run, s
 
 def _header_bytes(path):
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_options_of_the_format_are_recorded_and_gptq_says_what_it_gained(
+    run, source, measure, tmp_path
+):
+    stats, out = measure(source, tmp_path / "stats", hessian=True), tmp_path / "out"
+    command = ["convert", source, out, "--format", "mxfp4", "--statistics", stats]
+    command += ["--option", "rounding=gptq", "--option", "scale_rule=floor"]
+    plan = run(*command, "--dry-run")
+    assert "used for 24 weights, not for 0" in plan.stdout
+    done = run(*command)
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("mxfp4")]
+    assert [row[1:4] for row in rows] == [
+        ["down", "8", "2"],  # of the expert without tokens
+        ["gate", "8", "0"],
+        ["up", "8", "0"],
+    ]
+    assert all(float(row[4]) < 0.9 for row in rows)
+    record = json.loads((out / "moequant.json").read_text())
+    assert record["recipe"]["rules"][0]["options"] == {"rounding": "gptq", "scale_rule": "floor"}
+    assert run("verify", out, "--against", source, "--statistics", stats).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["rounding"], "'rounding' is not NAME=VALUE, such as rounding=gptq"),
+        (["rounding=gptq", "rounding=nearest"], "rounding is given twice: 'gptq' and 'nearest'"),
+    ],
+)
+def test_options_that_are_no_pairs_are_refused(run, source, tmp_path, given, message):
+    options = [part for text in given for part in ("--option", text)]
+    result = run("convert", source, tmp_path / "out", "--format", "mxfp4", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_dry_run_with_refusals_prints_them_and_exits_4(run, make_checkpoint, tmp_path):

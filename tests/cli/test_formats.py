@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from moequant.conversion.rounding import options_of_format
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import default_dialect
 from moequant.formats import CONVERTIBLE as FORMATS
@@ -18,7 +19,9 @@ def test_every_format_is_listed_with_its_options_and_dialect(document):
     for row in document["formats"]:
         format = FORMATS[row["name"]]
         assert row["default_dialect"] == default_dialect(format.name)
-        assert {k: o["default"] for k, o in row["options"].items()} == format.resolve_options()
+        assert {k: o["default"] for k, o in row["options"].items()} == {
+            name: values[0] for name, values in options_of_format(format.name).items()
+        }
 
 
 def test_bits_a_weight_count_codes_and_scales(document):

@@ -20,7 +20,7 @@ from moequant.verification import verify
 # Peak resident memory, mapped file pages included, beyond what importing torch and LLVM's library
 # takes. That library is 180 MB of file, of which about 80 MB become resident as it is loaded.
 MEASURED = """
-import re, sys
+import json, re, sys
 from pathlib import Path
 import torch
 from llvmlite import binding
@@ -32,13 +32,14 @@ def peak_bytes():
 before = peak_bytes()
 from moequant.conversion import convert
 
-convert(sys.argv[1], sys.argv[2], format=sys.argv[3], workers=2)
+convert(sys.argv[1], sys.argv[2], workers=2, **json.loads(sys.argv[3]))
 print(peak_bytes() - before)
 """
 
 
-def peak_of_conversion(source, output, format):
-    command = [sys.executable, "-c", MEASURED, str(source), str(output), format]
+def peak_of_conversion(source, output, format, **given):
+    arguments = json.dumps({"format": format, **given})
+    command = [sys.executable, "-c", MEASURED, str(source), str(output), arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
     return int(done.stdout)
 
@@ -58,6 +59,20 @@ def test_the_peak_stays_below_the_plans(sized, tmp_path, format):
     # Modules and torch's own first use beyond `import torch`.
     modules_bytes = 60e6
     assert peak < plan.peak_bytes(workers=2) + modules_bytes
+
+
+def test_the_peak_of_gptq_stays_below_the_plans(make_checkpoint, measure, tmp_path):
+    source = make_checkpoint(layers=1, experts=3, hidden=1536, intermediate=128)
+    stats = measure(source, tmp_path / "stats", hessian=True)
+    given = {"options": {"rounding": "gptq"}, "statistics": str(stats)}
+    plans = [
+        convert(source, tmp_path / "out", format="mxfp4", dry_run=True, **settings).plan
+        for settings in ({}, given)
+    ]
+    peaks = [plan.peak_bytes(workers=2) for plan in plans]
+    # Four matrices [K, K] of the hidden states in float64, for each worker.
+    assert peaks[1] - peaks[0] > 2 * 32 * 1536**2 - 60e6
+    assert peak_of_conversion(source, tmp_path / "out", "mxfp4", **given) < peaks[1] + 60e6
 
 
 @pytest.mark.full

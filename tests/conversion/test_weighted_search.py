@@ -9,20 +9,13 @@ import pytest
 import torch
 
 from moequant.conversion import Recipe, convert, plan_checkpoint
-from moequant.conversion.source_identity import source_digests
 from moequant.errors import MoequantError, RecipeError, StatisticsError
 from moequant.formats import CONVERTIBLE
 from moequant.statistics import (
-    DataRecord,
-    InputSums,
-    LayerSums,
     Statistics,
-    StatisticsRecord,
-    StatisticsWriter,
 )
 from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify
-from moequant.weights.source_model import read_source, source_config
 
 WEIGHTED = [n for n, f in CONVERTIBLE.items() if "weighted" in f.options.get("search", ())]
 MIXED = """
@@ -32,64 +25,13 @@ format = "nvfp4"
 """
 
 
-def measure(checkpoint_path, path, *, seed=0, **changed):
-    """Statistics as of a calibration of a checkpoint, with random mean squares."""
-    checkpoint = Checkpoint.open(checkpoint_path)
-    model = read_source(checkpoint.tensors, source_config(checkpoint)).model
-    moe, generator = model.moe, torch.Generator().manual_seed(seed)
-    layers = tuple(moe.sparse_layers)
-    data = DataRecord(
-        sha256="0" * 64,
-        file_sha256="1" * 64,
-        windows=1,
-        tokens=100,
-        window_tokens=512,
-        samples=1,
-        chat_template=False,
-    )
-    fields = {
-        "moequant": "0.1",
-        "source": source_digests(checkpoint, ()),
-        "model_type": "any",
-        "architecture": model.architecture.name,
-        "experts": moe.experts,
-        "top_k": 2,
-        "hidden": moe.hidden,
-        "intermediate": moe.intermediate,
-        "layers": layers,
-        "prior_tokens": 8,
-        "hessian": False,
-        "data": data,
-        "run": {},
-        "digests": {str(layer): "0" * 64 for layer in layers},
-    }
-    # One expert saw nothing.
-    tokens = torch.arange(moe.experts) * 30
-    digests = {}
-    record = StatisticsRecord(**fields | changed)
-    with StatisticsWriter(path.with_suffix(".partial"), record) as writer:
-        for layer in record.layers:
-            inputs = {}
-            for name in ("hidden", "intermediate"):
-                shape = record.experts, record.channels(name)
-                mean = torch.rand(shape, generator=generator, dtype=torch.float64) ** 6
-                inputs[name] = InputSums(
-                    square_sum=mean * tokens[: record.experts, None],
-                    amax=torch.ones(record.experts),
-                )
-            found = LayerSums(tokens=tokens[: record.experts], inputs=inputs)
-            digests[str(layer)] = writer.write_layer(layer, found.to_tensors(layer))
-        writer.finish(path, digests)
-    return path
-
-
 @pytest.fixture(scope="module")
 def source(make_checkpoint):
     return make_checkpoint()
 
 
 @pytest.fixture(scope="module")
-def stats(source, tmp_path_factory):
+def stats(source, measure, tmp_path_factory):
     return measure(source, tmp_path_factory.mktemp("statistics") / "stats")
 
 
@@ -163,7 +105,7 @@ def test_bytes_depend_neither_on_workers_nor_on_the_quantizer(
     assert files(tmp_path / "1") == files(tmp_path / "5") == files(tmp_path / "torch")
 
 
-def test_verify_needs_the_same_statistics(source, stats, tmp_path):
+def test_verify_needs_the_same_statistics(source, stats, tmp_path, measure):
     convert(source, tmp_path / "out", format="nvfp4", statistics=stats)
     with pytest.raises(StatisticsError, match=r"converted with statistics, SHA-256 .*--stat"):
         verify(tmp_path / "out", against=source)
@@ -175,7 +117,7 @@ def test_verify_needs_the_same_statistics(source, stats, tmp_path):
         verify(tmp_path / "plain", against=source, statistics=stats)
 
 
-def test_verify_finds_scales_that_other_statistics_would_give(source, stats, tmp_path):
+def test_verify_finds_scales_that_other_statistics_would_give(source, stats, tmp_path, measure):
     convert(source, tmp_path / "out", format="nvfp4", statistics=stats)
     other = measure(source, tmp_path / "other", seed=1)
     convert(source, tmp_path / "wrong", format="nvfp4", statistics=other)
@@ -195,7 +137,7 @@ class _StopError(Exception):
 
 
 def test_an_interrupted_conversion_continues_with_its_statistics_only(
-    source, stats, tmp_path, monkeypatch
+    source, stats, tmp_path, monkeypatch, measure
 ):
     out, settings = tmp_path / "out", {"format": "nvfp4", "max_shard_size": "300KB"}
     convert(source, tmp_path / "whole", statistics=stats, **settings)
@@ -228,7 +170,7 @@ def test_an_interrupted_conversion_continues_with_its_statistics_only(
         ({"source": {"config_sha256": "0", "sample_sha256": "0"}}, "with other weights"),
     ],
 )
-def test_statistics_of_another_model_are_refused(source, tmp_path, changed, message):
+def test_statistics_of_another_model_are_refused(source, tmp_path, changed, message, measure):
     other = measure(source, tmp_path / "other", **changed)
     for dry_run in (True, False):
         with pytest.raises(StatisticsError, match=f"{message}.*calibrate"):
@@ -265,7 +207,9 @@ def test_statistics_that_nothing_uses_are_refused(source, stats, tmp_path, rule)
         convert(source, tmp_path / "out", recipe=path, statistics=stats)
 
 
-def test_weights_without_statistics_are_rounded_to_nearest_and_named(make_checkpoint, tmp_path):
+def test_weights_without_statistics_are_rounded_to_nearest_and_named(
+    make_checkpoint, tmp_path, measure
+):
     source = make_checkpoint(model_type="deepseek_v3")
     stats = measure(source, tmp_path / "stats")
     path = recipe(tmp_path, MIXED)

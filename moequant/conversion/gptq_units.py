@@ -1,0 +1,75 @@
+"""Round the weights of a unit by GPTQ, with the second moments of their inputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.conversion.gptq_errors import GptqError
+from moequant.quantizers.gptq import Gptq
+from moequant.statistics import input_of
+from moequant.weights.source_weights import decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moequant.conversion.units import Unit
+    from moequant.formats import QuantizedWeight, StoredWeight
+    from moequant.statistics import Statistics
+
+
+def round_by_gptq(
+    unit: Unit,
+    weights: Sequence[StoredWeight],
+    nearest: Sequence[QuantizedWeight],
+    statistics: Statistics,
+    written: Sequence[QuantizedWeight | None] | None = None,
+) -> list[GptqError]:
+    """Replace the codes of a unit's weights by those of GPTQ, in place.
+
+    Args:
+        unit: a unit with a `rounding`.
+        weights: [N, K] each, as read from the source.
+        nearest: the weights, rounded to nearest; their scales stay.
+        statistics: of the inputs of the unit's weights.
+        written: for a verification, what the output holds of each weight, if it can be read. Codes
+            that GPTQ may have written, up to ties (`Gptq.may_have_rounded`), are taken from it.
+
+    Returns:
+        The error of each weight, except those whose codes were taken from `written`.
+
+    Raises:
+        StatisticsError: the second moments were damaged, or are no finite numbers.
+        NonFiniteError: a weight has NaN or Inf.
+    """
+    assert unit.rounding is not None, unit.name
+    rounders: dict[str, Gptq] = {}
+    errors = []
+    found = written or [None] * len(weights)
+    for weight, w, q, other in zip(unit.weights, weights, nearest, found, strict=True):
+        assert weight.expert is not None, weight.info.name
+        layer, expert, projection = weight.expert
+        numbers, name = decoded(w), weight.info.name
+        if (what := input_of(projection)) not in rounders:
+            statistics.check_hessians(layer)
+            rounders[what] = Gptq(
+                statistics.hessian(layer, expert, projection),
+                activation_order=unit.rounding.activation_order,
+                name=name,
+            )
+        gptq = rounders[what]
+        if other is not None and gptq.may_have_rounded(numbers, q, other, name=name):
+            q.qdata.copy_(other.qdata)
+            continue
+        rounding = gptq.round(numbers, q, name=name)
+        q.qdata.copy_(rounding.weight.qdata)
+        errors.append(
+            GptqError(
+                format=unit.format,
+                projection=projection,
+                weights=1,
+                unchanged=int(rounding.damping is None),
+                nearest=rounding.error_before,
+                error=rounding.error,
+            )
+        )
+    return errors

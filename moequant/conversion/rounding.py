@@ -1,0 +1,82 @@
+"""How the codes of a weight are chosen, under the scales that its format's options give.
+
+These options stand beside the format's own in a rule of a recipe:
+
+| option | value | meaning |
+|---|---|---|
+| `rounding` | `nearest` | each code is the nearest to its weight; the default |
+| | `gptq` | codes minimize the error of a layer's outputs, by `moequant.quantizers.gptq` |
+| `column_order` | `stored` | GPTQ rounds columns from left to right; the default |
+| | `activation` | GPTQ rounds the columns with the largest mean squares first |
+
+GPTQ needs the second moments of `moequant calibrate --hessian`. Weights without statistics, such as
+those of shared experts, are rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.errors import RecipeError
+from moequant.formats import get_format
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GPTQ = "gptq"
+ROUNDING_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "rounding": ("nearest", GPTQ),
+    "column_order": ("stored", "activation"),
+}
+"""Allowed values of each option, the default first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptqRounding:
+    """How GPTQ rounds.
+
+    Attributes:
+        activation_order: round the columns with the largest mean squares first.
+    """
+
+    activation_order: bool
+
+
+def options_of_format(format: str) -> dict[str, tuple[str, ...]]:
+    """Allowed values of every option that a rule for the format may have, the default first."""
+    own = dict(get_format(format).options)
+    # What can be searched by statistics can be rounded by them, too.
+    return {**own, **ROUNDING_OPTIONS} if get_format(format).has_weighted_search else own
+
+
+def split_options(
+    format: str, options: Mapping[str, str]
+) -> tuple[dict[str, str], GptqRounding | None]:
+    """The values of all options of the format itself, and how its weights are rounded.
+
+    Returns:
+        The format's options with defaults filled in; the rounding, None for the nearest codes.
+
+    Raises:
+        RecipeError: an unknown option or value, or `column_order` without GPTQ.
+    """
+    known = options_of_format(format)
+    for key, value in options.items():
+        if key not in known:
+            listed = ", ".join(known) or "none"
+            raise RecipeError(f"{format} has no option {key!r}; its options: {listed}")
+        if value not in known[key]:
+            allowed = ", ".join(known[key])
+            raise RecipeError(f"{format}: {key} = {value!r}, but must be one of: {allowed}")
+    own = {key: value for key, value in options.items() if key not in ROUNDING_OPTIONS}
+    resolved = get_format(format).resolve_options(own)
+    if options.get("rounding") == GPTQ:
+        activation_order = options.get("column_order") == "activation"
+        return resolved, GptqRounding(activation_order=activation_order)
+    if "column_order" in options:
+        raise RecipeError(
+            f"{format}: column_order = {options['column_order']!r} says in which order GPTQ rounds "
+            "columns; add rounding = 'gptq', or remove it"
+        )
+    return resolved, None
