@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from moequant.conversion import ConversionResult, Plan
+    from moequant.storage.hub_folder import Download
 
 
 @click.command("convert", short_help="Convert a checkpoint's experts into a format.")
@@ -120,6 +121,8 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "groups": _groups(plan),
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
+        "free_bytes": result.free_bytes,
+        "download": _download(result.download),
         "shards": len(plan.shards),
         "resumed_shards": result.resumed_shards,
         "workers": workers,
@@ -137,6 +140,20 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "quantizers": [asdict(share) for share in result.shares],
         "warnings": [*plan.warnings, *_slowness(result)],
         "refusals": list(result.refusals),
+    }
+
+
+def _download(download: Download | None) -> dict[str, Any] | None:
+    """What a source on the hub takes to download; None for a directory."""
+    if download is None:
+        return None
+    return {
+        "repository": download.repository.repo_id,
+        "commit": download.repository.commit,
+        "bytes": download.size_bytes,
+        "cached_bytes": download.cached_bytes,
+        "cache": str(download.cache),
+        "free_bytes": download.free_bytes,
     }
 
 
@@ -232,6 +249,7 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
     out.fields(
         {
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
+            **_disk_rows(plan),
             "shards": plan["shards"],
             "dialect": plan["dialect"],
             **_statistics_row(plan["statistics"]),
@@ -253,6 +271,21 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
                 for e in plan["engines"]
             ],
         )
+
+
+def _disk_rows(plan: Mapping[str, Any]) -> dict[str, str]:
+    """What is to be downloaded, and the free space of the disks that are written to."""
+    rows = {"free space": f"{size(plan['free_bytes'])} on the disk of {plan['output']}"}
+    download = plan["download"]
+    if download is None:
+        return rows
+    left, cached = download["bytes"] - download["cached_bytes"], download["cached_bytes"]
+    return {
+        "source": f"{download['repository']} at {download['commit']}",
+        "download": f"{size(left)}, besides {size(cached)} in the cache: {download['cache']}, "
+        f"{size(download['free_bytes'])} free",
+        **rows,
+    }
 
 
 def _statistics_row(statistics: Mapping[str, Any] | None) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,27 +27,31 @@ if TYPE_CHECKING:
     help="Also list every tensor with its role, orientation and format.",
 )
 @options.architecture_option
+@options.revision_option
 @options.json_option
-def command(checkpoint: str, tensors: bool, architecture: str | None, as_json: bool) -> None:
-    """Show what CHECKPOINT contains: a directory with a source, converted or prepared checkpoint.
+def command(
+    checkpoint: str, tensors: bool, architecture: str | None, revision: str | None, as_json: bool
+) -> None:
+    """Show what CHECKPOINT contains: a source, a converted or a prepared checkpoint.
 
-    Reads config.json and headers, but no weights.
+    CHECKPOINT is a directory or the id of a repository on the Hugging Face hub. Reads config.json
+    and headers, but no weights.
     """
     from moequant.preparation import PreparedCheckpoint
-    from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.folder import is_prepared_folder
-    from moequant.storage.locate import locate
+    from moequant.storage.hub_folder import open_headers
+    from moequant.storage.locate import directory_of
 
     out = Output(as_json=as_json)
-    # A Path, not a str, so that a missing directory is not searched for on the hub.
-    path = locate(Path(checkpoint))
-    if is_prepared_folder(path):
+    path = directory_of(checkpoint, revision)
+    if path is not None and is_prepared_folder(path):
         prepared = PreparedCheckpoint.open(
             path, architecture=architecture, quantized_activations=True
         )
         inspect_prepared.show(out, prepared, with_tensors=tensors)
         return
-    out.result(_describe(Checkpoint.open(path), architecture, with_tensors=tensors), _show)
+    opened = open_headers(checkpoint, revision)
+    out.result(_describe(opened, architecture, with_tensors=tensors), _show)
 
 
 def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -> dict[str, Any]:
@@ -63,6 +66,7 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
     rows = list(_rows(checkpoint.tensors.values(), architecture, converted))
     document: dict[str, Any] = {
         "path": str(checkpoint.path),
+        **_origin(checkpoint),
         "architecture": architecture.name,
         "architecture_by": architecture.origin,
         "layers": moe.layers,
@@ -82,6 +86,16 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
     if with_tensors:
         document["tensor_list"] = [_describe_tensor(*row, architecture, moe) for row in rows]
     return document
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, str | None]:
+    """The repository and the commit of a checkpoint on the hub."""
+    from moequant.storage.hub_folder import HubFolder
+
+    folder = checkpoint.folder
+    if not isinstance(folder, HubFolder):
+        return {"repository": None, "commit": None}
+    return {"repository": folder.repository.repo_id, "commit": folder.repository.commit}
 
 
 _Row = tuple["TensorInfo", "TensorRole", "str | None"]
@@ -140,7 +154,7 @@ def _describe_tensor(
 
 def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
     fields = {
-        "checkpoint": checkpoint["path"],
+        "checkpoint": _place(checkpoint),
         "architecture": _architecture(checkpoint),
         "layers": f"{checkpoint['layers']}, with experts: {ranges(checkpoint['expert_layers'])}",
         "experts": f"{checkpoint['experts']} per layer, {checkpoint['top_k']} per token",
@@ -177,6 +191,12 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
                 for t in checkpoint["tensor_list"]
             ],
         )
+
+
+def _place(checkpoint: Mapping[str, Any]) -> str:
+    if checkpoint["repository"] is None:
+        return f"{checkpoint['path']}"
+    return f"{checkpoint['repository']} on the hub, commit {checkpoint['commit']}"
 
 
 def _architecture(checkpoint: Mapping[str, Any]) -> str:

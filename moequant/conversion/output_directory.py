@@ -110,7 +110,7 @@ def check_apart(source: Checkpoint, output: Path) -> None:
             f"{output}: is inside the source {source.path} or contains it; choose another directory"
         )
     # One file per folder, because there may be thousands of files.
-    linked = (file.path.resolve() for file in source.files.values())
+    linked = (file.path.resolve() for file in source.files.values() if file.is_local)
     for file in {path.parent: path for path in linked}.values():
         if _lies_in(file, other):
             raise MoequantError(
@@ -151,13 +151,18 @@ def check_places(output: Path, files: Iterable[str]) -> None:
             )
 
 
+def free_bytes(output: Path) -> int:
+    """Free space on the disk of `output`, which need not exist yet."""
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
 def check_space(output: Path, needed_bytes: int) -> None:
     """Check that the disk has enough space; `output` need not exist yet; raises MoequantError."""
-    there = next(path for path in (output, *output.absolute().parents) if path.exists())
-    free_bytes = shutil.disk_usage(there).free
-    if free_bytes < needed_bytes:
+    free = free_bytes(output)
+    if free < needed_bytes:
         raise MoequantError(
-            f"{output}: {free_bytes:,} bytes free, but {needed_bytes:,} are needed; free space or "
+            f"{output}: {free:,} bytes free, but {needed_bytes:,} are needed; free space or "
             "choose another disk, then run the command again"
         )
 

@@ -20,6 +20,7 @@ from moequant.conversion.output_directory import (
     check_apart,
     check_places,
     check_space,
+    free_bytes,
     is_work_left,
 )
 from moequant.conversion.plan import Plan, plan_checkpoint
@@ -49,8 +50,8 @@ from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import is_adapter
 from moequant.storage.headers import TensorInfo
+from moequant.storage.hub_folder import Download, check_cache_space, download_of, open_headers
 from moequant.storage.locate import locate
-from moequant.storage.reader import FixedFile
 from moequant.weights.converted import described_architectures
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class ConversionResult:
         resumed_shards: number of shards that an earlier, interrupted run had finished.
         refusals: with `dry_run`, why the conversion would be refused.
         error: with `dry_run`, the error that the conversion would raise; None if there is none.
+        download: with `dry_run`, what it takes to download a source on the hub; None for others.
+        free_bytes: with `dry_run`, free space on the disk of `output`.
         quantizer: the quantizer of this machine; None if it had nothing to do, as with a cluster.
         shares: the shards by quantizer, including those of earlier runs and other machines.
         requantization_errors: for a quantized source, the errors by kind of weight.
@@ -90,6 +93,8 @@ class ConversionResult:
     resumed_shards: int = 0
     refusals: tuple[str, ...] = ()
     error: MoequantError | None = None
+    download: Download | None = None
+    free_bytes: int | None = None
     quantizer: Choice | None = None
     requantization_errors: tuple[RequantizationError, ...] = ()
     gptq_errors: tuple[GptqError, ...] = ()
@@ -164,25 +169,28 @@ def convert(
     if architecture is not None:
         read_architectures(architecture)  # now, for a download may take long
     measured = None if statistics is None else Statistics.load(statistics)
-    path, target = locate(source, revision), _output_path(output)
+    target = _output_path(output)
+    path = None if dry_run else locate(source, revision)
     with _without_collector():
-        checkpoint = Checkpoint.open(path)
+        checkpoint = open_headers(source, revision) if path is None else Checkpoint.open(path)
         if not dry_run:  # which reports it with the plan
             check_apart(checkpoint, target)
-        own = described_architectures(path, architecture)
+        own = described_architectures(checkpoint.path, architecture)
         plan = plan_checkpoint(checkpoint, chosen, own, measured)
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
+    if measured is not None and not checkpoint.is_local:
+        plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))
     # Now, so that a file that cannot be copied is found before anything is written.
     sidecars = copied_sidecars(checkpoint)
     for file in sidecars:
-        FixedFile.at(path / file).read(0, 0)
-    if measured is not None:
+        checkpoint.folder.open(str(file)).read(0, 0)
+    if measured is not None and checkpoint.is_local:
         measured.check_measured_on(source_digests(checkpoint, ()))
     work = _Work(
         checkpoint=checkpoint,
         plan=plan,
         sidecars=sidecars,
-        provenance=_provenance(source, path, revision),
+        provenance=_provenance(source, checkpoint, revision),
         journal=Journal(target),
         overwrite=overwrite,
         hash_source=hash_source,
@@ -199,6 +207,8 @@ def convert(
             state="planned",
             refusals=plan.refusals if error is None else (*plan.refusals, str(error)),
             error=_refusal_of_plan(plan) or error,
+            download=download_of(checkpoint),
+            free_bytes=free_bytes(target),
             quantizer=None
             if executor != LOCAL
             else choose_quantizer([] if plan.refusals else plan.jobs()),
@@ -260,6 +270,13 @@ def _warnings_of_files(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
+def _statistics_not_compared(statistics: Statistics) -> str:
+    return (
+        f"{statistics.path}: whether it was measured on these weights is not checked, because that "
+        "reads them; the conversion checks it"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Work:
     """One conversion: source, plan and output."""
@@ -278,8 +295,10 @@ class _Work:
         """Whether there is anything to do; see `is_work_left`."""
         return is_work_left(self.journal, self.plan.digest, self.digests, self.overwrite)
 
-    def digests(self) -> dict[str, Any]:
-        """Digests of the source's contents."""
+    def digests(self) -> Mapping[str, Any]:
+        """Digests of the source's contents; of a source on the hub, its commit."""
+        if not self.checkpoint.is_local:
+            return {key: self.provenance[key] for key in ("repository", "commit")}
         return source_digests(self.checkpoint, self.sidecars)
 
 
@@ -296,6 +315,7 @@ def _refusal_of_output(work: _Work) -> MoequantError | None:
                 state = source_state(work.checkpoint, work.sidecars)
                 # Finished shards need no more space, and all other files are removed.
                 _check_room(work, state, {}, freed_bytes=work.journal.shard_bytes())
+        check_cache_space(work.checkpoint)
     except MoequantError as error:
         return error
     return None
@@ -455,9 +475,9 @@ def _choose_recipe(
     return load_recipe(recipe)
 
 
-def _provenance(source: str | Path, path: Path, revision: str | None) -> dict[str, Any]:
+def _provenance(source: str | Path, checkpoint: Checkpoint, revision: str | None) -> dict[str, Any]:
     """The hub origin of the source; empty for a directory, which is identified by its contents."""
     if Path(source).expanduser().is_dir():
         return {}
     # A hub snapshot's folder is named after the commit.
-    return {"repository": str(source), "revision": revision, "commit": path.name}
+    return {"repository": str(source), "revision": revision, "commit": checkpoint.path.name}

@@ -13,7 +13,6 @@ from moequant.dialects import SOURCES
 from moequant.errors import RecipeError, StatisticsError
 from moequant.progress import SilentProgress
 from moequant.storage.files import HF_QUANT_CONFIG_FILE
-from moequant.storage.folder import sidecar_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +28,7 @@ OTHER_QUANTIZATION = (HF_QUANT_CONFIG_FILE, "quantize_config.json", "quant_confi
 
 def copied_sidecars(source: Checkpoint) -> list[Path]:
     """The sidecar files of a source that are copied, relative to it; raises as `sidecar_files`."""
-    return [file for file in sidecar_files(source.path) if file.name not in OTHER_QUANTIZATION]
+    return [f for f in source.folder.sidecar_files() if f.name not in OTHER_QUANTIZATION]
 
 
 def converted_config(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError
 from moequant.storage.files import CONFIG_FILE
-from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
+    from moequant.storage.reader import FixedFile
 
 SAMPLE_BYTES = 4096
 _RANGES_AT_ONCE = 128
@@ -41,14 +41,14 @@ def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, 
     """
     assert checkpoint.config_file is not None, "of a checkpoint that was opened"
     files = {**checkpoint.files, CONFIG_FILE: checkpoint.config_file}
-    files |= {str(file): FixedFile.at(checkpoint.path / file) for file in sidecars}
+    files |= {str(file): checkpoint.folder.open(str(file)) for file in sidecars}
     return {name: [file.size_bytes, file.mtime_ns] for name, file in files.items()}
 
 
 def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
     """Check that the source still has the `source_state` of `before`; raises CheckpointError."""
     for file, state in before.items():
-        found = FixedFile.at(checkpoint.path / file)
+        found = checkpoint.folder.open(file)
         if [found.size_bytes, found.mtime_ns] != state:
             raise CheckpointError(
                 f"{found.path}: changed while it was converted ({state[0]} bytes "
@@ -67,9 +67,9 @@ def source_digests(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str
         CheckpointError: the source cannot be read, or changed since it was opened.
     """
     return {
-        "config_sha256": _sha256(FixedFile.at(checkpoint.path / CONFIG_FILE)),
+        "config_sha256": _sha256(checkpoint.folder.open(CONFIG_FILE)),
         "sample_sha256": _sample(checkpoint),
-        "sidecars": {str(f): _sha256(FixedFile.at(checkpoint.path / f)) for f in sidecars},
+        "sidecars": {str(f): _sha256(checkpoint.folder.open(str(f))) for f in sidecars},
     }
 
 

@@ -250,13 +250,16 @@ def find_architecture(
             f"{where} {own[0].origin}, which describes {known}; add it to model_types there, or "
             "add an [[architecture]]"
         )
-    listed = f"{where} the architecture table, which `moequant formats --architectures` prints"
     if names and not any("expert" in name.lower() for name in names):
         raise UnsupportedError(
-            f"{listed}, and no tensor has 'expert' in its name: this seems to be a dense model, "
-            f"and moequant converts mixture-of-experts models. If it is one, describe it: {FLAG}"
+            f"config.json: model_type {show(model_type)}, and no tensor has 'expert' in its name: "
+            "this is a dense model, and moequant converts mixture-of-experts models only; if it "
+            f"has experts by other names, describe it: {FLAG}"
         )
-    raise UnsupportedError(f"{listed}. Describe the architecture in a file and pass it: {FLAG}")
+    raise UnsupportedError(
+        f"{where} the architecture table, which `moequant formats --architectures` prints. "
+        f"Describe the architecture in a file and pass it: {FLAG}"
+    )
 
 
 @cache

@@ -13,7 +13,6 @@ The weight files are:
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -24,21 +23,17 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from moequant.storage.folder import (
-    PICKLES,
-    check_is_checkpoint,
-    entries,
-    weight_files,
-)
-from moequant.storage.headers import DTYPES, MAX_NAME, TensorInfo, read_header
-from moequant.storage.reader import FixedFile
+from moequant.storage.folder import PICKLES, Folder
+from moequant.storage.headers import DTYPES, MAX_NAME, TensorInfo, read_header_and_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
     from typing_extensions import Buffer
+
+    from moequant.storage.reader import FixedFile
 
 
 _DIGITS = re.compile("[0-9]+")
@@ -60,50 +55,62 @@ class TensorRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk. Opening reads only headers; reading is thread-safe.
+    """A checkpoint on disk or on the hub. Opening reads only headers; reading is thread-safe.
 
     Attributes:
-        path: its directory.
+        folder: its files; of one on the hub, `path` has those that opening needed.
         config: the parsed config.json.
         tensors: every tensor, in natural order of names (layer 2 before layer 10).
         files: the weight files by name, in natural order, with their state when they were opened.
         config_file: config.json with its state when it was read; None if it is unreadable.
     """
 
-    path: Path
+    folder: Folder
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     config_file: FixedFile | None = None
-    files: dict[str, FixedFile] = field(repr=False)
+    files: Mapping[str, FixedFile] = field(repr=False)
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Read config, index and headers of the checkpoint in the directory `path`.
+    def open(cls, folder: Path | Folder) -> Checkpoint:
+        """Read config, index and headers of the checkpoint in a directory.
 
         Raises:
             CheckpointError: a file is missing, malformed or inconsistent with another, or the
                 directory is the output of an unfinished conversion.
             UnsupportedError: the weights are in pickle files.
         """
-        check_is_checkpoint(path)
-        config_file = FixedFile.at(path / CONFIG_FILE)
+        if not isinstance(folder, Folder):
+            folder = Folder(path=folder)
+        folder.check()
+        config_file = folder.open(CONFIG_FILE)
         config = read_document(config_file)
-        weight_map, names = _choose_files(path)
+        weight_map, names = _choose_files(folder)
         # Before reading the headers, so that later reads detect any change.
-        files = {file: FixedFile.at(path / file) for file in names}
-        tensors = _read_tensors(path, files)
+        files = folder.open_weights(names)
+        tensors = _read_tensors(folder.shown, files)
         if weight_map is not None:
-            _check_index(path / INDEX_FILE, weight_map, tensors)
+            _check_index(folder.shown / INDEX_FILE, weight_map, tensors)
         if not tensors:
-            raise CheckpointError(f"{path}: {', '.join(files)}: no tensors; fetch it again")
+            raise CheckpointError(f"{folder.shown}: {', '.join(files)}: no tensors; fetch it again")
         tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
         return cls(
-            path=path,
+            folder=folder,
             config=config,
             tensors=tensors,
             config_file=config_file,
             files=files,
         )
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.folder.path
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all weights are on a disk of this machine; else reads of them are requests."""
+        return all(file.is_local for file in self.files.values())
 
     @property
     def file_bytes(self) -> dict[str, int]:
@@ -117,7 +124,9 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """The header's entry of tensor `name`; raises CheckpointError if there is none."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}; fetch the checkpoint again")
+            raise CheckpointError(
+                f"{self.folder.shown}: no tensor {name!r}; fetch the checkpoint again"
+            )
         return self.tensors[name]
 
     def locate(self, name: str, rows: slice | None = None) -> TensorRange:
@@ -181,7 +190,7 @@ class Checkpoint:
 
     def left_out(self) -> list[Path]:
         """Weight files, relative to `path`, that are not read: other formats, adapters."""
-        return [name for name in weight_files(self.path) if str(name) not in self.files]
+        return [name for name in self.folder.weight_files() if str(name) not in self.files]
 
 
 def natural_key(name: str) -> tuple[str, str]:
@@ -196,11 +205,11 @@ def _sortable(digits: re.Match[str]) -> str:
     return f"\0{chr(min(len(number), sys.maxunicode))}{number}"
 
 
-def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
+def _choose_files(folder: Folder) -> tuple[dict[str, str] | None, list[str]]:
     """The index's map, if there is an index, and the weight files in natural order."""
-    names = [entry.name for entry in entries(path)]
+    path, names = folder.shown, folder.names()
     if INDEX_FILE in names:
-        weight_map = _read_weight_map(path / INDEX_FILE)
+        weight_map = _read_weight_map(folder.open(INDEX_FILE))
         files = sorted(set(weight_map.values()), key=natural_key)
         if SINGLE_FILE in names and SINGLE_FILE not in files:
             more = f" and {len(files) - 1} more" if files[1:] else ""
@@ -209,7 +218,7 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
                 f"with {files[0]}{more}, which engines load; move away the one "
                 "that is not to be read"
             )
-        _check_all_there(path, weight_map, files)
+        _check_all_there(folder, names, weight_map, files)
         return weight_map, files
     if SINGLE_FILE in names:
         return None, [SINGLE_FILE]
@@ -226,13 +235,16 @@ def _choose_files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     return None, files
 
 
-def _check_all_there(path: Path, weight_map: dict[str, str], files: Sequence[str]) -> None:
-    missing = [file for file in files if not os.path.lexists(path / file)]
+def _check_all_there(
+    folder: Folder, names: Iterable[str], weight_map: dict[str, str], files: Sequence[str]
+) -> None:
+    there = set(names)
+    missing = [file for file in files if file not in there]
     if missing:
         tensor = min((n for n, f in weight_map.items() if f == missing[0]), key=natural_key)
         raise CheckpointError(
-            f"{path / missing[0]}: missing, but {INDEX_FILE} says that it holds {tensor!r}; files "
-            f"missing: {len(missing)} of {len(files)}. Fetch them again"
+            f"{folder.shown / missing[0]}: missing, but {INDEX_FILE} says that it holds "
+            f"{tensor!r}; files missing: {len(missing)} of {len(files)}. {folder.absent}"
         )
 
 
@@ -257,8 +269,8 @@ def _is_whole(files: list[str]) -> bool:
     return found == [(stem, f"{i:05}", count) for i in range(1, int(count) + 1)] and all(matches)
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = read_document(FixedFile.at(path)).get("weight_map")
+def _read_weight_map(index: FixedFile) -> dict[str, str]:
+    path, weight_map = index.path, read_document(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map of files by tensor; fetch it again")
     for name, file in weight_map.items():
@@ -279,10 +291,10 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, TensorInfo]:
+def _read_tensors(path: Path, files: Mapping[str, FixedFile]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        for name, info in read_header(path / file, file).items():
+    for file, opened in files.items():
+        for name, info in read_header_and_metadata(opened, file)[0].items():
             if name in tensors:
                 raise CheckpointError(
                     f"{path}: tensor {name!r} in {tensors[name].file} and in {file}, but must be "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,11 @@ from moequant.storage.files import (
     RECORD_FILE,
     WORK_FOLDER,
 )
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path, PurePath
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_WEIGHTS = (
@@ -38,6 +40,51 @@ UNFINISHED = (
 
 # Files that a conversion writes itself, at the top level of a checkpoint.
 _WRITTEN = (CONFIG_FILE, INDEX_FILE, RECORD_FILE, PREPARED_FOLDER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """The folder of a checkpoint. `HubFolder` is one that is not on disk, or not completely.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def shown(self) -> Path:
+        """How messages call it."""
+        return self.path
+
+    @property
+    def absent(self) -> str:
+        """What messages advise about a file that is not there."""
+        return "Fetch them again"
+
+    def check(self) -> None:
+        """Refuse a folder that is no checkpoint; see `check_is_checkpoint`."""
+        check_is_checkpoint(self.path)
+
+    def names(self) -> list[str]:
+        """Names of its files and folders, sorted, without what these contain."""
+        return [entry.name for entry in entries(self.path)]
+
+    def open(self, file: str) -> FixedFile:
+        """A file by its relative path; raises CheckpointError."""
+        return FixedFile.at(self.path / file)
+
+    def open_weights(self, files: Iterable[str]) -> Mapping[str, FixedFile]:
+        """Weight files, whose headers will be read; raises CheckpointError."""
+        return {file: self.open(file) for file in files}
+
+    def sidecar_files(self) -> list[Path]:
+        """See the function of this name."""
+        return sidecar_files(self.path)
+
+    def weight_files(self) -> list[Path]:
+        """See the function of this name."""
+        return weight_files(self.path)
 
 
 def check_is_checkpoint(root: Path) -> None:
@@ -94,7 +141,7 @@ def sidecar_files(root: Path) -> list[Path]:
             nowhere, so that a conversion cannot publish other folders' files; or a name is not
             allowed in a record (see `is_inner_name`).
     """
-    names = [name for name in _walk(root) if not _is_weights(name)]
+    names = [name for name in _walk(root) if not is_weights(name)]
     for name in names:
         _check_content(root, name)
     return names
@@ -102,7 +149,7 @@ def sidecar_files(root: Path) -> list[Path]:
 
 def weight_files(root: Path) -> list[Path]:
     """Weight files of any format, and files that describe them, relative to `root`."""
-    return [name for name in _walk(root) if _is_weights(name)]
+    return [name for name in _walk(root) if is_weights(name)]
 
 
 def is_adapter(name: Path) -> bool:
@@ -142,7 +189,7 @@ def _walk(root: Path, folder: Path | None = None, within: tuple[Path, ...] = ())
     within = (*within, folder.resolve())
     for entry in entries(folder):
         name = entry.relative_to(root)
-        if entry.name.startswith(".") or str(name) in _WRITTEN:
+        if is_left_out(name):
             continue
         if not entry.is_dir():
             yield name
@@ -152,7 +199,12 @@ def _walk(root: Path, folder: Path | None = None, within: tuple[Path, ...] = ())
             yield from _walk(root, entry, within)
 
 
-def _is_weights(name: Path) -> bool:
+def is_left_out(name: PurePath) -> bool:
+    """Whether a file, or a folder, is hidden, or a conversion writes it itself."""
+    return name.name.startswith(".") or str(name) in _WRITTEN
+
+
+def is_weights(name: PurePath) -> bool:
     """Whether a file holds weights of any format, or describes such files."""
     stem = name.name.lower().removesuffix(".index.json")
     return stem == ADAPTER_CONFIG_FILE or stem.endswith((".safetensors", *OTHER_WEIGHTS))

@@ -6,27 +6,48 @@ from pathlib import Path
 
 from moequant.errors import CheckpointError
 from moequant.storage.files import CONFIG_FILE
-from moequant.storage.folder import OTHER_WEIGHTS
-
-# Second copies of the weights: other frameworks', Meta's and Mistral's.
-_NOT_DOWNLOADED = [
-    *(f"*{suffix}" for suffix in OTHER_WEIGHTS), "original/*", "consolidated*.safetensors",
-]  # fmt: skip
+from moequant.storage.hub import NOT_DOWNLOADED, explained
 
 
 def locate(source: str | Path, revision: str | None = None) -> Path:
     """The directory of a checkpoint, downloaded from the hub if `source` is not a directory.
 
     Args:
-        source: a directory, or a hub repo id "owner/name"; an existing directory has precedence. A
-            Path, or a string that looks like one (begins with . / or ~, has two separators, or is
-            a file), is never used as a repo id.
+        source: a directory, or a hub repo id "owner/name"; see `directory_of`.
         revision: branch, tag or commit of a hub repo. The hub's environment variables
             (HF_HUB_OFFLINE, HF_HOME, HF_TOKEN ...) apply.
 
     Raises:
         CheckpointError: no such directory or repo, no access, no network and not in the cache, or
             a revision for a directory.
+    """
+    return directory_of(source, revision) or _download(str(source), revision, offline=is_offline())
+
+
+def locate_in_cache(repo_id: str, revision: str | None = None) -> Path:
+    """The directory of a hub repository in the hub's cache, without asking the hub.
+
+    Raises:
+        CheckpointError: it is not completely there.
+    """
+    return _download(repo_id, revision, offline=True)
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE is set."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
+
+
+def directory_of(source: str | Path, revision: str | None = None) -> Path | None:
+    """`source` as a directory; None if it is to be looked up as a hub repo id.
+
+    An existing directory has precedence. A Path, or a string that looks like one (begins with . /
+    or ~, has two separators, or is a file), is never used as a repo id.
+
+    Raises:
+        CheckpointError: no such directory, and no repo id; or a revision for a directory.
     """
     try:
         path = Path(source).expanduser()
@@ -48,53 +69,20 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
             f"{source}: no such directory; give the directory that holds {CONFIG_FILE}"
             + ("" if isinstance(source, Path) else ", or a hub repo id such as owner/name")
         )
-    return _download(source, revision)
+    return None
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _download(repo_id: str, revision: str | None, *, offline: bool) -> Path:
     # Imported here because it takes most of a second, and directories do not need it.
     import huggingface_hub
 
-    try:
+    with explained(repo_id, revision):
         return Path(
             huggingface_hub.snapshot_download(
                 repo_id,
                 revision=revision,
-                ignore_patterns=_NOT_DOWNLOADED,
+                ignore_patterns=NOT_DOWNLOADED,
                 # Explicit, because a full commit hash is looked up on the hub even if offline.
-                local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
+                local_files_only=offline,
             )
         )
-    # The errors of its transports (requests, httpx, xet) have no common base class.
-    except Exception as error:
-        raise CheckpointError(f"{repo_id}: {_explain(error, repo_id, revision)}") from error
-
-
-def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.HFValidationError):
-        return "neither a directory nor a hub repo id; write owner/name, or the path of a directory"
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"its owner grants access on request; accept the terms on "
-            f"https://huggingface.co/{repo_id}, then run `hf auth login`"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "no such directory, and no such model on the hub for you; check the name, and run "
-            "`hf auth login` if it is private"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"no revision {revision!r} on the hub; give a branch, a tag or a full commit hash"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            "no such directory, so it was looked up as a hub repository, but the hub cannot be "
-            f"reached, and revision {revision or 'main'} is not (completely) in the hub cache. "
-            "Check the name, connect (HF_HUB_OFFLINE unset), or run "
-            f"`hf download {repo_id}` where there is a network"
-        )
-    return (
-        f"cannot be fetched: {type(error).__name__}: {error}; run the same command again to fetch "
-        "the missing files, or give a directory"
-    )

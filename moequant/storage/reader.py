@@ -60,6 +60,11 @@ class FixedFile:
             raise CheckpointError(f"{path}: not a regular file; replace it by the file itself")
         return cls(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its bytes are on a disk of this machine."""
+        return True
+
     def read_into(self, start: int, *buffers: memoryview) -> None:
         """Fill `buffers`, writable bytes, in order from byte `start` of the file.
 

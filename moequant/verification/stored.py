@@ -17,7 +17,7 @@ from moequant.errors import CheckpointError
 from moequant.storage.checkpoint import Checkpoint, natural_key
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.storage.folder import check_is_checkpoint, sidecar_files, weight_files
+from moequant.storage.folder import Folder, check_is_checkpoint, sidecar_files, weight_files
 from moequant.storage.headers import read_header
 from moequant.storage.reader import FixedFile
 
@@ -96,7 +96,9 @@ def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
         _check_total_size(index, tensors, findings)
     return StoredCheckpoint(
         # The readable part of a checkpoint that `Checkpoint.open` may refuse.
-        checkpoint=Checkpoint(path=path, config=config or {}, tensors=tensors, files=files),
+        checkpoint=Checkpoint(
+            folder=Folder(path=path), config=config or {}, tensors=tensors, files=files
+        ),
         index=index,
         record=record,
         has_record=has_record,

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 VARIES = (
     (r"\d+\.\d s, [\d.]+ [kMG]B/s", "TIME"),
     (r"^peak memory .*", "PEAK"),  # by cores
-    (r"^(quantizer) .*", r"\1"),
+    (r"^(quantizer|free space) .*", r"\1"),
 )
 
 

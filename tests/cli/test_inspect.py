@@ -102,10 +102,6 @@ def test_damaged_checkpoint_exits_3(run, make_checkpoint, tmp_path):
     assert str(shard) in result.document["error"]["message"]
 
 
-def test_name_of_a_hub_repository_is_not_fetched(run):
-    assert run("inspect", "owner/name", "--json").exit_code == 3
-
-
 def test_unknown_architecture_exits_4(run, make_checkpoint, tmp_path):
     path = make_checkpoint(tmp_path / "unknown", config={"model_type": "gpt2"})
     assert run("inspect", path, "--json").exit_code == 4

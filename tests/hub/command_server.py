@@ -1,0 +1,57 @@
+"""Runs commands in children of one process, which has imported all that they need.
+
+Reads a JSON request a line: `arguments` of a command, and `environment` to add. Answers with two
+lines: the child's process id, then its exit code (negative: the signal), stdout and stderr.
+Waits of the hub's library between two attempts are cut short.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download  # noqa: F401
+
+from moequant.cli import main
+from moequant.conversion import convert  # noqa: F401
+from moequant.preparation import PreparedCheckpoint  # noqa: F401
+
+torch.set_num_threads(1)
+_sleep = time.sleep
+time.sleep = lambda seconds: _sleep(min(seconds, 0.02))
+
+
+def run(request, out, err):
+    os.environ.update(request.get("environment", {}))
+    constants.HF_HUB_OFFLINE = "HF_HUB_OFFLINE" in os.environ
+    for number, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(opened, number)
+    sys.argv = ["moequant", *request["arguments"]]
+    try:
+        main()
+    except SystemExit as error:
+        return error.code or 0
+    return 0
+
+
+for line in sys.stdin:
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = run(json.loads(line), out, err)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        print(child, flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps([code, out.read_text(), err.read_text()]), flush=True)

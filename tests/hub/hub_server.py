@@ -1,0 +1,227 @@
+"""The part of the Hugging Face hub that downloads need, on two ports: the hub and its CDN.
+
+Run as a program with a folder: every folder OWNER/NAME in it is a repository of one commit. It
+prints its address, then answers each JSON request on a line of stdin, {"set": {...}} or
+{"take": "log"}, with one line.
+
+As on the hub, a large file (*.safetensors) is redirected to another host, which must not get the
+token; files have a digest as ETag, the hub's own answer for a large one as X-Linked-Etag; refusals
+say why in X-Error-Code; ranges are served of both. Only what is asked for is read, so that files
+may be sparse. The digest of a large file is what NAME.sha256 beside it says, else computed.
+
+Settings, by repository unless said otherwise:
+
+    token       who does not send it is told that there is no such repository
+    gated       who does not send this token gets the list, but no file
+    revisions   branches and tags, besides main
+    commit      the hash of its commit
+    lost        files that are listed, but answered with 404
+    breaks      how many answers with a large file's bytes end in their middle, by file
+    down        large files that are answered with 503
+    no_ranges   large files are sent whole
+    changed     what files' digests are when they are asked for, after the list
+    sizes       what the list says that files' sizes are
+    kill        [pid, file]: kill that process when half of the file has been sent
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789" * 4
+CHUNK_BYTES = 1 << 16
+ROOT = Path(sys.argv[1])
+settings: dict[str, dict] = {}
+log: list[dict] = []
+
+
+@cache
+def digest(path, state):
+    named = path.with_name(f"{path.name}.sha256")
+    if named.exists():
+        return named.read_text()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(path):
+    status = path.stat()
+    return digest(path, (status.st_size, status.st_mtime_ns))
+
+
+def files_of(repository):
+    folder = ROOT / repository
+    found = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    return sorted(name for name in found if not name.endswith(".sha256"))
+
+
+def is_large(file):
+    return file.endswith(".safetensors")
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format, *args):
+        """Say nothing."""
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.answer()
+
+    def answer(self):
+        path = unquote(urlsplit(self.path).path).lstrip("/")
+        sent_token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.server is cdn:
+            if sent_token:
+                self.refuse(400, "TokenLeaked")
+            else:
+                repository, _, file = path.partition("/files/")
+                self.send_file(repository, file, {"ETag": '"of-the-cdn"'})
+            return
+        is_api = path.startswith("api/models/")
+        repository = "/".join(path.removeprefix("api/models/").split("/")[:2])
+        given = settings.get(repository, {})
+        if not (ROOT / repository).is_dir() or given.get("token") not in (None, sent_token):
+            self.refuse(401, "RepoNotFound")
+        elif is_api:
+            self.send_list(repository, path, given)
+        elif given.get("gated") not in (None, sent_token):
+            self.refuse(403 if sent_token else 401, "GatedRepo")
+        else:
+            self.resolve(repository, path, given)
+
+    def send_list(self, repository, path, given):
+        revision = path.partition("/revision/")[2] or path.partition("/tree/")[2] or "main"
+        if not self.has_revision(revision, given):
+            self.refuse(404, "RevisionNotFound")
+            return
+        entries = []
+        for file in files_of(repository):
+            size = (ROOT / repository / file).stat().st_size
+            size = given.get("sizes", {}).get(file, size)
+            entry = {"rfilename": file, "path": file, "type": "file", "size": size}
+            entry |= {"blobId": file, "oid": file}
+            if is_large(file):
+                sha256 = digest_of(ROOT / repository / file)
+                entry["lfs"] = {"oid": sha256, "sha256": sha256, "size": size, "pointerSize": 134}
+            entries.append(entry)
+        info = {"id": repository, "sha": given.get("commit", COMMIT), "siblings": entries}
+        log.append({"repository": repository, "file": "", "first": 0, "bytes": 0})
+        content = json.dumps(entries if "/tree/" in path else info).encode()
+        self.send_content(200, content, {"Content-Type": "application/json"})
+
+    def has_revision(self, revision, given):
+        known = {"main", given.get("commit", COMMIT), *given.get("revisions", ())}
+        return revision.strip("/") in known
+
+    def resolve(self, repository, path, given):
+        revision, _, file = path.partition("/resolve/")[2].partition("/")
+        path = ROOT / repository / file
+        if not self.has_revision(revision, given):
+            self.refuse(404, "RevisionNotFound")
+            return
+        if not path.is_file() or file in given.get("lost", ()):
+            self.refuse(404, "EntryNotFound")
+            return
+        commit = {"X-Repo-Commit": given.get("commit", COMMIT)}
+        if not is_large(file):
+            self.send_file(repository, file, {**commit, "ETag": f'"{digest_of(path)[:40]}"'})
+            return
+        linked = {
+            "X-Linked-Etag": f'"{given.get("changed", {}).get(file) or digest_of(path)}"',
+            "X-Linked-Size": str(path.stat().st_size),
+            "Location": f"http://localhost:{cdn.server_address[1]}/{repository}/files/{file}",
+        }
+        self.send_content(302, b"", {**commit, **linked})
+
+    def send_file(self, repository, file, headers):
+        given, path = settings.get(repository, {}), ROOT / repository / file
+        size = path.stat().st_size
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first, last = (asked[1], asked[2] or size - 1) if asked else (0, size - 1)
+        first, stop = int(first), min(int(last), size - 1) + 1
+        is_part = asked and not given.get("no_ranges")
+        if not is_part:
+            first, stop = 0, size
+        headers = {**headers, "Accept-Ranges": "bytes", "Content-Length": str(stop - first)}
+        if is_part:
+            headers["Content-Range"] = f"bytes {first}-{stop - 1}/{size}"
+        if file in given.get("down", ()):
+            self.refuse(503, "Down")
+            return
+        self.send_response(206 if is_part else 200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.send_bytes(repository, file, first, stop)
+
+    def send_bytes(self, repository, file, first, stop):
+        given = settings.get(repository, {})
+        entry = {"repository": repository, "file": file, "first": first, "bytes": 0}
+        log.append(entry)
+        broken = given.get("breaks", {}).get(file, 0) > 0
+        if broken:
+            given["breaks"][file] -= 1
+        half = (first + stop) // 2
+        with (ROOT / repository / file).open("rb") as opened:
+            opened.seek(first)
+            while (at := first + entry["bytes"]) < stop:
+                if at >= half and broken:
+                    self.wfile.flush()
+                    self.close_connection = True
+                    return
+                pid, struck = given.get("kill", (0, ""))
+                if at >= half and struck == file:
+                    given.pop("kill")
+                    os.kill(pid, signal.SIGKILL)
+                    self.close_connection = True
+                    return
+                try:
+                    limit = half if at < half else stop
+                    entry["bytes"] += self.wfile.write(opened.read(min(CHUNK_BYTES, limit - at)))
+                except OSError:  # whoever asked is gone
+                    self.close_connection = True
+                    return
+
+    def refuse(self, status, code):
+        self.send_content(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def send_content(self, status, content, headers):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+hub, cdn = Server(), Server()
+print(json.dumps(f"http://127.0.0.1:{hub.server_address[1]}"), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if "set" in request:
+        settings.update(request["set"])
+    taken, log[:] = list(log), []
+    print(json.dumps(taken), flush=True)
