@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @options.dialect_option
 @options.architecture_option
 @options.statistics_option
+@options.activation_scales_option
 @options.revision_option
 @options.workers_option
 @options.max_shard_size_option
@@ -95,7 +96,13 @@ def command(
             out.result(document, _show_plan)
         raise FailedResult(result.error, document)
     document["next"] = _next_command(
-        source, output, revision=settings["revision"], statistics=settings["statistics"]
+        source,
+        output,
+        revision=settings["revision"],
+        statistics=settings["statistics"],
+        activation_scales=None
+        if result.plan.input_scales is None
+        else str(result.plan.input_scales.path),
     )
     out.result(document, _show_plan if dry_run else _show_result)
 
@@ -103,7 +110,7 @@ def command(
 def _next_command(source: str, output: str, **given: str | None) -> str:
     command = ["moequant", "verify", output, "--against", source]
     for option, value in given.items():
-        command += [] if value is None else [f"--{option}", value]
+        command += [] if value is None else [f"--{option.replace('_', '-')}", value]
     return shlex.join(command)
 
 
@@ -118,6 +125,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "expert_layers": list(plan.model.layers),
         "experts": plan.model.moe.experts,
         "statistics": _statistics(plan),
+        "activation_scales": _activation_scales(plan),
         "groups": _groups(plan),
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
@@ -173,6 +181,19 @@ def _statistics(plan: Plan) -> dict[str, Any] | None:
     }
 
 
+def _activation_scales(plan: Plan) -> dict[str, Any] | None:
+    """How many weights have a static scale of their input, by where it is from; None without."""
+    static = [unit for unit in plan.units if unit.activation_scales is not None]
+    if not static:
+        return None
+    measured = [unit for unit in static if isinstance(unit.activation_scales, str)]
+    return {
+        "path": None if plan.input_scales is None else str(plan.input_scales.path),
+        "weights": sum(len(unit.weights) for unit in static),
+        "from_statistics": sum(len(unit.weights) for unit in measured),
+    }
+
+
 _SLOW = "which writes the same bytes as the native quantizer, but several times slower"
 
 
@@ -205,7 +226,9 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         for weight in unit.weights:
             written = 0
             if not plan.refusals:
-                specs = plan.dialect.specs(weight.module, unit.format, weight.info.shape)
+                specs = plan.dialect.specs(
+                    weight.module, unit.format, weight.info.shape, static=unit.is_static
+                )
                 written = sum(spec.size_bytes for spec in specs.values())
             sizes[weight.role, unit.format].append((weight.info.size_bytes, written))
     # Of what stays quantized, by the name of each of its tensors.
@@ -253,6 +276,7 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "shards": plan["shards"],
             "dialect": plan["dialect"],
             **_statistics_row(plan["statistics"]),
+            **_activation_scales_row(plan["activation_scales"]),
             "quantizer": f"{quantizer['name']}, {quantizer['summary']}"
             if quantizer
             else "chosen by each worker of the cluster",
@@ -295,6 +319,15 @@ def _statistics_row(statistics: Mapping[str, Any] | None) -> dict[str, str]:
         "statistics": f"{count(statistics['tokens'], 'token')}, "
         f"sha256 {statistics['sha256'][:16]}: used for {count(statistics['weighted'], 'weight')}, "
         f"not for {statistics['unweighted']}"
+    }
+
+
+def _activation_scales_row(scales: Mapping[str, Any] | None) -> dict[str, str]:
+    if scales is None:
+        return {}
+    return {
+        "activation scales": f"{count(scales['weights'], 'weight')}, "
+        f"{scales['from_statistics']} of them from the statistics"
     }
 
 

@@ -232,6 +232,18 @@ statistics_option = click.option(
     help="What `moequant calibrate` measured on SOURCE: scales of routed experts are then chosen "
     "by errors weighted with the mean square of each input channel. Needed for rounding=gptq.",
 )
+activation_scales_option = click.option(
+    "--activation-scales",
+    metavar="FROM",
+    help="Give the experts' inputs static scales, so that engines quantize activations too: from "
+    "the `statistics`, a number, or a FILE of tensors MODULE.input_scale.",
+)
+recorded_activation_scales_option = click.option(
+    "--activation-scales",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="The file of activation scales that CONVERTED was made with, if with one.",
+)
 recorded_statistics_option = click.option(
     "--statistics",
     type=click.Path(dir_okay=False),

@@ -36,6 +36,7 @@ _MAX_PROBLEMS = 10
 @options.revision_option
 @options.recorded_architecture_option
 @options.recorded_statistics_option
+@options.recorded_activation_scales_option
 @options.layers_option
 @click.option(
     "--device",
@@ -57,6 +58,7 @@ def command(
     revision: str | None,
     architecture: str | None,
     statistics: str | None,
+    activation_scales: str | None,
     layers: Literal["all"] | int | None,
     device: str | None,
     backend: str | None,
@@ -75,6 +77,7 @@ def command(
         "revision": revision,
         "architecture": architecture,
         "statistics": statistics,
+        "activation_scales": activation_scales,
         "layers": layers,
         "device": device,
         "backend": backend,
@@ -82,7 +85,7 @@ def command(
     # Options that were not given are left to the library's defaults.
     asked: dict[str, Any] = {k: v for k, v in of_source.items() if v is not None}
     if source is None and asked:
-        raise click.UsageError(f"--{next(iter(asked))} needs --against")
+        raise click.UsageError(f"--{next(iter(asked)).replace('_', '-')} needs --against")
     if workers is not None:
         asked["workers"] = workers
     from moequant.errors import NumericsError

@@ -62,16 +62,16 @@ def put_no_file():
 
 @pytest.fixture(scope="session")
 def measure():
-    """measure(checkpoint, path, *, seed=0, hessian=False, **record): statistics; see below."""
+    """measure(checkpoint, path, *, seed=0, hessian=False, amax=None, **record); see below."""
     return _measure
 
 
-def _measure(checkpoint_path, path, *, seed=0, hessian=False, **changed):
+def _measure(checkpoint_path, path, *, seed=0, hessian=False, amax=None, **changed):
     """Statistics as of a calibration of a checkpoint, of random inputs, and where they are.
 
     Expert 0 saw nothing, expert 1 thirty tokens, expert 2 sixty, and so on. Mean squares of
     channels lie orders of magnitude apart, and channels depend on each other. `changed` are fields
-    of the record.
+    of the record; `amax(layer, input)` gives the largest magnitudes, [E] float32.
     """
     from moequant.conversion.source_identity import source_digests
     from moequant.statistics import DataRecord, LayerSums, StatisticsRecord, StatisticsWriter
@@ -112,7 +112,7 @@ def _measure(checkpoint_path, path, *, seed=0, hessian=False, **changed):
         for layer in record.layers:
             tokens = torch.arange(record.experts) * 30
             inputs = {
-                name: _random_input(writer, layer, name, tokens, generator)
+                name: _random_input(writer, layer, name, tokens, generator, amax)
                 for name in ("hidden", "intermediate")
             }
             sums = LayerSums(tokens=tokens, inputs=inputs)
@@ -123,7 +123,7 @@ def _measure(checkpoint_path, path, *, seed=0, hessian=False, **changed):
     return path
 
 
-def _random_input(writer, layer, name, tokens, generator):
+def _random_input(writer, layer, name, tokens, generator, amax):
     """Sums of one input of a layer; second moments are written, if the record has them."""
     from moequant.statistics import InputSums
 
@@ -142,7 +142,8 @@ def _random_input(writer, layer, name, tokens, generator):
     if writer.record.hessian and name == "hidden":
         pooled = total / max(int(tokens.sum()), 1)
         writer.write_rows(f"layers.{layer}.hidden.pooled_second_moment", 0, pooled)
-    return InputSums(square_sum=square_sum, amax=torch.ones(E))
+    magnitudes = torch.ones(E) if amax is None else amax(layer, name)
+    return InputSums(square_sum=square_sum, amax=magnitudes)
 
 
 def write_checkpoint(

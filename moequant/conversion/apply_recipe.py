@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from moequant.conversion.activation_scales import (
+    activation_scales_of,
+    check_file_used,
+    warnings_of_scales,
+)
 from moequant.conversion.recipe import KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.conversion.weighted_search import (
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.recipe import Recipe, Rule
     from moequant.models import Model, TensorRole
-    from moequant.statistics import Statistics
+    from moequant.statistics import InputScales, Statistics
     from moequant.weights.source_model import SourceModel
     from moequant.weights.source_weights import WeightInfo
 
@@ -54,14 +60,16 @@ def apply_recipe(
     layer_count: int,
     fused: Iterable[Sequence[str]],
     statistics: Statistics | None = None,
+    input_scales: InputScales | None = None,
 ) -> Assignment:
     """Apply the recipe's rules to the convertible weights, and plain formats to quantized ones.
 
     `layer_count` is without layers for multi-token prediction; `fused` has the last name components
-    of the linear layers of each fused set; `statistics` are those of the routed experts' inputs.
+    of the linear layers of each fused set; `statistics` and `input_scales` are those of the routed
+    experts' inputs.
 
     Raises:
-        StatisticsError: nothing uses the statistics.
+        StatisticsError: nothing uses the statistics, or the scales; or a scale is missing.
         RecipeError: nothing matches, or weights that need one format get different ones.
     """
     chosen: dict[str, Rule] = {}
@@ -85,17 +93,28 @@ def apply_recipe(
         elif role.role in CONVERTIBLE_ROLES:
             chosen[name] = rule
     _check_useful(chosen, dequantized, recipe, tensors, roles, layer_count)
-    formats = dequantized | {name: r.format for name, r in chosen.items()}
+    formats = dequantized | {name: _described(rule) for name, rule in chosen.items()}
     check_whole_layers(formats, roles)
+    check_file_used(chosen.values(), input_scales)
     warnings = [
         f"rules[{i}] of the recipe applies to no tensor of this checkpoint"
         for i, rule in enumerate(recipe.rules)
         if id(rule) not in used
     ]
     groups = group_fused(tensors, roles, fused)
-    units = [unit for group in groups if (unit := _unit(group, chosen, tensors, roles, statistics))]
+    make = partial(
+        _unit,
+        chosen=chosen,
+        tensors=tensors,
+        roles=roles,
+        statistics=statistics,
+        input_scales=input_scales,
+    )
+    units = [unit for group in groups if (unit := make(group))]
     check_used(units, statistics)
     warnings += warnings_of_search(units, statistics)
+    names = [w.info.name for unit in units if not unit.is_static for w in unit.weights]
+    warnings += warnings_of_scales([n for n in names if chosen[n].activation_scales is not None])
     _check_dequantized_together(groups, dequantized, tensors)
     return Assignment(
         units=units, dequantized=dequantized, kept=kept, groups=groups, warnings=warnings
@@ -210,23 +229,31 @@ def group_fused(
 
 def _unit(
     names: Sequence[str],
+    *,
     chosen: Mapping[str, Rule],
     tensors: Mapping[str, WeightInfo],
     roles: Mapping[str, TensorRole],
     statistics: Statistics | None,
+    input_scales: InputScales | None,
 ) -> Unit | None:
     rules = [chosen[name] for name in names if name in chosen]
     if not rules:
         return None
     own = [roles[name] for name in names]
     resolved = [
-        (rule.format, options_of(rule, own, statistics), rounding_of(rule, own, statistics))
+        (
+            rule.format,
+            options_of(rule, own, statistics),
+            rounding_of(rule, own, statistics),
+            rule.activation_scales,
+        )
         for rule in rules
     ]
-    format, options, rounding = resolved[0]
+    format, options, rounding, _ = resolved[0]
     if resolved.count(resolved[0]) < len(names):
         raise RecipeError(
-            f"engines merge {' and '.join(names)}, so they need one format with the same options; "
+            f"engines merge {' and '.join(names)}, so they need one format with the same options "
+            "and activation_scales; "
             "widen the rule to all of them"
         )
     return Unit(
@@ -239,7 +266,15 @@ def _unit(
         rounding=rounding,
         # Naming options asks for the quantizer's numbers.
         lossless=not any(rule.options for rule in rules),
+        activation_scales=activation_scales_of(rules[0], names, own, statistics, input_scales),
     )
+
+
+def _described(rule: Rule) -> str:
+    """A rule's format, and whether activations have static scales, which layers must share too."""
+    if rule.activation_scales is None:
+        return rule.format
+    return f"{rule.format} with activation_scales"
 
 
 def _expert_of(role: TensorRole) -> tuple[int, int, str] | None:

@@ -35,7 +35,7 @@ from moequant.errors import CheckpointError, MoequantError, StatisticsError
 from moequant.models import recorded_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
-from moequant.statistics import Statistics
+from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class ClusterJob:
         workers: threads per task.
         statistics: absolute path of the file of statistics; empty without one.
         statistics_sha256: its digest.
+        input_scales: absolute path of the file of activation scales; empty without one.
     """
 
     source: str
@@ -79,6 +80,7 @@ class ClusterJob:
     workers: int
     statistics: str = ""
     statistics_sha256: str = ""
+    input_scales: str = ""
 
 
 def write_shards_on_ray(
@@ -113,6 +115,7 @@ def write_shards_on_ray(
         workers=workers,
         statistics="" if plan.statistics is None else str(plan.statistics.path.resolve()),
         statistics_sha256="" if plan.statistics is None else plan.statistics.digest,
+        input_scales="" if plan.input_scales is None else str(plan.input_scales.path.resolve()),
     )
     with _cluster(address):
         _check_fits(workers)
@@ -200,7 +203,9 @@ def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
             f"{host}: {job.statistics}: SHA-256 {statistics.digest}, but the conversion was "
             f"started with {job.statistics_sha256}; all machines must share one file"
         )
-    plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe), own, statistics)
+    # Of which the plan's digest has the numbers.
+    scales = InputScales.load(job.input_scales) if job.input_scales else None
+    plan = plan_checkpoint(source, Recipe.model_validate_json(job.recipe), own, statistics, scales)
     if plan.digest != job.plan_sha256:
         raise MoequantError(
             f"{host}: another plan than on the machine that started the conversion; install the "

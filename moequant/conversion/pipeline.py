@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,13 @@ from moequant.conversion.output_directory import (
     is_work_left,
 )
 from moequant.conversion.plan import Plan, plan_checkpoint
-from moequant.conversion.recipe import Recipe, load_recipe
+from moequant.conversion.recipe import (
+    FROM_FILE,
+    FROM_STATISTICS,
+    Recipe,
+    load_recipe,
+    parse_activation_scales,
+)
 from moequant.conversion.record import copied_sidecars
 from moequant.conversion.requantization_error import RequantizationError, merged_errors
 from moequant.conversion.run import write_shards
@@ -44,7 +50,7 @@ from moequant.errors import (
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
-from moequant.statistics import Statistics
+from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
@@ -111,6 +117,7 @@ def convert(
     dialect: str | None = None,
     architecture: str | Path | None = None,
     statistics: str | Path | None = None,
+    activation_scales: str | Path | float | None = None,
     revision: str | None = None,
     workers: int = DEFAULT_WORKERS,
     max_shard_size: str | None = None,
@@ -141,6 +148,9 @@ def convert(
         statistics: a file that `moequant calibrate` wrote for this source. With it, scales of
             routed experts are chosen by errors weighted with the mean square of each input channel,
             unless the recipe names another search; its second moments are what GPTQ needs.
+        activation_scales: where static scales of the experts' inputs come from, with a `format`
+            that has them: "statistics", a number, or a file (`InputScales`). With a recipe, the
+            file for its rules that say "file".
         revision: branch, tag or commit of a hub repository.
         workers: number of units converted in parallel.
         max_shard_size: for example "5GB".
@@ -155,7 +165,8 @@ def convert(
     Raises:
         ArchitectureError: the file `architecture` is invalid.
         RecipeError: neither or both of `format` and `recipe`, or a recipe that does not fit.
-        StatisticsError: the statistics are damaged, of another model, or not used.
+        StatisticsError: the statistics or activation scales are damaged, of another model, or not
+            used, or no scale can be made of them.
         CheckpointError: the source is damaged, incomplete or inconsistent.
         UnsupportedError: an unsupported architecture, shape, or format and dialect.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
@@ -163,7 +174,8 @@ def convert(
     """
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but must be at least 1")
-    chosen = _choose_recipe(format, options, recipe).with_output(
+    wanted, scales = _choose_scales(activation_scales)
+    chosen = _choose_recipe(format, options, recipe, wanted).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
     if architecture is not None:
@@ -176,7 +188,7 @@ def convert(
         if not dry_run:  # which reports it with the plan
             check_apart(checkpoint, target)
         own = described_architectures(checkpoint.path, architecture)
-        plan = plan_checkpoint(checkpoint, chosen, own, measured)
+        plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
     if measured is not None and not checkpoint.is_local:
         plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))
@@ -457,22 +469,51 @@ def _check_room(
 
 
 def _choose_recipe(
-    format: str | None, options: Mapping[str, str] | None, recipe: Recipe | str | Path | None
+    format: str | None,
+    options: Mapping[str, str] | None,
+    recipe: Recipe | str | Path | None,
+    activation_scales: str | float | None,
 ) -> Recipe:
     if (format is None) == (recipe is None):
         both = "" if format is None else ", not both"
         raise RecipeError(f"give a format or a recipe{both}")
     if format is not None:
-        return Recipe.for_format(format, options)
+        return Recipe.for_format(format, options, activation_scales)
     if options:
         raise RecipeError(
             f"options {', '.join(options)} are given beside a recipe, whose rules name their own; "
             "write them into the rules of the recipe"
         )
+    if activation_scales not in (None, FROM_FILE):
+        raise RecipeError(
+            f"activation scales {activation_scales!r} beside a recipe, whose rules say where they "
+            f'come from (activation_scales); give only the file for rules with "{FROM_FILE}"'
+        )
     if isinstance(recipe, Recipe):
         return recipe
     assert recipe is not None
     return load_recipe(recipe)
+
+
+def _choose_scales(
+    given: str | Path | float | None,
+) -> tuple[str | float | None, InputScales | None]:
+    """What a rule's `activation_scales` is, and the file of scales, if it is one.
+
+    Raises:
+        RecipeError: a number that no static scale may be.
+        StatisticsError: as `InputScales.load`.
+    """
+    if given is None or given == FROM_STATISTICS:
+        return FROM_STATISTICS if given else None, None
+    with suppress(ValueError):
+        given = float(given) if isinstance(given, str) else given
+    if isinstance(given, int | float):
+        try:
+            return parse_activation_scales(given), None
+        except ValueError as error:
+            raise RecipeError(f"activation scales: {error}") from None
+    return FROM_FILE, InputScales.load(given)
 
 
 def _provenance(source: str | Path, checkpoint: Checkpoint, revision: str | None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from moequant.dialects.base import Dialect
     from moequant.models import Architecture, Model
     from moequant.quantizers import Job
-    from moequant.statistics import Statistics
+    from moequant.statistics import InputScales, Statistics
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.weights.source_model import SourceModel
@@ -66,7 +66,9 @@ class Plan:
         warnings: one sentence each.
         refusals: why the source cannot be converted; if there are any, nothing is written.
         digest: SHA-256 over everything that determines the output's bytes.
-        statistics: of the inputs of routed experts, for weighted searches; None if not given.
+        statistics: of the inputs of routed experts, for weighted searches and static scales of
+            activations; None if not given.
+        input_scales: a file of static scales; None if not given.
     """
 
     model: Model
@@ -82,6 +84,7 @@ class Plan:
     refusals: tuple[str, ...]
     digest: str
     statistics: Statistics | None = None
+    input_scales: InputScales | None = None
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -146,11 +149,17 @@ def plan_checkpoint(
     recipe: Recipe,
     own: Sequence[Architecture] = (),
     statistics: Statistics | None = None,
+    input_scales: InputScales | None = None,
 ) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
-    config = source_config(checkpoint)
     return make_plan(
-        checkpoint.tensors, config, checkpoint.file_bytes, recipe, own, statistics=statistics
+        checkpoint.tensors,
+        source_config(checkpoint),
+        checkpoint.file_bytes,
+        recipe,
+        own,
+        statistics=statistics,
+        input_scales=input_scales,
     )
 
 
@@ -162,6 +171,7 @@ def make_plan(
     own: Sequence[Architecture] = (),
     *,
     statistics: Statistics | None = None,
+    input_scales: InputScales | None = None,
 ) -> Plan:
     """Plan a conversion.
 
@@ -171,10 +181,13 @@ def make_plan(
         file_bytes: size of every weight file of the source.
         recipe: what to convert into what, and how to write it.
         own: architectures that a user's file or a record describes.
-        statistics: of the inputs of this model's experts, for weighted searches.
+        statistics: of the inputs of this model's experts, for weighted searches and static scales
+            of activations.
+        input_scales: static scales of activations of this model.
 
     Raises:
-        StatisticsError: the statistics are of a model of other sizes, or nothing uses them.
+        StatisticsError: the statistics are of a model of other sizes, or nothing uses them or the
+            scales; or a scale is missing.
         CheckpointError: the source is incomplete or contradicts its config.
         UnsupportedError: an unknown architecture, an expert no rule explains, or no such dialect.
         RecipeError: the recipe is for other architectures, splits what must stay together, or
@@ -186,7 +199,13 @@ def make_plan(
     if statistics is not None:
         statistics.check_fits(model)
     assigned = apply_recipe(
-        weights, model.roles, recipe, model.moe.layers, model.architecture.fused, statistics
+        weights,
+        model.roles,
+        recipe,
+        model.moe.layers,
+        model.architecture.fused,
+        statistics,
+        input_scales,
     )
     units, warnings = assigned.units, assigned.warnings
     dialect = output_dialect(recipe, source, assigned)
@@ -205,17 +224,18 @@ def make_plan(
     plain = dialect is UNQUANTIZED
     items = tuple(plan_items(tensors, source, units, assigned, unchanged, stacked=plain))
     refusals = tuple(refusals_of(units, dialect, model.architecture.fused))
+    static = {w.module for unit in units if unit.is_static for w in unit.weights}
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
     if not refusals:
         shards = plan_shards(items, dialect, parse_size(recipe.output.max_shard_size))
-        quantization_config = dialect.quantization_config(formats, kept)
+        quantization_config = dialect.quantization_config(formats, kept, static)
     source_files = _describe_files(tensors, file_bytes)
     back = [i for name, i in left.items() if name not in unchanged and name not in kept_quantized]
     warnings += warnings_of_source(source, back, config)
     if plain:
         warnings += warnings_of_experts_apart(items, model)
-    engines = engine_verdicts(formats, source, dialect, config)
+    engines = engine_verdicts(formats, source, dialect, config, static)
     warnings += warnings_of(engines)
     return Plan(
         model=model,
@@ -233,6 +253,7 @@ def make_plan(
             units, dialect, shards, quantization_config, source, source_files, statistics
         ),
         statistics=statistics,
+        input_scales=input_scales,
     )
 
 
@@ -281,9 +302,12 @@ def _digest_of(
 ) -> str:
     """SHA-256 over everything that determines the output's bytes."""
     own = source.model.architecture.definition
+    units = [*units]
+    scales = [unit.activation_scales for unit in units]
     decided: dict[str, Any] = {
         **({} if own is None else {"architecture": own}),
         **({} if statistics is None else {"statistics": statistics.digest}),
+        **({} if not any(scales) else {"activation_scales": scales}),
         "moequant": __version__,
         "units": [[[w.info.name for w in u.weights], u.format, dict(u.options)] for u in units],
         "dialect": dialect.name,

@@ -10,7 +10,7 @@ from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from moequant.conversion.units import Item
     from moequant.dialects.base import Dialect
@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 
 
 def engine_verdicts(
-    formats: Mapping[str, str], source: SourceModel, dialect: Dialect, config: Mapping[str, Any]
+    formats: Mapping[str, str],
+    source: SourceModel,
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    static: Collection[str] = frozenset(),
 ) -> tuple[Verdict, ...]:
-    """Whether engines load the output, whose quantized modules have these `formats`."""
+    """Whether engines load the output, whose quantized modules have these `formats`.
+
+    `static` are the modules whose input has a static scale.
+    """
     if not formats:
         return ()
     roles, layers = source.model.roles, source.model.moe.sparse_layers
@@ -46,6 +53,7 @@ def engine_verdicts(
             if (format := formats.get(name.removesuffix(".weight"))) is not None
         ),
         dtype=_dtype(config),
+        static=not experts.keys().isdisjoint(static),
         some_kept=any(module not in formats for module in experts),
         described=architecture.origin is not None or model_type in architecture.flat_model_types,
     )

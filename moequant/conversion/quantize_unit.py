@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moequant.conversion.activation_scales import input_scale_of
 from moequant.conversion.error_limit import check_underflow
 from moequant.conversion.gptq_units import round_by_gptq
 from moequant.conversion.requantization_error import RequantizationError
@@ -66,7 +67,7 @@ def convert_unit(
     """Read and quantize, or dequantize, a unit.
 
     Weights are read into `arena`; results may lie in `results`. A weighted search and GPTQ need
-    `statistics`.
+    `statistics`, and so may static scales of activations.
 
     Raises:
         StatisticsError: the statistics were damaged, or are no finite positive numbers.
@@ -87,7 +88,8 @@ def convert_unit(
         assert statistics is not None, "the plan refuses GPTQ without"
         rounded = round_by_gptq(unit, weights, quantized, statistics)
     errors = _requantization_errors(unit, weights, quantized, dialect, quantizer)
-    tensors = _encode(quantized, unit, dialect, consume=True)
+    input_scale = input_scale_of(unit, statistics)
+    tensors = _encode(quantized, unit, dialect, consume=True, input_scale=input_scale)
     if unit.stack is None:
         return Converted(
             tensors=tensors,
@@ -144,7 +146,13 @@ def convert_again(
         assert statistics is not None, "the plan refuses GPTQ without"
         round_by_gptq(unit, weights, quantized, statistics, written)
     # After a lossless requantization, results may share memory with `weights`, which stay in use.
-    return _encode(quantized, unit, dialect, consume=lossless is None)
+    return _encode(
+        quantized,
+        unit,
+        dialect,
+        consume=lossless is None,
+        input_scale=input_scale_of(unit, statistics),
+    )
 
 
 def _quantize(
@@ -183,7 +191,12 @@ def _mean_squares(unit: Unit, statistics: Statistics | None) -> list[Tensor] | N
 
 
 def _encode(
-    quantized: Sequence[QuantizedWeight], unit: Unit, dialect: Dialect, *, consume: bool
+    quantized: Sequence[QuantizedWeight],
+    unit: Unit,
+    dialect: Dialect,
+    *,
+    consume: bool,
+    input_scale: Tensor | None,
 ) -> dict[str, Tensor]:
     """Tensors of a unit under the dialect's names for single weights, in the weights' order.
 
@@ -191,7 +204,7 @@ def _encode(
     """
     tensors: dict[str, Tensor] = {}
     for weight, q in zip(unit.weights, quantized, strict=True):
-        tensors.update(dialect.to_disk(weight.module, q, consume=consume))
+        tensors |= dialect.to_disk(weight.module, q, consume=consume, input_scale=input_scale)
     return tensors
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from reprlib import repr as show
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -24,8 +24,8 @@ from pydantic import (
 from moequant.conversion.rounding import split_options
 from moequant.dialects import get_dialect
 from moequant.dialects.regexes import compile_regex
-from moequant.errors import MoequantError, RecipeError, UnsupportedError
-from moequant.formats import WRITABLE, get_format
+from moequant.errors import MoequantError, RecipeError, StatisticsError, UnsupportedError
+from moequant.formats import CONVERTIBLE, WRITABLE, check_static_scale, get_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +33,13 @@ if TYPE_CHECKING:
     from moequant.conversion.rounding import GptqRounding
     from moequant.models import TensorRole
 
+_WITH_STATIC_SCALES = [n for n, f in CONVERTIBLE.items() if f.static_activations is not None]
+
 KEEP = "keep"
 """In place of a format: copy these tensors unchanged, whatever later rules say."""
+
+FROM_STATISTICS, FROM_FILE = "statistics", "file"
+"""Where static scales of activations come from, if not from a number."""
 
 # More digits could overflow a float.
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])B?|B)", re.IGNORECASE)
@@ -83,6 +88,29 @@ def _integer(value: object) -> object:
     return value
 
 
+def parse_activation_scales(value: object) -> str | float:
+    """Where static scales of activations come from: FROM_STATISTICS, FROM_FILE, or a number.
+
+    Raises:
+        ValueError: none of these, or a number that no static scale may be.
+    """
+    if isinstance(value, str) and value in (FROM_STATISTICS, FROM_FILE):
+        return value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(
+            f'{show(value)} is neither a number nor "{FROM_STATISTICS}" nor "{FROM_FILE}"'
+        )
+    try:
+        check_static_scale(float(value), "the number")
+    except (StatisticsError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    return float(value)
+
+
+def _optional_scales(value: object) -> str | float | None:
+    return None if value is None else parse_activation_scales(value)
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,6 +124,8 @@ class Rule(_Strict):
         layers: a layer or a slice of layers, as in Python.
         format: a writable format, such as "nvfp4" or "bf16", or "keep".
         options: values of the format's options, and of those in `moequant.conversion.rounding`.
+        activation_scales: where static scales of the weights' inputs come from, if they shall
+            have any; see `parse_activation_scales`.
     """
 
     roles: tuple[Literal["routed_experts", "shared_experts", "dense_mlp", "attention"], ...] = ()
@@ -103,6 +133,7 @@ class Rule(_Strict):
     layers: Annotated[str, AfterValidator(_layer_slice)] | None = None
     format: str
     options: dict[str, str] = {}
+    activation_scales: Annotated[str | float | None, BeforeValidator(_optional_scales)] = None
 
     @model_validator(mode="after")
     def _check(self) -> Rule:
@@ -119,6 +150,11 @@ class Rule(_Strict):
                 raise ValueError(f"options {given}, but {self.format} has none; remove them")
         except MoequantError as error:
             raise ValueError(str(error)) from None
+        if self.activation_scales is not None and self.format not in _WITH_STATIC_SCALES:
+            raise ValueError(
+                f"activation_scales, but engines take them only beside "
+                f"{', '.join(_WITH_STATIC_SCALES)}, not {self.format}; remove them"
+            )
         return self
 
     @cached_property
@@ -162,12 +198,22 @@ class Recipe(_Strict):
     output: OutputSettings = OutputSettings()
 
     @classmethod
-    def for_format(cls, format: str, options: Mapping[str, str] | None = None) -> Recipe:
+    def for_format(
+        cls,
+        format: str,
+        options: Mapping[str, str] | None = None,
+        activation_scales: str | float | None = None,
+    ) -> Recipe:
         """A recipe for the routed experts; for "bf16", one that dequantizes every weight.
+
+        Args:
+            format: the format.
+            options: as of `Rule`.
+            activation_scales: as of `Rule`.
 
         Raises:
             UnsupportedError: there is no such format.
-            RecipeError: it has no such option or value.
+            RecipeError: it has no such option or value, or no activation scales.
         """
         if format not in WRITABLE:
             raise UnsupportedError(
@@ -175,15 +221,16 @@ class Recipe(_Strict):
             )
         if options:
             split_options(format, options)  # whose message names the option
+        what: dict[str, Any] = {"roles": ("routed_experts",), "options": dict(options or {})}
+        summary = f"Routed experts to {format}."
         if WRITABLE[format].is_plain:
-            return cls(
-                summary="Every quantized weight back to BF16.",
-                rules=(Rule(match=".*", format=format),),
-            )
-        return cls(
-            summary=f"Routed experts to {format}.",
-            rules=(Rule(roles=("routed_experts",), format=format, options=dict(options or {})),),
-        )
+            what = {"match": ".*"}
+            summary = "Every quantized weight back to BF16."
+        try:
+            rule = Rule(**what, format=format, activation_scales=activation_scales)
+        except ValidationError as error:
+            raise RecipeError(_explain(error)) from None
+        return cls(summary=summary, rules=(rule,))
 
     def with_output(self, *, dialect: str | None, max_shard_size: str | None) -> Recipe:
         """This recipe with another dialect or shard size, if given; raises RecipeError."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.conversion.plan import Plan
-    from moequant.statistics import Statistics
+    from moequant.statistics import InputScales, Statistics
     from moequant.storage.checkpoint import Checkpoint
 
 # Files of an earlier quantization, which engines would prefer to config.json.
@@ -48,17 +48,18 @@ def converted_config(
 
 
 def claims_of(plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What moequant.json says of source, architecture, dialect and statistics.
+    """What moequant.json says of source, architecture, dialect, statistics and activation scales.
 
     `provenance` is `source_digests` of the source, and its origin on the hub.
     """
-    definition = plan.model.architecture.definition
+    definition, scales = plan.model.architecture.definition, plan.input_scales
     return {
         "source": {**provenance, "files": plan.source_files},
         "architecture": plan.model.architecture.name,
         **({} if definition is None else {"architecture_definition": definition}),
         "dialect": plan.dialect.name,
         **({} if plan.statistics is None else {"statistics": _claims_of(plan.statistics)}),
+        **({} if scales is None else {"activation_scales": {"sha256": scales.digest}}),
     }
 
 
@@ -68,34 +69,46 @@ def _claims_of(statistics: Statistics) -> dict[str, Any]:
 
 
 def check_recorded_statistics(
-    record: Mapping[str, Any], statistics: Statistics | None, output: Path
+    record: Mapping[str, Any],
+    statistics: Statistics | None,
+    output: Path,
+    input_scales: InputScales | None = None,
 ) -> None:
-    """Check that these are the statistics that an output was made with.
+    """Check that these are the statistics and activation scales that an output was made with.
 
     Args:
         record: the output's moequant.json; empty if it has none.
         statistics: those given, if any.
         output: directory of the output, for messages.
+        input_scales: the file of activation scales given, if any.
 
     Raises:
         StatisticsError: they are missing, others, or not expected.
     """
-    recorded = record.get("statistics")
+    _check_recorded("statistics", record.get("statistics"), statistics, output)
+    _check_recorded("activation scales", record.get("activation_scales"), input_scales, output)
+
+
+def _check_recorded(
+    what: str, recorded: object, given: Statistics | InputScales | None, output: Path
+) -> None:
+    """As `check_recorded_statistics`, for one of the two, which messages call `what`."""
     wanted = recorded.get("sha256") if isinstance(recorded, dict) else recorded
-    if wanted is None and statistics is not None:
+    option = f"--{what.replace(' ', '-')}"
+    if wanted is None and given is not None:
         raise StatisticsError(
-            f"{statistics.path}: {output} was not converted with statistics by moequant; verify "
-            "without --statistics"
+            f"{given.path}: {output} was not converted with {what} of a file by moequant; verify "
+            f"without {option}"
         )
-    if wanted is not None and statistics is None:
+    if wanted is not None and given is None:
         raise StatisticsError(
-            f"{output}: converted with statistics, SHA-256 {wanted!s:.64}; to convert again for "
-            "the comparison, give their file with --statistics"
+            f"{output}: converted with {what}, SHA-256 {wanted!s:.64}; to convert again for the "
+            f"comparison, give their file with {option}"
         )
-    if statistics is not None and statistics.digest != wanted:
+    if given is not None and given.digest != wanted:
         raise StatisticsError(
-            f"{statistics.path}: its SHA-256 is {statistics.digest}, but {output} was converted "
-            f"with statistics of SHA-256 {wanted!s:.64}; give that file"
+            f"{given.path}: its SHA-256 is {given.digest}, but {output} was converted with {what} "
+            f"of SHA-256 {wanted!s:.64}; give that file"
         )
 
 

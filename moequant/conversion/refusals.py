@@ -19,13 +19,20 @@ def refusals_of(
 ) -> Iterator[str]:
     """One line for each reason, with the first weight it concerns and how many there are."""
     following = {leaf: {*leaves[i + 1 :]} for leaves in fused for i, leaf in enumerate(leaves)}
-    kinds: dict[tuple[object, ...], list[tuple[str, Weight, bool]]] = {}
+    kinds: dict[tuple[object, ...], list[tuple[Unit, Weight, bool]]] = {}
     for unit in units:
         leaves = [weight.module.rpartition(".")[2] for weight in unit.weights]
         for weight, leaf in zip(unit.weights, leaves, strict=True):
             rows_follow = not following.get(leaf, set()).isdisjoint(leaves)
-            kind = (unit.format, weight.role, weight.info.shape, weight.info.dtype, rows_follow)
-            kinds.setdefault(kind, []).append((unit.format, weight, rows_follow))
+            kind = (
+                unit.format,
+                weight.role,
+                weight.info.shape,
+                weight.info.dtype,
+                rows_follow,
+                unit.is_static,
+            )
+            kinds.setdefault(kind, []).append((unit, weight, rows_follow))
     # Weights of one kind are refused for one reason, in messages that differ by name.
     reasons: dict[str, tuple[str, list[Weight]]] = {}
     for of_kind in kinds.values():
@@ -41,12 +48,14 @@ def refusals_of(
         yield f"{name}: {reason}{more}"
 
 
-def _refusal(format: str, weight: Weight, rows_follow: bool, dialect: Dialect) -> str | None:
+def _refusal(unit: Unit, weight: Weight, rows_follow: bool, dialect: Dialect) -> str | None:
     try:
         weight.check_dtype()
-        dialect.check(weight.module, format, weight.info.shape, rows_follow=rows_follow)
+        dialect.check(weight.module, unit.format, weight.info.shape, rows_follow=rows_follow)
+        if unit.is_static:
+            dialect.check_static(weight.module, unit.format)
     except UnsupportedError as error:
-        return f"{error}{_others(format, weight)}"
+        return f"{error}{_others(unit.format, weight)}"
     return None
 
 

@@ -94,9 +94,12 @@ def unit_outputs(unit: Unit, dialect: Dialect) -> list[_Tensor]:
         return [
             (f"{weight.module}.{suffix}", dtype, shape)
             for weight in unit.weights
-            for suffix, dtype, shape in _stored(dialect, unit.format, weight.info.shape)
+            for suffix, dtype, shape in _stored(
+                dialect, unit.format, weight.info.shape, static=unit.is_static
+            )
         ]
-    parts = [_stored(dialect, unit.format, weight.info.shape) for weight in unit.weights]
+    shapes = [weight.info.shape for weight in unit.weights]
+    parts = [_stored(dialect, unit.format, shape, static=False) for shape in shapes]
     return [
         (
             unit.stack.name(suffix),
@@ -108,13 +111,20 @@ def unit_outputs(unit: Unit, dialect: Dialect) -> list[_Tensor]:
 
 
 @lru_cache(maxsize=1 << 10)
-def _stored(dialect: Dialect, format: str, shape: tuple[int, ...]) -> tuple[_Tensor, ...]:
+def _stored(
+    dialect: Dialect,
+    format: str,
+    shape: tuple[int, ...],
+    *,
+    static: bool,
+) -> tuple[_Tensor, ...]:
     """Last name component, safetensors dtype and shape of the tensors of a converted weight."""
-    encoding = dialect.encoding(format)
-    specs = encoding.specs("weight", shape).values()
+    specs = dialect.encoding(format).specs("weight", shape)
+    if static:
+        specs |= dialect.input_scale_specs("weight")
     return tuple(
-        (suffix, dtype_name(spec.dtype), spec.shape)
-        for suffix, spec in zip(encoding.suffixes, specs, strict=True)
+        (name.removeprefix("weight."), dtype_name(spec.dtype), spec.shape)
+        for name, spec in specs.items()
     )
 
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from moequant.weights.source_weights import WeightInfo
 
 
+_SCALE_BYTES = 4
+"""Of a static scale of activations."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """A weight of the source that will be converted.
@@ -78,6 +82,8 @@ class Unit:
         stack: the stack to write to; None for separate tensors.
         lossless: whether quantized weights are requantized without loss where possible; options
             then do not apply.
+        activation_scales: the static scale of the weights' input, which they share, or
+            "statistics"; None without.
     """
 
     weights: tuple[Weight, ...]
@@ -86,6 +92,12 @@ class Unit:
     rounding: GptqRounding | None = None
     stack: Stack | None = None
     lossless: bool = True
+    activation_scales: str | float | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether its input has a static scale."""
+        return self.activation_scales is not None
 
     @property
     def name(self) -> str:
@@ -128,7 +140,8 @@ class Unit:
         """What its weights, or those of one tile, take in their format."""
         if self.is_plain and len(self.tiles) > 1:
             return self.tiles[0].result_bytes
-        return sum(_quantized_bytes(self.format, weight.info.shape) for weight in self.weights)
+        scales = _SCALE_BYTES * len(self.weights) if self.is_static else 0
+        return scales + sum(_quantized_bytes(self.format, w.info.shape) for w in self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)

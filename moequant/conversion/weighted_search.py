@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moequant.conversion.recipe import FROM_STATISTICS
 from moequant.errors import RecipeError, StatisticsError
 from moequant.formats import get_format
 from moequant.formats.base import WEIGHTED
@@ -52,7 +53,7 @@ def options_of(
         return options
     named = "search" in rule.options or rule.options.get("scale_rule") == "mse"
     if not named or options["search"] == WEIGHTED:
-        measured = all(_is_measured(role, statistics) for role in roles)
+        measured = all(is_measured(role, statistics) for role in roles)
         best = WEIGHTED if named or rule.rounding is None else get_format(rule.format).gptq_search
         options["search"] = best if measured else _NEAREST
     return options
@@ -80,10 +81,10 @@ def rounding_of(
             f"{statistics.path}: {wanted}, but these statistics have none; measure them with "
             "`moequant calibrate --hessian`"
         )
-    return rule.rounding if all(_is_measured(role, statistics) for role in roles) else None
+    return rule.rounding if all(is_measured(role, statistics) for role in roles) else None
 
 
-def _is_measured(role: TensorRole, statistics: Statistics) -> bool:
+def is_measured(role: TensorRole, statistics: Statistics) -> bool:
     """Whether there are statistics of what a weight of this role multiplies."""
     return (
         role.role == ROUTED_EXPERTS
@@ -95,11 +96,14 @@ def _is_measured(role: TensorRole, statistics: Statistics) -> bool:
 
 def check_used(units: Iterable[Unit], statistics: Statistics | None) -> None:
     """Check that statistics, if there are any, are used; raises StatisticsError."""
-    if statistics is not None and not any(uses_statistics(unit) for unit in units):
+    if statistics is not None and not any(
+        uses_statistics(unit) or unit.activation_scales == FROM_STATISTICS for unit in units
+    ):
         raise StatisticsError(
             f"{statistics.path}: nothing uses these statistics, because no rule converts a "
             'calibrated layer\'s experts into a format with search = "weighted", or rules name '
-            'another search and not rounding = "gptq"; convert without them, or change the recipe'
+            'another search and neither rounding = "gptq" nor activation_scales = '
+            f'"{FROM_STATISTICS}"; convert without them, or change the recipe'
         )
 
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.encodings import Plain
 from moequant.dialects.names import kept_blocks
 from moequant.errors import UnsupportedError
+from moequant.formats import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from moequant.dialects.encodings import Encoding
     from moequant.dialects.schemes import Scheme
     from moequant.dialects.tensors import Block
-    from moequant.formats import QuantizedWeight, TensorSpec
+    from moequant.formats import QuantizedWeight
 
 _PLAIN = Plain()
 
@@ -41,7 +44,9 @@ class Dialect:
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` of config.json in this dialect."""
     input_scale: ClassVar[str | None] = None
-    """Last name component of static global scales of NVFP4 activations; None where it has none."""
+    """Last name component of static scales of activations; None where it has none."""
+    input_scale_shape: ClassVar[tuple[int, ...]] = ()
+    """Of the tensor with a static scale of activations."""
     config_keys: ClassVar[tuple[str, ...]] = ()
     """Keys at the top of config.json that speak of its quantization too."""
     stacks: ClassVar[bool] = False
@@ -81,17 +86,53 @@ class Dialect:
         """
         self._encoding(module, format).check(module, shape, rows_follow=rows_follow)
 
-    def specs(self, module: str, format: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
-        """Dtype and shape of each tensor that `to_disk` returns for a weight [N, K], in order.
+    def check_static(self, module: str, format: str) -> None:
+        """Check that engines read a static scale of the input of a weight in `format`.
 
         Raises:
-            UnsupportedError: as `check`.
+            UnsupportedError: the dialect has none for that format.
+        """
+        if not self.schemes[format].static_activations:
+            able = [name for name, s in self.schemes.items() if s.static_activations]
+            which = f"only for {', '.join(able)}" if able else "for no format"
+            raise UnsupportedError(
+                f"{module}: the dialect {self.name} has static scales of activations {which}, and "
+                f"not for {format}; choose another dialect, or leave activation_scales out"
+            )
+
+    def specs(
+        self, module: str, format: str, shape: Sequence[int], *, static: bool = False
+    ) -> dict[str, TensorSpec]:
+        """Dtype and shape of each tensor that `to_disk` returns for a weight [N, K], in order.
+
+        Args:
+            module: the weight's module.
+            format: the weight's format.
+            shape: the weight's shape.
+            static: whether its input has a static scale.
+
+        Raises:
+            UnsupportedError: as `check` and `check_static`.
         """
         self.check(module, format, shape)
-        return self._encoding(module, format).specs(module, shape)
+        found = self._encoding(module, format).specs(module, shape)
+        if static:
+            self.check_static(module, format)
+            found |= self.input_scale_specs(module)
+        return found
+
+    def input_scale_specs(self, module: str) -> dict[str, TensorSpec]:
+        """Dtype and shape of the tensor with the static scale of a module's input, by name."""
+        spec = TensorSpec(dtype=torch.float32, shape=self.input_scale_shape)
+        return {self.input_scale_name(module): spec}
 
     def to_disk(
-        self, module: str, q: QuantizedWeight, *, consume: bool = False
+        self,
+        module: str,
+        q: QuantizedWeight,
+        *,
+        consume: bool = False,
+        input_scale: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Encode one weight; names, dtypes and shapes are those of `specs`.
 
@@ -101,12 +142,18 @@ class Dialect:
             module: the weight's module.
             q: the weight.
             consume: whether codes may be changed in place; `q` is invalid afterwards.
+            input_scale: [] float32, the static scale of its input, which multiplies; None without.
 
         Raises:
-            UnsupportedError: as `check`.
+            UnsupportedError: as `specs`.
         """
         self.check(module, q.format, q.shape)
-        return self._encoding(module, q.format).encode(module, q, consume=consume)
+        found = self._encoding(module, q.format).encode(module, q, consume=consume)
+        if input_scale is not None:
+            self.check_static(module, q.format)
+            stored = self.stored_input_scale(input_scale).reshape(self.input_scale_shape)
+            found[self.input_scale_name(module)] = stored
+        return found
 
     def from_disk(
         self,
@@ -153,7 +200,10 @@ class Dialect:
         return self.encoding(format)
 
     def quantization_config(
-        self, formats: Mapping[str, str], kept: Iterable[str]
+        self,
+        formats: Mapping[str, str],
+        kept: Iterable[str],
+        static: Collection[str] = frozenset(),
     ) -> dict[str, Any]:
         """The `quantization_config` of config.json; it does not depend on options of formats.
 
@@ -161,16 +211,23 @@ class Dialect:
             formats: format by converted module.
             kept: every other module with a two-dimensional weight; for stacked experts, the module
                 of the stack, `model.layers.3.mlp.experts`.
+            static: the converted modules whose input has a static scale.
 
         Raises:
             UnsupportedError: the dialect does not support this mixture of formats.
         """
         for module, format in formats.items():
             self._encoding(module, format)
-        return self._config(formats, *kept_blocks(kept))
+            if module in static:
+                self.check_static(module, format)
+        return self._config(formats, *kept_blocks(kept), static)
 
     def _config(
-        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
+        self,
+        formats: Mapping[str, str],
+        blocks: list[str],
+        others: list[str],
+        static: Collection[str],
     ) -> dict[str, Any]:
         """As `quantization_config`, for what `kept_blocks` says of the kept modules."""
         return {}
@@ -262,8 +319,16 @@ class Dialect:
         return lambda module: None
 
     def input_multiplier(self, stored: Tensor) -> Tensor:
-        """Static scales of activations, which multiply, as tensors of `input_scale` hold them."""
+        """The static scale of activations, which multiplies, of a tensor of `input_scale`."""
         return stored
+
+    def stored_input_scale(self, multiplier: Tensor) -> Tensor:
+        """What a tensor of `input_scale` holds of a static scale; inverse of `input_multiplier`."""
+        return multiplier
+
+    def input_scale_name(self, module: str) -> str:
+        """Name of the tensor with the static scale of a module's input."""
+        return f"{module}.{self.input_scale}"
 
 
 class Unquantized(Dialect):

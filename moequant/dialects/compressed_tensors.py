@@ -40,7 +40,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats.base import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import Tensor
 
@@ -77,15 +77,20 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
         blocks = {"strategy": "tensor_group" if format.has_global_scale else "group"}
         if not scheme.any_group:
             blocks["group_size"] = columns
-    scale = _SCALE_DTYPES.get(format.scale_dtype)
     return {
         "num_bits": format.element.bits,
         "type": "int" if format.element.name.startswith("int") else "float",
         **blocks,
         "symmetric": True,
         "dynamic": False,
-        **({} if scale is None else {"scale_dtype": scale}),
+        **_scale_dtype(scheme),
     }
+
+
+def _scale_dtype(scheme: Scheme) -> dict[str, str]:
+    """The argument that states the dtype of scales; none where it is not stated."""
+    scale = _SCALE_DTYPES.get(scheme.encoding.format.scale_dtype)
+    return {} if scale is None else {"scale_dtype": scale}
 
 
 def _input_activations(scheme: Scheme) -> dict[str, Any] | None:
@@ -113,6 +118,9 @@ _FOUR_BIT_ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 What llm-compressor's presets NVFP4 and MXFP4 write.
 """
 
+_STATIC = " with static scales of activations"
+"""After a format's name, in place of its own activations."""
+
 # In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
 _LINEAR = "w4a8"
 
@@ -133,20 +141,24 @@ class CompressedTensors(Dialect):
     methods = ("compressed-tensors", "compressed_tensors")
     schemes = COMPRESSED_TENSORS
     input_scale = "input_global_scale"
+    input_scale_shape = (1,)
 
     def _config(
-        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
+        self,
+        formats: Mapping[str, str],
+        blocks: list[str],
+        others: list[str],
+        static: Collection[str],
     ) -> dict[str, Any]:
         patterns = ModulePatterns.among((*formats, *blocks, *others))
-        targets = _targets(formats, patterns)
+        kinds = {m: f + (_STATIC if m in static else "") for m, f in formats.items()}
+        targets = _targets(kinds, patterns)
+        groups = [_group(kind, of_kind) for kind, of_kind in targets.items()]
         return {
             "quant_method": "compressed-tensors",
-            "format": _overall_format(targets),
+            "format": _overall_format([kind.removesuffix(_STATIC) for kind in targets]),
             "quantization_status": "compressed",
-            "config_groups": {
-                f"group_{i}": _group(COMPRESSED_TENSORS[format], targets[format])
-                for i, format in enumerate(targets)
-            },
+            "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
             "ignore": [*others, *map(patterns.of_block, blocks)],
             "kv_cache_scheme": None,
         }
@@ -205,6 +217,10 @@ class CompressedTensors(Dialect):
         """As Dialect; the files hold divisors."""
         return stored.reciprocal()
 
+    def stored_input_scale(self, multiplier: Tensor) -> Tensor:
+        """As Dialect; as `weight_global_scale`, the reciprocal rounded to float32."""
+        return multiplier.reciprocal()
+
 
 class _Groups:
     """The config groups, and which one targets a module.
@@ -237,30 +253,35 @@ class _Groups:
         return None if found is None else self._places[found]
 
 
-def _targets(formats: Mapping[str, str], patterns: ModulePatterns) -> dict[str, list[str]]:
-    """Targets by format, in the order of their groups."""
-    if len(set(formats.values())) == 1:
-        return {format: ["Linear"] for format in formats.values()}
-    targets = patterns.of_formats(formats)
+def _targets(kinds: Mapping[str, str], patterns: ModulePatterns) -> dict[str, list[str]]:
+    """Targets by kind, a format with or without _STATIC, in the order of their groups."""
+    if len(set(kinds.values())) == 1:
+        return {kind: ["Linear"] for kind in kinds.values()}
+    targets = patterns.of_formats(kinds)
     if _LINEAR in targets:
         del targets[_LINEAR]
         targets[_LINEAR] = ["Linear"]
     return targets
 
 
-def _overall_format(formats: Iterable[str]) -> str:
+def _overall_format(formats: Collection[str]) -> str:
     stated = {_name(COMPRESSED_TENSORS[format]) for format in formats}
     if len(stated) == 1:
         return stated.pop()
     return _name(COMPRESSED_TENSORS[_LINEAR]) if _LINEAR in formats else "mixed-precision"
 
 
-def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+def _group(kind: str, targets: list[str]) -> dict[str, Any]:
+    """The config group of a format, or of one with _STATIC."""
+    scheme = COMPRESSED_TENSORS[kind.removesuffix(_STATIC)]
+    activations = _input_activations(scheme)
+    if kind.endswith(_STATIC):
+        activations = {**_FOUR_BIT_ACTIVATIONS[_name(scheme)][1], **_scale_dtype(scheme)}
     return {
         "targets": targets,
         "format": _name(scheme),
         "weights": _weights(scheme),
-        "input_activations": _input_activations(scheme),
+        "input_activations": activations,
         "output_activations": None,
     }
 

@@ -31,6 +31,7 @@ class Written:
         some_kept: whether the experts of some layers are kept and others converted.
         not_loaded: why transformers does not load this model from compressed-tensors; None if it
             does.
+        static: whether the inputs of some routed experts have static scales.
         described: whether a user's file or a record describes the model, so that it is unknown
             which engines support it.
     """
@@ -44,6 +45,7 @@ class Written:
     ragged: bool = False
     dtype: str | None = None
     not_loaded: str | None = None
+    static: bool = False
     described: bool = False
 
 
@@ -105,6 +107,8 @@ class _Rule:
             return written.some_kept
         if self.when == "not loaded":
             return written.not_loaded is not None
+        if self.when == "no static scales":
+            return not written.static
         if self.when == "several":
             return len(written.experts) > 1
         if self.when == "ragged":

@@ -29,7 +29,7 @@ from moequant.dialects.schemes import FP8
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 _FORMAT = "fp8_block"
 _EXPERTS = "mxfp4"
@@ -57,7 +57,11 @@ class Fp8(Dialect):
     schemes = FP8
 
     def _config(
-        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
+        self,
+        formats: Mapping[str, str],
+        blocks: list[str],
+        others: list[str],
+        static: Collection[str],
     ) -> dict[str, Any]:
         return {
             "quant_method": "fp8",

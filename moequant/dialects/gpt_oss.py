@@ -21,7 +21,7 @@ from moequant.dialects.schemes import GPT_OSS
 from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _FORMAT = "mxfp4"
 _KEPT_BY_RELEASES = (
@@ -53,7 +53,11 @@ class GptOss(Dialect):
             )
 
     def _config(
-        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
+        self,
+        formats: Mapping[str, str],
+        blocks: list[str],
+        others: list[str],
+        static: Collection[str],
     ) -> dict[str, Any]:
         return {
             "quant_method": "mxfp4",

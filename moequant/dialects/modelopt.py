@@ -9,8 +9,8 @@ reciprocal. Of scales of activations only those of NVFP4 are read, and only to r
 
 Decisions, each with the failure it prevents:
 
-* `W4A16_NVFP4`, because moequant writes no scales of activations. For NVFP4, vLLM 0.33 would use
-  an uninitialized `input_scale`.
+* `W4A16_NVFP4` without scales of activations. For NVFP4, vLLM 0.33 would use an uninitialized
+  `input_scale`. With them `NVFP4`, and `input_scale` for every converted module.
 * No hf_quant_config.json: vLLM and SGLang read it only if config.json has no `quantization_config`.
 * `ignore` has the full name of every kept module, and none that is the beginning of a converted
   one's. vLLM also matches parts of names, so that `mlp.gate` would keep `mlp.gate_proj`.
@@ -45,9 +45,10 @@ from moequant.formats.base import WHOLE
 from moequant.storage.files import HF_QUANT_CONFIG_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-_WRITTEN = "W4A16_NVFP4"
+_WRITTEN, _WRITTEN_STATIC = "W4A16_NVFP4", "NVFP4"
+"""`quant_algo` without and with static scales of activations."""
 _MIXED = "MIXED_PRECISION"
 _ALGORITHMS = {str(name): format for format, s in MODELOPT.items() for name in s.names}
 """The format of the weights by `quant_algo`."""
@@ -85,15 +86,21 @@ class ModelOpt(Dialect):
     input_scale = "input_scale"
 
     def _config(
-        self, formats: Mapping[str, str], blocks: list[str], others: list[str]
+        self,
+        formats: Mapping[str, str],
+        blocks: list[str],
+        others: list[str],
+        static: Collection[str],
     ) -> dict[str, Any]:
         """As Dialect; also refuses what an engine would treat as kept though it is converted."""
         _check_kept_names(formats, [*blocks, *others])
-        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        _check_all_static(formats, static)
+        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        group = {"weights": numbers, **({"input_activations": {**numbers}} if static else {})}
         return {
             "quant_method": "modelopt",
-            "quant_algo": _WRITTEN,
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "quant_algo": _WRITTEN_STATIC if static else _WRITTEN,
+            "config_groups": {"group_0": {"targets": ["Linear"], **group}},
             "ignore": sorted(blocks + others),
         }
 
@@ -288,6 +295,22 @@ def _config_groups(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     groups = mapping_field(config, "config_groups", _WHERE)
     keys = {f"{where}.{key_text(name)}": group for name, group in groups.items()}
     return {key: as_mapping(group, key) for key, group in keys.items()}
+
+
+def _check_all_static(formats: Iterable[str], static: Collection[str]) -> None:
+    """Check that `quant_algo` can say of all modules how their activations are quantized.
+
+    Raises:
+        UnsupportedError: only some have static scales; names one of each.
+    """
+    weight_only = next((module for module in formats if module not in static), None)
+    if static and weight_only is not None:
+        with_scale = next(module for module in formats if module in static)
+        raise UnsupportedError(
+            f"{with_scale} has a static scale of activations and {weight_only} has none, but in "
+            "the dialect modelopt all converted modules have one, or none has; give both "
+            "activation_scales, keep one, or choose the dialect compressed-tensors"
+        )
 
 
 def _check_kept_names(formats: Iterable[str], kept: Iterable[str]) -> None:

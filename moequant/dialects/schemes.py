@@ -66,12 +66,14 @@ class Scheme:
             one that is written first; none where another rule decides.
         strategies: of compressed-tensors, other strategies of weights with which sources are read.
         any_group: of compressed-tensors, whether groups of any size are read.
+        static_activations: whether static scales of activations are written beside it.
     """
 
     encoding: Encoding
     names: tuple[object, ...] = ()
     strategies: tuple[str, ...] = ()
     any_group: bool = False
+    static_activations: bool = False
 
 
 def _by_format(*schemes: Scheme) -> dict[str, Scheme]:
@@ -364,7 +366,7 @@ FP8 = _by_format(
 
 COMPRESSED_TENSORS = _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale"), names=("float-quantized",)),
-    Scheme(encoding=Nvfp4Packed(), names=("nvfp4-pack-quantized",)),
+    Scheme(encoding=Nvfp4Packed(), names=("nvfp4-pack-quantized",), static_activations=True),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed"), names=("mxfp4-pack-quantized",)),
     Scheme(encoding=Int4Packed(), names=("pack-quantized",)),
     Scheme(
@@ -385,7 +387,7 @@ COMPRESSED_TENSORS = _by_format(
 GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 
 MODELOPT = _by_format(
-    Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4")),
+    Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4"), static_activations=True),
     Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
     Scheme(encoding=Fp8BlocksFlexible(), names=("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight", read_only=True), names=("MXFP8",)),
@@ -406,7 +408,7 @@ MOEQUANT = _by_format(
     *(Scheme(encoding=Encoding(name, "weight_codes", "weight_scale")) for name in CONVERTIBLE)
 ) | _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale", codes="weight_fp8", ragged=True)),
-    Scheme(encoding=Nvfp4Packed()),
+    Scheme(encoding=Nvfp4Packed(), static_activations=True),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight_fp8")),
     Scheme(encoding=Int4Packed()),

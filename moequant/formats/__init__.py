@@ -32,6 +32,7 @@ from moequant.formats.mxfp8 import Mxfp8
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.plain import Bf16, Fp16, Fp32, plain_weight
 from moequant.formats.squares import TILE_ROWS, sum_of_squares
+from moequant.formats.static_scales import check_static_scale, static_scale_of
 from moequant.formats.w4a8 import W4A8, effective_weight
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ __all__ = [
     "TensorSpec",
     "check_parts",
     "check_specs",
+    "check_static_scale",
     "dequantize",
     "dequantize_into",
     "dtype_text",
@@ -225,6 +227,7 @@ __all__ = [
     "row_tiles",
     "signal_and_noise",
     "stack",
+    "static_scale_of",
     "sum_of_squares",
     "tile_bytes",
     "tile_rows",

@@ -160,6 +160,8 @@ class Format:
     """Activations of the format's GEMM: "fp8_group128", "fp8_token" or "none" (weight-only)."""
     static_activations: ClassVar[str | None] = None
     """Their scheme where static scales of activations came with the weights; None if none may."""
+    static_largest: ClassVar[float] = 0.0
+    """Largest magnitude of activations with a static scale of 1."""
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Allowed values of each option, the default first."""
     warned_options: ClassVar[Mapping[tuple[str, str], str]] = {}

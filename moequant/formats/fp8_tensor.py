@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moequant.formats.base import WHOLE
+from moequant.formats.elements import E4M3_MAX
 from moequant.formats.fp8_block import Fp8Block
 
 
@@ -20,3 +21,4 @@ class Fp8Tensor(Fp8Block):
     block = (WHOLE, WHOLE)
     activations = "fp8_token"
     static_activations = "fp8_static"
+    static_largest = E4M3_MAX

@@ -71,6 +71,7 @@ class Nvfp4(Format):
     has_global_scale = True
     activations = "none"
     static_activations = "nvfp4_static"
+    static_largest = E2M1_MAX * E4M3_MAX
     ordinary_error = 0.0956
     least_scale = 2.0**-6
     options = {  # noqa: RUF012

@@ -40,9 +40,10 @@ from moequant.formats.elements import (
     pack_nibbles,
     power_of_two,
 )
+from moequant.formats.static_scales import LARGEST_STATIC_SCALE, LEAST_STATIC_SCALE
 
 NVFP4_GROUP, E8M0_GROUP = 16, 32
-LEAST_GLOBAL_SCALE, LARGEST_GLOBAL_SCALE = 2.0**-117, 2.0**117
+LEAST_GLOBAL_SCALE, LARGEST_GLOBAL_SCALE = LEAST_STATIC_SCALE, LARGEST_STATIC_SCALE
 """NVFP4's global scales lie between these, so that its products with scales from 2**-9 to 448 and
 their reciprocals are normal float32."""
 _E8M0_NAN = 255

@@ -1,5 +1,9 @@
-"""What calibration measured of the inputs of routed experts: one safetensors file."""
+"""What calibration measured of the inputs of routed experts: one safetensors file.
 
+Also scales of these inputs that another tool found (`InputScales`).
+"""
+
+from moequant.statistics.input_scales import InputScales
 from moequant.statistics.inputs import INPUTS, input_of
 from moequant.statistics.measured import InputSums, LayerSums
 from moequant.statistics.record import DataRecord, StatisticsRecord
@@ -11,6 +15,7 @@ __all__ = [
     "INPUTS",
     "PRIOR_TOKENS",
     "DataRecord",
+    "InputScales",
     "InputSums",
     "LayerSums",
     "Statistics",

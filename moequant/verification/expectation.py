@@ -22,11 +22,11 @@ from moequant.conversion import (
 )
 from moequant.dialects import UNQUANTIZED, find_dialect
 from moequant.errors import MoequantError, RecipeError
-from moequant.formats import get_format
+from moequant.formats import REGISTRY, get_format
 from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, biases_of
 from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.verification.differences import differences
-from moequant.weights.converted import stored_places
+from moequant.weights.converted import readers, stored_places
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_weights import places_of
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model, Place
     from moequant.progress import Progress
-    from moequant.statistics import Statistics
+    from moequant.statistics import InputScales, Statistics
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
@@ -68,6 +68,7 @@ class Expectation:
         tensors: dtype and shape, as in a header, of every tensor that is known in advance.
         possible: names of tensors whose dtype and shape the dialect checks when it decodes them.
         config: the expected config.json.
+        static: modules whose input has a static scale.
     """
 
     plan: Plan | None
@@ -79,6 +80,7 @@ class Expectation:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
     config: Mapping[str, Any]
+    static: frozenset[str] = frozenset()
 
     @property
     def model(self) -> Model:
@@ -138,10 +140,11 @@ def expect_by_record(
     own: Sequence[Architecture],
     findings: Findings,
     statistics: Statistics | None = None,
+    input_scales: InputScales | None = None,
 ) -> Expectation | None:
     """The expectation from moequant.json; contradictions to the source become problems.
 
-    `statistics` are those that the record names, if any.
+    `statistics` and `input_scales` are those that the record names, if any.
     """
     if (version := record.get("schema_version")) != 1:
         message = f"schema_version is {version!r}, but only 1 is supported"
@@ -154,7 +157,7 @@ def expect_by_record(
         findings.add("record", f"{RECORD_FILE}.{field}", reason)
         return None
     try:
-        plan = plan_checkpoint(source, recipe, own, statistics)
+        plan = plan_checkpoint(source, recipe, own, statistics, input_scales)
     except MoequantError as error:
         findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {error}")
         return None
@@ -177,6 +180,7 @@ def expect_by_record(
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
         config=converted_config(source.config, plan.quantization_config),
+        static=frozenset(w.module for unit in plan.units if unit.is_static for w in unit.weights),
     )
 
 
@@ -191,7 +195,9 @@ def expect_by_config(
     try:
         plain = quantization_config is None and original.dialect is not None
         dialect = UNQUANTIZED if plain else find_dialect(quantization_config)
-        formats = _formats(original, stored, dialect.reader(quantization_config or {}))
+        format_of, activations_of = readers(dialect, quantization_config or {})
+        formats = _formats(original, stored, format_of)
+        scaled = {name for name in formats if _is_static(activations_of(_module(name)))}
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))
         return None
@@ -225,7 +231,9 @@ def expect_by_config(
             for place in stored_places(
                 model.architecture, model.moe, dialect, name.removesuffix(".weight"), format
             ).values()
-        ),
+        )
+        | {dialect.input_scale_name(_module(name)) for name in scaled},
+        static=frozenset(map(_module, scaled)),
         config=_foreign_config(source.config, stored.config),
     )
 
@@ -258,9 +266,19 @@ def _formats(
         # For an unknown module, the tensors on disk tell whether it is quantized.
         if role not in LINEAR_ROLES and _lies_as_in_source(info, stored):
             continue
-        if (format := format_of(name.removesuffix(".weight"))) is not None:
+        if (format := format_of(_module(name))) is not None:
             formats[name] = format
     return formats
+
+
+def _module(name: str) -> str:
+    """The module of a weight."""
+    return name.removesuffix(".weight")
+
+
+def _is_static(activations: str | None) -> bool:
+    """Whether a scheme of activations has a static scale."""
+    return activations in {format.static_activations for format in REGISTRY.values()} - {None}
 
 
 def is_matrix(info: WeightInfo) -> bool:

@@ -16,7 +16,7 @@ from moequant.models import read_architectures, recorded_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
 from moequant.quantizers.worker_pool import worker_pool
-from moequant.statistics import Statistics
+from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
@@ -56,6 +56,7 @@ def verify(
     revision: str | None = None,
     architecture: str | Path | None = None,
     statistics: str | Path | None = None,
+    activation_scales: str | Path | None = None,
     layers: Layers = DEFAULT_LAYERS,
     device: torch.device | str = "cpu",
     backend: str | None = None,
@@ -74,6 +75,7 @@ def verify(
         architecture: a TOML file that describes the source's architecture. The default is the
             description in moequant.json, which the report names, then the built-in table.
         statistics: the file of statistics that it was converted with, if with any.
+        activation_scales: the file of activation scales that it was converted with, if with one.
         layers: how many expert layers to run, spread evenly, or "all"; the default of three means
             the first, a middle one and the last.
         device: where these layers also run, besides the CPU reference.
@@ -84,7 +86,8 @@ def verify(
 
     Raises:
         ArchitectureError: the file `architecture` is invalid.
-        StatisticsError: the statistics are missing, damaged, or not those in moequant.json.
+        StatisticsError: the statistics or activation scales are missing, damaged, or not those in
+            moequant.json.
         CheckpointError: the source is damaged, incomplete or inconsistent; there is no directory
             `converted`, or its conversion is unfinished; or a file cannot be read or changes.
         UnsupportedError: an unsupported architecture or source dtype; no such device or backend
@@ -98,11 +101,12 @@ def verify(
     serving = serving_on(device, backend, runs_layers=layers != 0)
     given = () if architecture is None else read_architectures(architecture)
     measured = None if statistics is None else Statistics.load(statistics)
+    scales = None if activation_scales is None else InputScales.load(activation_scales)
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
     findings = Findings()
     stored = read_stored(path, findings)
-    check_recorded_statistics(stored.record or {}, measured, path)
+    check_recorded_statistics(stored.record or {}, measured, path, scales)
     try:
         definition = (stored.record or {}).get("architecture_definition")
         own = given or recorded_architectures(definition, RECORD_FILE)
@@ -121,7 +125,7 @@ def verify(
     expected = None
     if stored.record is not None:
         check_shards(path, stored.record, findings)
-        expected = expect_by_record(source, stored.record, own, findings, measured)
+        expected = expect_by_record(source, stored.record, own, findings, measured, scales)
     if expected is None:
         expected = expect_by_config(source, original, stored.checkpoint, findings)
     tensors = stored.checkpoint.tensors

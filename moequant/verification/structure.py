@@ -14,6 +14,7 @@ from moequant.storage.folder import sidecar_files
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
 from moequant.verification.stored import check_nothing_added
+from moequant.weights.converted import readers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,15 +58,21 @@ def _check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Fi
 
 
 def _check_formats(config: Mapping[str, Any], expected: Expectation, findings: Findings) -> None:
-    """config.json gives the actual format of each weight."""
+    """config.json gives the actual format of each weight, and says which inputs have scales."""
     formats, roles = expected.formats(), expected.model.roles
     try:
-        format_of = expected.dialect.reader(config.get("quantization_config", {}))
+        stated = config.get("quantization_config", {})
+        format_of, activations_of = readers(expected.dialect, stated)
         for name, info in expected.original.weights.items():
             if not is_matrix(info) or roles[name].role not in LINEAR_ROLES:
                 continue
             module = name.removesuffix(".weight")
             found, wanted = format_of(module), formats.get(module)
+            static = activations_of(module)
+            if (static is not None) != (module in expected.static):
+                says = "no static scale" if static is None else f"{static} activations"
+                has = "one" if static is None else "none"
+                findings.add("config", name, f"{CONFIG_FILE} says {says}, but it has {has}")
             if found != wanted:
                 findings.add(
                     "config",

@@ -27,6 +27,7 @@ from moequant.conversion import (
 from moequant.errors import MoequantError
 from moequant.formats import (
     QuantizedWeight,
+    check_static_scale,
     effective_weight,
     float_tiles,
     get_format,
@@ -39,6 +40,7 @@ from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
 from moequant.verification.differences import compare_tensors, find_difference
 from moequant.verification.findings import WeightChecks
 from moequant.verification.report import Problem, WeightCheck
+from moequant.weights.converted import read_input_scale
 from moequant.weights.encoded import read_places
 from moequant.weights.source_weights import check_bias, read_stored
 
@@ -194,6 +196,8 @@ class _Comparison:
                 continue
             if q.global_scale is not None:
                 scales[weight.info.name] = q.global_scale.item()
+            if weight.module in self.run.expected.static:
+                self._check_input_scale(weight.module, wanted, result)
             squares = quantizer.compare(before, q)
             name, is_nearest = weight.info.name, unit.rounding is None
             self._judge(name, before, q, reference, squares, result, is_nearest=is_nearest)
@@ -204,6 +208,22 @@ class _Comparison:
         if self.run.expected.plan is None and len(set(scales.values())) > 1:
             listed = " and ".join(f"{scale:.6g} of {name}" for name, scale in scales.items())
             result.add(next(iter(scales)), f"global scales differ within a fused set: {listed}")
+
+    def _check_input_scale(
+        self, module: str, wanted: Mapping[str, Tensor], result: _Result
+    ) -> None:
+        """Compare the static scale of a weight's input, or where none is known, check it."""
+        dialect, files = self.run.expected.dialect, self.run.stored.checkpoint
+        name = dialect.input_scale_name(module)
+        try:
+            if name not in wanted:
+                check_static_scale(read_input_scale(files, dialect, module).item(), name)
+            elif self._is_stored(name, *self.run.expected.tensors[name]) and (
+                difference := compare_tensors(files.read(name), wanted[name])
+            ):
+                result.add(name, difference)
+        except MoequantError as error:
+            result.add(name, str(error).removeprefix(f"{name}: "))
 
     def _is_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor has this dtype and shape; if not, `check_structure` reported it."""

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from moequant.models import Architecture, MoeConfig, TensorRole
 
 
+def _no_activations(module: str) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertedCheckpoint:
     """A checkpoint with a `quantization_config` we can read.
@@ -55,7 +59,7 @@ class ConvertedCheckpoint:
     architecture: Architecture
     moe: MoeConfig
     format_of: Callable[[str], str | None]
-    activations_of: Callable[[str], str | None] = lambda module: None
+    activations_of: Callable[[str], str | None] = _no_activations
     block_of: Callable[[str], Block | None] = lambda module: None
 
     @classmethod
@@ -90,13 +94,18 @@ class ConvertedCheckpoint:
                 "checkpoint. Convert it first: moequant convert SOURCE OUTPUT --format NAME"
             )
         dialect = find_dialect(quantization_config)
+        if quantized_activations:
+            format_of, activations_of = readers(dialect, quantization_config)
+        else:
+            format_of, activations_of = dialect.reader(quantization_config), _no_activations
         return cls(
             checkpoint=checkpoint,
             dialect=dialect,
             architecture=found,
             moe=found.read_config(checkpoint.config),
+            format_of=format_of,
+            activations_of=activations_of,
             block_of=dialect.block_reader(quantization_config),
-            **_readers(dialect, quantization_config, quantized_activations),
         )
 
     def expert_layers(self) -> tuple[int, ...]:
@@ -160,19 +169,8 @@ class ConvertedCheckpoint:
         }
 
     def _input_scale(self, layer: int, expert: int, projection: str) -> Tensor:
-        name = f"{self.expert_module(layer, expert, projection)}.{self.dialect.input_scale}"
-        if name not in self.checkpoint.tensors:
-            raise CheckpointError(
-                f"{name}: not there, but config.json says that activations have a static global "
-                'scale; calibrate the checkpoint again, or choose "none" for activations'
-            )
-        stored = self.checkpoint.read(name)
-        if stored.numel() != 1 or not stored.is_floating_point():
-            raise CheckpointError(
-                f"{name}: {stored.dtype} of shape {list(stored.shape)}, but a global scale is one "
-                "floating-point number; fetch the checkpoint again"
-            )
-        return self.dialect.input_multiplier(stored.float().reshape(()))
+        module = self.expert_module(layer, expert, projection)
+        return read_input_scale(self.checkpoint, self.dialect, module)
 
     def tensor_names(self, module: str, format: str) -> list[str]:
         """The tensors on disk that hold a converted module, alone or with others."""
@@ -298,19 +296,39 @@ class ConvertedCheckpoint:
         return biases
 
 
-def _readers(
-    dialect: Dialect, quantization_config: Mapping[str, Any], quantized_activations: bool
-) -> dict[str, Callable[[str], str | None]]:
-    """`format_of` and `activations_of` of `ConvertedCheckpoint`."""
+def readers(
+    dialect: Dialect, quantization_config: Mapping[str, Any]
+) -> tuple[Callable[[str], str | None], Callable[[str], str | None]]:
+    """`format_of` and `activations_of` of a `ConvertedCheckpoint` with quantized activations.
+
+    Raises:
+        CheckpointError: a field of the config has the wrong type.
+    """
     format_of = dialect.reader(quantization_config)
-    if not quantized_activations:
-        return {"format_of": format_of}
     activations_of = dialect.activations_reader(quantization_config)
     of_weights = dialect.reader(quantization_config, weights_only=True)
-    return {
-        "format_of": lambda m: format_of(m) if activations_of(m) is None else of_weights(m),
-        "activations_of": activations_of,
-    }
+    return lambda m: format_of(m) if activations_of(m) is None else of_weights(m), activations_of
+
+
+def read_input_scale(checkpoint: Checkpoint, dialect: Dialect, module: str) -> Tensor:
+    """The static scale of a module's input, which multiplies: [] float32.
+
+    Raises:
+        CheckpointError: it is missing, or is not one floating-point number.
+    """
+    name = dialect.input_scale_name(module)
+    if name not in checkpoint.tensors:
+        raise CheckpointError(
+            f"{name}: not there, but config.json says that activations have a static global "
+            'scale; calibrate the checkpoint again, or choose "none" for activations'
+        )
+    stored = checkpoint.read(name)
+    if stored.numel() != 1 or not stored.is_floating_point():
+        raise CheckpointError(
+            f"{name}: {stored.dtype} of shape {list(stored.shape)}, but a global scale is one "
+            "floating-point number; fetch the checkpoint again"
+        )
+    return dialect.input_multiplier(stored.float().reshape(()))
 
 
 def described_architectures(path: Path, file: str | Path | None = None) -> tuple[Architecture, ...]:

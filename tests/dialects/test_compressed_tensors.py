@@ -116,6 +116,40 @@ def test_each_scheme_is_the_librarys_preset(format, preset):
         assert group.input_activations.model_dump() == wanted.input_activations.model_dump()
 
 
+def test_static_scales_of_activations_are_the_librarys_preset():
+    config = CT.quantization_config({EXPERT: "nvfp4"}, [], {EXPERT})
+    parsed = QuantizationConfig.model_validate(config)
+    group, wanted = parsed.config_groups["group_0"], preset_name_to_scheme("NVFP4", ["Linear"])
+    for part in ("weights", "input_activations"):
+        found, preset = (getattr(scheme, part).model_dump() for scheme in (group, wanted))
+        # How llm-compressor finds scales; here they are given.
+        for each in (found, preset):
+            each.pop("observer", None)
+        assert found == preset
+    assert (group.format, group.targets) == ("nvfp4-pack-quantized", ["Linear"])
+
+
+def test_modules_with_and_without_static_scales_have_groups_of_their_own():
+    formats = {m: f for m, f in layers(experts=["nvfp4"] * 2, shared="nvfp4").items() if f}
+    static = {module for module in formats if ".experts." in module}
+    config = CT.quantization_config(formats, [], static)
+    model = linears(*formats)
+    apply_quantization_config(model, QuantizationConfig.model_validate(config), show_progress=False)
+    for module in formats:
+        found = model.get_submodule(module).quantization_scheme.input_activations
+        assert (found is not None) == (module in static), module
+    activations = CT.activations_reader(config)
+    assert {m for m in formats if activations(m) == "nvfp4_static"} == static
+    assert config["format"] == "nvfp4-pack-quantized"
+
+
+def test_formats_without_static_scales_refuse_them_by_name():
+    with pytest.raises(UnsupportedError, match=rf"{EXPERT}: the dialect .* only for nvfp4, and n"):
+        CT.quantization_config({EXPERT: "mxfp4"}, [], {EXPERT})
+    with pytest.raises(UnsupportedError, match=r"the dialect gpt-oss .* for no format"):
+        get_dialect("gpt-oss").quantization_config({EXPERT: "mxfp4"}, [], {EXPERT})
+
+
 def linears(*names):
     """A tree of modules with a linear layer at each name."""
     root = torch.nn.Module()

@@ -117,6 +117,28 @@ def test_the_librarys_converter_takes_it_and_decodes_the_same(written):
         assert torch.equal(decoded, dequantize(ours.read(module)).bfloat16())
 
 
+def test_the_librarys_converter_takes_static_scales_and_inverts_them(plain, tmp_path):
+    out = tmp_path / "w4a4"
+    settings = {"format": "nvfp4", "activation_scales": 0.1}
+    convert(plain, out, dialect="modelopt", **settings)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    # As Model-Optimizer 0.47, convert_hf_quant_config_format, has NVFP4.
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    group = {"targets": ["Linear"], "weights": numbers, "input_activations": numbers}
+    assert config["quant_algo"] == "NVFP4"
+    assert config["config_groups"] == {"group_0": group}
+    converter = ModelOptNvfp4Converter(
+        ignore=config["ignore"], targets=["Linear", "re:.*experts.*"]
+    )
+    theirs = converter.validate(dict(read_all(out)))
+    convert(plain, tmp_path / "ct", dialect="compressed-tensors", **settings)
+    ours = read_all(tmp_path / "ct")
+    names = {name for name in ours if name.endswith("input_global_scale")}
+    assert len(names) == 2 * 2 * 3
+    assert names == {name for name in theirs if name.endswith("input_global_scale")}
+    assert all(theirs[n].item() == ours[n].item() for n in names)
+
+
 def test_a_power_of_two_goes_there_and_back_byte_for_byte(written):
     there = written("compressed-tensors")
     across = written("modelopt", there.output)

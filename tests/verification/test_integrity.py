@@ -193,6 +193,7 @@ def test_the_record_says_what_it_must(source, converted):
             "match": None,
             "options": {},
             "roles": ["routed_experts"],
+            "activation_scales": None,
         }
     ]
     assert {f: e["bytes"] for f, e in record["source"]["files"].items()} == {
