@@ -71,7 +71,7 @@ _ENVIRONMENT = {
 """Of every process: in one process, with the log that says who runs the experts, and no network."""
 _OUR_EXPERTS = re.compile(r"moequant runs routed experts .* by its backend (\S+)")
 _VLLM_EXPERTS = re.compile(r"Using (.+? MoE(?= backend)|\w+MoEMethod|\w+Experts(?= for ))")
-"""As vLLM 0.22.1 logs them, such as "Using TRITON Fp8 MoE backend out of potential backends"."""
+"""As vLLM 0.22.1 and 0.33.0 log them, such as "Using TRITON Fp8 MoE backend out of ..."."""
 
 
 @dataclass(frozen=True, kw_only=True)

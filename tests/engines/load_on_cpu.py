@@ -8,6 +8,7 @@ have the codes, scales and biases that `load_experts` reads, and fails if one di
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +21,10 @@ def main(checkpoint):
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
+    # vLLM 0.33.0 calls it after loading, and torch for CPUs alone raises an error.
+    torch.accelerator.empty_cache = lambda: None
+    # The engine sets logging up there, which is not started here.
+    logging.basicConfig(level=logging.INFO)
     from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.layers.fused_moe import RoutedExperts

@@ -15,9 +15,10 @@ experts are given to `FusedExperts`.
     single.py       parameters of checkpoints with single experts
     gpt_oss.py      parameters of gpt-oss' stacked experts
     name.py         what vLLM calls it
+    versions.py     the versions of vLLM, and what differs between them
     method.py       the method of a layer: parameters, packing, and the call
 
-Written against vLLM 0.22.1's sources; not yet run in the engine.
+Written for vLLM 0.22.1 and 0.33.0; docs/serving.md says what was run.
 """
 
 from __future__ import annotations

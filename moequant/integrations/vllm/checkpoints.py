@@ -33,6 +33,7 @@ from moequant.integrations.vllm.name import NAME
 from moequant.integrations.vllm.options import read_options
 from moequant.integrations.vllm.refusals import check_served
 from moequant.integrations.vllm.scheme import scheme_of
+from moequant.integrations.vllm.versions import name_matching, projections
 from moequant.runtime.activations import MXFP8
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.moequant")
 
 _GPT_OSS = "gpt_oss"
-_WITH_OWN_CONFIG = "deepseek_v4"
+_WITH_OWN_CONFIG = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
 
 
 class _OwnExperts:
@@ -60,9 +61,9 @@ class _OwnExperts:
         """Check that vLLM reads the config of a model of this `model_type` by the class here.
 
         Raises:
-            UnsupportedError: it has a class for that model alone.
+            UnsupportedError: vLLM has a class for that model alone.
         """
-        if model_type == _WITH_OWN_CONFIG:
+        if model_type in _WITH_OWN_CONFIG:
             raise UnsupportedError(
                 f"--quantization {NAME} does not serve {model_type}, whose layers have a config "
                 f"of their own in vLLM; start without --quantization {NAME}"
@@ -113,6 +114,7 @@ class Fp8WithOwnExperts(_OwnExperts, Fp8Config):  # type: ignore[misc]
             prefix=prefix,
             ignored_layers=self.ignored_layers,
             fused_mapping=self.packed_modules_mapping,
+            **name_matching(self),
         ):
             return None
         return scheme_of(_for_all_modules(self.stated))
@@ -123,9 +125,8 @@ class CompressedTensorsWithOwnExperts(_OwnExperts, CompressedTensorsConfig):  # 
 
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:
         self._add_fused_moe_to_target_scheme_map()
-        # These names, whatever the model calls its projections: vLLM's own method asks so.
-        names = [f"{prefix}.0.{projection}" for projection in ("gate_proj", "up_proj", "down_proj")]
-        found = [self.get_scheme_dict(layer, name) for name in names]
+        # Expert 0 stands for all, as in vLLM's own method.
+        found = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in projections(layer)]
         if any(scheme != found[0] for scheme in found):
             raise UnsupportedError(
                 f"{prefix}: gate, up and down have different schemes in quantization_config; "

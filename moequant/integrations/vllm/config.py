@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME
+from moequant.integrations.vllm.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +47,8 @@ class MoequantConfig(QuantizationConfig):  # type: ignore[misc]
             hf_config: the model's config, of which `model_type` is read.
 
         Raises:
-            UnsupportedError: the user asks for it, and its experts are not served.
+            UnsupportedError: the user asks for it, and its experts are not served, or not in this
+                version of vLLM.
         """
         if user_quant != NAME:
             return None
@@ -60,7 +62,8 @@ class MoequantConfig(QuantizationConfig):  # type: ignore[misc]
         """The checkpoint's own config of vLLM, with routed experts taken out.
 
         Raises:
-            UnsupportedError: no class of `checkpoints.py` is for it.
+            UnsupportedError: no class of `checkpoints.py` is for it, or the plug-in is not written
+                for this version of vLLM.
         """
         return _checkpoint_class(config).from_config(config)
 
@@ -88,6 +91,7 @@ class MoequantConfig(QuantizationConfig):  # type: ignore[misc]
 
 
 def _checkpoint_class(config: Mapping[str, Any]) -> Any:
+    check_version()
     # Not at the head: vLLM imports this module in every process, and those are all of its kernels.
     from moequant.integrations.vllm.checkpoints import checkpoint_class
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, get_format
 from moequant.integrations.vllm.loading import check_dtype
 from moequant.integrations.vllm.stored import StoredExperts
@@ -81,6 +82,12 @@ class GptOssExperts(StoredExperts):
             expert_id: int | None,
             return_success: bool = False,
         ) -> object:
+            if expert_id is not None:
+                raise UnsupportedError(
+                    f"{weight_name}: a tensor of expert {expert_id} alone, but in the dialect "
+                    "gpt-oss the experts of a layer are one tensor; load the checkpoint from its "
+                    "files"
+                )
             tensor = check_dtype(weight_name, loaded_weight, dtype)
             done = weight_loader(
                 param, tensor, weight_name, shard_id, expert_id, return_success=return_success

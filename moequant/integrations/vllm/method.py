@@ -2,7 +2,7 @@
 
 Decisions, each with the failure it prevents:
 
-* No operator of its own for torch.compile. vLLM 0.22.1 calls a method within its operators
+* No operator of its own for torch.compile. vLLM calls a method within its operators
   `vllm::moe_forward` and `vllm::moe_forward_shared`, which graphs keep whole.
 * No kernel of vLLM's (`moe_kernel` stays None). vLLM then routes, adds shared experts and reduces
   over ranks itself, as for its own methods without one.
@@ -28,6 +28,7 @@ from moequant.integrations.vllm.gpt_oss import GptOssExperts
 from moequant.integrations.vllm.refusals import check_biases, check_blocks
 from moequant.integrations.vllm.single import SingleExperts
 from moequant.integrations.vllm.stored import RankSizes
+from moequant.integrations.vllm.versions import activation_numbers
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.backends import Workload
 from moequant.runtime.packing import scheme_of
@@ -67,11 +68,11 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.dummy = dummy
         self.stored: StoredExperts | None = None
         self.experts: FusedExperts | None = None
-        self.act_fn = act_fn_of(moe.activation.value, moe.swiglu_limit)
+        self.act_fn = act_fn_of(moe.activation.value, activation_numbers(moe))
         check_biases(
             name,
             has_bias=moe.has_bias,
-            interleaved=self.act_fn == INTERLEAVED,
+            interleaved=moe.activation.value == INTERLEAVED,
             stacked=scheme.dialect.stacks,
         )
 

@@ -35,7 +35,7 @@ def check_served(name: str, layer: Any, vllm_config: Any) -> None:
 
 def _of_parallelism(layer: Any) -> Iterator[str]:
     parallel = layer.moe_config.moe_parallel_config
-    if parallel.enable_eplb or layer.eplb_state is not None:
+    if parallel.enable_eplb:
         yield f"expert load balancing: leave out --enable-eplb, {_WITHOUT}"
     if parallel.dp_size > 1:
         yield (

@@ -47,10 +47,13 @@ def stand_ins():
     return _load_stand_ins()
 
 
-@pytest.fixture(scope="module")
-def engine():
-    """vLLM, or its stand-ins; `engine.layer(...)` makes a layer of routed experts."""
-    made = StandIns() if find_spec("vllm") is None else _real_vllm()
+VERSIONS = tuple(_load_stand_ins().VERSIONS) if find_spec("vllm") is None else (None,)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def engine(request):
+    """vLLM, or stand-ins of a version; `engine.layer(...)` makes a layer of routed experts."""
+    made = _real_vllm() if request.param is None else StandIns(request.param)
     from moequant.integrations.vllm import register
 
     register()
@@ -64,7 +67,12 @@ def _real_vllm():
 
 
 class Engine:
-    """What the tests need of vLLM."""
+    """What the tests need of vLLM.
+
+    Attributes:
+        real: whether it is vLLM itself.
+        version: of vLLM.
+    """
 
     def remove(self):
         """Leave nothing that tests of other modules would take for vLLM."""
@@ -83,16 +91,27 @@ class Engine:
         `tp` and `ep` are how many ranks share experts, or have some each, and which this is.
         """
         with self.settings(tp, ep, options):
-            from vllm.model_executor.layers.fused_moe import FusedMoE
-
             sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
-            return FusedMoE(
+            return self._make(
                 **{**sizes, **arguments},
                 params_dtype=torch.bfloat16,
                 tp_size=max(tp[0], ep[0]),
                 prefix=LAYER,
                 quant_config=self.config(quantization_config),
             )
+
+    def activations(self):
+        """vLLM's activation functions of experts, an Enum."""
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+        return MoEActivation
+
+    def _make(self, **arguments):
+        from vllm.model_executor.layers import fused_moe
+
+        if self.version == "0.22.1":
+            return fused_moe.FusedMoE(**arguments)
+        return fused_moe.FusedMoEFactory(**arguments).routed_experts
 
     def loaded(self, checkpoint, **arguments):
         """The same, with layer 0 of a checkpoint in it, ready to run."""
@@ -104,10 +123,10 @@ class Engine:
 
 
 class StandIns(Engine):
-    def __init__(self):
-        self.real = False
+    def __init__(self, version):
+        self.real, self.version = False, version
         self.module = _load_stand_ins()
-        self.installed = self.module.install()
+        self.installed = self.module.install(version)
 
     def remove(self):
         ours = [name for name in sys.modules if name.startswith("moequant.integrations.vllm")]
@@ -143,7 +162,9 @@ class StandIns(Engine):
 
 class RealVllm(Engine):
     def __init__(self):
-        self.real = True
+        from vllm import __version__
+
+        self.real, self.version = True, __version__.partition("+")[0]
         from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 

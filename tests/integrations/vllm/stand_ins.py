@@ -1,4 +1,4 @@
-"""Small stand-ins for what the plug-in uses of vLLM 0.22.1, where vLLM is not installed.
+"""Small stand-ins for what the plug-in uses of vLLM 0.22.1 and 0.33.0, if vLLM is not installed.
 
 Names, signatures and the rules by which tensors are cut are vLLM's; the code is not.
 test_stand_ins.py compares signatures with vLLM's sources where they are.
@@ -73,14 +73,33 @@ class QuantizationConfig:
         return "vLLM's own method"
 
 
-def is_layer_skipped(prefix, ignored_layers, fused_mapping=None, *, skip_with_substr=False):
-    return any(prefix in name for name in ignored_layers if "experts" in name)
+class Older:
+    """What is so in vLLM 0.22.1 alone."""
+
+    version = "0.22.1"
+
+    @staticmethod
+    def is_layer_skipped(prefix, ignored_layers, fused_mapping=None, *, skip_with_substr=False):
+        return any(prefix in name for name in ignored_layers if "experts" in name)
+
+
+class Newer:
+    """What is so in vLLM 0.33.0 alone."""
+
+    version = "0.33.0"
+
+    @staticmethod
+    def is_layer_skipped(prefix, ignored_layers, fused_mapping=None, *, match_mode="exact"):
+        if match_mode == "suffix":
+            return any(f".{prefix}".endswith(f".{name}") for name in ignored_layers)
+        return any(prefix in name for name in ignored_layers if "experts" in name)
 
 
 class Fp8Config(QuantizationConfig):
     def __init__(self, ignored_layers=None):
         super().__init__()
         self.ignored_layers = ignored_layers or []
+        self.ignored_layers_match_mode = "exact"
 
     @classmethod
     def from_config(cls, config):
@@ -164,17 +183,18 @@ class GptOssMxfp4Config(QuantizationConfig):
 
 
 # vllm.model_executor.layers.fused_moe
-class MoEActivation(Enum):
-    SILU = "silu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    RELU2 = "relu2"
-    SWIGLUOAI = "swigluoai"
-    SWIGLUSTEP = "swiglustep"
-    SILU_NO_MUL = "silu_no_mul"
-    GELU_NO_MUL = "gelu_no_mul"
-    GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
-    RELU2_NO_MUL = "relu2_no_mul"
+_ACTIVATIONS = (
+    "silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglustep", "silu_no_mul", "gelu_no_mul",
+    "gelu_tanh_no_mul", "relu2_no_mul",
+)  # fmt: skip
+
+
+def _activations(*more):
+    return Enum("MoEActivation", {name.upper(): name for name in (*_ACTIVATIONS, *more)})
+
+
+Older.MoEActivation = _activations()
+Newer.MoEActivation = _activations("situ", "swigluoai_uninterleave")
 
 
 class FusedMoEMethodBase:
@@ -189,27 +209,13 @@ class FusedMoEMethodBase:
         return hidden_size, intermediate_size_per_partition
 
 
-class FusedMoE(torch.nn.Module):
+class _Layer(torch.nn.Module):
     """A layer of routed experts, as far as a method sees it."""
 
-    def __init__(
-        self,
-        num_experts,
-        top_k,
-        hidden_size,
-        intermediate_size,
-        params_dtype=None,
-        quant_config=None,
-        tp_size=1,
-        prefix="",
-        activation="silu",
-        is_act_and_mul=True,
-        has_bias=False,
-        swiglu_limit=None,
-        apply_router_weight_on_input=False,
+    def _build(
+        self, moe_config, quant_config, prefix, *, apply_router_weight_on_input, params_dtype
     ):
-        super().__init__()
-        parallel = get_current_vllm_config().parallel(tp_size)
+        parallel, num_experts = moe_config.moe_parallel_config, moe_config.num_experts
         local = num_experts // parallel.ep_size
         begin = local * parallel.ep_rank
         self.quant_config = quant_config
@@ -217,22 +223,16 @@ class FusedMoE(torch.nn.Module):
         if parallel.ep_size > 1:
             self.expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
             self.expert_map[begin : begin + local] = torch.arange(local, dtype=torch.int32)
-        self.eplb_state = None
         self.apply_router_weight_on_input = apply_router_weight_on_input
-        self.moe_config = SimpleNamespace(
-            moe_parallel_config=parallel,
-            activation=MoEActivation(activation),
-            is_act_and_mul=is_act_and_mul,
-            has_bias=has_bias,
-            swiglu_limit=swiglu_limit,
-            is_lora_enabled=get_current_vllm_config().lora_config is not None,
-            moe_backend=get_current_vllm_config().kernel_config.moe_backend,
-        )
+        self.moe_config = moe_config
         self.quant_method = quant_config.get_quant_method(self, prefix)
         if isinstance(self.quant_method, str):
             return
         hidden, intermediate = self.quant_method.maybe_roundup_sizes(
-            hidden_size, intermediate_size // parallel.tp_size, params_dtype, parallel
+            moe_config.hidden_dim,
+            moe_config.intermediate_size // parallel.tp_size,
+            params_dtype,
+            parallel,
         )
         self.quant_method.create_weights(
             layer=self,
@@ -282,6 +282,143 @@ class FusedMoE(torch.nn.Module):
         return loaded.narrow(dim, size * self.moe_config.moe_parallel_config.tp_rank, size)
 
 
+def _moe_config(sizes, tp_size, activation, **numbers):
+    config = get_current_vllm_config()
+    num_experts, hidden_size, intermediate_size = sizes
+    return SimpleNamespace(
+        num_experts=num_experts,
+        hidden_dim=hidden_size,
+        intermediate_size=intermediate_size,
+        moe_parallel_config=config.parallel(tp_size),
+        activation=activation,
+        is_lora_enabled=config.lora_config is not None,
+        moe_backend=config.kernel_config.moe_backend,
+        **numbers,
+    )
+
+
+class FusedMoE(_Layer):
+    """The layer of vLLM 0.22.1."""
+
+    def __init__(
+        self,
+        num_experts,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        params_dtype=None,
+        quant_config=None,
+        tp_size=None,
+        prefix="",
+        activation="silu",
+        is_act_and_mul=True,
+        has_bias=False,
+        swiglu_limit=None,
+        apply_router_weight_on_input=False,
+    ):
+        super().__init__()
+        moe_config = _moe_config(
+            (num_experts, hidden_size, intermediate_size),
+            tp_size,
+            Older.MoEActivation(activation),
+            is_act_and_mul=is_act_and_mul,
+            has_bias=has_bias,
+            swiglu_limit=swiglu_limit,
+        )
+        self._build(
+            moe_config,
+            quant_config,
+            prefix,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            params_dtype=params_dtype,
+        )
+
+
+Older.FusedMoE = Older.RoutedExperts = FusedMoE
+
+
+class RoutedExperts(_Layer):
+    """The layer of vLLM 0.33.0."""
+
+    def __init__(
+        self,
+        layer_name,
+        params_dtype,
+        moe_config,
+        quant_config,
+        ckpt_gate_proj_name="gate_proj",
+        ckpt_down_proj_name="down_proj",
+        ckpt_up_proj_name="up_proj",
+        apply_router_weight_on_input=False,
+    ):
+        super().__init__()
+        assert moe_config.is_act_and_mul == (ckpt_up_proj_name is not None)
+        self.ckpt_gate_proj_name = ckpt_gate_proj_name
+        self.ckpt_down_proj_name = ckpt_down_proj_name
+        self.ckpt_up_proj_name = ckpt_up_proj_name
+        self._build(
+            moe_config,
+            quant_config,
+            layer_name,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            params_dtype=params_dtype,
+        )
+
+
+def FusedMoEFactory(  # noqa: N802 (vLLM's name)
+    num_experts,
+    top_k,
+    hidden_size,
+    intermediate_size,
+    params_dtype=None,
+    quant_config=None,
+    tp_size=None,
+    prefix="",
+    swiglu_limit=None,
+    swiglu_alpha=None,
+    swiglu_beta=None,
+    activation_situ_beta=None,
+    activation_situ_linear_beta=None,
+    apply_router_weight_on_input=False,
+    activation="silu",
+    has_bias=False,
+    ckpt_names=("gate_proj", "down_proj", "up_proj"),
+):
+    """What makes it; vLLM returns what runs the layer, which has it."""
+    moe_config = _moe_config(
+        (num_experts, hidden_size, intermediate_size),
+        tp_size,
+        Newer.MoEActivation(activation),
+        is_act_and_mul=not activation.endswith("_no_mul"),
+        has_bias=has_bias,
+        swiglu_limit=swiglu_limit,
+        swiglu_alpha=swiglu_alpha,
+        swiglu_beta=swiglu_beta,
+        activation_situ_beta=activation_situ_beta,
+        activation_situ_linear_beta=activation_situ_linear_beta,
+    )
+    layer = RoutedExperts(
+        prefix,
+        params_dtype,
+        moe_config,
+        quant_config,
+        *ckpt_names,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+    )
+    return SimpleNamespace(routed_experts=layer)
+
+
+Newer.RoutedExperts, Newer.FusedMoEFactory = RoutedExperts, staticmethod(FusedMoEFactory)
+
+
+def named(version, name):
+    """What vLLM of a version calls `name`; of a class `C.f` its function."""
+    name, _, attribute = name.partition(".")
+    found = getattr(VERSIONS[version], name, None) or globals()[name]
+    return getattr(found, attribute) if attribute else found
+
+
+VERSIONS = {kind.version: kind for kind in (Older, Newer)}
 HOMES = {
     "vllm.config": ("get_current_vllm_config", "set_current_vllm_config"),
     "vllm.logger": ("init_logger",),
@@ -298,23 +435,27 @@ HOMES = {
     ),
     "vllm.model_executor.layers.quantization.mxfp4": ("GptOssMxfp4Config",),
     "vllm.model_executor.layers.quantization.utils.quant_utils": ("is_layer_skipped",),
-    "vllm.model_executor.layers.fused_moe": ("FusedMoEMethodBase", "FusedMoE"),
+    "vllm.model_executor.layers.fused_moe": ("FusedMoEMethodBase", "RoutedExperts"),
     "vllm.model_executor.layers.fused_moe.activation": ("MoEActivation",),
 }  # fmt: skip
 """By module of vLLM, what it has here."""
+MAKERS = {"0.22.1": "FusedMoE", "0.33.0": "FusedMoEFactory"}
+"""What makes a layer."""
 
 
-def install():
-    """Make the modules importable; returns their names."""
+def install(version):
+    """Make the modules of a version importable; returns their names."""
     made = {}
-    for home, names in HOMES.items():
+    homes = HOMES | {}
+    homes["vllm.model_executor.layers.fused_moe"] += (MAKERS[version],)
+    for home, names in homes.items():
         parts = home.split(".")
         for end in range(1, len(parts) + 1):
             made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
         for name in names:
-            setattr(made[home], name, globals()[name])
+            setattr(made[home], name, named(version, name))
     for module in made.values():
         module.__path__ = []
-    made["vllm.model_executor.layers.fused_moe"].RoutedExperts = FusedMoE
+    made["vllm"].__version__ = version
     sys.modules.update(made)
     return list(made)

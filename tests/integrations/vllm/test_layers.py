@@ -150,7 +150,12 @@ def test_experts_without_a_gate_have_up_alone(engine, converted):
         pytest.skip("vLLM makes such layers only where there is a GPU")
     path = converted("nvfp4", "compressed-tensors")
     config = json.loads((path / "config.json").read_text())["quantization_config"]
-    layer = engine.layer(config, activation="relu2_no_mul", is_act_and_mul=False)
+    without = (
+        {"is_act_and_mul": False}
+        if engine.version == "0.22.1"
+        else {"ckpt_names": ("up_proj", "down_proj", None)}
+    )
+    layer = engine.layer(config, activation="relu2_no_mul", **without)
     for file in path.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             if name.startswith("model.layers.0.mlp.experts.") and "gate_proj" not in name:
@@ -201,7 +206,7 @@ def test_layers_that_are_no_routed_experts_are_left_to_vllm(engine, monkeypatch)
 
 
 def test_kept_experts_are_left_to_vllm_and_that_is_said(engine, monkeypatch):
-    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     from moequant.integrations.vllm import checkpoints
 
@@ -212,5 +217,6 @@ def test_kept_experts_are_left_to_vllm_and_that_is_said(engine, monkeypatch):
     own_methods(monkeypatch, config)
     said = []
     monkeypatch.setattr(checkpoints.logger, "info_once", said.append)
-    assert config.get_quant_method(FusedMoE.__new__(FusedMoE), kept) == f"own of {kept}"
+    layer = RoutedExperts.__new__(RoutedExperts)
+    assert config.get_quant_method(layer, kept) == f"own of {kept}"
     assert "unquantized: vLLM runs those" in said[0]

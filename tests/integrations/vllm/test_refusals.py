@@ -22,7 +22,6 @@ def settings(**changed):
         enable_eplb=False, dp_size=1, pcp_size=1, all2all_backend="allgather_reducescatter"
     )
     layer = SimpleNamespace(
-        eplb_state=None,
         moe_config=SimpleNamespace(
             moe_parallel_config=parallel, is_lora_enabled=False, moe_backend="auto"
         ),
@@ -45,7 +44,6 @@ def settings(**changed):
 PARALLEL = "layer__moe_config__moe_parallel_config__"
 REFUSED = {
     f"{PARALLEL}enable_eplb": (True, "expert load balancing: leave out --enable-eplb"),
-    "layer__eplb_state": ("state", "expert load balancing"),
     f"{PARALLEL}dp_size": (2, r"data parallel 2 \(all-to-all by allgather.*--tensor-parallel-size"),
     f"{PARALLEL}pcp_size": (2, "prefill context parallel 2"),
     "layer__moe_config__is_lora_enabled": (True, "LoRA: leave out --enable-lora"),
@@ -136,6 +134,7 @@ def test_unknown_options_are_refused(engine, options, says):
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "qwen3_moe", "quant_algo 'FP8', but"),
         ({"quant_method": "mxfp4"}, "qwen3_moe", "gpt-oss of a qwen3_moe model.*gpt_oss only"),
         ({"quant_method": "fp8"}, "deepseek_v4", "does not serve deepseek_v4"),
+        ({"quant_method": "fp8"}, "deepseek_v41_text", "does not serve deepseek_v41_text"),
         ({"quant_method": "moequant"}, "qwen3_moe", "serves fp8, compressed-tensors, gpt-oss"),
     ],
 )
@@ -146,6 +145,41 @@ def test_unknown_checkpoints_are_refused_where_vllm_asks(engine, config, model_t
     with pytest.raises(UnsupportedError, match=says):
         MoequantConfig.override_quantization_method(config, "moequant", hf_config=model)
     assert MoequantConfig.override_quantization_method(config, None, hf_config=model) is None
+
+
+@pytest.mark.parametrize("version", ["0.22.2", "0.32.0", "0.33.1", "dev"])
+def test_another_version_of_vllm_is_refused_where_vllm_asks(engine, monkeypatch, version):
+    import vllm
+
+    from moequant.integrations.vllm.config import MoequantConfig
+
+    config = quantized("fp8_block", "fp8")
+    monkeypatch.setattr(vllm, "__version__", version)
+    says = rf"vLLM {version}, but .* written for vLLM 0\.22\.1 and 0\.33\.0; install"
+    with pytest.raises(UnsupportedError, match=says):
+        MoequantConfig.override_quantization_method(config, "moequant")
+    with pytest.raises(UnsupportedError, match=says):
+        MoequantConfig.from_config(config)
+    assert MoequantConfig.override_quantization_method(config, None) is None
+
+
+def test_the_build_of_a_version_does_not_matter(engine, monkeypatch):
+    import vllm
+
+    from moequant.integrations.vllm.versions import check_version
+
+    monkeypatch.setattr(vllm, "__version__", f"{engine.version}+cu130")
+    check_version()
+
+
+def test_a_single_tensor_of_stacked_experts_is_refused(engine, converted):
+    """vLLM 0.33.0 takes them from weights that are sent to it."""
+    config = json.loads((converted("mxfp4", "gpt-oss") / "config.json").read_text())
+    given = {"activation": "swigluoai", "has_bias": True}
+    layer = engine.layer(config["quantization_config"], **given)
+    param = layer.w13_bias
+    with pytest.raises(UnsupportedError, match=r"w13_bias: a tensor of expert 2 alone"):
+        param.weight_loader(param, param.data[0], "w13_bias", "gpt_oss_w13", 2)
 
 
 def test_a_checkpoint_without_quantization_is_refused(engine):

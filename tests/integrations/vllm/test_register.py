@@ -41,7 +41,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("stand_ins", {stand_ins.__file__!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.install()
+module.install("0.33.0")
 from moequant.integrations.vllm import register
 register()
 import torch
