@@ -24,9 +24,10 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
 SMALL = {
-    "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 12,
-    "rounds": 2, "device": "cpu",
+    "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 24,
+    "rounds": 4, "device": "cpu",
 }  # fmt: skip
+"""With fewer steps or rounds, a busy machine may take longer for the fewer tokens of two runs."""
 FAKE_VLLM = '''
 """vLLM that takes a millisecond a step, and 10 for prompts; it keeps what it was given."""
 import json, os, sys, time
