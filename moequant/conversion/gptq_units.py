@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.units import Unit
     from moequant.formats import QuantizedWeight, StoredWeight
+    from moequant.quantizers import Quantizer
     from moequant.statistics import Statistics
 
 
@@ -22,6 +23,7 @@ def round_by_gptq(
     weights: Sequence[StoredWeight],
     nearest: Sequence[QuantizedWeight],
     statistics: Statistics,
+    quantizer: Quantizer,
     written: Sequence[QuantizedWeight | None] | None = None,
 ) -> list[GptqError]:
     """Replace the codes of a unit's weights by those of GPTQ, in place.
@@ -31,6 +33,7 @@ def round_by_gptq(
         weights: [N, K] each, as read from the source.
         nearest: the weights, rounded to nearest; their scales stay.
         statistics: of the inputs of the unit's weights.
+        quantizer: rounds blocks of columns.
         written: for a verification, what the output holds of each weight, if it can be read. Codes
             that GPTQ may have written, up to ties (`Gptq.may_have_rounded`), are taken from it.
 
@@ -55,6 +58,7 @@ def round_by_gptq(
                 statistics.hessian(layer, expert, projection),
                 activation_order=unit.rounding.activation_order,
                 name=name,
+                round_columns=quantizer.round_columns,
             )
         gptq = rounders[what]
         if other is not None and gptq.may_have_rounded(numbers, q, other, name=name):

@@ -86,7 +86,7 @@ def convert_unit(
     rounded: Sequence[GptqError] = ()
     if lossless is None and unit.rounding is not None:
         assert statistics is not None, "the plan refuses GPTQ without"
-        rounded = round_by_gptq(unit, weights, quantized, statistics)
+        rounded = round_by_gptq(unit, weights, quantized, statistics, quantizer)
     errors = _requantization_errors(unit, weights, quantized, dialect, quantizer)
     input_scale = input_scale_of(unit, statistics)
     tensors = _encode(quantized, unit, dialect, consume=True, input_scale=input_scale)
@@ -144,7 +144,7 @@ def convert_again(
     quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena(), statistics)
     if lossless is None and unit.rounding is not None:
         assert statistics is not None, "the plan refuses GPTQ without"
-        round_by_gptq(unit, weights, quantized, statistics, written)
+        round_by_gptq(unit, weights, quantized, statistics, quantizer, written)
     # After a lossless requantization, results may share memory with `weights`, which stay in use.
     return _encode(
         quantized,

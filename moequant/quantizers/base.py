@@ -11,11 +11,13 @@ from torch import Tensor
 
 from moequant.formats import Format, QuantizedWeight, dequantize_into, signal_and_noise
 from moequant.formats.base import check_values
+from moequant.quantizers.gptq import round_columns_in_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moequant.formats import StoredWeight
+    from moequant.formats.elements import Element
 
 
 class UnavailableError(Exception):
@@ -130,6 +132,18 @@ class Quantizer:
         """
         numbers = self._numbers(weights, names, scratch)
         return format.quantize_fused(numbers, options, names=names, mean_squares=mean_squares)
+
+    def round_columns(
+        self,
+        element: Element,
+        target: Tensor,
+        scale: Tensor,
+        codes: Tensor,
+        errors: Tensor,
+        feedback: Tensor,
+    ) -> None:
+        """`moequant.quantizers.gptq.round_columns_in_torch`, on the CPU."""
+        round_columns_in_torch(element, target, scale, codes, errors, feedback)
 
     def decode(
         self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty

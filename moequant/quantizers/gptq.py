@@ -35,7 +35,11 @@ from moequant.formats.blocks import expand_blocks
 from moequant.formats.elements import pack_nibbles, unpack_nibbles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from moequant.formats.elements import Element
+
+    RoundColumns = Callable[[Element, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)
 """What is added to the diagonal of H, in units of its mean, in the order in which they are tried.
@@ -47,7 +51,7 @@ rounded either way by another order of float64 sums. Sums of 2**14 products are 
 their terms' magnitudes, and rounding to float32 before a code is chosen adds 2**-24."""
 _GIVEN_BACK_BYTES = 32 << 20
 """The largest value of glibc's threshold for blocks that are mapped, which grows up to it."""
-_BLOCK = 64
+COLUMNS = 64
 """Columns whose errors are passed on one by one; those of earlier blocks by one product."""
 
 
@@ -86,6 +90,8 @@ class Gptq:
         activation_order: round the columns with the largest mean squares first; by default from
             left to right.
         name: name of the weight for error messages.
+        round_columns: rounds a block of columns as `round_columns` does, such as the method of
+            NativeQuantizer, for a CPU.
 
     Raises:
         StatisticsError: another shape or dtype, a number that is NaN or Inf, a negative mean
@@ -93,9 +99,15 @@ class Gptq:
     """
 
     def __init__(
-        self, hessian: Tensor, *, activation_order: bool = False, name: str = "weight"
+        self,
+        hessian: Tensor,
+        *,
+        activation_order: bool = False,
+        name: str = "weight",
+        round_columns: RoundColumns | None = None,
     ) -> None:
         _check_hessian(hessian, name)
+        self._round_columns = round_columns or round_columns_in_torch
         self._hessian = hessian.double()
         squares = self._hessian.diagonal()
         self._order = (
@@ -213,23 +225,55 @@ class Gptq:
     def _sweep(self, w: Tensor, given: QuantizedWeight, feedback: Tensor) -> QuantizedWeight:
         """Round column after column; rows here are the columns of `w`, in the order of rounding."""
         element = get_format(given.format).element
-        scale = _column_scales(given).T[self._order]
-        target = w.double().T[self._order]
-        errors, weights = torch.empty_like(target), target.clone()
-        codes = torch.empty(target.shape, dtype=element.dtype, device=w.device)
-        for start in range(0, len(target), _BLOCK):
-            stop = min(start + _BLOCK, len(target))
-            target[start:stop] += feedback[start:stop, :start] @ errors[:start]
-            for k in range(start, stop):
-                codes[k] = element.encode((target[k] / scale[k]).float())
-                errors[k] = weights[k] - element.decode(codes[k]).double() * scale[k]
-                target[k + 1 : stop].addr_(feedback[k + 1 : stop, k], errors[k])
+        scale = _column_scales(given).T[self._order].contiguous()
+        target = w.double().T[self._order].contiguous()
+        errors = target.clone()
+        codes = torch.empty(target.shape, dtype=torch.uint8, device=w.device)
+        for start in range(0, len(target), COLUMNS):
+            block = slice(start, start + COLUMNS)
+            target[block] += feedback[block, :start] @ errors[:start]
+            self._round_columns(
+                element,
+                target[block],
+                scale[block],
+                codes[block],
+                errors[block],
+                feedback[block, block].contiguous(),
+            )
         back = torch.empty_like(self._order)
         back[self._order] = torch.arange(len(back), device=back.device)
         # Not all devices can index float8.
-        qdata = codes.view(torch.uint8)[back].T.contiguous().view(element.dtype)
+        qdata = codes[back].T.contiguous().view(element.dtype)
         packed = qdata if element.bits == 8 else pack_nibbles(qdata)
         return replace(given, qdata=packed)
+
+
+def round_columns_in_torch(
+    element: Element,
+    target: Tensor,
+    scale: Tensor,
+    codes: Tensor,
+    errors: Tensor,
+    feedback: Tensor,
+) -> None:
+    """Round a block of columns one after the other; all tensors are contiguous, on one device.
+
+    Args:
+        element: what a code is.
+        target: [B, N] float64, the transposed columns with the errors of all earlier blocks added;
+            overwritten.
+        scale: [B, N] float64, what each code is multiplied by.
+        codes: [B, N] uint8, the result, one code in each byte.
+        errors: [B, N] float64; the columns of the weight, from which what they are rounded to is
+            subtracted.
+        feedback: [B, B] float64, how much of the error of a column (second index) is added to one
+            that follows (first index).
+    """
+    for k in range(len(target)):
+        code = element.encode((target[k] / scale[k]).float())
+        codes[k] = code.view(torch.uint8)
+        errors[k] -= element.decode(code).double() * scale[k]
+        target[k + 1 :].addr_(feedback[k + 1 :, k], errors[k])
 
 
 def gptq_bytes(shape: Sequence[int]) -> int:

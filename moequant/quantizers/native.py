@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, dequantize, dtype_text, get_format
 from moequant.formats.base import SOURCE_DTYPES, check_values
-from moequant.quantizers import decoding, jit
+from moequant.quantizers import column_kernel, decoding, jit
 from moequant.quantizers.base import Quantizer, Stored, UnavailableError
 from moequant.quantizers.elements import Source, float_bits
 from moequant.quantizers.encoded import Encoded
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.formats import Format, StoredWeight
+    from moequant.formats.elements import Element
     from moequant.quantizers.base import Allocator
 
     _LikelyScales = dict[Hashable, tuple[float, bool]]
@@ -65,6 +67,8 @@ class NativeQuantizer(Quantizer):
         self._kernels: dict[_Key, _Kernels] = {}
         self._decoders: dict[tuple[str, torch.dtype], jit.Kernel] = {}
         self._comparers: dict[tuple[Stored, Stored], jit.Kernel] = {}
+        self._column_kernels: dict[str, jit.Kernel] = {}
+        self._compiling = threading.Lock()
         self._likely: _LikelyScales = {}
 
     def prepare(self, format: Format, options: Mapping[str, str], stored: Stored) -> None:
@@ -143,6 +147,30 @@ class NativeQuantizer(Quantizer):
         return _run(
             kernels, format, weights, options, names, empty, importances, likely=self._likely
         )
+
+    def round_columns(
+        self,
+        element: Element,
+        target: Tensor,
+        scale: Tensor,
+        codes: Tensor,
+        errors: Tensor,
+        feedback: Tensor,
+    ) -> None:
+        """As Quantizer, at most MOST_COLUMNS of them; several threads may use it."""
+        B, N = target.shape
+        assert B <= column_kernel.MOST_COLUMNS, B
+        self._column_kernel(element.name)(
+            target.data_ptr(), scale.data_ptr(), 0, 0.0, B, N,
+            codes.data_ptr(), errors.data_ptr(), 0, 0.0, feedback.data_ptr(), 0,
+        )  # fmt: skip
+
+    def _column_kernel(self, element: str) -> jit.Kernel:
+        with self._compiling:
+            if element not in self._column_kernels:
+                text = column_kernel.round_columns(element).text()
+                self._column_kernels[element] = jit.compile_kernel(text)
+            return self._column_kernels[element]
 
     def decode(
         self, q: QuantizedWeight, dtype: torch.dtype, *, name: str, empty: Allocator = torch.empty

@@ -176,15 +176,17 @@ class Value:
     def to(self, element: str) -> Value:
         """Integers widened with zeros, cut, or made floats as if they had no sign.
 
-        Floats are widened.
+        Floats are widened, or rounded to narrower ones.
         """
         to = replace(self.type, element=element)
         if to == self.type:
             return self
-        assert not self.type.is_float or element == "double"
-        resize = "zext" if to.bits > self.type.bits else "trunc"
-        to_float = "fpext" if self.type.is_float else "uitofp"
-        operation = to_float if to.is_float else resize
+        assert to.is_float or not self.type.is_float
+        wider = to.bits > self.type.bits
+        if self.type.is_float:
+            operation = "fpext" if wider else "fptrunc"
+        else:
+            operation = "uitofp" if to.is_float else "zext" if wider else "trunc"
         return self.function.emit(to, f"{operation} {self.typed} to {to}")
 
     @property

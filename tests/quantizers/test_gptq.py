@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from moequant.errors import NonFiniteError, StatisticsError, UnsupportedError
 from moequant.formats import dequantize, get_format, quantize
+from moequant.formats.elements import pack_nibbles
 from moequant.formats.w4a8 import join_scale, split_scale
-from moequant.quantizers.gptq import DAMPINGS, Gptq
+from moequant.quantizers import NativeQuantizer
+from moequant.quantizers.gptq import DAMPINGS, Gptq, unpacked_codes
 
 FORMATS = ("nvfp4", "mxfp4", "w4a8", "fp8_block")
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -78,6 +81,62 @@ def test_equals_the_textbook_form(format, activation_order):
     # Both are float64 sums of the same numbers in another order. Codes differ only where a sum is
     # within about 1e-12 of a tie, which none of these 6144 random ones is.
     assert torch.equal(dequantize(found.weight).double(), expected)
+
+
+@every_format
+@in_both_orders
+@pytest.mark.parametrize("rows", [1, 37, 64])
+def test_the_native_kernel_rounds_as_the_reference(format, activation_order, rows):
+    # K is no multiple of the columns of a block, N none of the rows that are rounded at a time.
+    w, H = weight(rows, 384 - 16 * (format == "nvfp4")), hessian(384, 1000)
+    H = H[: w.shape[1], : w.shape[1]].contiguous()
+    w[:, 3] = 0.0
+    q = quantize(w, format)
+    native = NativeQuantizer().round_columns
+    found = [
+        Gptq(H, activation_order=activation_order, round_columns=by).round(w, q)
+        for by in (None, native)
+    ]
+    codes = [unpacked_codes(one.weight) for one in found]
+    assert torch.equal(*codes)
+    assert found[0].error == found[1].error < found[0].error_before
+
+
+@every_format
+@in_both_orders
+def test_what_was_rounded_is_recognized_and_nothing_else(format, activation_order):
+    w, H = weight(24, 256), hessian(256, 4000)
+    q = quantize(w, format)
+    gptq = Gptq(H, activation_order=activation_order)
+    found = gptq.round(w, q).weight
+    assert gptq.may_have_rounded(w, q, found)
+    assert not gptq.may_have_rounded(w, q, q)
+    assert not Gptq(
+        H * torch.linspace(0.5, 1, 256).outer(torch.linspace(0.5, 1, 256))
+    ).may_have_rounded(w, q, found)
+    for position in (0, 1000, found.qdata.numel() - 1):
+        wrong = found.qdata.clone()
+        wrong.view(torch.uint8).view(-1)[position] ^= 1
+        assert not gptq.may_have_rounded(w, q, replace(found, qdata=wrong))
+
+
+def test_both_sides_of_a_tie_are_recognized():
+    # Columns that do not depend on each other, so that targets are the weights. 2.5 is a tie.
+    w = torch.full((2, 32), 6.0)
+    w[:, 1] = torch.tensor([2.5, 2.5 + 2.0**-12])
+    H = torch.eye(32)
+    H[2, 3] = H[3, 2] = 0.5
+    w[:, 2:4] = torch.tensor([2.4, 2.4])
+    q = quantize(w.bfloat16().float(), "mxfp4")
+    gptq, codes = Gptq(H), unpacked_codes(quantize(w, "mxfp4"))
+    rounded = gptq.round(w, q)
+    assert rounded.damping is not None
+    codes = unpacked_codes(rounded.weight)
+    for row, other, right in ((0, 5, True), (0, 4, True), (1, 5, True), (1, 4, False)):
+        tied = codes.clone()
+        tied[row, 1] = other  # 2 is code 4, 3 is code 5
+        found = replace(rounded.weight, qdata=pack_nibbles(tied))
+        assert gptq.may_have_rounded(w, q, found) is right
 
 
 @every_format
