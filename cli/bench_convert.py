@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ from moequant.cli.output import Output, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 _DEFAULT_GB = 1.26
 
@@ -39,20 +39,8 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> flo
 )
 @click.option("--against", metavar="NAME", help="Also time llmcompressor, if it is installed.")
 @options.workers_option
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=3,
-    show_default=True,
-    help="Number of rounds; the best of each figure is reported.",
-)
-@click.option(
-    "--folder",
-    metavar="DIR",
-    type=click.Path(file_okay=False, exists=True, writable=True, path_type=Path),
-    help="Folder to write to; its disk is what is timed.  [default: the temporary folder]",
-)
+@options.rounds_option("Number of rounds; the best of each figure is reported.")
+@options.folder_option("Folder to write to; its disk is what is timed.")
 @options.json_option
 def command(
     format: str | None,

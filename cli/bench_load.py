@@ -21,14 +21,7 @@ if TYPE_CHECKING:
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="Where experts are put."
 )
 @options.activations_option
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=3,
-    show_default=True,
-    help="Number of rounds; medians are reported.",
-)
+@options.rounds_option("Number of rounds; medians are reported.")
 @options.json_option
 def command(
     converted: str, device: str, activations: ActivationsChoice, rounds: int, as_json: bool

@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     "--steps", type=click.IntRange(min=1), default=128, show_default=True, metavar="N",
     help="Decoding steps to time.",
 )  # fmt: skip
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
-    help="Times each call is timed; the least counts.",
-)  # fmt: skip
+@options.rounds_option("Times each call is timed; the least counts.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=600, show_default=True,
     metavar="SECONDS", help="Give up an engine after this time.",
@@ -65,15 +62,8 @@ if TYPE_CHECKING:
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,
     help="Where to time; vLLM is timed on cuda only.",
 )  # fmt: skip
-@click.option(
-    "--folder", metavar="DIR",
-    type=click.Path(file_okay=False, exists=True, writable=True, path_type=Path),
-    help="Where to write models of random weights.  [default: the temporary folder]",
-)  # fmt: skip
-@click.option(
-    "--plot", metavar="FILE.svg", type=click.Path(path_type=Path, dir_okay=False),
-    callback=options.check_written_file, help="Also draw the share of the floor.",
-)  # fmt: skip
+@options.folder_option("Where to write models of random weights.")
+@options.plot_option("the share of the floor")
 @options.json_option
 def command(
     models: tuple[Path, ...],

@@ -11,7 +11,8 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import InterruptedWork
-from moequant.cli.output import Output, count, ranges, size
+from moequant.cli.output import Output, count, ranges
+from moequant.cli.streamed_plan import describe_computation, describe_data, describe_needs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,26 +55,9 @@ if TYPE_CHECKING:
     metavar="N",
     help="Tokens of the longest sequence; longer samples are cut.",
 )
-@click.option(
-    "--batch-tokens",
-    type=click.IntRange(min=1),
-    default=2048,
-    show_default=True,
-    metavar="N",
-    help="Tokens that run through a layer at once, in whole windows.",
-)
-@click.option(
-    "--device",
-    default="cpu",
-    show_default=True,
-    metavar="DEVICE",
-    help="Device to compute on: cpu, cuda or cuda:1.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    help="Dtype to compute in.  [default: float32 on a CPU, bfloat16 on a GPU]",
-)
+@options.batch_tokens_option
+@options.compute_device_option
+@options.compute_dtype_option
 @click.option("--hessian", is_flag=True, help="Also record second moments, for GPTQ.")
 @click.option(
     "--prior-tokens",
@@ -85,7 +69,7 @@ if TYPE_CHECKING:
 )
 @options.architecture_option
 @options.revision_option
-@click.option("--dry-run", is_flag=True, help="Print the plan; run nothing, write nothing.")
+@options.run_nothing_option
 @options.overwrite_option
 @options.json_option
 @options.quiet_option
@@ -127,23 +111,23 @@ def command(
             )
     except KeyboardInterrupt:
         raise InterruptedWork from None
-    out.result(_describe(result), _show_nothing if dry_run else _show_result)
+    out.result(_describe(result), None if dry_run else _show_result)
 
 
 def _show_plan(out: Output, plan: CalibrationPlan) -> None:
     record = plan.record
-    data, run = record.data, record.run
+    data = record.data
+    parts = (
+        f"{count(data.tokens, 'token')} in {count(data.windows, 'window')}, from "
+        f"{count(data.samples, 'sample')}"
+    )
     out.fields(
         {
             "model": f"{record.architecture}, {plan.last_layer + 1} layers, with experts: "
             f"{ranges(record.layers)}",
-            "data": f"{count(data.tokens, 'token')} in {count(data.windows, 'window')}, from "
-            f"{count(data.samples, 'sample')}; chat template "
-            + ("applied to messages" if data.chat_template else "not applied"),
-            "computed": f"{run['dtype']} on {run['device']}",
-            "peak memory": f"{size(plan.memory.peak_bytes)}, besides torch, transformers and "
-            "moequant",
-            "disk": size(plan.disk_bytes),
+            "data": describe_data(parts, chat_template=data.chat_template),
+            "computed": describe_computation(record.run),
+            **describe_needs(plan.memory.peak_bytes, plan.disk_bytes),
         }
     )
 
@@ -182,10 +166,6 @@ def _describe_layer(found: Statistics, layer: int) -> dict[str, Any]:
         "hidden_amax": found.amax_of_layer(layer, "up"),
         "intermediate_amax": found.amax_of_layer(layer, "down"),
     }
-
-
-def _show_nothing(out: Output, result: Mapping[str, Any]) -> None:
-    """The plan was shown before."""
 
 
 def _show_result(out: Output, result: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import InterruptedWork
-from moequant.cli.output import Output, count, size
+from moequant.cli.output import Output, count
+from moequant.cli.streamed_plan import describe_computation, describe_data, describe_needs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,14 +48,8 @@ _FIGURES = (">perplexity", ">KL mean", ">± se", ">median", ">99 %", ">99.9 %", 
     help="Backend of the runtime.  [default: the best one for the device]",
 )  # fmt: skip
 @options.activations_option
-@click.option(
-    "--device", default="cpu", show_default=True, metavar="DEVICE",
-    help="Device to compute on: cpu, cuda or cuda:1.",
-)  # fmt: skip
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]),
-    help="Dtype to compute in.  [default: float32 on a CPU, bfloat16 on a GPU]",
-)  # fmt: skip
+@options.compute_device_option
+@options.compute_dtype_option
 @click.option(
     "--noise-floor", is_flag=True,
     help="Also compare REFERENCE with itself in the other dtype, which runs it once more.",
@@ -64,22 +59,12 @@ _FIGURES = (">perplexity", ">KL mean", ">± se", ">median", ">99 %", ">99.9 %", 
     callback=options.check_written_file,
     help="Keep the reference's predictions in FILE, or use those in it instead of running it.",
 )  # fmt: skip
-@click.option(
-    "--batch-tokens", type=click.IntRange(min=1), default=2048, show_default=True, metavar="N",
-    help="Tokens that run through a layer at once, in whole windows.",
-)  # fmt: skip
-@click.option(
-    "--folder", metavar="DIR",
-    type=click.Path(file_okay=False, exists=True, writable=True, path_type=Path),
-    help="Where to keep activations meanwhile.  [default: the temporary folder]",
-)  # fmt: skip
-@click.option(
-    "--plot", metavar="FILE.svg", type=click.Path(dir_okay=False, path_type=Path),
-    callback=options.check_written_file, help="Also draw the mean KL divergence, by section.",
-)  # fmt: skip
+@options.batch_tokens_option
+@options.folder_option("Where to keep activations meanwhile.")
+@options.plot_option("the mean KL divergence, by section")
 @options.architecture_option
 @options.revision_option
-@click.option("--dry-run", is_flag=True, help="Print the plan; run nothing, write nothing.")
+@options.run_nothing_option
 @options.json_option
 @options.quiet_option
 def command(
@@ -137,12 +122,15 @@ def command(
         raise InterruptedWork from None
     if plot is not None and not dry_run:
         replace_file(plot, plot_evaluation(result).encode())
-    out.result(_describe(result), _show_nothing if dry_run else _show_result)
+    out.result(_describe(result), None if dry_run else _show_result)
 
 
 def _show_plan(out: Output, plan: EvaluationPlan, *, noise_floor: bool) -> None:
-    data, run = plan.data, plan.computed
-    sections = len(data["windows_by_section"])
+    data = plan.data
+    parts = (
+        f"{count(data['windows'], 'window')} of {data['window_tokens']} tokens, from "
+        f"{count(len(data['windows_by_section']), 'section')}"
+    )
     experts = {
         "weights": "dequantized weights; activations are not quantized (--as runtime)",
         "runtime": "moequant's runtime, with its activations",
@@ -154,18 +142,14 @@ def _show_plan(out: Output, plan: EvaluationPlan, *, noise_floor: bool) -> None:
     }
     out.fields(
         {
-            "data": f"{count(data['windows'], 'window')} of {data['window_tokens']} tokens, from "
-            f"{count(sections, 'section')}; chat template "
-            + ("applied to messages" if data["chat_template"] else "not applied"),
-            "computed": f"{run['dtype']} on {run['device']}",
+            "data": describe_data(parts, chat_template=data["chat_template"]),
+            "computed": describe_computation(plan.computed),
             "tests": experts[plan.run_as],
             "reference": kept[plan.kept],
             "noise floor": "measured in one more pass"
             if noise_floor
             else "not measured (--noise-floor, one more pass of the reference)",
-            "peak memory": f"{size(plan.memory.peak_bytes)}, besides torch, transformers and "
-            "moequant",
-            "disk": size(plan.disk_bytes),
+            **describe_needs(plan.memory.peak_bytes, plan.disk_bytes),
         }
     )
 
@@ -198,10 +182,6 @@ def _describe_model(found: ModelResult) -> dict[str, Any]:
         "backends": list(found.backends),
         **asdict(found.figures),
     }
-
-
-def _show_nothing(out: Output, result: Mapping[str, Any]) -> None:
-    """The plan was shown before."""
 
 
 def _show_result(out: Output, result: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,6 @@ from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 _CONVERTIBLE, _WRITABLE = "moequant.formats:CONVERTIBLE", "moequant.formats:WRITABLE"
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
@@ -46,6 +46,31 @@ def _names_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Com
         return names
 
     return click.option(flag, metavar="NAME,...", callback=check, **attributes)
+
+
+def rounds_option(help: str) -> Callable[[_Command], _Command]:
+    """Option --rounds, whose help says what is reported of them."""
+    return click.option(
+        "--rounds", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
+        help=help,
+    )  # fmt: skip
+
+
+def folder_option(what: str) -> Callable[[_Command], _Command]:
+    """Option --folder, whose help says what is written there."""
+    return click.option(
+        "--folder", metavar="DIR",
+        type=click.Path(file_okay=False, exists=True, writable=True, path_type=Path),
+        help=f"{what}  [default: the temporary folder]",
+    )  # fmt: skip
+
+
+def plot_option(drawn: str) -> Callable[[_Command], _Command]:
+    """Option --plot, whose help says what is drawn."""
+    return click.option(
+        "--plot", metavar="FILE.svg", type=click.Path(dir_okay=False, path_type=Path),
+        callback=check_written_file, help=f"Also draw {drawn}.",
+    )  # fmt: skip
 
 
 def complete_recipe(
@@ -271,6 +296,29 @@ target_option = _name_option(
     "moequant.runtime.backends:TARGETS",
     required=True,
     help="GPU architecture of the kernels: sm90 (Hopper) or sm100 (Blackwell).",
+)
+compute_device_option = click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="DEVICE",
+    help="Device to compute on: cpu, cuda or cuda:1.",
+)
+compute_dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Dtype to compute in.  [default: float32 on a CPU, bfloat16 on a GPU]",
+)
+batch_tokens_option = click.option(
+    "--batch-tokens",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    metavar="N",
+    help="Tokens that run through a layer at once, in whole windows.",
+)
+run_nothing_option = click.option(
+    "--dry-run", is_flag=True, help="Print the plan; run nothing, write nothing."
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 layers_option = click.option(

@@ -28,12 +28,15 @@ class Output:
         self.quiet = quiet
 
     def result(
-        self, document: Mapping[str, Any], show: Callable[[Output, Mapping[str, Any]], None]
+        self, document: Mapping[str, Any], show: Callable[[Output, Mapping[str, Any]], None] | None
     ) -> None:
-        """Print a command's result: the document as JSON, or by `show` as text."""
+        """Print a command's result: the document as JSON, or by `show` as text.
+
+        `show` is None if the text was printed while the command worked.
+        """
         if self.as_json:
             print_document(document)
-        elif not self.quiet:
+        elif show is not None and not self.quiet:
             show(self, document)
 
     def warn(self, *messages: str) -> None:
