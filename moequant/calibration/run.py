@@ -23,14 +23,12 @@ from moequant.runtime.load import usable_device
 from moequant.statistics import PRIOR_TOKENS, Statistics, StatisticsRecord, StatisticsWriter
 from moequant.statistics.record import digest_names, moments_digest
 from moequant.statistics.tensors import all_specs
-from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.headers import bit_count
 from moequant.storage.locate import locate
 from moequant.streaming.compute import DTYPES, dtype_name_for, facts_of_run
 from moequant.streaming.deterministic import deterministic
-from moequant.streaming.layers import embed_batches, run_layer
-from moequant.weights.converted import described_architectures
-from moequant.weights.source_model import read_source, source_config
+from moequant.streaming.layers import DEFAULT_BATCH_TOKENS, embed_batches, run_layer
+from moequant.streaming.source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,11 +39,11 @@ if TYPE_CHECKING:
     from moequant.calibration.data import CalibrationData
     from moequant.calibration.memory import CalibrationMemory
     from moequant.progress import Progress
+    from moequant.storage.checkpoint import Checkpoint
     from moequant.weights.source_model import SourceModel
 
 DEFAULT_TOKENS = 65_536
 DEFAULT_WINDOW_TOKENS = 512
-DEFAULT_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +195,7 @@ class _Calibration:
         architecture: str | Path | None,
     ) -> _Calibration:
         """Read headers, config.json and data, and plan."""
-        checkpoint = Checkpoint.open(source)
-        own = described_architectures(source, architecture)
-        found = read_source(checkpoint.tensors, source_config(checkpoint), own)
+        checkpoint, found = open_source(source, architecture)
         if not _sparse_layers(found):
             raise UnsupportedError(
                 f"{source}: no layer with experts; there is nothing to calibrate"

@@ -20,6 +20,7 @@ from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import explained, fsync_directory, write_file
 from moequant.storage.headers import DTYPES, dtype_name, encode_header, read_header_and_metadata
 from moequant.storage.reader import FixedFile
+from moequant.streaming.activations import join_parts, parts_of
 from moequant.streaming.differences import difference
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def write_kept(
     """
     batches, slots, position = [], [], 0
     for number, found in enumerate(activations()):
-        parts = found if isinstance(found, tuple) else (found,)
+        parts = parts_of(found)
         batches.append(
             {"tuple": isinstance(found, tuple), "parts": [part is not None for part in parts]}
         )
@@ -65,7 +66,7 @@ def write_kept(
     def chunks() -> Iterator[memoryview]:
         yield memoryview(header)
         for found in activations():
-            for tensor in found if isinstance(found, tuple) else (found,):
+            for tensor in parts_of(found):
                 if tensor is not None:
                     yield tensor_bytes(tensor.contiguous())
 
@@ -104,7 +105,7 @@ class KeptReference:
                 for number, batch in enumerate(self._batches)
                 for index, there in enumerate(batch["parts"])
                 if there
-            }
+            } and all(batch["tuple"] or batch["parts"] == [True] for batch in self._batches)
         except (KeyError, TypeError, ValueError):
             complete = False
         if not complete:
@@ -123,11 +124,7 @@ class KeptReference:
                 self._read(_name(number, index)) if there else None
                 for index, there in enumerate(batch["parts"])
             )
-            if batch["tuple"]:
-                yield parts
-            else:
-                assert parts[0] is not None, number
-                yield parts[0]
+            yield join_parts(parts, several=batch["tuple"])
 
     def _read(self, name: str) -> Tensor:
         info = self._infos[name]

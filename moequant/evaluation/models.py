@@ -9,11 +9,9 @@ import torch
 
 from moequant.errors import NonFiniteError
 from moequant.integrations.layerwise import LayerwiseModel
-from moequant.storage.checkpoint import Checkpoint
 from moequant.streaming.activations import remove_activations
 from moequant.streaming.layers import embed_batches, run_layer
-from moequant.weights.converted import described_architectures
-from moequant.weights.source_model import read_source, source_config
+from moequant.streaming.source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from moequant.integrations.layerwise import Activations
     from moequant.integrations.runtime_experts import RuntimeExperts
     from moequant.progress import Progress
+    from moequant.storage.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +52,8 @@ class EvaluatedModel:
         experts: RuntimeExperts | None = None,
         architecture: str | Path | None = None,
     ) -> EvaluatedModel:
-        """Read headers and config.json; raises as `LayerwiseModel` and `read_source`."""
-        checkpoint = Checkpoint.open(path)
-        own = described_architectures(path, architecture)
-        source = read_source(checkpoint.tensors, source_config(checkpoint), own)
+        """Read headers and config.json; raises as `LayerwiseModel` and `open_source`."""
+        checkpoint, source = open_source(path, architecture)
         model = LayerwiseModel(checkpoint, source, dtype=dtype, device=device, experts=experts)
         return cls(name=name, checkpoint=checkpoint, model=model, experts=experts)
 

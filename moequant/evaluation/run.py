@@ -25,9 +25,10 @@ from moequant.progress import SilentProgress
 from moequant.runtime.load import usable_device
 from moequant.storage.disk import explained
 from moequant.storage.locate import locate
-from moequant.streaming.activations import read_activations
+from moequant.streaming.activations import read_activations, remove_activations
 from moequant.streaming.compute import DTYPES, dtype_name_for, facts_of_run
 from moequant.streaming.deterministic import deterministic
+from moequant.streaming.layers import DEFAULT_BATCH_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 RunAs = Literal["weights", "runtime"]
 DEFAULT_WINDOWS = 16
 DEFAULT_WINDOW_TOKENS = 512
-DEFAULT_BATCH_TOKENS = 2048
 KL_DEFINITION = (
     "KL(reference || test) in nats over the whole vocabulary, in float64 from the logits, at every "
     "position of every window"
@@ -305,7 +305,7 @@ class _Evaluation:
             folder.mkdir()
             returned = test.run(self.batches, folder, progress)
             found = self._compare(test, reference(), read_activations(returned))
-            returned.unlink()
+            remove_activations(returned)
             on_runtime = test.experts is not None
             yield ModelResult(
                 name=test.name,

@@ -27,6 +27,20 @@ if TYPE_CHECKING:
     from moequant.integrations.layerwise import Activations
 
 
+def parts_of(activations: Activations) -> tuple[Tensor | None, ...]:
+    """The tensors of activations, of which a layer may return several, and None among them."""
+    return activations if isinstance(activations, tuple) else (activations,)
+
+
+def join_parts(parts: tuple[Tensor | None, ...], *, several: bool) -> Activations:
+    """The inverse of `parts_of`, where `several` says whether it was given a tuple."""
+    if several:
+        return parts
+    (only,) = parts
+    assert only is not None, "a tensor alone is never None"
+    return only
+
+
 class ActivationsWriter:
     """Writes the activations of one layer, for `with` statements; `finish` makes them durable."""
 
@@ -44,9 +58,8 @@ class ActivationsWriter:
 
     def write(self, activations: Activations) -> None:
         """Write those of the next batch."""
-        several = activations if isinstance(activations, tuple) else (activations,)
         kinds = []
-        for tensor in several:
+        for tensor in parts_of(activations):
             kinds.append(tensor is not None and [dtype_name(tensor.dtype), list(tensor.shape)])
             if tensor is not None:
                 view = tensor_bytes(tensor.detach().cpu().contiguous())
@@ -82,11 +95,7 @@ def read_activations(path: Path) -> Iterator[Activations]:
             file.read_into(position, tensor_bytes(tensor))
             position += tensor.nbytes
             found.append(tensor)
-        if batch["tuple"]:
-            yield tuple(found)
-        else:
-            assert found[0] is not None, path
-            yield found[0]
+        yield join_parts(tuple(found), several=batch["tuple"])
     if position != file.size_bytes:
         raise MoequantError(
             f"{path}: {file.size_bytes} bytes, but its index describes {position}; remove "

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from moequant.integrations.layerwise import Activations, LayerwiseModel
 
 
+DEFAULT_BATCH_TOKENS = 2048
+"""Tokens that run through a layer at once, in whole windows."""
+
+
 def embed_batches(model: LayerwiseModel, batches: Sequence[Tensor], returned: Path) -> None:
     """Write the embedding of token ids [B, S] of each batch."""
     with model.embedding(), ActivationsWriter(returned) as written:
