@@ -24,8 +24,8 @@ from moequant.progress import SilentProgress
 from moequant.runtime.backends import TARGETS
 from moequant.runtime.load import load_experts, usable_device
 from moequant.runtime.prepared import PreparedCheckpoint
+from moequant.runtime.prepared_manifest import prepared_folders
 from moequant.storage.buffers import tensor_bytes
-from moequant.storage.files import PREPARED_FOLDER
 from moequant.storage.folder import is_prepared_folder
 from moequant.weights.converted import ConvertedCheckpoint
 
@@ -91,9 +91,9 @@ def bench_loading(
     folder = converted.checkpoint.path
     layers = list(converted.expert_layers())
     prepared = {
-        target: folder / PREPARED_FOLDER / target
-        for target in TARGETS
-        if is_prepared_folder(folder / PREPARED_FOLDER / target)
+        path.name: path
+        for path in prepared_folders(folder)
+        if path.name in TARGETS and is_prepared_folder(path)
     }
     report = progress or SilentProgress()
     report.start("loading", rounds * (1 + len(prepared)), unit="rounds")

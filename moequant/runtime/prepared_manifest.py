@@ -21,6 +21,7 @@ from moequant.errors import CheckpointError
 from moequant.runtime.activations import SCHEMES, ActivationsChoice
 from moequant.runtime.backends import TARGETS
 from moequant.storage.buffers import tensor_bytes
+from moequant.storage.checkpoint import natural_key
 from moequant.storage.documents import read_document
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.reader import FixedFile
@@ -150,6 +151,17 @@ class Manifest(_Strict):
         known = same_formats and len(schemes) == 1 and schemes <= {*get_args(ActivationsChoice)}
         activations = f" --activations {schemes.pop()}" if known else ""
         return f"moequant prepare {place.parent.parent} --target {place.name}{activations}"
+
+
+def prepared_folders(checkpoint: Path) -> list[Path]:
+    """The prepared folders of a checkpoint, of each target, without unfinished preparations.
+
+    What else is in their parent is among them, so that a check can name it.
+    """
+    root = checkpoint / PREPARED_FOLDER
+    # A hidden folder is an unfinished preparation.
+    found = [entry for entry in root.iterdir() if entry.name[0] != "."] if root.is_dir() else []
+    return sorted(found, key=lambda entry: natural_key(entry.name))
 
 
 def read_manifest(folder: Path) -> Manifest:

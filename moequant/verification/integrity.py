@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moequant.conversion import DEFAULT_WORKERS, is_unfinished
 from moequant.errors import CheckpointError, MoequantError
 from moequant.progress import SilentProgress
-from moequant.runtime.prepared_manifest import read_manifest
+from moequant.runtime.prepared_manifest import prepared_folders, read_manifest
 from moequant.storage.documents import read_document
 from moequant.storage.files import (
     CONFIG_FILE,
@@ -133,9 +133,7 @@ def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Record
 
 def _recorded_prepared(path: Path, findings: Findings) -> Iterator[_Recorded]:
     """Kernel-ready files, by the manifest of each target."""
-    root = path / PREPARED_FOLDER
-    folders = [e for e in root.iterdir() if e.name[0] != "."] if root.is_dir() else []
-    for folder in sorted(folders):
+    for folder in prepared_folders(path):
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:

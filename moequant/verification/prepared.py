@@ -16,7 +16,7 @@ from moequant.formats import get_format
 from moequant.preparation.layers import layout_for, packed_experts
 from moequant.runtime.backends import TARGETS
 from moequant.runtime.prepared import LayerFile, remedy_of
-from moequant.runtime.prepared_manifest import how_to_prepare, read_manifest
+from moequant.runtime.prepared_manifest import how_to_prepare, prepared_folders, read_manifest
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
@@ -55,10 +55,7 @@ def check_prepared(
     Returns:
         The targets there are.
     """
-    root = converted.checkpoint.path / PREPARED_FOLDER
-    # A hidden folder is an unfinished preparation.
-    found = [e for e in root.iterdir() if e.name[0] != "."] if root.is_dir() else []
-    folders = sorted(found, key=lambda folder: natural_key(folder.name))
+    folders = prepared_folders(converted.checkpoint.path)
     for folder in folders:
         try:
             manifest = read_manifest(folder)
