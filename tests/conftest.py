@@ -61,6 +61,44 @@ def put_no_file():
 
 
 @pytest.fixture(scope="session")
+def statistics_record():
+    """statistics_record(**fields): what statistics say of themselves, of no model in particular."""
+    return _statistics_record
+
+
+def _statistics_record(*, layers=(0,), hessian=False, **changed):
+    from moequant.statistics import DataRecord, StatisticsRecord
+    from moequant.statistics.record import digest_names
+
+    data = DataRecord(
+        sha256="0" * 64,
+        file_sha256="1" * 64,
+        windows=1,
+        tokens=100,
+        window_tokens=512,
+        samples=1,
+        chat_template=False,
+    )
+    fields = {
+        "moequant": "0.1",
+        "source": {},
+        "model_type": "any",
+        "architecture": "any",
+        "experts": 4,
+        "top_k": 2,
+        "hidden": 32,
+        "intermediate": 16,
+        "layers": layers,
+        "prior_tokens": 8,
+        "hessian": hessian,
+        "data": data,
+        "run": {},
+        "digests": dict.fromkeys(digest_names(layers, hessian=hessian), "0" * 64),
+    }
+    return StatisticsRecord(**fields | changed)
+
+
+@pytest.fixture(scope="session")
 def measure():
     """measure(checkpoint, path, *, seed=0, hessian=False, amax=None, **record); see below."""
     return _measure
@@ -74,40 +112,23 @@ def _measure(checkpoint_path, path, *, seed=0, hessian=False, amax=None, **chang
     of the record; `amax(layer, input)` gives the largest magnitudes, [E] float32.
     """
     from moequant.conversion.source_identity import source_digests
-    from moequant.statistics import DataRecord, LayerSums, StatisticsRecord, StatisticsWriter
+    from moequant.statistics import LayerSums, StatisticsWriter
     from moequant.storage.checkpoint import Checkpoint
     from moequant.weights.source_model import read_source, source_config
 
     checkpoint = Checkpoint.open(checkpoint_path)
     model = read_source(checkpoint.tensors, source_config(checkpoint)).model
     moe, generator = model.moe, torch.Generator().manual_seed(seed)
-    layers = tuple(moe.sparse_layers)
-    names = [*map(str, layers), *(f"{n}.second_moments" for n in layers if hessian)]
     fields = {
-        "moequant": "0.1",
+        "layers": tuple(moe.sparse_layers),
+        "hessian": hessian,
         "source": source_digests(checkpoint, ()),
-        "model_type": "any",
         "architecture": model.architecture.name,
         "experts": moe.experts,
-        "top_k": 2,
         "hidden": moe.hidden,
         "intermediate": moe.intermediate,
-        "layers": layers,
-        "prior_tokens": 8,
-        "hessian": hessian,
-        "data": DataRecord(
-            sha256="0" * 64,
-            file_sha256="1" * 64,
-            windows=1,
-            tokens=100,
-            window_tokens=512,
-            samples=1,
-            chat_template=False,
-        ),
-        "run": {},
-        "digests": dict.fromkeys(names, "0" * 64),
     }
-    record, digests = StatisticsRecord(**fields | changed), {}
+    record, digests = _statistics_record(**fields | changed), {}
     with StatisticsWriter(path.with_suffix(".partial"), record) as writer:
         for layer in record.layers:
             tokens = torch.arange(record.experts) * 30

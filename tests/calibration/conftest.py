@@ -35,6 +35,16 @@ MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+_SHARED = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": E,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Routed and shared experts after a dense layer, as DeepSeek-V3 and GLM-4.5 name them."""
 MODELS = {
     "mixtral": lambda: t.MixtralForCausalLM(
         t.MixtralConfig(**SIZES, intermediate_size=96, num_local_experts=E)
@@ -49,31 +59,8 @@ MODELS = {
             mlp_only_layers=[1],
         )
     ),
-    "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(
-        t.DeepseekV3Config(
-            **SIZES | MLA,
-            intermediate_size=128,
-            moe_intermediate_size=96,
-            n_routed_experts=E,
-            n_shared_experts=1,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-        )
-    ),
-    "glm4_moe": lambda: t.Glm4MoeForCausalLM(
-        t.Glm4MoeConfig(
-            **SIZES,
-            intermediate_size=128,
-            moe_intermediate_size=96,
-            n_routed_experts=E,
-            n_shared_experts=1,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            head_dim=16,
-        )
-    ),
+    "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**SIZES | MLA | _SHARED)),
+    "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**SIZES, **_SHARED, head_dim=16)),
     "gpt_oss": lambda: t.GptOssForCausalLM(
         t.GptOssConfig(
             **SIZES, intermediate_size=96, num_local_experts=E, head_dim=16, sliding_window=16

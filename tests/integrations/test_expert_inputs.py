@@ -9,7 +9,6 @@ from torch import nn
 from moequant.calibration.accumulate import LayerAccumulator
 from moequant.errors import UnsupportedError
 from moequant.integrations.expert_inputs import ExpertInputs
-from moequant.statistics import DataRecord, StatisticsRecord
 
 E, H, I = 3, 8, 4
 FUSED = {"gate_up": {"gate", "up"}, "down": {"down"}}
@@ -106,39 +105,12 @@ def test_a_parameter_that_is_no_stack_is_refused(weight):
         ExpertInputs(Layer(gate_up=weight), FUSED, experts=E, observe=print)
 
 
-def record():
-    data = DataRecord(
-        sha256="0" * 64,
-        file_sha256="0" * 64,
-        windows=1,
-        tokens=9,
-        window_tokens=9,
-        samples=1,
-        chat_template=False,
-    )
-    return StatisticsRecord(
-        moequant="0",
-        source={},
-        model_type="m",
-        architecture="a",
-        experts=E,
-        top_k=1,
-        hidden=H,
-        intermediate=I,
-        layers=(0,),
-        prior_tokens=1,
-        hessian=False,
-        data=data,
-        run={},
-        digests={"0": "0" * 64},
-    )
-
-
 @pytest.mark.parametrize(
     ("hidden", "intermediate"), [((), ()), (((1, 4),), ()), (((1, 4),), ((1, 3),)), ((), ((0, 2),))]
 )
-def test_products_that_were_not_seen_are_an_error(hidden, intermediate):
-    sums = LayerAccumulator(record(), 0, torch.device("cpu"))
+def test_products_that_were_not_seen_are_an_error(statistics_record, hidden, intermediate):
+    record = statistics_record(experts=E, hidden=H, intermediate=I)
+    sums = LayerAccumulator(record, 0, torch.device("cpu"))
     for name, K, rows in (("hidden", H, hidden), ("intermediate", I, intermediate)):
         for expert, count in rows:
             sums.add(name, expert, torch.randn(count, K))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from types import SimpleNamespace
@@ -12,11 +13,9 @@ from safetensors import safe_open
 
 from moequant.errors import MoequantError, StatisticsError
 from moequant.statistics import (
-    DataRecord,
     InputSums,
     LayerSums,
     Statistics,
-    StatisticsRecord,
     StatisticsWriter,
 )
 from moequant.storage.headers import encode_header, read_header
@@ -27,37 +26,18 @@ PRIOR = 8
 TOKENS = torch.tensor([0, 3, 1000, 40])
 
 
-def record(*, hessian=False, **changed):
-    data = DataRecord(
-        sha256="0" * 64,
-        file_sha256="1" * 64,
-        windows=2,
-        tokens=700,
-        window_tokens=512,
-        samples=1,
-        chat_template=False,
+@pytest.fixture
+def record(statistics_record):
+    """record(*, hessian=False): of layers of E experts of H and I."""
+    return functools.partial(
+        statistics_record,
+        architecture="qwen3_moe",
+        experts=E,
+        hidden=H,
+        intermediate=I,
+        layers=LAYERS,
+        prior_tokens=PRIOR,
     )
-    fields = {
-        "moequant": "0.1",
-        "source": {"sample_sha256": "2" * 64},
-        "model_type": "qwen3_moe",
-        "architecture": "qwen3_moe",
-        "experts": E,
-        "top_k": 2,
-        "hidden": H,
-        "intermediate": I,
-        "layers": LAYERS,
-        "prior_tokens": PRIOR,
-        "hessian": hessian,
-        "data": data,
-        "run": {"torch": "2"},
-        "digests": {
-            name: "0" * 64
-            for layer in LAYERS
-            for name in [str(layer), f"{layer}.second_moments"][: 1 + hessian]
-        },
-    }
-    return StatisticsRecord(**fields | changed)
 
 
 def sums(seed):
@@ -83,7 +63,13 @@ def pooled_moment(layer):
     return sum(moment(layer, "hidden", e) for e in range(E)) / E
 
 
-def write(folder, *, hessian=False, layers=LAYERS):
+@pytest.fixture
+def write(record):
+    """write(folder, *, hessian=False, layers=LAYERS): a file of statistics."""
+    return functools.partial(_write, record)
+
+
+def _write(record, folder, *, hessian=False, layers=LAYERS):
     path = folder / "stats.safetensors"
     digests = {}
     with StatisticsWriter(folder / "partial", record(hessian=hessian)) as writer:
@@ -103,7 +89,7 @@ def write(folder, *, hessian=False, layers=LAYERS):
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path, write):
     return write(tmp_path)
 
 
@@ -144,7 +130,7 @@ def test_others_are_drawn_to_it_by_the_tokens_they_saw(path, expert, seen):
     assert found.amax(3, expert, "down") == wanted
 
 
-def test_second_moments_are_shrunk_like_mean_squares(tmp_path):
+def test_second_moments_are_shrunk_like_mean_squares(tmp_path, write):
     found = Statistics.load(write(tmp_path, hessian=True))
     for layer in LAYERS:
         found.check_hessians(layer)
@@ -168,7 +154,7 @@ def test_safetensors_reads_the_file(path):
         assert json.loads(file.metadata()["moequant.statistics"])["experts"] == E
 
 
-def test_equal_statistics_have_one_digest_and_others_another(tmp_path):
+def test_equal_statistics_have_one_digest_and_others_another(tmp_path, write):
     digests = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -189,7 +175,7 @@ def test_an_object_can_be_pickled_and_keeps_few_layers(path):
     assert again.tokens(3, 2) == 1000
 
 
-def test_an_unfinished_file_is_refused_and_can_be_continued(tmp_path):
+def test_an_unfinished_file_is_refused_and_can_be_continued(tmp_path, record, write):
     write(tmp_path, layers=(1,))
     partial = tmp_path / "partial"
     with pytest.raises(StatisticsError, match="statistics are what `moequant calibrate` writes"):
@@ -225,7 +211,7 @@ def test_a_changed_byte_is_found(path, name):
         found.tokens(3, 1)
 
 
-def test_a_changed_byte_of_second_moments_is_found(tmp_path):
+def test_a_changed_byte_of_second_moments_is_found(tmp_path, write):
     path = write(tmp_path, hessian=True)
     info = read_header(path, path.name)["layers.3.hidden.second_moment"]
     data = bytearray(path.read_bytes())
@@ -324,7 +310,7 @@ def test_statistics_of_another_model_are_refused(path, change, message):
         Statistics.load(path).check_fits(model(**change))
 
 
-def test_nan_is_refused_where_it_is_written(tmp_path):
+def test_nan_is_refused_where_it_is_written(tmp_path, record):
     measured = sums(1).to_tensors(1)
     measured["layers.1.hidden.amax"][2] = float("nan")
     with (
