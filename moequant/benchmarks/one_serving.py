@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     }
     length = request["prefill_tokens"] // PREFILL_PROMPTS
     engine.prepare(length + 1)
-    prefill_s = _least_s(lambda: engine.generate(prompts.draw(PREFILL_PROMPTS, length), 1), rounds)
+    prefill_s = _least_s(engine, prompts, PREFILL_PROMPTS, length, new_tokens=1, rounds=rounds)
     return {
         "version": engine.version,
         "experts": engine.experts,
@@ -87,12 +88,10 @@ def _step_s(engine: Engine, prompts: _Prompts, batch: int, *, steps: int, rounds
     """Seconds of a decoding step: what `steps` more tokens take, by the least of `rounds` each."""
     engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
 
-    def least(new_tokens: int) -> float:
-        return _least_s(
-            lambda: engine.generate(prompts.draw(batch, PROMPT_TOKENS), new_tokens), rounds
-        )
-
-    short, long = least(FIRST_TOKENS), least(FIRST_TOKENS + steps)
+    short, long = (
+        _least_s(engine, prompts, batch, PROMPT_TOKENS, new_tokens=new_tokens, rounds=rounds)
+        for new_tokens in (FIRST_TOKENS, FIRST_TOKENS + steps)
+    )
     if long <= short:
         raise MoequantError(
             f"at batch {batch}, {steps} more tokens took {long - short:.4f} s; raise --steps or "
@@ -101,15 +100,19 @@ def _step_s(engine: Engine, prompts: _Prompts, batch: int, *, steps: int, rounds
     return (long - short) / steps
 
 
-def _least_s(call: Callable[[], object], rounds: int) -> float:
+def _least_s(
+    engine: Engine, prompts: _Prompts, batch: int, length: int, *, new_tokens: int, rounds: int
+) -> float:
     """The least time of `rounds` calls, after one that compiles and captures."""
-    call()
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
+    drawn = [prompts.draw(batch, length) for _ in range(1 + rounds)]
+    _, *times = [_seconds(partial(engine.generate, ids, new_tokens)) for ids in drawn]
     return min(times)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 class _Prompts:
@@ -137,7 +140,7 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
     from moequant.benchmarks.machine import describe_cpu
 
     x = torch.zeros(_CPU_READ_BYTES // 4)
-    seconds = _least_s(x.sum, _CPU_READS)
+    seconds = min(_seconds(x.sum) for _ in range(_CPU_READS))
     return {"machine": describe_cpu(), "read_tb_per_s": x.nbytes / seconds / 1e12}
 
 

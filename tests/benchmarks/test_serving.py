@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from moequant.benchmarks import serving
+from moequant.benchmarks import one_serving, serving
 from moequant.benchmarks.random_models import MODELS, RandomModel
 from moequant.benchmarks.serving import (
     RandomSource,
@@ -289,3 +289,19 @@ def test_the_plot_has_a_bar_for_every_figure():
     texts = "".join(root.itertext())
     assert "a <model>" in texts
     assert "floor 0.50 ms" in texts
+
+
+def test_drawing_prompts_is_not_timed():
+    events = []
+
+    class Drawn:
+        def draw(self, batch, length):
+            events.append("draw")
+            return [[len(events)] * length] * batch
+
+    class Engine:
+        def generate(self, prompts, new_tokens):
+            events.append((prompts[0][0], len(prompts), len(prompts[0]), new_tokens))
+
+    assert one_serving._least_s(Engine(), Drawn(), 2, 3, new_tokens=4, rounds=2) >= 0
+    assert events == ["draw"] * 3 + [(n, 2, 3, 4) for n in (1, 2, 3)]
