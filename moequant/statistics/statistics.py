@@ -209,8 +209,11 @@ class Statistics:
             digest = hashlib.sha256()
             for name, _, _ in moment_specs(self.record, layer):
                 info = self._tensors[name]
-                for chunk in self._file.chunks(info.start, info.stop, _CHUNK_BYTES):
-                    digest.update(chunk)
+                try:
+                    for chunk in self._file.chunks(info.start, info.stop, _CHUNK_BYTES):
+                        digest.update(chunk)
+                except CheckpointError as error:
+                    raise StatisticsError(str(error)) from error
             self._compare(digest.hexdigest(), moments_digest(layer))
             self._compared.add(layer)
 

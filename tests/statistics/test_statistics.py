@@ -211,6 +211,14 @@ def test_a_changed_byte_is_found(path, name):
         found.tokens(3, 1)
 
 
+def test_a_file_that_is_cut_after_it_was_opened_is_an_error_of_statistics(tmp_path, write):
+    path = write(tmp_path, hessian=True)
+    found = Statistics.load(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(StatisticsError, match=r"stats\.safetensors"):
+        found.check_hessians(3)
+
+
 def test_a_changed_byte_of_second_moments_is_found(tmp_path, write):
     path = write(tmp_path, hessian=True)
     info = read_header(path, path.name)["layers.3.hidden.second_moment"]
