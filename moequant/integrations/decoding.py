@@ -196,8 +196,8 @@ class _Call:
         assert self._tokens is not None
         ids = inputs.get("input_ids")
         self._tokens += (inputs["inputs_embeds"] if ids is None else ids).shape[1]
-        room = cache.get_max_length()
-        if room is not None and self._tokens > room > 0:
+        room = cache.get_max_length()  # -1 for none
+        if self._tokens > room > 0:
             raise UnsupportedError(
                 f"the static cache has room for {room} tokens, but there are {self._tokens}; "
                 "give `static_cache` the tokens of the prompt and of the answer together"

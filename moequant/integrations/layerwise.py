@@ -336,7 +336,7 @@ class LayerwiseModel:
     def _load(self, module: nn.Module, *, without: tuple[nn.Module, ...] = ()) -> None:
         """Give a module of the model its weights and buffers."""
         prefix = self._prefix(module)
-        left_out = tuple(self._prefix(other) for other in without) or ("\0",)
+        left_out = tuple(self._prefix(other) for other in without)
         others: dict[str, StoredTensor | StoredStack] = {}
         merged: dict[str, dict[str, list[str]]] = {}
         for name, (target, pattern) in self._target_of.items():
