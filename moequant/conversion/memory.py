@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from moequant.conversion.batches import BATCH_BYTES
+from moequant.conversion.predicted_inputs import PREDICTION_BYTES
 from moequant.formats import get_format, tile_bytes
 from moequant.formats.squares import TILE_ROWS
 from moequant.quantizers.gptq import gptq_bytes
@@ -98,8 +99,19 @@ def working_bytes(unit: Unit) -> int:
         # GPTQ decodes what is quantized in the source once more.
         decoded = max(weight.decoded_bytes for weight in unit.weights)
         workspace = max(workspace, decoded + rounded)
+    workspace += _prediction_bytes(unit)
     # A second copy of the results exists while tiles are joined and codes are encoded.
     return _reading_bytes(unit.weights) + unit.result_bytes + workspace
+
+
+def _prediction_bytes(unit: Unit) -> int:
+    """Upper bound of what predicting the mean squares of a unit's inputs takes."""
+    if unit.predicted is None or not unit.predicted.before:
+        return 0
+    read = sum(info.size_bytes for info in unit.predicted.before)
+    decoded = sum(4 * info.shape[0] * info.shape[1] for info in unit.predicted.before)
+    # Read, picked out of a stack and turned, or decoded to float32.
+    return 3 * read + decoded + PREDICTION_BYTES
 
 
 def _decoding_bytes(weights: Sequence[Weight]) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
 from moequant.conversion.apply_recipe import apply_recipe, keeping_units
+from moequant.conversion.gaussian_search import with_predictions
 from moequant.conversion.items import plan_items, unchanged_weights, unmatched
 from moequant.conversion.memory import MemoryBound
 from moequant.conversion.output_dialect import output_dialect
@@ -207,7 +208,7 @@ def make_plan(
         statistics,
         input_scales,
     )
-    units, warnings = assigned.units, assigned.warnings
+    units, warnings = with_predictions(assigned.units, source), assigned.warnings
     dialect = output_dialect(recipe, source, assigned)
     left = unmatched(source, assigned)
     unchanged = unchanged_weights(left, source, dialect)

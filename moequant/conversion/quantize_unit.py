@@ -15,6 +15,7 @@ from moequant.conversion.activation_scales import input_scale_of
 from moequant.conversion.error_limit import check_underflow
 from moequant.conversion.gptq_units import round_by_gptq
 from moequant.conversion.requantization_error import RequantizationError
+from moequant.conversion.rounding import quantizer_options
 from moequant.conversion.weighted_search import is_weighted
 from moequant.formats import QuantizedWeight, get_format, plain_weight, requantize_losslessly
 from moequant.formats.base import check_values
@@ -77,7 +78,8 @@ def convert_unit(
     """
     weights = read_stored(source, [weight.info for weight in unit.weights], arena)
     lossless = _requantize_losslessly(weights, unit)
-    quantized = lossless or _quantize(weights, unit, quantizer, arena, results, statistics)
+    squares = None if lossless else _mean_squares(unit, statistics, source)
+    quantized = lossless or _quantize(weights, unit, quantizer, arena, results, squares)
     if lossless is None and not unit.is_plain:
         names = [weight.info.name for weight in unit.weights]
         check_underflow(
@@ -122,6 +124,7 @@ def _requantize_losslessly(
 
 
 def convert_again(
+    source: Checkpoint,
     weights: Sequence[StoredWeight],
     unit: Unit,
     dialect: Dialect,
@@ -131,7 +134,7 @@ def convert_again(
     statistics: Statistics | None = None,
     written: Sequence[QuantizedWeight | None] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of `convert_unit` for weights that are already read, named as single weights.
+    """The tensors of `convert_unit` for weights already read from `source`, as single weights.
 
     They are in new memory; `arena` is for temporaries. `written` is for units that GPTQ rounds, as
     in `round_by_gptq`.
@@ -141,7 +144,8 @@ def convert_again(
         NonFiniteError: a weight has NaN or Inf.
     """
     lossless = _requantize_losslessly(weights, unit)
-    quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena(), statistics)
+    squares = None if lossless else _mean_squares(unit, statistics, source)
+    quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena(), squares)
     if lossless is None and unit.rounding is not None:
         assert statistics is not None, "the plan refuses GPTQ without"
         round_by_gptq(unit, weights, quantized, statistics, quantizer, written)
@@ -161,7 +165,7 @@ def _quantize(
     quantizer: Quantizer,
     arena: Arena,
     results: Arena,
-    statistics: Statistics | None,
+    mean_squares: list[Tensor] | None,
 ) -> list[QuantizedWeight]:
     format, names = get_format(unit.format), [weight.info.name for weight in unit.weights]
     if format.is_plain:
@@ -173,16 +177,20 @@ def _quantize(
     return quantizer.quantize_fused(
         format,
         weights,
-        unit.options,
+        quantizer_options(unit.options),
         names=names,
         empty=results.empty,
         scratch=arena.empty,
-        mean_squares=_mean_squares(unit, statistics),
+        mean_squares=mean_squares,
     )
 
 
-def _mean_squares(unit: Unit, statistics: Statistics | None) -> list[Tensor] | None:
+def _mean_squares(
+    unit: Unit, statistics: Statistics | None, source: Checkpoint
+) -> list[Tensor] | None:
     """The mean squares of the input channels of a unit's weights; None if it needs none."""
+    if unit.predicted is not None:
+        return [unit.predicted.mean_square(source)] * len(unit.weights)
     if not is_weighted(unit):
         return None
     assert statistics is not None, "the plan refuses a weighted search without"

@@ -1,6 +1,8 @@
 """How the codes of a weight are chosen, under the scales that its format's options give.
 
-These options stand beside the format's own in a rule of a recipe:
+Beside a format's own searches for scales, a rule for `nvfp4` may have `search = "gaussian"`, which
+needs no statistics (`moequant.conversion.gaussian_search`). These options stand beside the format's
+own in a rule of a recipe:
 
 | option | value | meaning |
 |---|---|---|
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from moequant.errors import RecipeError
 from moequant.formats import get_format
+from moequant.formats.base import WEIGHTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +33,10 @@ ROUNDING_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "column_order": ("stored", "activation"),
 }
 """Allowed values of each option, the default first."""
+
+
+GAUSSIAN = "gaussian"
+"""A value of the option `search`: a weighted search by mean squares that weights predict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +53,16 @@ class GptqRounding:
 def options_of_format(format: str) -> dict[str, tuple[str, ...]]:
     """Allowed values of every option that a rule for the format may have, the default first."""
     own = dict(get_format(format).options)
+    if get_format(format).has_gaussian_search:
+        own["search"] = (*own["search"], GAUSSIAN)
     # What can be searched by statistics can be rounded by them, too.
     return {**own, **ROUNDING_OPTIONS} if get_format(format).has_weighted_search else own
+
+
+def quantizer_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Options as quantizers know them, to whom a weighted search is one, whatever the weights."""
+    weighted = options.get("search") == GAUSSIAN
+    return {**options, **({"search": WEIGHTED} if weighted else {})}
 
 
 def split_options(
@@ -69,8 +84,8 @@ def split_options(
         if value not in known[key]:
             allowed = ", ".join(known[key])
             raise RecipeError(f"{format}: {key} = {value!r}, but must be one of: {allowed}")
-    own = {key: value for key, value in options.items() if key not in ROUNDING_OPTIONS}
-    resolved = get_format(format).resolve_options(own)
+    own = {key: value for key, value in options.items() if key in get_format(format).options}
+    resolved = get_format(format).resolve_options(quantizer_options(own)) | own
     if options.get("rounding") == GPTQ:
         activation_order = options.get("column_order") == "activation"
         return resolved, GptqRounding(activation_order=activation_order)

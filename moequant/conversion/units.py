@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from moequant.conversion.rounding import quantizer_options
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.formats.base import SOURCE_DTYPES
@@ -16,6 +17,7 @@ from moequant.weights.row_tiles import split_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from moequant.conversion.predicted_inputs import PredictedInputs
     from moequant.conversion.rounding import GptqRounding
     from moequant.conversion.stack import Stack
     from moequant.dialects.base import Dialect
@@ -84,6 +86,7 @@ class Unit:
             then do not apply.
         activation_scales: the static scale of the weights' input, which they share, or
             "statistics"; None without.
+        predicted: how the mean squares of its input are predicted; None if they are not.
     """
 
     weights: tuple[Weight, ...]
@@ -93,6 +96,7 @@ class Unit:
     stack: Stack | None = None
     lossless: bool = True
     activation_scales: str | float | None = None
+    predicted: PredictedInputs | None = None
 
     @property
     def is_static(self) -> bool:
@@ -184,7 +188,12 @@ def _quantized_bytes(format: str, shape: tuple[int, int]) -> int:
 def quantizer_jobs(items: Iterable[Item]) -> list[Job]:
     """The distinct jobs for a quantizer, of items without refusals."""
     kinds = {
-        (item.format, tuple(sorted(item.options.items())), weight.stored_format, weight.info.dtype)
+        (
+            item.format,
+            tuple(sorted(quantizer_options(item.options).items())),
+            weight.stored_format,
+            weight.info.dtype,
+        )
         for item in items
         if not isinstance(item, Copy)
         for weight in item.weights

@@ -167,6 +167,8 @@ class Format:
     warned_options: ClassVar[Mapping[tuple[str, str], str]] = {}
     """Options and values that lower the error of weights but raise that of a trained model: how its
     KL divergence from the unquantized model changed, by docs/quality.md."""
+    has_gaussian_search: ClassVar[bool] = False
+    """Whether recipes may ask for a weighted search by mean squares that weights predict."""
     gptq_search: ClassVar[str] = WEIGHTED
     """The value of the option `search` after which GPTQ costs a model least, by docs/quality.md."""
     ordinary_error: ClassVar[float] = 0.0

@@ -78,6 +78,7 @@ class Nvfp4(Format):
         "global_scale": ("power_of_two", "exact"),
         "search": ("none", "mse", "weighted"),
     }
+    has_gaussian_search = True
     gptq_search = "mse"
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:

@@ -54,6 +54,23 @@ class TensorRole:
     projection: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNorm:
+    """A norm that divides by the root mean square, or standard deviation, and multiplies.
+
+    Attributes:
+        name: pattern of its weight, in which {layer} is the layer.
+        offset: what it adds to its weight.
+    """
+
+    name: str
+    offset: float = 0.0
+
+    def tensor(self, layer: int) -> str:
+        """The name of its weight in a layer."""
+        return self.name.format(layer=layer)
+
+
 class Architecture:
     """One family of checkpoints: its tensor names, and the config keys that hold its sizes.
 
@@ -105,6 +122,9 @@ class Architecture:
         """How a plain checkpoint stacks its experts; None if each expert has its own tensors."""
         self.dialects: tuple[str, ...] | None = table.get("dialects") and tuple(table["dialects"])
         """The only dialects that engines load for this architecture; None if any will do."""
+        norm = table.get("expert_norm")
+        self.expert_norm = None if norm is None else ExpertNorm(**norm)
+        """The norm whose output the experts of a layer multiply; None if it is not described."""
         self._roles = (table.get("roles", {}), common)
         self._projection_of = {leaf: name for name, leaf in self.projections.items()}
 

@@ -54,6 +54,11 @@ def _expert_pattern(pattern: str) -> str:
     return pattern
 
 
+def _norm_pattern(pattern: str) -> str:
+    _named(pattern, ("layer",))
+    return pattern
+
+
 def _role_pattern(pattern: str) -> str:
     if not pattern or pattern.count("*") > _MAX_STARS:
         raise ValueError(f"{pattern!r} is empty, or has more than {_MAX_STARS} *")
@@ -136,6 +141,11 @@ class _Stacked(_Strict):
         return self
 
 
+class _ExpertNorm(_Strict):
+    name: Annotated[str, AfterValidator(_norm_pattern)]
+    offset: Literal[0, 1] = 0
+
+
 class _Tested(_Strict):
     by_hand: dict[str, _Name] = {}
     not_loaded: dict[str, _Name] = {}
@@ -161,6 +171,7 @@ class _Entry(_Strict):
     act_fn: _ActFn = _ActFn()
     act_fns: dict[str, _Name] = {}
     stacked: _Stacked | None = None
+    expert_norm: _ExpertNorm | None = None
     dialects: _Names | None = None
     roles: dict[_Role, list[Annotated[str, AfterValidator(_role_pattern)]]] = {}
     fused: list[_Names] = []

@@ -3,6 +3,7 @@
 Also scales of these inputs that another tool found (`InputScales`).
 """
 
+from moequant.statistics.gaussian import hidden_mean_square, intermediate_mean_square
 from moequant.statistics.input_scales import InputScales
 from moequant.statistics.inputs import INPUTS, input_of
 from moequant.statistics.measured import InputSums, LayerSums
@@ -21,6 +22,8 @@ __all__ = [
     "Statistics",
     "StatisticsRecord",
     "StatisticsWriter",
+    "hidden_mean_square",
     "input_of",
+    "intermediate_mean_square",
     "shrink",
 ]

@@ -181,6 +181,7 @@ class _Comparison:
                     self._read(weight, unit.format, {}, arena, _Result()) for weight in unit.weights
                 ]
             wanted = convert_again(
+                self.run.source,
                 weights,
                 unit,
                 dialect,
