@@ -47,6 +47,12 @@ if TYPE_CHECKING:
     metavar="WHERE",
     help="Where shards are written: local, or ray or ray:ADDRESS for a cluster.  [default: local]",
 )
+@click.option(
+    "--delete-source-shards",
+    is_flag=True,
+    help="Fetch the shards of a hub repository one after the other into OUTPUT's work folder and "
+    "delete each when it is converted: at most four are on the disk at once.",
+)
 @options.json_option
 @options.quiet_option
 def command(

@@ -26,10 +26,13 @@ _TURNS = 4
 
 
 class Batches:
-    """A thread-safe queue of `items`, which are in file order, for `workers` threads."""
+    """A thread-safe queue of `items`, which are in file order, for `workers` threads.
 
-    def __init__(self, items: Sequence[Item], workers: int) -> None:
-        self._left = deque(enumerate(items))
+    `order` has the numbers of the items in another order of work; empty for theirs.
+    """
+
+    def __init__(self, items: Sequence[Item], workers: int, order: Sequence[int] = ()) -> None:
+        self._left = deque((number, items[number]) for number in order or range(len(items)))
         self._turns = _TURNS * workers
         self._taking = threading.Lock()
 

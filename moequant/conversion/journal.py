@@ -6,6 +6,7 @@ OUTPUT/.moequant/ contains:
     plan.json       digest of the plan, its recipe, and the state of the source files
     journal.jsonl   one line per finished shard: file, size, SHA-256, quantizer
     shards/         finished shards, and unfinished ones
+    source/         shards of the source that were fetched to be deleted, and samples of them
     staged/         during the commit: all other files of the output
 
 A shard counts as finished only if its journal line is complete and a file with that size and digest
@@ -47,6 +48,7 @@ class Journal:
         self.folder = output / WORK_FOLDER
         self.shards = self.folder / "shards"
         self.staged = self.folder / "staged"
+        self.source = self.folder / "source"
         self._lines = self.folder / "journal.jsonl"
         self._plan = self.folder / "plan.json"
 
@@ -69,7 +71,9 @@ class Journal:
         The old plan is removed first and the new one written last, so that a plan never exists
         together with shards or lines of another.
         """
-        left = [path for path in (self._plan, self._lines, self.shards) if path.exists()]
+        left = [
+            path for path in (self._plan, self._lines, self.shards, self.source) if path.exists()
+        ]
         for path in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if left:
@@ -79,11 +83,10 @@ class Journal:
         replace_file(self._plan, json.dumps(record, indent=2).encode())
 
     def shard_bytes(self) -> int:
-        """The space of earlier shards, which `begin` frees."""
-        if not self.shards.exists():
-            return 0
+        """The space of earlier shards, also of the source, which `begin` frees."""
         # Allocated blocks instead of sizes, because an unfinished shard may be sparse.
-        return sum(512 * path.lstat().st_blocks for path in self.shards.iterdir())
+        folders = (folder.rglob("*") for folder in (self.shards, self.source) if folder.exists())
+        return sum(512 * path.lstat().st_blocks for paths in folders for path in paths)
 
     def close(self) -> None:
         """Remove the work folder of a committed conversion, or of none.
@@ -101,7 +104,7 @@ class Journal:
 
     def check_work_folder(self) -> None:
         """Check that the work folder is a folder, and its entries files; no links, no pipes."""
-        for folder in (self.folder, self.shards, self.staged):
+        for folder in (self.folder, self.shards, self.staged, self.source):
             if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
                 kind = "link" if folder.is_symlink() else "file"
                 raise MoequantError(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moequant.conversion.commit import commit
 from moequant.conversion.finished_shard import Share, shares
@@ -40,6 +40,7 @@ from moequant.conversion.source_identity import (
     source_digests,
     source_state,
 )
+from moequant.conversion.streaming import Stream, kept_bytes, remove_fetched
 from moequant.errors import (
     MoequantError,
     NonFiniteError,
@@ -56,14 +57,21 @@ from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import is_adapter
 from moequant.storage.headers import TensorInfo
-from moequant.storage.hub_folder import Download, check_cache_space, download_of, open_headers
-from moequant.storage.locate import locate
+from moequant.storage.hub_folder import (
+    Download,
+    HubFolder,
+    check_cache_space,
+    download_of,
+    open_headers,
+)
+from moequant.storage.locate import directory_of, locate
 from moequant.weights.converted import described_architectures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from moequant.conversion.finished_shard import FinishedShard
+    from moequant.conversion.shards import PlannedShard
     from moequant.progress import Progress
     from moequant.quantizers import Choice
 
@@ -125,6 +133,7 @@ def convert(
     hash_source: bool = False,
     executor: str = LOCAL,
     dry_run: bool = False,
+    delete_source_shards: bool = False,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], object] | None = None,
 ) -> ConversionResult:
@@ -159,6 +168,8 @@ def convert(
         executor: "local", or "ray" or "ray:ADDRESS" for a cluster, whose machines share the file
             systems of source and output.
         dry_run: only plan; reads headers and writes nothing.
+        delete_source_shards: fetch the shards of a hub repository into the output's work folder,
+            and delete each when it is converted. Shards in the hub's cache are read there and kept.
         progress: receives the progress.
         on_plan: called with the plan and its warnings before anything is written.
 
@@ -182,7 +193,11 @@ def convert(
         read_architectures(architecture)  # now, for a download may take long
     measured = None if statistics is None else Statistics.load(statistics)
     target = _output_path(output)
-    path = None if dry_run else locate(source, revision)
+    if delete_source_shards:
+        _check_deletable(source, revision, executor, measured)
+    # A cluster's machines open a directory, and statistics are compared with all weights first.
+    streams = executor == LOCAL and measured is None
+    path = None if dry_run or streams else locate(source, revision)
     with _without_collector():
         checkpoint = open_headers(source, revision) if path is None else Checkpoint.open(path)
         if not dry_run:  # which reports it with the plan
@@ -194,6 +209,8 @@ def convert(
         plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))
     # Now, so that a file that cannot be copied is found before anything is written.
     sidecars = copied_sidecars(checkpoint)
+    if not dry_run and isinstance(checkpoint.folder, HubFolder):
+        checkpoint.folder.fetch(sidecars)
     for file in sidecars:
         checkpoint.folder.open(str(file)).read(0, 0)
     if measured is not None and checkpoint.is_local:
@@ -208,6 +225,7 @@ def convert(
         hash_source=hash_source,
         executor=executor,
         write_shards=choose_executor(executor),
+        delete_source_shards=delete_source_shards,
     )
     if on_plan is not None:
         on_plan(plan)
@@ -253,6 +271,27 @@ def choose_executor(text: str) -> WriteShards:
             "pip install 'moequant[ray]'"
         ) from error
     return partial(write_shards_on_ray, address=address or None)
+
+
+def _check_deletable(
+    source: str | Path, revision: str | None, executor: str, statistics: Statistics | None
+) -> None:
+    """Check that shards of the source can be fetched and deleted one after the other."""
+    if directory_of(source, revision) is not None:
+        raise UnsupportedError(
+            f"{source}: a directory, but only shards that the conversion itself fetches from the "
+            "hub are deleted; leave --delete-source-shards out, or give a hub repo id"
+        )
+    if executor != LOCAL:
+        raise UnsupportedError(
+            f"executor {executor!r}: its machines read the whole source; leave out --executor or "
+            "--delete-source-shards"
+        )
+    if statistics is not None:
+        raise UnsupportedError(
+            f"{statistics.path}: statistics are compared with all weights of the source before the "
+            "conversion begins; leave out --statistics or --delete-source-shards"
+        )
 
 
 @contextmanager
@@ -302,16 +341,27 @@ class _Work:
     hash_source: bool
     executor: str
     write_shards: WriteShards
+    delete_source_shards: bool
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether weights of the source are still on the hub."""
+        return not self.checkpoint.is_local
 
     def is_left(self) -> bool:
         """Whether there is anything to do; see `is_work_left`."""
-        return is_work_left(self.journal, self.plan.digest, self.digests, self.overwrite)
+        return is_work_left(self.journal, self.plan.digest, self.identity, self.overwrite)
 
-    def digests(self) -> Mapping[str, Any]:
-        """Digests of the source's contents; of a source on the hub, its commit."""
-        if not self.checkpoint.is_local:
+    def identity(self) -> Mapping[str, Any]:
+        """What a record says of the source: digests of its contents, or its commit on the hub."""
+        if self.is_streamed:
             return {key: self.provenance[key] for key in ("repository", "commit")}
         return source_digests(self.checkpoint, self.sidecars)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Space on the output's disk that shards of the source take while they are converted."""
+        return kept_bytes(self.checkpoint) if self.delete_source_shards else 0
 
 
 def _refusal_of_plan(plan: Plan) -> UnsupportedError | None:
@@ -327,7 +377,8 @@ def _refusal_of_output(work: _Work) -> MoequantError | None:
                 state = source_state(work.checkpoint, work.sidecars)
                 # Finished shards need no more space, and all other files are removed.
                 _check_room(work, state, {}, freed_bytes=work.journal.shard_bytes())
-        check_cache_space(work.checkpoint)
+        if not work.delete_source_shards:
+            check_cache_space(work.checkpoint)
     except MoequantError as error:
         return error
     return None
@@ -352,28 +403,27 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
             journal.close()
             return result(state="already converted")
         state = source_state(work.checkpoint, work.sidecars)
+        remove_fetched(journal, keep_samples=work.delete_source_shards)
         finished = _resume_or_begin(work, state, progress)
         resumed = len(finished)
         todo = [shard for shard in plan.shards if shard.file not in finished]
         progress.start("converting", sum(shard.work_bytes for shard in todo))
         chosen = choose_quantizer(plan.jobs())
-        with _saying_where(work), ThreadPoolExecutor(1, "moequant-sample") as beside:
-            digests = beside.submit(work.digests)
+        with _saying_where(work), _reading(work, todo, workers, progress) as reading:
             for shard in work.write_shards(
-                work.checkpoint,
+                reading.checkpoint,
                 plan,
-                todo,
+                reading.todo,
                 journal,
                 choice=chosen,
                 workers=workers,
-                progress=progress,
+                progress=reading.progress,
             ):
                 finished[shard.file] = shard
-        progress.finish()
+            progress.finish()
+            digests = reading.digests()
         ordered = [finished[shard.file] for shard in plan.shards]
-        provenance = {**work.provenance, **digests.result()}
-        if work.hash_source:
-            provenance |= content_digests(work.checkpoint, workers, progress)
+        provenance = {**work.provenance, **digests}
         check_unchanged(work.checkpoint, state)
         commit(work.checkpoint, plan, journal, ordered, provenance)
     errors = tuple(
@@ -389,6 +439,37 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         ),
         shares=tuple(shares(ordered)),
     )
+
+
+class _Reading(NamedTuple):
+    """How a conversion reads its source, what it reports to, and the digests for the record."""
+
+    checkpoint: Checkpoint
+    todo: Sequence[PlannedShard]
+    progress: Progress
+    digests: Callable[[], Mapping[str, Any]]
+
+
+@contextmanager
+def _reading(
+    work: _Work, todo: Sequence[PlannedShard], workers: int, progress: Progress
+) -> Iterator[_Reading]:
+    """Take samples of a source on disk beside the conversion; or fetch one on the hub meanwhile."""
+    settings: dict[str, Any] = {"workers": workers, "progress": progress}
+    if work.is_streamed:
+        stream = Stream(work.checkpoint, todo, work.journal, delete=work.delete_source_shards)
+        digests = partial(stream.digests, work.sidecars, hash_source=work.hash_source, **settings)
+        with stream.running():
+            yield _Reading(stream.checkpoint, stream.todo, stream.reporting(progress), digests)
+        return
+    with ThreadPoolExecutor(1, "moequant-sample") as beside:
+        sampled = beside.submit(source_digests, work.checkpoint, work.sidecars)
+
+        def all_digests() -> Mapping[str, Any]:
+            contents = content_digests(work.checkpoint, **settings) if work.hash_source else {}
+            return {**sampled.result(), **contents}
+
+        yield _Reading(work.checkpoint, todo, progress, all_digests)
 
 
 @contextmanager
@@ -407,7 +488,7 @@ def _saying_where(work: _Work) -> Iterator[None]:
 
 def _where(work: _Work, name: str) -> str:
     """A sentence about the source tensors of a weight; empty if they are unknown."""
-    path, weight = work.checkpoint.path, work.plan.source.weights.get(name)
+    path, weight = work.checkpoint.folder.shown, work.plan.source.weights.get(name)
     if weight is None:
         return ""
     if isinstance(weight, TensorInfo):
@@ -426,6 +507,7 @@ def _resume_or_begin(
     journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
     measured = work.plan.statistics
+    commit = {"commit": work.provenance["commit"]} if work.provenance else {}
     used = {} if measured is None else {"statistics": {"sha256": measured.digest}}
     recorded = journal.read_plan()
     if record.items() <= recorded.items():
@@ -436,9 +518,11 @@ def _resume_or_begin(
         before = recorded.get("source_state")
         known = before if isinstance(before, dict) else {}
         changed = next((file for file, now in state.items() if known.get(file) != now), "")
+        begun = recorded.get("commit")
+        instead = f"continue with --revision {begun}, or " if isinstance(begun, str) else ""
         raise MoequantError(
-            f"{work.checkpoint.path / changed}: changed since the conversion into {journal.output} "
-            "began; start over with --overwrite"
+            f"{work.checkpoint.folder.shown / changed}: changed since the conversion into "
+            f"{journal.output} began; {instead}start over with --overwrite"
         )
     # Check first: a plan next to an earlier output would mark that output as unfinished.
     try:
@@ -447,7 +531,7 @@ def _resume_or_begin(
         if not journal.exists:
             journal.close()  # it contains only the lock
         raise
-    journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json"), **used})
+    journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json"), **used, **commit})
     return {}
 
 
@@ -465,7 +549,7 @@ def _check_room(
     check_places(output, [*files, *sidecars, RECORD_FILE, INDEX_FILE, CONFIG_FILE])
     shard_bytes = sum(shard.size_bytes for shard in shards if shard.file not in finished)
     sidecar_bytes = sum(state[file][0] for file in sidecars)
-    check_space(output, shard_bytes + sidecar_bytes - freed_bytes)
+    check_space(output, shard_bytes + sidecar_bytes + work.fetched_bytes - freed_bytes)
 
 
 def _choose_recipe(

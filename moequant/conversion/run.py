@@ -160,7 +160,7 @@ class _Run(threading.local):
         """
         partial_file = self._journal.partial(shard.file)
         writer = ShardWriter(partial_file, shard.header, shard.pieces)
-        filling = _Filling(writer, Batches(shard.items, workers), {}, finishing)
+        filling = _Filling(writer, Batches(shard.items, workers, shard.order), {}, finishing)
         work: list[Future[None]] = []
         try:
             work += [pool.submit(self._work, filling) for _ in range(workers)]
@@ -169,6 +169,7 @@ class _Run(threading.local):
                 future.result()
         except BaseException:
             filling.left.drop()
+            self._source.stop_waiting()
             wait(work)
             writer.abort()
             raise

@@ -28,10 +28,11 @@ class PlannedShard:
 
     Attributes:
         file: its final name.
-        items: its items, in the order of work.
+        items: its items, in the order of the file.
         header: the bytes before the data.
         slots: the position of each tensor.
         pieces: the position of each item's tensors; those of a stack are parts of a slot.
+        order: numbers of the items in the order of work; empty if that is the file's.
     """
 
     file: str
@@ -39,6 +40,7 @@ class PlannedShard:
     header: bytes
     slots: Mapping[str, TensorInfo]
     pieces: Mapping[str, TensorInfo]
+    order: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:

@@ -11,13 +11,14 @@ import hashlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moequant.errors import CheckpointError
 from moequant.storage.files import CONFIG_FILE
+from moequant.storage.hub_folder import HubFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from moequant.progress import Progress
@@ -29,27 +30,51 @@ SAMPLE_BYTES = 4096
 _RANGES_AT_ONCE = 128
 _CHUNK_BYTES = 8 << 20
 _HEX_SHA256 = re.compile("[0-9a-f]{64}")
+_HEX_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
-def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, list[int]]:
+class Sample(Protocol):
+    """The ranges of `sampled_ranges` of one file, kept from when it was there."""
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> bytes:
+        """The next ranges, concatenated."""
+        ...
+
+
+def source_state(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, list[Any]]:
     """Size and modification time (ns) of every file that a conversion reads.
 
-    For weights and config.json, it is the state when the checkpoint was opened.
+    For weights and config.json, it is the state when the checkpoint was opened. For files on the
+    hub or in its cache, the hub's name of the content, a digest, takes the place of the time, so
+    that a conversion may go on where fewer or more of them are in the cache.
 
     Raises:
         CheckpointError: a file is missing.
     """
+    if isinstance(checkpoint.folder, HubFolder):
+        return checkpoint.folder.state([*checkpoint.files, CONFIG_FILE, *map(str, sidecars)])
     assert checkpoint.config_file is not None, "of a checkpoint that was opened"
     files = {**checkpoint.files, CONFIG_FILE: checkpoint.config_file}
     files |= {str(file): checkpoint.folder.open(str(file)) for file in sidecars}
-    return {name: [file.size_bytes, file.mtime_ns] for name, file in files.items()}
+    return {name: _state(file) for name, file in files.items()}
+
+
+def _state(file: FixedFile) -> list[Any]:
+    blob = file.path.resolve()
+    is_named = blob.parent.name == "blobs" and _HEX_DIGEST.fullmatch(blob.name)
+    return [file.size_bytes, blob.name if is_named else file.mtime_ns]
 
 
 def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
-    """Check that the source still has the `source_state` of `before`; raises CheckpointError."""
+    """Check that the source still has the `source_state` of `before`; raises CheckpointError.
+
+    A commit on the hub does not change.
+    """
+    if isinstance(checkpoint.folder, HubFolder):
+        return
     for file, state in before.items():
         found = checkpoint.folder.open(file)
-        if [found.size_bytes, found.mtime_ns] != state:
+        if _state(found) != state:
             raise CheckpointError(
                 f"{found.path}: changed while it was converted ({state[0]} bytes "
                 f"before, {found.size_bytes} now); the output was not changed. Wait until nothing "
@@ -57,30 +82,35 @@ def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
             )
 
 
-def source_digests(checkpoint: Checkpoint, sidecars: Iterable[Path]) -> dict[str, Any]:
+def source_digests(
+    checkpoint: Checkpoint,
+    sidecars: Iterable[Path],
+    samples: Mapping[str, Sample] | None = None,
+) -> dict[str, Any]:
     """The digests of the source's contents for moequant.json.
 
     The weights' digest covers the first and the last 4 KiB of every tensor, which distinguishes
-    models and takes about a second for the largest.
+    models and takes about a second for the largest. Files in `samples` are read there.
 
     Raises:
         CheckpointError: the source cannot be read, or changed since it was opened.
     """
     return {
-        "config_sha256": _sha256(checkpoint.folder.open(CONFIG_FILE)),
-        "sample_sha256": _sample(checkpoint),
-        "sidecars": {str(f): _sha256(checkpoint.folder.open(str(f))) for f in sidecars},
+        "config_sha256": sha256_of_file(checkpoint.folder.open(CONFIG_FILE)),
+        "sample_sha256": _sample(checkpoint, samples or {}),
+        "sidecars": {str(f): sha256_of_file(checkpoint.folder.open(str(f))) for f in sidecars},
     }
 
 
-def _sample(checkpoint: Checkpoint) -> str:
+def _sample(checkpoint: Checkpoint, samples: Mapping[str, Sample]) -> str:
     digest = hashlib.sha256()
-    for file, ranges in _sampled(checkpoint.tensors.values()):
-        digest.update(checkpoint.files[file].read_ranges(ranges))
+    for file, ranges in sampled_ranges(checkpoint.tensors.values()):
+        read = samples[file].read_ranges if file in samples else checkpoint.files[file].read_ranges
+        digest.update(read(ranges))
     return digest.hexdigest()
 
 
-def _sampled(infos: Iterable[TensorInfo]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def sampled_ranges(infos: Iterable[TensorInfo]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Both ends of every tensor, as pairs of file and ranges; adjacent ranges are joined."""
     file = ""
     ranges: list[tuple[int, int]] = []
@@ -117,7 +147,7 @@ def content_digests(
 
 
 def _digest(file: FixedFile, progress: Progress) -> str:
-    found = _sha256(file, progress)
+    found = sha256_of_file(file, progress)
     blob = file.path.resolve()
     if blob.parent.name == "blobs" and _HEX_SHA256.fullmatch(blob.name) and blob.name != found:
         raise CheckpointError(
@@ -127,7 +157,8 @@ def _digest(file: FixedFile, progress: Progress) -> str:
     return found
 
 
-def _sha256(file: FixedFile, progress: Progress | None = None) -> str:
+def sha256_of_file(file: FixedFile, progress: Progress | None = None) -> str:
+    """SHA-256 of a file, in hex; raises CheckpointError."""
     digest = hashlib.sha256()
     for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
         digest.update(chunk)

@@ -188,6 +188,11 @@ class Checkpoint:
         info = self.info(name)
         return self.files[info.file].chunks(info.start, info.stop, chunk_bytes)
 
+    def stop_waiting(self) -> None:
+        """End reads that wait for a file to be fetched, with an error; later ones, too."""
+        for file in self.files.values():
+            file.stop_waiting()
+
     def left_out(self) -> list[Path]:
         """Weight files, relative to `path`, that are not read: other formats, adapters."""
         return [name for name in self.folder.weight_files() if str(name) not in self.files]

@@ -18,6 +18,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError
+from moequant.storage.files import CONFIG_FILE
 from moequant.storage.folder import OTHER_WEIGHTS
 from moequant.storage.reader import FixedFile
 
@@ -45,10 +46,12 @@ class HubFile:
     Attributes:
         size_bytes: its size.
         sha256: its digest in hex; None for a file in git, which the hub has no SHA-256 of.
+        blob_id: the hub's name of its content: the SHA-256, or a hash by git.
     """
 
     size_bytes: int
     sha256: str | None
+    blob_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +89,9 @@ class HubRepository:
                     f"{repo_id}: the hub gives no size of {sibling.rfilename}; check HF_ENDPOINT, "
                     f"or run `hf download {repo_id}` and give the directory it prints"
                 )
+            sha256 = sibling.lfs.sha256 if sibling.lfs else None
             files[sibling.rfilename] = HubFile(
-                size_bytes=sibling.size, sha256=sibling.lfs.sha256 if sibling.lfs else None
+                size_bytes=sibling.size, sha256=sha256, blob_id=sha256 or sibling.blob_id or ""
             )
         assert found.sha is not None, "asked for one revision"
         return cls(repo_id=repo_id, revision=revision, commit=found.sha, files=files)
@@ -113,17 +117,40 @@ class HubRepository:
         whole = path.is_file() and path.stat().st_size == self.files[file].size_bytes
         return path if whole else None
 
-    def fetch(self, file: str) -> Path:
-        """Download a file into the hub's cache, unless it is there; raises CheckpointError."""
+    def fetch(self, file: str, folder: Path | None = None) -> Path:
+        """Download a file into `folder`, by default the hub's cache, unless it is in the cache.
+
+        Raises:
+            CheckpointError: it cannot be fetched, or has changed.
+        """
         from huggingface_hub import hf_hub_download
 
         if (path := self.cached(file)) is None:
             with explained(self.repo_id, self.revision):
-                path = Path(hf_hub_download(self.repo_id, file, revision=self.commit))
+                path = Path(
+                    hf_hub_download(self.repo_id, file, revision=self.commit, local_dir=folder)
+                )
             found, wanted = path.stat().st_size, self.files[file].size_bytes
             if found != wanted:
                 raise self._changed(file, f"{wanted} bytes before, {found} now")
         return path
+
+    def note_revision(self) -> None:
+        """Note in the hub's cache which commit the revision is, for use without network."""
+        from huggingface_hub import hf_hub_download
+
+        with explained(self.repo_id, self.revision):
+            hf_hub_download(self.repo_id, CONFIG_FILE, revision=self.revision)
+
+    def check_digest(self, file: str, path: Path, sha256: str) -> None:
+        """Check the digest of a downloaded file; removes it and raises CheckpointError if wrong."""
+        wanted = self.files[file].sha256
+        if wanted is not None and sha256 != wanted:
+            path.resolve().unlink()
+            raise CheckpointError(
+                f"{self.repo_id}/{file}: downloaded with SHA-256 {sha256}, but the hub says "
+                f"{wanted}; the damaged copy was removed: run the command again to fetch it again"
+            )
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         """The bytes of a file from `start` up to `stop`, without the rest of it.

@@ -6,7 +6,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError
 from moequant.storage.checkpoint import Checkpoint
@@ -139,6 +139,22 @@ class HubFolder(Folder):
             if not any(is_left_out(part) for part in (file, *file.parents))
             and file.parts[0] != PREPARED_FOLDER
         ]
+
+    def fetch(self, files: Iterable[Path]) -> None:
+        """Fetch small files into the hub's cache, and note the revision there.
+
+        Raises:
+            CheckpointError: as `HubRepository.fetch`.
+        """
+        with ThreadPoolExecutor(_HEADERS_AT_ONCE, "moequant-fetch") as pool:
+            for _ in pool.map(self.repository.fetch, map(str, files)):
+                pass
+        self.repository.note_revision()
+
+    def state(self, files: Iterable[str]) -> dict[str, list[Any]]:
+        """Size of each file, and the hub's name of its content."""
+        found = {file: self.repository.files[file] for file in files}
+        return {name: [file.size_bytes, file.blob_id] for name, file in found.items()}
 
     def download(self) -> Download:
         """What is left to download."""

@@ -65,6 +65,9 @@ class FixedFile:
         """Whether its bytes are on a disk of this machine."""
         return True
 
+    def stop_waiting(self) -> None:
+        """End reads that wait for the file, of which there are none."""
+
     def read_into(self, start: int, *buffers: memoryview) -> None:
         """Fill `buffers`, writable bytes, in order from byte `start` of the file.
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -82,19 +83,28 @@ class Hub:
         """What was sent of this repository since the last call: file, first byte, bytes."""
         return [e for e in self._hub.ask({"take": "log"}) if e["repository"] == self.id]
 
-    def run(self, *arguments: object, kill: str | None = None, **environment: str) -> Done:
-        """Run a command; killed when half of the large file `kill` has been sent."""
+    def run(
+        self, *arguments: object, kill: str = "", signal: int = SIGKILL, **environment: str
+    ) -> Done:
+        """Run a command; it gets a signal when half of the large file `kill` has been sent."""
         request = {"arguments": [*map(str, arguments)], "environment": environment}
         pid = self._commands.ask(request)
-        if kill is not None:
-            self.set(kill=[pid, kill])
-        return Done(*self._commands.read())
+        if kill:
+            self.set(kill=[pid, kill, signal])
+        done = Done(*self._commands.ask({}))
+        if kill:
+            self.set()
+        return done
+
+    @property
+    def snapshots(self) -> Path:
+        """The commits of the repository in the hub's cache."""
+        return self.home / "hub" / f"models--{self.id.replace('/', '--')}" / "snapshots"
 
     @property
     def cached(self) -> set[str]:
         """Names of the files in the hub's cache."""
-        folder = self.home / "hub" / f"models--{self.id.replace('/', '--')}" / "snapshots"
-        return {path.name for path in folder.rglob("*") if path.is_file()}
+        return {path.name for path in self.snapshots.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,15 @@ Settings, by repository unless said otherwise:
     commit      the hash of its commit
     lost        files that are listed, but answered with 404
     breaks      how many answers with a large file's bytes end in their middle, by file
+    breaks_headers  false if those with no more than a header do not
     down        large files that are answered with 503
+    headers_only    those that are only if more than a header is asked for
     no_ranges   large files are sent whole
     changed     what files' digests are when they are asked for, after the list
     sizes       what the list says that files' sizes are
-    kill        [pid, file]: kill that process when half of the file has been sent
+    kill        [pid, file, signal]: send that process the signal when half of the file was sent,
+                headers apart
+    damaged     files of which the last byte is sent wrong
 """
 
 from __future__ import annotations
@@ -30,7 +34,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import sys
 import threading
 from functools import cache
@@ -40,6 +43,8 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789" * 4
 CHUNK_BYTES = 1 << 16
+HEADER_BYTES = 1 << 17
+"""Requests for no more are for headers."""
 ROOT = Path(sys.argv[1])
 settings: dict[str, dict] = {}
 log: list[dict] = []
@@ -113,7 +118,8 @@ class Handler(BaseHTTPRequestHandler):
             size = (ROOT / repository / file).stat().st_size
             size = given.get("sizes", {}).get(file, size)
             entry = {"rfilename": file, "path": file, "type": "file", "size": size}
-            entry |= {"blobId": file, "oid": file}
+            git_hash = digest_of(ROOT / repository / file)[:40]
+            entry |= {"blobId": git_hash, "oid": git_hash}
             if is_large(file):
                 sha256 = digest_of(ROOT / repository / file)
                 entry["lfs"] = {"oid": sha256, "sha256": sha256, "size": size, "pointerSize": 134}
@@ -159,7 +165,8 @@ class Handler(BaseHTTPRequestHandler):
         headers = {**headers, "Accept-Ranges": "bytes", "Content-Length": str(stop - first)}
         if is_part:
             headers["Content-Range"] = f"bytes {first}-{stop - 1}/{size}"
-        if file in given.get("down", ()):
+        is_more = stop - first > HEADER_BYTES and file in given.get("headers_only", ())
+        if is_more or file in given.get("down", ()):
             self.refuse(503, "Down")
             return
         self.send_response(206 if is_part else 200)
@@ -171,9 +178,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_bytes(self, repository, file, first, stop):
         given = settings.get(repository, {})
+        size = (ROOT / repository / file).stat().st_size
         entry = {"repository": repository, "file": file, "first": first, "bytes": 0}
         log.append(entry)
-        broken = given.get("breaks", {}).get(file, 0) > 0
+        may_break = given.get("breaks_headers", True) or stop - first > HEADER_BYTES
+        broken = may_break and given.get("breaks", {}).get(file, 0) > 0
         if broken:
             given["breaks"][file] -= 1
         half = (first + stop) // 2
@@ -184,15 +193,16 @@ class Handler(BaseHTTPRequestHandler):
                     self.wfile.flush()
                     self.close_connection = True
                     return
-                pid, struck = given.get("kill", (0, ""))
-                if at >= half and struck == file:
+                pid, struck, signal = given.get("kill", (0, "", 0))
+                if at >= half and struck == file and stop - first > HEADER_BYTES:
                     given.pop("kill")
-                    os.kill(pid, signal.SIGKILL)
-                    self.close_connection = True
-                    return
+                    os.kill(pid, signal)
                 try:
                     limit = half if at < half else stop
-                    entry["bytes"] += self.wfile.write(opened.read(min(CHUNK_BYTES, limit - at)))
+                    data = opened.read(min(CHUNK_BYTES, limit - at))
+                    if file in given.get("damaged", ()) and at + len(data) == size:
+                        data = data[:-1] + bytes([data[-1] ^ 1])
+                    entry["bytes"] += self.wfile.write(data)
                 except OSError:  # whoever asked is gone
                     self.close_connection = True
                     return
@@ -211,6 +221,9 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """Say nothing of clients that were killed."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)

@@ -1,0 +1,218 @@
+"""A repository on the hub is converted while it is fetched, in bounded space, to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from contextlib import suppress
+from signal import SIGINT
+
+import pytest
+
+SETTINGS = ("--format", "nvfp4", "--max-shard-size", "2MB", "--workers", "2", "--hash-source")
+DELETE = "--delete-source-shards"
+
+
+@pytest.fixture(scope="module")
+def many_shards(make_checkpoint):
+    """19 MB in shards of at most 2 MB; output shards are of as much, from two or three of them."""
+    return make_checkpoint(layers=2, experts=6, hidden=512, intermediate=512, shard_bytes=2_000_000)
+
+
+@pytest.fixture
+def hub(hub, many_shards):
+    shutil.copytree(many_shards, hub.folder, dirs_exist_ok=True)
+    return hub
+
+
+@pytest.fixture(scope="module")
+def wanted(servers, many_shards, tmp_path_factory):
+    """What is made of the directory."""
+    commands, out = servers[1], tmp_path_factory.mktemp("wanted") / "out"
+    arguments = ["convert", str(many_shards), str(out), *SETTINGS]
+    commands.ask({"arguments": arguments})
+    code, _, err = commands.ask({})
+    assert code == 0, err
+    return contents(out)
+
+
+def contents(folder):
+    """Bytes of every file; of the record without where the source came from."""
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    record = json.loads(found["moequant.json"])
+    for key in ("repository", "revision", "commit"):
+        record["source"].pop(key, None)
+    return {**found, "moequant.json": record}
+
+
+def shards(hub):
+    return {path.name: path.stat().st_size for path in sorted(hub.folder.glob("*.safetensors"))}
+
+
+def sent(hub):
+    """The weight files that were sent, in order, without the requests for headers."""
+    return [e["file"] for e in hub.asked() if e["file"] in shards(hub) and e["bytes"] > 1 << 17]
+
+
+def convert(hub, out, *more, **fault):
+    return hub.run("convert", hub.id, out, *SETTINGS, *more, **fault)
+
+
+@pytest.mark.parametrize("more", [(), (DELETE,)], ids=["kept", "deleted"])
+def test_streamed_bytes_and_record_are_those_of_a_directory(hub, wanted, tmp_path, more):
+    out = tmp_path / "out"
+    done = convert(hub, out, *more)
+    assert done.code == 0, done.err
+    assert contents(out) == wanted
+    source = json.loads((out / "moequant.json").read_text())["source"]
+    assert (source["repository"], source["commit"]) == (hub.id, "0123456789" * 4)
+    fetched, names = sent(hub), list(shards(hub))
+    assert sorted(set(fetched)) == names
+    assert hub.cached & set(names) == (set() if more else set(names))
+    if not more:
+        assert len(fetched) == len(names)
+    again = convert(hub, out, *more)
+    assert "already converted" in again.out
+    assert sent(hub) == []
+
+
+def test_with_deletion_the_disk_holds_the_output_and_four_shards(hub, wanted, tmp_path):
+    out, sizes = tmp_path / "out", []
+    is_over = threading.Event()
+
+    def watch():
+        while not is_over.is_set():
+            sizes.append(taken(out))
+            time.sleep(0.001)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    done = convert(hub, out, DELETE)
+    is_over.set()
+    watching.join()
+    assert done.code == 0, done.err
+    output_bytes = taken(out)
+    largest, total = max(shards(hub).values()), sum(shards(hub).values())
+    # What huggingface_hub notes of each file, its locks and its tag of the folder.
+    notes = 1024 * (len(shards(hub)) + 4)
+    assert len(sizes) > 100
+    assert max(sizes) <= output_bytes + 4 * largest + notes
+    assert max(sizes) > output_bytes
+    assert output_bytes + 4 * largest + notes < 0.8 * total + output_bytes
+    assert contents(out) == wanted
+
+
+def taken(folder):
+    """Bytes of all files, of which some go away meanwhile."""
+    size_bytes = 0
+    for inner, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                size_bytes += os.stat(f"{inner}/{file}").st_size  # noqa: PTH116 - a thousandfold
+    return size_bytes
+
+
+@pytest.mark.parametrize(("more", "kills"), [((), 4), ((DELETE,), 10)], ids=["kept", "deleted"])
+def test_killed_again_and_again_and_continued_makes_the_same_bytes(
+    hub, wanted, tmp_path, more, kills
+):
+    """Each time while another shard is fetched, in the order in which they are first read."""
+    out = tmp_path / "out"
+    names = sorted(shards(hub))
+    for name in names[:kills]:
+        killed = convert(hub, out, *more, kill=name)
+        assert killed.code == -9, (name, killed)
+        assert not (out / "config.json").exists()
+    done = convert(hub, out, *more)
+    assert done.code == 0, done.err
+    assert contents(out) == wanted
+
+
+def test_what_was_deleted_and_converted_is_not_fetched_again(hub, wanted, tmp_path):
+    out, last = tmp_path / "out", list(shards(hub))[-2]
+    assert convert(hub, out, DELETE, kill=last).code == -9
+    finished = len((out / ".moequant" / "journal.jsonl").read_text().splitlines())
+    assert finished >= 2
+    hub.asked()
+    done = convert(hub, out, DELETE)
+    assert done.code == 0, done.err
+    assert len(set(sent(hub))) <= len(shards(hub)) - 4
+    assert contents(out) == wanted
+
+
+def test_an_interrupt_ends_it_at_once_and_the_same_command_continues(hub, wanted, tmp_path):
+    out, middle = tmp_path / "out", list(shards(hub))[4]
+    done = convert(hub, out, DELETE, kill=middle, signal=SIGINT)
+    assert done.code == 130
+    assert "finished work is kept. To continue: moequant convert" in done.err
+    assert convert(hub, out, DELETE).code == 0
+    assert contents(out) == wanted
+
+
+def test_a_shard_that_cannot_be_fetched_ends_it_and_the_same_command_continues(
+    hub, wanted, tmp_path
+):
+    out, middle = tmp_path / "out", list(shards(hub))[4]
+    hub.set(breaks={middle: 1})
+    headers = hub.run("inspect", hub.id)
+    assert headers.code == 0
+    hub.set(damaged=[middle])
+    lost = convert(hub, out, DELETE)
+    assert lost.code == 3
+    assert f"{hub.id}/{middle}: downloaded with SHA-256 " in lost.error
+    assert "the damaged copy was removed: run the command again" in lost.error
+    hub.set()
+    done = convert(hub, out, DELETE)
+    assert done.code == 0, done.err
+    assert contents(out) == wanted
+
+
+def test_a_commit_that_replaced_the_one_that_was_begun_is_not_mixed_with_it(hub, wanted, tmp_path):
+    out, names = tmp_path / "out", list(shards(hub))
+    assert convert(hub, out, DELETE, kill=names[4]).code == -9
+    path = hub.folder / names[2]
+    was, changed = path.read_bytes(), bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    hub.set(commit="f" * 40)
+    refused = convert(hub, out, DELETE)
+    assert refused.code == 1
+    assert f"{hub.id}/{names[2]}: changed since the conversion into {out} began" in refused.error
+    assert f"continue with --revision {'0123456789' * 4}, or start over" in refused.error
+    path.write_bytes(was)
+    hub.set()
+    done = convert(hub, out, DELETE, "--revision", "0123456789" * 4)
+    assert done.code == 0, done.err
+    assert contents(out) == wanted
+
+
+def test_a_conversion_goes_on_with_shards_in_the_cache_and_without_network(hub, wanted, tmp_path):
+    out, names = tmp_path / "out", list(shards(hub))
+    assert convert(hub, out, DELETE, kill=names[4]).code == -9
+    whole = convert(hub, tmp_path / "other")
+    assert whole.code == 0, whole.err
+    hub.asked()
+    done = convert(hub, out, HF_HUB_OFFLINE="1")
+    assert done.code == 0, done.err
+    assert hub.asked() == []
+    assert contents(out) == wanted
+
+
+def test_only_what_a_run_fetches_is_deleted(hub, tmp_path):
+    refused = hub.run("convert", hub.folder, tmp_path / "out", "--format", "nvfp4", DELETE)
+    assert refused.code == 4
+    assert "a directory, but only shards that the conversion itself fetches" in refused.error
+    assert list(shards(hub))
+    assert convert(hub, tmp_path / "kept").code == 0
+    assert convert(hub, tmp_path / "out", DELETE).code == 0
+    assert set(shards(hub)) <= hub.cached
+
+
+def test_the_plan_with_deletion_asks_for_room_for_four_shards_alone(hub, tmp_path):
+    hub.set(sizes={"adapter_model.safetensors": 10**19})
+    (hub.folder / "adapter_model.safetensors").write_text("x")
+    found = convert(hub, tmp_path / "out", DELETE, "--dry-run", "--json")
+    assert found.code == 0, found.err
