@@ -85,14 +85,22 @@ class Engine:
             json.loads(json.dumps(quantization_config))
         )
 
-    def layer(self, quantization_config, *, tp=(1, 0), ep=(1, 0), options=None, **arguments):
+    def layer(self, quantization_config, **arguments):
         """A layer of 4 experts, top 2, H 256, I 256, or as `arguments` say, without weights.
 
-        `tp` and `ep` are how many ranks share experts, or have some each, and which this is.
+        Among them `tp` and `ep`: how many ranks share experts, or have some each, and which this
+        is.
         """
+        return self._layer_of(self._runner(quantization_config, **arguments))
+
+    def _runner(self, quantization_config, *, tp=(1, 0), ep=(1, 0), options=None, **arguments):
+        """What vLLM calls to route tokens and run a layer; in vLLM 0.22.1 it is the layer."""
+        from vllm.model_executor.layers import fused_moe
+
+        make = getattr(fused_moe, "FusedMoE" if self.version == "0.22.1" else "FusedMoEFactory")
         with self.settings(tp, ep, options):
             sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
-            return self._make(
+            return make(
                 **{**sizes, **arguments},
                 params_dtype=torch.bfloat16,
                 tp_size=max(tp[0], ep[0]),
@@ -106,20 +114,21 @@ class Engine:
 
         return MoEActivation
 
-    def _make(self, **arguments):
-        from vllm.model_executor.layers import fused_moe
-
-        if self.version == "0.22.1":
-            return fused_moe.FusedMoE(**arguments)
-        return fused_moe.FusedMoEFactory(**arguments).routed_experts
+    def _layer_of(self, runner):
+        return runner if self.version == "0.22.1" else runner.routed_experts
 
     def loaded(self, checkpoint, **arguments):
         """The same, with layer 0 of a checkpoint in it, ready to run."""
+        return self._layer_of(self.loaded_runner(checkpoint, **arguments))
+
+    def loaded_runner(self, checkpoint, **arguments):
+        """What runs that layer."""
         config = json.loads((checkpoint / "config.json").read_text())
-        layer = self.layer(config["quantization_config"], **arguments)
+        runner = self._runner(config["quantization_config"], **arguments)
+        layer = self._layer_of(runner)
         fill(layer, checkpoint, config, arguments.get("tp", (1, 0)), arguments.get("ep", (1, 0)))
         layer.quant_method.process_weights_after_loading(layer)
-        return layer
+        return runner
 
 
 class StandIns(Engine):

@@ -15,6 +15,7 @@ from moequant.runtime import ExpertWeights, FusedExperts, load_experts
 DIALECTS = ("fp8", "compressed-tensors", "gpt-oss", "modelopt")
 WAYS = [(format, dialect) for dialect in DIALECTS for format in REGISTRY[dialect].carried]
 SINGLE = [way for way in WAYS if way[1] != "gpt-oss"]
+LAYER = "model.layers.0.mlp.experts"
 EXACT = {"activations": "none"}
 """Sharded activations have other scales than whole ones, so shards are compared without."""
 
@@ -57,6 +58,25 @@ def test_output_equals_that_of_load_experts(engine, converted, format, dialect):
     assert torch.equal(run(layer, *call()), expected(*call()))
     found, wanted = layer.quant_method.experts, expected.packed().workload
     assert found.packed().workload == wanted
+
+
+def test_vllm_routes_tokens_and_runs_the_method(engine, converted):
+    if not engine.real:
+        pytest.skip("stand-ins route no tokens")
+    from vllm.forward_context import set_forward_context
+
+    def route(hidden_states, gating_output, topk, renormalize):
+        weights, ids = gating_output.float().softmax(-1).topk(topk)
+        return weights, ids.int()
+
+    path = converted("nvfp4", "modelopt")
+    runner = engine.loaded_runner(path, custom_routing_function=route)
+    hidden = call()[0]
+    logits = torch.randn(len(hidden), 4, generator=torch.Generator().manual_seed(1))
+    wanted = load_experts(path, 0)(hidden, *route(hidden, logits, 2, False))
+    with engine.settings() as config, set_forward_context(None, config):
+        config.compilation_config.static_forward_context[LAYER] = runner
+        assert torch.equal(runner(hidden.clone(), logits), wanted)
 
 
 @every_way
