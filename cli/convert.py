@@ -53,6 +53,13 @@ if TYPE_CHECKING:
     help="Fetch the shards of a hub repository one after the other into OUTPUT's work folder and "
     "delete each when it is converted: at most four are on the disk at once.",
 )
+@click.option(
+    "--device",
+    default="cpu",
+    metavar="DEVICE",
+    help="Where rounding=gptq computes: cpu, cuda or cuda:1. All else is as fast on the CPU."
+    "  [default: cpu]",
+)
 @options.json_option
 @options.quiet_option
 def command(
@@ -362,9 +369,19 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
     if result["gptq_errors"]:
         out.line()
         out.table(
-            ["format", "projection", ">weights", ">kept nearest", ">error of outputs / nearest"],
             [
-                (e["format"], e["projection"], e["weights"], e["unchanged"], f"{e['ratio']:.3f}")
+                "format",
+                "projection",
+                "device",
+                ">weights",
+                ">kept nearest",
+                ">error of outputs / nearest",
+            ],
+            [
+                (
+                    *(e[key] for key in ("format", "projection", "device", "weights", "unchanged")),
+                    f"{e['ratio']:.3f}",
+                )
                 for e in result["gptq_errors"]
             ],
         )

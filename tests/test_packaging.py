@@ -30,6 +30,7 @@ ORDER = [
     "act_fn",
     "kernels",
     "progress",
+    "device",
     "svg",
     "storage",
     "formats",

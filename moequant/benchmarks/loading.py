@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.benchmarks.machine import describe_cpu, describe_machine
+from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.runtime.backends import TARGETS
-from moequant.runtime.load import load_experts, usable_device
+from moequant.runtime.load import load_experts
 from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.runtime.prepared_manifest import prepared_folders
 from moequant.storage.buffers import tensor_bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from moequant._version import __version__
+from moequant.device import usable_device
 from moequant.errors import UnsupportedError
-from moequant.runtime.load import usable_device
 
 _ADVICE = "run this where there is a CUDA device, with a torch that is built for it"
 

@@ -14,12 +14,12 @@ from moequant.calibration.memory import HESSIAN_ROWS_BYTES, memory_of
 from moequant.calibration.work_folder import EMBEDDING, WorkFolder
 from moequant.conversion import copied_sidecars
 from moequant.conversion.source_identity import source_digests, source_state
+from moequant.device import usable_device
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.integrations.expert_inputs import ExpertInputs
 from moequant.integrations.layerwise import LayerwiseModel
 from moequant.integrations.tokenizer import vocabulary_size
 from moequant.progress import SilentProgress
-from moequant.runtime.load import usable_device
 from moequant.statistics import PRIOR_TOKENS, Statistics, StatisticsRecord, StatisticsWriter
 from moequant.statistics.record import digest_names, moments_digest
 from moequant.statistics.tensors import all_specs

@@ -67,6 +67,7 @@ class ClusterJob:
         workers: threads per task.
         statistics: absolute path of the file of statistics; empty without one.
         statistics_sha256: its digest.
+        device: where GPTQ computes, on each machine.
         input_scales: absolute path of the file of activation scales; empty without one.
     """
 
@@ -80,6 +81,7 @@ class ClusterJob:
     workers: int
     statistics: str = ""
     statistics_sha256: str = ""
+    device: str = "cpu"
     input_scales: str = ""
 
 
@@ -92,6 +94,7 @@ def write_shards_on_ray(
     choice: Choice,
     workers: int,
     progress: Progress,
+    device: str,
     address: str | None,
 ) -> Iterator[FinishedShard]:
     """As `run.write_shards`, but each shard is a task with `workers` threads and CPUs.
@@ -113,6 +116,7 @@ def write_shards_on_ray(
         source_state=json.dumps(source.file_state()),
         torch=torch.__version__,
         workers=workers,
+        device=device,
         statistics="" if plan.statistics is None else str(plan.statistics.path.resolve()),
         statistics_sha256="" if plan.statistics is None else plan.statistics.digest,
         input_scales="" if plan.input_scales is None else str(plan.input_scales.path.resolve()),
@@ -159,6 +163,7 @@ def write_shard(job: ClusterJob, file: str) -> tuple[FinishedShard, str]:
         choice=choice,
         workers=job.workers,
         progress=SilentProgress(),
+        device=job.device,
     )
     if finished.quantizer is not None:
         here = replace(finished.quantizer, host=os.uname().nodename)

@@ -16,6 +16,7 @@ class GptqError:
     Attributes:
         format: their format.
         projection: gate, up or down.
+        device: what computed: cpu, or the name of a GPU.
         weights: number of weights.
         unchanged: number of weights that kept the nearest codes, because GPTQ gained nothing.
         nearest: sum of the mean square errors of outputs, with the nearest codes.
@@ -24,6 +25,7 @@ class GptqError:
 
     format: str
     projection: str
+    device: str
     weights: int
     unchanged: int
     nearest: float
@@ -41,9 +43,9 @@ class GptqError:
 
 def merged_gptq_errors(errors: Iterable[GptqError]) -> list[GptqError]:
     """Errors merged by kind, in order of first appearance."""
-    kinds: dict[tuple[str, str], GptqError] = {}
+    kinds: dict[tuple[str, str, str], GptqError] = {}
     for error in errors:
-        kind = error.format, error.projection
+        kind = error.format, error.projection, error.device
         before = kinds.get(kind)
         kinds[kind] = error if before is None else _sum(before, error)
     return list(kinds.values())

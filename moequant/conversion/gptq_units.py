@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from moequant.conversion.gptq_errors import GptqError
 from moequant.quantizers.gptq import Gptq
 from moequant.statistics import input_of
@@ -24,6 +26,8 @@ def round_by_gptq(
     nearest: Sequence[QuantizedWeight],
     statistics: Statistics,
     quantizer: Quantizer,
+    *,
+    device: str = "cpu",
     written: Sequence[QuantizedWeight | None] | None = None,
 ) -> list[GptqError]:
     """Replace the codes of a unit's weights by those of GPTQ, in place.
@@ -33,7 +37,8 @@ def round_by_gptq(
         weights: [N, K] each, as read from the source.
         nearest: the weights, rounded to nearest; their scales stay.
         statistics: of the inputs of the unit's weights.
-        quantizer: rounds blocks of columns.
+        quantizer: rounds blocks of columns on a CPU.
+        device: where to compute.
         written: for a verification, what the output holds of each weight, if it can be read. Codes
             that GPTQ may have written, up to ties (`Gptq.may_have_rounded`), are taken from it.
 
@@ -47,29 +52,31 @@ def round_by_gptq(
     assert unit.rounding is not None, unit.name
     rounders: dict[str, Gptq] = {}
     errors = []
+    on_cpu = device == "cpu"
     found = written or [None] * len(weights)
     for weight, w, q, other in zip(unit.weights, weights, nearest, found, strict=True):
         assert weight.expert is not None, weight.info.name
         layer, expert, projection = weight.expert
-        numbers, name = decoded(w), weight.info.name
+        numbers, name = decoded(w).to(device), weight.info.name
         if (what := input_of(projection)) not in rounders:
             statistics.check_hessians(layer)
             rounders[what] = Gptq(
-                statistics.hessian(layer, expert, projection),
+                statistics.hessian(layer, expert, projection).to(device),
                 activation_order=unit.rounding.activation_order,
                 name=name,
-                round_columns=quantizer.round_columns,
+                round_columns=quantizer.round_columns if on_cpu else None,
             )
         gptq = rounders[what]
         if other is not None and gptq.may_have_rounded(numbers, q, other, name=name):
             q.qdata.copy_(other.qdata)
             continue
-        rounding = gptq.round(numbers, q, name=name)
+        rounding = gptq.round(numbers, q.to(device), name=name)
         q.qdata.copy_(rounding.weight.qdata)
         errors.append(
             GptqError(
                 format=unit.format,
                 projection=projection,
+                device="cpu" if on_cpu else torch.cuda.get_device_name(device),
                 weights=1,
                 unchanged=int(rounding.damping is None),
                 nearest=rounding.error_before,

@@ -27,6 +27,7 @@ from moequant.conversion.plan import Plan, plan_checkpoint
 from moequant.conversion.recipe import (
     FROM_FILE,
     FROM_STATISTICS,
+    KEEP,
     Recipe,
     load_recipe,
     parse_activation_scales,
@@ -41,6 +42,7 @@ from moequant.conversion.source_identity import (
     source_state,
 )
 from moequant.conversion.streaming import Stream, kept_bytes, remove_fetched
+from moequant.device import usable_device
 from moequant.errors import (
     MoequantError,
     NonFiniteError,
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
 
     WriteShards = Callable[..., Iterator[FinishedShard]]
 
+CPU = "cpu"
 LOCAL = "local"
 RAY = "ray"
 DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
@@ -132,6 +135,7 @@ def convert(
     overwrite: bool = False,
     hash_source: bool = False,
     executor: str = LOCAL,
+    device: str = CPU,
     dry_run: bool = False,
     delete_source_shards: bool = False,
     progress: Progress | None = None,
@@ -167,6 +171,7 @@ def convert(
         hash_source: record the SHA-256 of every weight file of the source, which reads it twice.
         executor: "local", or "ray" or "ray:ADDRESS" for a cluster, whose machines share the file
             systems of source and output.
+        device: where GPTQ computes, such as "cuda"; all else is as fast on the CPU.
         dry_run: only plan; reads headers and writes nothing.
         delete_source_shards: fetch the shards of a hub repository into the output's work folder,
             and delete each when it is converted. Shards in the hub's cache are read there and kept.
@@ -189,6 +194,7 @@ def convert(
     chosen = _choose_recipe(format, options, recipe, wanted).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
+    check_device(device, chosen)
     if architecture is not None:
         read_architectures(architecture)  # now, for a download may take long
     measured = None if statistics is None else Statistics.load(statistics)
@@ -224,6 +230,7 @@ def convert(
         overwrite=overwrite,
         hash_source=hash_source,
         executor=executor,
+        device=device,
         write_shards=choose_executor(executor),
         delete_source_shards=delete_source_shards,
     )
@@ -247,6 +254,23 @@ def convert(
         raise refusal
     with explained(target, "written"):
         return _convert(work, workers, progress or SilentProgress())
+
+
+def check_device(device: str, recipe: Recipe) -> None:
+    """Check that a device other than the CPU can be used and has something to do.
+
+    Raises:
+        UnsupportedError: the device cannot be used.
+        RecipeError: nothing is rounded by GPTQ.
+    """
+    if device == CPU:
+        return
+    if not any(rule.format != KEEP and rule.rounding is not None for rule in recipe.rules):
+        raise RecipeError(
+            f"device {device} is where GPTQ computes, but nothing is rounded by GPTQ; leave it "
+            'out, or give the option rounding = "gptq"'
+        )
+    usable_device(device)
 
 
 def choose_executor(text: str) -> WriteShards:
@@ -340,6 +364,7 @@ class _Work:
     overwrite: bool
     hash_source: bool
     executor: str
+    device: str
     write_shards: WriteShards
     delete_source_shards: bool
 
@@ -418,6 +443,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
                 choice=chosen,
                 workers=workers,
                 progress=reading.progress,
+                device=work.device,
             ):
                 finished[shard.file] = shard
             progress.finish()

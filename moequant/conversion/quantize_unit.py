@@ -64,11 +64,12 @@ def convert_unit(
     arena: Arena,
     results: Arena,
     statistics: Statistics | None = None,
+    device: str = "cpu",
 ) -> Converted:
     """Read and quantize, or dequantize, a unit.
 
     Weights are read into `arena`; results may lie in `results`. A weighted search and GPTQ need
-    `statistics`, and so may static scales of activations.
+    `statistics`, and so may static scales of activations. GPTQ computes on `device`.
 
     Raises:
         StatisticsError: the statistics were damaged, or are no finite positive numbers.
@@ -88,7 +89,7 @@ def convert_unit(
     rounded: Sequence[GptqError] = ()
     if lossless is None and unit.rounding is not None:
         assert statistics is not None, "the plan refuses GPTQ without"
-        rounded = round_by_gptq(unit, weights, quantized, statistics, quantizer)
+        rounded = round_by_gptq(unit, weights, quantized, statistics, quantizer, device=device)
     errors = _requantization_errors(unit, weights, quantized, dialect, quantizer)
     input_scale = input_scale_of(unit, statistics)
     tensors = _encode(quantized, unit, dialect, consume=True, input_scale=input_scale)
@@ -148,7 +149,7 @@ def convert_again(
     quantized = lossless or _quantize(weights, unit, quantizer, arena, Arena(), squares)
     if lossless is None and unit.rounding is not None:
         assert statistics is not None, "the plan refuses GPTQ without"
-        round_by_gptq(unit, weights, quantized, statistics, quantizer, written)
+        round_by_gptq(unit, weights, quantized, statistics, quantizer, written=written)
     # After a lossless requantization, results may share memory with `weights`, which stay in use.
     return _encode(
         quantized,

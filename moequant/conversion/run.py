@@ -62,12 +62,13 @@ def write_shards(
     choice: Choice,
     workers: int,
     progress: Progress,
+    device: str = "cpu",
 ) -> Iterator[FinishedShard]:
     """Write `shards` one after the other, each with `workers` threads; yield each once recorded.
 
     Every tensor has its place in the file, so the bytes do not depend on the number of workers.
     Filled shards are finished in other threads, one per four workers. Each unfinished shard takes
-    two descriptors, 256 KiB and what `OutputFile` gathers.
+    two descriptors, 256 KiB and what `OutputFile` gathers. GPTQ computes on `device`.
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     results = _ResultBuffers(
@@ -78,7 +79,9 @@ def write_shards(
         ThreadPoolExecutor(finishers, "moequant-finish") as finisher,
         worker_pool(workers) as pool,
     ):
-        run = _Run(source, plan, journal, choice, progress, results, one_digest=finishers == 1)
+        run = _Run(
+            source, plan, journal, choice, progress, results, device, one_digest=finishers == 1
+        )
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
             writer, errors = run.fill(shard, pool, workers, finishing)
@@ -130,6 +133,7 @@ class _Run(threading.local):
         choice: Choice,
         progress: Progress,
         results: _ResultBuffers,
+        device: str,
         *,
         one_digest: bool,
     ) -> None:
@@ -140,6 +144,7 @@ class _Run(threading.local):
         self._used = UsedQuantizer(name=choice.quantizer.name, reason=choice.reason)
         self._progress = progress
         self._results = results
+        self._device = device
         self._one_digest = one_digest
 
     @cached_property
@@ -272,6 +277,7 @@ class _Run(threading.local):
                 self._arena,
                 memory,
                 self._plan.statistics,
+                self._device,
             )
             # `Batches` gives such units a batch of their own.
             assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name

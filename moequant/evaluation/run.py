@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moequant.conversion import copied_sidecars
 from moequant.conversion.source_identity import source_digests
+from moequant.device import usable_device
 from moequant.errors import UnsupportedError
 from moequant.evaluation.figures import figures_of
 from moequant.evaluation.kept import KeptReference, write_kept
@@ -22,7 +23,6 @@ from moequant.evaluation.same_tokenizer import check_same_tokenizer
 from moequant.evaluation.windows import read_windows
 from moequant.integrations.runtime_experts import RuntimeExperts
 from moequant.progress import SilentProgress
-from moequant.runtime.load import usable_device
 from moequant.storage.disk import explained
 from moequant.storage.locate import locate
 from moequant.streaming.activations import read_activations, remove_activations

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from moequant.act_fn import ActFn
+from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dequantize
 from moequant.integrations.decoding import use_static_cache, why_not_static
@@ -31,7 +32,7 @@ from moequant.integrations.library import import_transformers
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.inputs import HIDDEN_DTYPES
-from moequant.runtime.load import open_reader, usable_device
+from moequant.runtime.load import open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

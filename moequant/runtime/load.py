@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
@@ -141,31 +142,6 @@ def open_reader(
         folder, architecture=architecture, quantized_activations=quantized_activations
     )
     return LayerReader(converted, device)
-
-
-_OTHER_DEVICE = 'choose one that this machine and this build of torch have, such as "cpu"'
-
-
-def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) -> torch.device:
-    """The device, checked to be usable with this machine and this build of torch.
-
-    Args:
-        device: which.
-        advice: what the error says to do where there is none such.
-
-    Raises:
-        UnsupportedError: it is not; says why.
-    """
-    try:
-        # With its index, which `torch.device("cuda")` leaves open.
-        return torch.empty(1, device=torch.device(device)).device
-    # What torch raises depends on the kind of device: for CUDA it is an AssertionError.
-    except (AssertionError, ImportError, RuntimeError, TypeError) as error:
-        # Its first sentence: the rest is about torch's dispatcher.
-        reason = str(error).split("\n")[0].split(". ")[0]
-        raise UnsupportedError(
-            f"device {str(device)!r} cannot be used: {reason}; {advice}"
-        ) from error
 
 
 def _indices(name: str, given: Iterable[int]) -> list[int]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
+from moequant.device import usable_device
 from moequant.errors import UnsupportedError
 from moequant.formats import RUNNABLE, get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import FP4_SCHEMES, GROUPS
 from moequant.runtime.backends import Workload, backends
-from moequant.runtime.load import usable_device
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
 from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer

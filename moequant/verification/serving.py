@@ -31,10 +31,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moequant.device import usable_device
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.backends import Workload, backends
-from moequant.runtime.load import usable_device
 from moequant.runtime.packing import scheme_of
 
 if TYPE_CHECKING:

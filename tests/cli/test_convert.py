@@ -62,12 +62,12 @@ def test_options_of_the_format_are_recorded_and_gptq_says_what_it_gained(
     done = run(*command)
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("mxfp4")]
-    assert [row[1:4] for row in rows] == [
-        ["down", "8", "2"],  # of the expert without tokens
-        ["gate", "8", "0"],
-        ["up", "8", "0"],
+    assert [row[1:5] for row in rows] == [
+        ["down", "cpu", "8", "2"],  # of the expert without tokens
+        ["gate", "cpu", "8", "0"],
+        ["up", "cpu", "8", "0"],
     ]
-    assert all(float(row[4]) < 0.9 for row in rows)
+    assert all(float(row[5]) < 0.9 for row in rows)
     record = json.loads((out / "moequant.json").read_text())
     assert record["recipe"]["rules"][0]["options"] == {"rounding": "gptq", "scale_rule": "floor"}
     assert run("verify", out, "--against", source, "--statistics", stats).exit_code == 0

@@ -315,12 +315,8 @@ def test_the_report_and_the_record_say_what_other_machines_used(
 ):
     """Of four shards each, one machine compiles nothing; the driver's own choice is no answer."""
 
-    def write_elsewhere(source, plan, shards, journal, *, choice, workers, progress):
-        for number, finished in enumerate(
-            write_shards(
-                source, plan, shards, journal, choice=choice, workers=workers, progress=progress
-            )
-        ):
+    def write_elsewhere(source, plan, shards, journal, **settings):
+        for number, finished in enumerate(write_shards(source, plan, shards, journal, **settings)):
             slow = number % 4 == 1
             yield dataclasses.replace(
                 finished,

@@ -10,7 +10,7 @@ import torch
 
 from moequant.conversion import Recipe, convert
 from moequant.conversion.rounding import options_of_format
-from moequant.errors import RecipeError, StatisticsError
+from moequant.errors import RecipeError, StatisticsError, UnsupportedError
 from moequant.formats import CONVERTIBLE, get_format
 from moequant.quantizers.gptq import Gptq, unpacked_codes
 from moequant.statistics import Statistics
@@ -79,7 +79,7 @@ def test_each_weight_is_rounded_by_the_second_moments_of_its_expert(
     assert changed == 3 * 3 - 1
     assert {e.projection for e in result.gptq_errors} == {"gate", "up", "down"}
     for error in result.gptq_errors:
-        assert error.format == format
+        assert (error.format, error.device) == (format, "cpu")
         assert [error.weights, error.unchanged] == errors[error.projection][:2]
         assert [error.nearest, error.error] == pytest.approx(errors[error.projection][2:])
         assert error.ratio < 0.9
@@ -245,6 +245,27 @@ def test_damaged_second_moments_are_found_before_they_are_used(source, measure, 
 def test_wrong_options_are_refused(source, tmp_path, format, options, message):
     with pytest.raises(RecipeError, match=message):
         convert(source, tmp_path / "out", format=format, options=options)
+
+
+def test_another_device_is_for_gptq_only_and_must_be_there(source, stats, tmp_path):
+    with pytest.raises(RecipeError, match=r"device cuda is where GPTQ computes, but nothing is"):
+        convert(source, tmp_path / "out", format="mxfp4", device="cuda")
+    given = {"format": "mxfp4", "options": GPTQ, "statistics": stats}
+    with pytest.raises(UnsupportedError, match="device 'nothing' cannot be used"):
+        convert(source, tmp_path / "out", device="nothing", **given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("format", FORMATS)
+def test_on_a_gpu_the_codes_are_those_that_verify_expects(source, stats, tmp_path, format):
+    given = {"format": format, "options": GPTQ, "statistics": stats}
+    result = convert(source, tmp_path / "out", device="cuda", **given)
+    assert {error.device for error in result.gptq_errors} == {torch.cuda.get_device_name()}
+    assert all(error.ratio < 0.9 for error in result.gptq_errors)
+    report = verify(tmp_path / "out", against=source, statistics=stats)
+    assert report.ok, report.problems
 
 
 def test_options_are_refused_beside_a_recipe(source, tmp_path):

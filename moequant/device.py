@@ -1,0 +1,31 @@
+"""Devices to compute on, checked before anything else is done."""
+
+from __future__ import annotations
+
+import torch
+
+from moequant.errors import UnsupportedError
+
+_OTHER_DEVICE = 'choose one that this machine and this build of torch have, such as "cpu"'
+
+
+def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) -> torch.device:
+    """The device, checked to be usable with this machine and this build of torch.
+
+    Args:
+        device: which.
+        advice: what the error says to do where there is none such.
+
+    Raises:
+        UnsupportedError: it is not; says why.
+    """
+    try:
+        # With its index, which `torch.device("cuda")` leaves open.
+        return torch.empty(1, device=torch.device(device)).device
+    # What torch raises depends on the kind of device: for CUDA it is an AssertionError.
+    except (AssertionError, ImportError, RuntimeError, TypeError) as error:
+        # Its first sentence: the rest is about torch's dispatcher.
+        reason = str(error).split("\n")[0].split(". ")[0]
+        raise UnsupportedError(
+            f"device {str(device)!r} cannot be used: {reason}; {advice}"
+        ) from error
