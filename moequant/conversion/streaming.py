@@ -240,6 +240,8 @@ def _in_source_order(shard: PlannedShard, checkpoint: Checkpoint) -> PlannedShar
 def _files(item: Item, checkpoint: Checkpoint) -> set[str]:
     if isinstance(item, Copy):
         return {item.info.file}
-    return {
-        part.file for weight in item.weights for part in stored_in(weight.info, checkpoint.tensors)
-    }
+    infos, norms = [weight.info for weight in item.weights], []
+    if item.predicted is not None:
+        infos, norms = [*infos, *item.predicted.before], [item.predicted.norm]
+    parts = [part for info in infos for part in stored_in(info, checkpoint.tensors)]
+    return {part.file for part in (*parts, *(checkpoint.tensors[norm] for norm in norms))}

@@ -216,3 +216,17 @@ def test_the_plan_with_deletion_asks_for_room_for_four_shards_alone(hub, tmp_pat
     (hub.folder / "adapter_model.safetensors").write_text("x")
     found = convert(hub, tmp_path / "out", DELETE, "--dry-run", "--json")
     assert found.code == 0, found.err
+
+
+def test_weights_that_others_predict_inputs_from_are_kept_until_they_were_read(
+    hub, many_shards, tmp_path
+):
+    """Down is searched by mean squares that its expert's gate and up give, and the layer's norm."""
+    option = ("--option", "search=gaussian")
+    done = hub.run("convert", many_shards, tmp_path / "wanted", *SETTINGS, *option)
+    assert done.code == 0, done.err
+    done = convert(hub, tmp_path / "out", *option, DELETE)
+    assert done.code == 0, done.err
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+    names = list(shards(hub))
+    assert sorted(set(sent(hub))) == names
