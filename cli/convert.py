@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @options.architecture_option
 @options.statistics_option
 @options.activation_scales_option
+@options.keep_sensitive_option
 @options.revision_option
 @options.workers_option
 @options.max_shard_size_option
@@ -139,6 +140,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "experts": plan.model.moe.experts,
         "statistics": _statistics(plan),
         "activation_scales": _activation_scales(plan),
+        "kept_layers": [asdict(one) for one in result.kept],
         "groups": _groups(plan),
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
@@ -297,6 +299,7 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
             "besides torch and moequant",
         }
     )
+    _show_kept_layers(out, plan["kept_layers"])
     if plan["engines"]:
         loads = {**_LOADS, False: "no, see the warning"}
         known = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
@@ -323,6 +326,13 @@ def _disk_rows(plan: Mapping[str, Any]) -> dict[str, str]:
         f"{size(download['free_bytes'])} free",
         **rows,
     }
+
+
+def _show_kept_layers(out: Output, kept: Iterable[Mapping[str, Any]]) -> None:
+    rows = [(one["layer"], f"{one['cost']:.3%}", size(one["extra_bytes"])) for one in kept]
+    if rows:
+        out.line()
+        out.table([">kept layer", ">cost if quantized", ">adds"], rows)
 
 
 def _statistics_row(statistics: Mapping[str, Any] | None) -> dict[str, str]:
@@ -386,6 +396,7 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
             ],
         )
         out.line()
+    _show_kept_layers(out, result["kept_layers"])
     if result["engines"]:
         engines = [f"{e['engine']} {e['version']} {_LOADS[e['loads']]}" for e in result["engines"]]
         out.line(f"Engines that load it: {', '.join(engines)}.")

@@ -263,6 +263,12 @@ activation_scales_option = click.option(
     help="Give the experts' inputs static scales, so that engines quantize activations too: from "
     "the `statistics`, a number, or a FILE of tensors MODULE.input_scale.",
 )
+keep_sensitive_option = click.option(
+    "--keep-sensitive",
+    metavar="N|SIZE",
+    help="Keep the experts of the N layers that cost most by the statistics, or of as many as let "
+    "the output grow by SIZE.",
+)
 recorded_activation_scales_option = click.option(
     "--activation-scales",
     type=click.Path(dir_okay=False),

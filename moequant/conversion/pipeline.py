@@ -31,10 +31,12 @@ from moequant.conversion.recipe import (
     Recipe,
     load_recipe,
     parse_activation_scales,
+    parse_size,
 )
 from moequant.conversion.record import copied_sidecars
 from moequant.conversion.requantization_error import RequantizationError, merged_errors
 from moequant.conversion.run import write_shards
+from moequant.conversion.sensitivity import LayerCost, layer_costs, most_costly
 from moequant.conversion.source_identity import (
     check_unchanged,
     content_digests,
@@ -53,6 +55,7 @@ from moequant.errors import (
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
+from moequant.quantizers.worker_pool import worker_pool
 from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
@@ -99,6 +102,7 @@ class ConversionResult:
         download: with `dry_run`, what it takes to download a source on the hub; None for others.
         free_bytes: with `dry_run`, free space on the disk of `output`.
         quantizer: the quantizer of this machine; None if it had nothing to do, as with a cluster.
+        kept: the layers that `keep_sensitive` chose, those that cost most first.
         shares: the shards by quantizer, including those of earlier runs and other machines.
         requantization_errors: for a quantized source, the errors by kind of weight.
         gptq_errors: for weights rounded by GPTQ, the errors of outputs by kind of weight.
@@ -116,6 +120,7 @@ class ConversionResult:
     requantization_errors: tuple[RequantizationError, ...] = ()
     gptq_errors: tuple[GptqError, ...] = ()
     shares: tuple[Share, ...] = ()
+    kept: tuple[LayerCost, ...] = ()
 
 
 def convert(
@@ -129,6 +134,7 @@ def convert(
     architecture: str | Path | None = None,
     statistics: str | Path | None = None,
     activation_scales: str | Path | float | None = None,
+    keep_sensitive: str | int | None = None,
     revision: str | None = None,
     workers: int = DEFAULT_WORKERS,
     max_shard_size: str | None = None,
@@ -164,6 +170,9 @@ def convert(
         activation_scales: where static scales of the experts' inputs come from, with a `format`
             that has them: "statistics", a number, or a file (`InputScales`). With a recipe, the
             file for its rules that say "file".
+        keep_sensitive: keep the routed experts of the layers that cost most when they are quantized
+            (`moequant.conversion.sensitivity`): a number of layers, or a size such as "2GB", by
+            which the output may grow. Needs `statistics`.
         revision: branch, tag or commit of a hub repository.
         workers: number of units converted in parallel.
         max_shard_size: for example "5GB".
@@ -210,6 +219,11 @@ def convert(
             check_apart(checkpoint, target)
         own = described_architectures(checkpoint.path, architecture)
         plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
+    kept: tuple[LayerCost, ...] = ()
+    if keep_sensitive is not None:
+        kept = _sensitive_layers(checkpoint, plan, keep_sensitive, workers, progress)
+        chosen = chosen.keeping(one.layer for one in kept)
+        plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
     if measured is not None and not checkpoint.is_local:
         plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))
@@ -242,6 +256,7 @@ def convert(
             output=target,
             plan=plan,
             state="planned",
+            kept=kept,
             refusals=plan.refusals if error is None else (*plan.refusals, str(error)),
             error=_refusal_of_plan(plan) or error,
             download=download_of(checkpoint),
@@ -253,7 +268,7 @@ def convert(
     if (refusal := _refusal_of_plan(plan)) is not None:
         raise refusal
     with explained(target, "written"):
-        return _convert(work, workers, progress or SilentProgress())
+        return replace(_convert(work, workers, progress or SilentProgress()), kept=kept)
 
 
 def check_device(device: str, recipe: Recipe) -> None:
@@ -603,6 +618,64 @@ def _choose_recipe(
         return recipe
     assert recipe is not None
     return load_recipe(recipe)
+
+
+def _sensitive_layers(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    wanted: str | int,
+    workers: int,
+    progress: Progress | None,
+) -> tuple[LayerCost, ...]:
+    """The layers whose experts `keep_sensitive` keeps.
+
+    Raises:
+        RecipeError: `wanted` is neither a number of layers nor a size, there are no statistics, or
+            nothing would be kept, or nothing converted.
+        UnsupportedError: only the headers of the source are here.
+    """
+    count, size = _parse_sensitive(wanted)
+    if plan.statistics is None:
+        raise RecipeError(
+            f"keep_sensitive = {wanted!r} needs statistics: measure them with `moequant "
+            "calibrate`, and give the file with --statistics"
+        )
+    if not checkpoint.is_local:
+        raise UnsupportedError(
+            f"{checkpoint.path}: keep_sensitive reads weights, and only their headers are here; "
+            "download the source first"
+        )
+    if (refusal := _refusal_of_plan(plan)) is not None:
+        raise refusal
+    plan.statistics.check_measured_on(source_digests(checkpoint, ()))
+    with worker_pool(workers) as pool:
+        costs = layer_costs(
+            checkpoint,
+            plan,
+            plan.statistics,
+            choose_quantizer(plan.jobs()).quantizer,
+            pool=pool,
+            progress=progress or SilentProgress(),
+        )
+    kept = tuple(most_costly(costs, count=count, extra_bytes=size))
+    if not kept or len(kept) == len(costs):
+        least = min((one.extra_bytes for one in costs), default=0)
+        raise RecipeError(
+            f"keep_sensitive = {wanted!r} keeps {len(kept)} of the {len(costs)} calibrated layers "
+            f"that the recipe converts; give a number from 1 to {len(costs) - 1}, or a size of at "
+            f"least {least} bytes, that of a layer"
+        )
+    return kept
+
+
+def _parse_sensitive(wanted: str | int) -> tuple[int | None, int | None]:
+    """The number of layers, or the bytes, that `keep_sensitive` gives; raises RecipeError."""
+    if isinstance(wanted, int) or wanted.strip().isdecimal():
+        return int(wanted), None
+    try:
+        return None, parse_size(wanted)
+    except ValueError as error:
+        raise RecipeError(f"keep_sensitive: neither a number of layers, and {error}") from None
 
 
 def _choose_scales(

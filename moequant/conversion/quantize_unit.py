@@ -124,6 +124,19 @@ def _requantize_losslessly(
     return requantize_losslessly(stored, unit.format)
 
 
+def quantize_alone(
+    source: Checkpoint, unit: Unit, quantizer: Quantizer, statistics: Statistics | None
+) -> tuple[list[StoredWeight], list[QuantizedWeight]]:
+    """The weights of a unit as read, and quantized with the nearest codes, in new memory.
+
+    Raises as `convert_unit`.
+    """
+    weights = read_stored(source, [weight.info for weight in unit.weights])
+    lossless = _requantize_losslessly(weights, unit)
+    squares = None if lossless else _mean_squares(unit, statistics, source)
+    return weights, lossless or _quantize(weights, unit, quantizer, Arena(), Arena(), squares)
+
+
 def convert_again(
     source: Checkpoint,
     weights: Sequence[StoredWeight],

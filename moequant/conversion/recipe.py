@@ -242,6 +242,14 @@ class Recipe(_Strict):
             raise RecipeError(_explain(error)) from None
         return self.model_copy(update={"output": output})
 
+    def keeping(self, layers: Iterable[int]) -> Recipe:
+        """This recipe, but the routed experts of these layers are kept."""
+        rules = [
+            Rule(roles=("routed_experts",), layers=str(layer), format=KEEP)
+            for layer in sorted(layers)
+        ]
+        return self.model_copy(update={"rules": (*rules, *self.rules)})
+
     def rule_for(self, name: str, role: TensorRole, layer_count: int) -> Rule | None:
         """The first rule that matches, or None."""
         return next((rule for rule in self.rules if rule.matches(name, role, layer_count)), None)
