@@ -8,21 +8,15 @@ and whatever else a class computes between its layers are that class's.
 
 Decisions, each with the failure it prevents:
 
-* Weights are renamed and merged by transformers' own conversion. Otherwise this module would have
-  to know the names of every architecture.
 * Experts run `eager`, one after the other. Otherwise a kernel would take them all, and nothing
   could see what each multiplies.
 * Layers before the previous one return NaN, and a NaN among the arguments of a layer is refused.
   Otherwise a model that passes something from layer to layer besides what the previous one returns
   would compute something else, without an error.
-* Tensors are read one target at a time, not by transformers' threads. Otherwise a whole layer
-  would be in memory twice.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -30,17 +24,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import UnsupportedError
 from moequant.integrations.library import import_transformers
+from moequant.integrations.module_weights import ModuleWeights, check_complete, size_bytes
 from moequant.integrations.stored_tensors import stored_projections, stored_tensors
 from moequant.integrations.transformers import (
     expert_blocks,
     model_class,
-    no_progress_bar,
     read_config,
 )
-from moequant.storage.checkpoint import natural_key
-from moequant.storage.disk import libc_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,15 +41,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.integrations.runtime_experts import RuntimeExperts
-    from moequant.integrations.stored_tensors import StoredStack, StoredTensor
     from moequant.storage.checkpoint import Checkpoint
     from moequant.weights.source_model import SourceModel
 
 Activations = torch.Tensor | tuple[torch.Tensor | None, ...]
 """What a layer returns: one tensor, mostly the hidden states [B, S, H], or several."""
-
-_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The environment variable that makes transformers read tensors when it needs them."""
 
 
 class LayerwiseModel:
@@ -95,7 +83,13 @@ class LayerwiseModel:
         self.decoder: Any = _decoder(self._model)
         self.layers: nn.ModuleList = _layers(self.decoder)
         self._embedding: nn.Module = self._model.get_input_embeddings()
-        self._stored = stored_tensors(checkpoint, source, dtype)
+        self._weights = ModuleWeights(
+            self._model,
+            self.decoder,
+            stored_tensors(checkpoint, source, dtype),
+            dtype=dtype,
+            device=device,
+        )
         self._projections = stored_projections(source)
         self._experts = experts
         if experts is not None:
@@ -108,12 +102,12 @@ class LayerwiseModel:
 
     def load_rest(self) -> None:
         """Load what is outside of layers and embedding: norms, rotary embeddings; it stays."""
-        self._load(self.decoder, without=(self.layers, self._embedding))
+        self._weights.load(self.decoder, without=(self.layers, self._embedding))
 
     @contextmanager
     def embedding(self) -> Iterator[None]:
         """Load the embedding for as long as the context lasts."""
-        with self._loaded(self._embedding):
+        with self._weights.loaded(self._embedding):
             yield
 
     @contextmanager
@@ -124,12 +118,12 @@ class LayerwiseModel:
             CheckpointError: a tensor is missing, unreadable or of another shape.
         """
         if self._experts is None or index not in self._experts.layers:
-            with self._loaded(self.layers[index]) as layer:
+            with self._weights.loaded(self.layers[index]) as layer:
                 yield layer
             return
         block = cast("Any", expert_blocks(self._model)[index])
         own = block.experts
-        with self._loaded(self.layers[index], without=(own,)) as layer:
+        with self._weights.loaded(self.layers[index], without=(own,)) as layer:
             block.experts = self._experts.load(index)
             try:
                 yield layer
@@ -146,12 +140,12 @@ class LayerwiseModel:
         """
         head = self._head
         if not self._head_is_tied:
-            with self._loaded(head):
+            with self._weights.loaded(head):
                 yield
             return
-        with self._loaded(self._embedding):
+        with self._weights.loaded(self._embedding):
             head.weight = cast("nn.Parameter", self._embedding.weight)
-            _check_complete(self._prefix(head), head)
+            check_complete(self._weights.prefix(head), head)
             try:
                 yield
             finally:
@@ -211,30 +205,18 @@ class LayerwiseModel:
 
     def loading_bytes(self, index: int) -> int:
         """Upper bound of the memory of a layer, with what loading it takes."""
-        prefix = self._prefix(self.layers[index])
-        known, sources = self._model.state_dict(), Counter(t for t, _ in self._target_of.values())
-        temporary = 0
-        for target, pattern in set(self._target_of.values()):
-            if not target.startswith(prefix):
-                continue
-            size_bytes = known[target].nbytes
-            if self._merge_of(target, pattern) is not None:
-                # One expert, as read, decoded and copied.
-                temporary = max(temporary, 6 * size_bytes // sources[target])
-            else:
-                temporary = max(temporary, size_bytes if pattern is None else 2 * size_bytes)
-        return _size_bytes(self.layers[index]) + temporary
+        return self._weights.loading_bytes(self.layers[index])
 
     @cached_property
     def embedding_bytes(self) -> int:
         """The size of the embedding in memory."""
-        return _size_bytes(self._embedding)
+        return size_bytes(self._embedding)
 
     @cached_property
     def rest_bytes(self) -> int:
         """The size of what `load_rest` loads."""
         parts = (self._embedding, *self.layers)
-        return _size_bytes(self.decoder) - sum(map(_size_bytes, parts))
+        return size_bytes(self.decoder) - sum(map(size_bytes, parts))
 
     @property
     def scores_per_pair(self) -> int:
@@ -249,10 +231,10 @@ class LayerwiseModel:
         With each the projections that it holds: gate and up, or one of the three. Empty for a layer
         without experts.
         """
-        prefix = self._prefix(self.layers[index])
+        prefix = self._weights.prefix(self.layers[index])
         found: dict[str, frozenset[str]] = {}
         for name, projections in self._projections.items():
-            target, _ = self._target_of.get(name, ("", None))
+            target, _ = self._weights.target_of.get(name, ("", None))
             if target.startswith(prefix):
                 leaf = target.removeprefix(prefix)
                 found[leaf] = found.get(leaf, frozenset()) | projections
@@ -266,7 +248,7 @@ class LayerwiseModel:
     @property
     def head_bytes(self) -> int:
         """The size of the head in memory."""
-        return _size_bytes(self._head)
+        return size_bytes(self._head)
 
     @cached_property
     def _head(self) -> Any:
@@ -280,12 +262,12 @@ class LayerwiseModel:
     @property
     def _head_is_tied(self) -> bool:
         """Whether the checkpoint holds the embedding alone, whose weight the head shares."""
-        config, prefix = self._model.config, self._prefix(self._head)
+        config, prefix = self._model.config, self._weights.prefix(self._head)
         tied = any(
             getattr(part, "tie_word_embeddings", False)
             for part in (config, config.get_text_config())
         )
-        return tied and not any(t.startswith(prefix) for t, _ in self._target_of.values())
+        return tied and not any(t.startswith(prefix) for t, _ in self._weights.target_of.values())
 
     def _earlier(
         self, index: int, embedded: Tensor, before: Activations | None
@@ -321,148 +303,6 @@ class LayerwiseModel:
             f"layer {index} of a {self.model_type} returns a {type(returned).__name__}; only a "
             "tensor, or a tuple of tensors, can be kept between layers"
         )
-
-    @contextmanager
-    def _loaded(
-        self, module: nn.Module, *, without: tuple[nn.Module, ...] = ()
-    ) -> Iterator[nn.Module]:
-        self._load(module, without=without)
-        try:
-            yield module
-        finally:
-            module.to("meta")
-            _return_freed_memory()
-
-    def _load(self, module: nn.Module, *, without: tuple[nn.Module, ...] = ()) -> None:
-        """Give a module of the model its weights and buffers."""
-        prefix = self._prefix(module)
-        left_out = tuple(self._prefix(other) for other in without)
-        others: dict[str, StoredTensor | StoredStack] = {}
-        merged: dict[str, dict[str, list[str]]] = {}
-        for name, (target, pattern) in self._target_of.items():
-            if not target.startswith(prefix) or target.startswith(left_out):
-                continue
-            if pattern is not None and self._merge_of(target, pattern) is not None:
-                merged.setdefault(target, {}).setdefault(pattern, []).append(name)
-            else:
-                others[name] = self._stored[name]
-        _load_tensors(self._model, others, self.dtype, self.device)
-        for target, names in merged.items():
-            self._merge(target, names)
-        skipped = {id(inner) for other in without for inner in other.modules()}
-        for name, inner in module.named_modules():
-            if id(inner) not in skipped:
-                self._fill_buffers(inner)
-                _check_complete(f"{prefix}{name}", inner)
-
-    def _merge_of(self, target: str, pattern: str | None) -> tuple[str, ...] | None:
-        """How experts are merged into a parameter [E, N, K], if one after the other; else None.
-
-        These are the patterns of transformers' rule, in the order in which their rows follow.
-        """
-        from transformers.core_model_loading import Concatenate, MergeModulelist
-
-        rule = None if pattern is None else self._rules[pattern]
-        parameter = self._model.get_parameter_or_buffer(target)
-        if rule is None or parameter.ndim != 3:
-            return None
-        merges = [isinstance(op, MergeModulelist) and op.dim == 0 for op in rule.operations[:1]]
-        merges += [isinstance(op, Concatenate) and op.dim == 1 for op in rule.operations[1:]]
-        whole = len(merges) == (1 if len(rule.source_patterns) == 1 else 2)
-        return tuple(rule.source_patterns) if whole and all(merges) else None
-
-    def _merge(self, target: str, names: Mapping[str, list[str]]) -> None:
-        """Fill a parameter expert by expert, where transformers would join copies of all.
-
-        Raises:
-            CheckpointError: an expert is missing, or has another shape.
-        """
-        module_name, _, leaf = target.rpartition(".")
-        module = self._model.get_submodule(module_name)
-        shape = getattr(module, leaf).shape
-        whole = torch.empty(shape, dtype=self.dtype, device=self.device)
-        row = 0
-        for pattern in self._merge_of(target, next(iter(names))) or ():
-            experts = sorted(names.get(pattern, ()), key=natural_key)
-            height = 0
-            for index, name in enumerate(experts):
-                weight = self._stored[name][...]
-                height = weight.shape[0]
-                place = whole[index, row : row + height] if index < len(whole) else whole[:0]
-                if place.shape != weight.shape:
-                    raise CheckpointError(
-                        f"{name}: {list(weight.shape)} does not fit into {target} {list(shape)} of "
-                        "transformers; config.json does not match the weights, fetch the "
-                        "checkpoint again"
-                    )
-                place.copy_(weight)
-            if len(experts) != len(whole):
-                raise CheckpointError(
-                    f"{target}: {len(experts)} experts in the checkpoint, but {len(whole)} in "
-                    "transformers' model; fetch the checkpoint again"
-                )
-            row += height
-        if row != shape[1]:
-            raise CheckpointError(
-                f"{target}: {row} rows of an expert in the checkpoint, but {shape[1]} in "
-                "transformers' model; fetch the checkpoint again"
-            )
-        parameter = nn.Parameter(whole, requires_grad=False)
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-        setattr(module, leaf, parameter)
-
-    def _fill_buffers(self, module: nn.Module) -> None:
-        """Compute the buffers of a module that no checkpoint holds, such as rotary frequencies."""
-        missing = [
-            name
-            for name in module._non_persistent_buffers_set
-            if (buffer := getattr(module, name)) is not None and buffer.is_meta
-        ]
-        if not missing:
-            return
-        for name in missing:
-            module._buffers[name] = torch.empty_like(getattr(module, name), device=self.device)
-        from transformers.initialization import guard_torch_init_functions
-
-        with guard_torch_init_functions(), torch.no_grad():
-            # Leaves alone what was loaded.
-            self.decoder._init_weights(module)
-
-    def _prefix(self, module: nn.Module) -> str:
-        (name,) = (name for name, inner in self._model.named_modules() if inner is module)
-        return f"{name}."
-
-    @cached_property
-    def _rules(self) -> dict[str, Any]:
-        """Transformers' rules that merge or split tensors, by the patterns of their names."""
-        from transformers.core_model_loading import WeightConverter
-
-        rules = [entry for entry in _mapping(self._model) if isinstance(entry, WeightConverter)]
-        return {pattern: rule for rule in rules for pattern in rule.source_patterns}
-
-    @cached_property
-    def _target_of(self) -> dict[str, tuple[str, str | None]]:
-        """For each stored tensor the parameter or buffer that it goes into, and by which rule."""
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
-
-        mapping = _mapping(self._model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        known = self._model.state_dict()
-        found = {}
-        for name in self._stored:
-            for rules in ((renamings, converters), ([], [])):
-                target, pattern = rename_source_key(
-                    name, *rules, self._model.base_model_prefix, known
-                )
-                if target in known:
-                    found[name] = (target, pattern)
-                    break
-        return found
 
 
 class _Done(Exception):  # noqa: N818 - not an error
@@ -500,75 +340,6 @@ def _layers(decoder: nn.Module) -> nn.ModuleList:
     return layers
 
 
-def _mapping(model: Any) -> list[Any]:
-    """Transformers' rules for names and merges of a checkpoint's tensors."""
-    import_transformers()
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return list(get_model_conversion_mapping(model))
-
-
-def _load_tensors(
-    model: Any,
-    tensors: Mapping[str, StoredTensor | StoredStack],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Load some tensors of a model by transformers' own conversion.
-
-    Raises:
-        CheckpointError: a tensor has another shape than the model, or cannot be converted.
-    """
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    config = LoadStateDictConfig(
-        dtype=dtype,
-        dtype_plan=model._get_dtype_plan(dtype),
-        device_map={"": device},
-        weight_mapping=_mapping(model),
-    )
-    with no_progress_bar(), _environment(_SYNCHRONOUS, "1"), torch.no_grad():
-        report, _ = convert_and_load_state_dict_in_model(
-            model=model, state_dict=tensors, load_config=config, disk_offload_index=None
-        )
-    faults = [
-        *map(str, report.mismatched_keys),
-        *map(str, report.conversion_errors),
-        *report.error_msgs,
-    ]
-    if faults:
-        raise CheckpointError(
-            f"{type(model).__name__}: cannot load {', '.join(sorted(faults))}; config.json does "
-            "not match the weights, fetch the checkpoint again"
-        )
-
-
-def _check_complete(name: str, module: nn.Module) -> None:
-    for leaf, tensor in [
-        *module.named_parameters(recurse=False),
-        *module.named_buffers(recurse=False),
-    ]:
-        if tensor.is_meta:
-            raise CheckpointError(
-                f"{name.rstrip('.')}.{leaf}: no tensor of the checkpoint goes there; config.json "
-                "does not match the weights, fetch the checkpoint again"
-            )
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
     """Replace the forwards of modules for as long as the context lasts."""
@@ -602,17 +373,3 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _tensors_in(inner)
-
-
-def _return_freed_memory() -> None:
-    """Give freed memory back to the system, on Linux.
-
-    The C library keeps it, in pieces between what is still in use. Without this, the memory of a
-    process that loads one layer of 2.4 GB after the other has grown by 570 MB after 24 layers.
-    """
-    if (trim := libc_function("malloc_trim")) is not None:
-        trim(0)
-
-
-def _size_bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
