@@ -21,6 +21,10 @@ class NonFiniteError(CheckpointError):
     """A weight holds NaN or Inf."""
 
 
+class UnreachableError(CheckpointError):
+    """The Hugging Face hub does not answer: no network, or a wrong HF_ENDPOINT."""
+
+
 class UnsupportedError(MoequantError):
     """Valid input that moequant does not support: a shape, a dtype, an architecture, a device."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.errors import MoequantError
 from moequant.formats import WRITABLE
+from moequant.storage.disk import existing_parent
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
 from moequant.storage.folder import is_inner_name
@@ -153,8 +154,7 @@ def check_places(output: Path, files: Iterable[str]) -> None:
 
 def free_bytes(output: Path) -> int:
     """Free space on the disk of `output`, which need not exist yet."""
-    there = next(path for path in (output, *output.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(existing_parent(output)).free
 
 
 def check_space(output: Path, needed_bytes: int) -> None:

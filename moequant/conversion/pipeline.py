@@ -58,7 +58,7 @@ from moequant.quantizers import choose_quantizer
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
-from moequant.storage.disk import explained
+from moequant.storage.disk import existing_parent, explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import is_adapter
 from moequant.storage.headers import TensorInfo
@@ -417,8 +417,6 @@ def _refusal_of_output(work: _Work) -> MoequantError | None:
                 state = source_state(work.checkpoint, work.sidecars)
                 # Finished shards need no more space, and all other files are removed.
                 _check_room(work, state, {}, freed_bytes=work.journal.shard_bytes())
-        if not work.delete_source_shards:
-            check_cache_space(work.checkpoint)
     except MoequantError as error:
         return error
     return None
@@ -583,14 +581,21 @@ def _check_room(
     *,
     freed_bytes: int,
 ) -> None:
-    """Check paths and space of the output, of which `freed_bytes` will be freed."""
+    """Check paths and space, of which `freed_bytes` will be freed, for output and download."""
     output, shards = work.journal.output, work.plan.shards
     sidecars = [str(file) for file in work.sidecars]
     files = [shard.file for shard in shards]
     check_places(output, [*files, *sidecars, RECORD_FILE, INDEX_FILE, CONFIG_FILE])
     shard_bytes = sum(shard.size_bytes for shard in shards if shard.file not in finished)
     sidecar_bytes = sum(state[file][0] for file in sidecars)
-    check_space(output, shard_bytes + sidecar_bytes + work.fetched_bytes - freed_bytes)
+    needed_bytes = shard_bytes + sidecar_bytes + work.fetched_bytes - freed_bytes
+    download = None if work.delete_source_shards else download_of(work.checkpoint)
+    if download is not None:
+        check_cache_space(download)
+        places = (existing_parent(path).stat() for path in (download.cache, output))
+        if len({place.st_dev for place in places}) == 1:
+            needed_bytes += download.left_bytes
+    check_space(output, needed_bytes)
 
 
 def _choose_recipe(

@@ -1,6 +1,6 @@
 """Convert a repository on the hub while its shards are fetched.
 
-A thread fetches shards in the order in which the plan reads them, whole, and compares each with the
+Threads fetch shards in the order in which the plan reads them, whole, and compare each with the
 SHA-256 that the hub's list gives; reads of the conversion wait for them. They go to the hub's cache
 and stay there. To delete them, they go to the work folder of the output instead, and are removed
 once no remaining item reads them, or when there are more than `KEPT_SHARDS`. That does not wait for
@@ -43,6 +43,8 @@ KEPT_SHARDS = 4
 """Source shards that are on the disk at once at most, if they are deleted: as large as so many of
 the largest."""
 
+_AT_ONCE, _AT_ONCE_DELETED = 4, 2
+"""Shards fetched at the same time, because one connection to a CDN is slower than most networks."""
 _SHARDS, _SAMPLES = "files", "samples"
 """Folders in the work folder's `source`."""
 
@@ -101,6 +103,7 @@ class Stream:
             sizes,
             steps,
             self._fetch,
+            at_once=_AT_ONCE_DELETED if delete else _AT_ONCE,
             budget_bytes=_budget_bytes(checkpoint, self._samples) if delete else None,
         )
         streamed = {

@@ -87,6 +87,11 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)
 
 
+def existing_parent(path: Path) -> Path:
+    """The path, or the nearest of the folders that it would be in, that exists."""
+    return next(there for there in (path, *path.absolute().parents) if there.exists())
+
+
 def check_writable(path: Path) -> None:
     """Check that a file can be written to `path`, by creating a temporary file next to it.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from moequant.errors import CheckpointError
+from moequant.errors import CheckpointError, UnreachableError
 from moequant.storage.files import CONFIG_FILE
 from moequant.storage.folder import OTHER_WEIGHTS
 from moequant.storage.reader import FixedFile
@@ -33,10 +33,6 @@ NOT_DOWNLOADED = [
 _RETRIES = 4
 _MAX_MESSAGE = 300
 _HEX_SHA256 = re.compile("[0-9a-f]{64}")
-
-
-class UnreachableError(CheckpointError):
-    """The hub does not answer: no network, or the wrong HF_ENDPOINT."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,6 +286,16 @@ def _is_unreachable(error: Exception) -> bool:
     )
 
 
+def not_reached(repo_id: str, revision: str | None) -> str:
+    """What messages say if neither the hub nor its cache gives a repository."""
+    return (
+        "no such directory, so it was looked up as a hub repository, but the hub cannot be "
+        f"reached, and revision {revision or 'main'} is not (completely) in the hub cache. "
+        "Check the name, connect (HF_HUB_OFFLINE unset), or run "
+        f"`hf download {repo_id}` where there is a network"
+    )
+
+
 def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
     from huggingface_hub import errors
 
@@ -308,12 +314,7 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"no revision {revision!r} on the hub; give a branch, a tag or a full commit hash"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            "no such directory, so it was looked up as a hub repository, but the hub cannot be "
-            f"reached, and revision {revision or 'main'} is not (completely) in the hub cache. "
-            "Check the name, connect (HF_HUB_OFFLINE unset), or run "
-            f"`hf download {repo_id}` where there is a network"
-        )
+        return not_reached(repo_id, revision)
     if isinstance(error, errors.EntryNotFoundError):
         return "lacks a file that its list names; run the command again, or give another --revision"
     # Its messages have several lines, with addresses and headers.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from moequant.errors import CheckpointError
+from moequant.errors import CheckpointError, UnreachableError
 from moequant.storage.checkpoint import Checkpoint
+from moequant.storage.disk import existing_parent
 from moequant.storage.files import (
     CONFIG_FILE,
     HF_QUANT_CONFIG_FILE,
@@ -19,7 +21,12 @@ from moequant.storage.files import (
 )
 from moequant.storage.folder import PICKLES, Folder, is_inner_name, is_left_out, is_weights
 from moequant.storage.headers import LENGTH_BYTES, MAX_HEADER_BYTES
-from moequant.storage.hub import HubRepository, RangedFile, UnreachableError, ranged_file
+from moequant.storage.hub import (
+    HubRepository,
+    RangedFile,
+    not_reached,
+    ranged_file,
+)
 from moequant.storage.locate import directory_of, is_offline, locate_in_cache
 from moequant.storage.reader import FixedFile
 
@@ -156,13 +163,15 @@ class HubFolder(Folder):
         found = {file: self.repository.files[file] for file in files}
         return {name: [file.size_bytes, file.blob_id] for name, file in found.items()}
 
-    def download(self) -> Download:
-        """What is left to download."""
+    def download(self, weights: Iterable[str]) -> Download:
+        """What is left to download of these weight files and all small files."""
         repository = self.repository
-        sizes = {file: repository.files[file].size_bytes for file in repository.downloaded}
+        documents = repository.files.keys() & set(_DOCUMENTS)
+        files = {*weights, *documents, *map(str, self.sidecar_files())}
+        sizes = {file: repository.files[file].size_bytes for file in files}
         cached = sum(size for file, size in sizes.items() if repository.cached(file) is not None)
         cache = repository.snapshot.parents[2]
-        there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+        there = existing_parent(cache)
         return Download(
             repository=repository,
             size_bytes=sum(sizes.values()),
@@ -188,29 +197,34 @@ def open_headers(source: str | Path, revision: str | None = None) -> Checkpoint:
     path = directory_of(source, revision)
     if path is not None:
         return Checkpoint.open(path)
+    repo_id = str(source)
     if is_offline():
-        return Checkpoint.open(locate_in_cache(str(source), revision))
+        return Checkpoint.open(locate_in_cache(repo_id, revision))
     try:
-        repository = HubRepository.find(str(source), revision)
-    except UnreachableError:
-        return Checkpoint.open(locate_in_cache(str(source), revision))
+        repository = HubRepository.find(repo_id, revision)
+    except CheckpointError as error:
+        # As huggingface_hub's downloads: no network or no access is no hindrance to what is here.
+        with suppress(CheckpointError):
+            return Checkpoint.open(locate_in_cache(repo_id, revision))
+        if isinstance(error, UnreachableError):
+            raise UnreachableError(f"{repo_id}: {not_reached(repo_id, revision)}") from error
+        raise
     return Checkpoint.open(HubFolder.of(repository))
 
 
 def download_of(checkpoint: Checkpoint) -> Download | None:
     """What is left to download of a checkpoint on the hub; None for one in a directory."""
     folder = checkpoint.folder
-    return folder.download() if isinstance(folder, HubFolder) else None
+    return folder.download(checkpoint.files) if isinstance(folder, HubFolder) else None
 
 
-def check_cache_space(checkpoint: Checkpoint) -> None:
-    """Check that the hub's cache has room for a checkpoint on the hub; raises CheckpointError."""
-    download = download_of(checkpoint)
-    if download is not None and download.free_bytes < download.left_bytes:
+def check_cache_space(download: Download) -> None:
+    """Check that the hub's cache has room for what is left; raises CheckpointError."""
+    if download.free_bytes < download.left_bytes:
         raise CheckpointError(
             f"{download.cache}: {download.free_bytes:,} bytes free, but {download.left_bytes:,} of "
-            f"{download.repository.repo_id} are still to be downloaded there; free space, or set "
-            "HF_HOME to a folder on another disk"
+            f"{download.repository.repo_id} are still to be downloaded there; free space, set "
+            "HF_HOME to a folder on another disk, or give --delete-source-shards"
         )
 
 

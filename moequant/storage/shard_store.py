@@ -1,4 +1,4 @@
-"""Files that a thread fetches in the order of their use, while others are read.
+"""Files that threads fetch in the order of their use, while others are read.
 
 A reader that needs a file waits until it is there. With a budget, files are removed: those that no
 remaining step uses at once, and others when there is no room, the one whose next use is farthest
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 class ShardStore:
-    """Files that are fetched by a thread, between `start` and `stop`.
+    """Files that are fetched by threads, between `start` and `stop`.
 
     Args:
         sizes: size in bytes of every file that may be read, by name.
         steps: what will be done, in order: a name, and the files that it reads.
-        fetch: fetches a file, whole and checked, and returns its path. It is called in the thread,
-            for one file at a time. Its exception is raised to every reader that waits.
+        fetch: fetches a file, whole and checked, and returns its path; called in the threads. Its
+            exception is raised to every reader that waits.
+        at_once: number of files that are fetched at the same time.
         budget_bytes: limit of the files that are kept or being fetched, at least the largest file;
             None keeps all.
     """
@@ -41,6 +42,7 @@ class ShardStore:
         steps: Sequence[tuple[str, Iterable[str]]],
         fetch: Callable[[str], Path],
         *,
+        at_once: int = 1,
         budget_bytes: int | None = None,
     ) -> None:
         assert budget_bytes is None or budget_bytes >= max(sizes.values(), default=0)
@@ -57,19 +59,24 @@ class ShardStore:
         # Files that no step reads are fetched once, too, after all others.
         self._never_used = {file for file, uses in self._uses.items() if not uses}
         self._present: dict[str, FixedFile] = {}
+        self._fetching: set[str] = set()
         self._readers: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
         self._error: BaseException | None = None
         self._stopped = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="moequant-fetch", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, name="moequant-fetch", daemon=True)
+            for _ in range(at_once)
+        ]
 
     def start(self) -> None:
         """Begin to fetch."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Fetch nothing more; readers that wait get an error. A fetch that has begun goes on."""
+        """Fetch nothing more; readers that wait get an error. Fetches that have begun go on."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -122,6 +129,7 @@ class ShardStore:
             while (file := self._choose()) is not None:
                 found = FixedFile.at(self._fetch(file))
                 with self._changed:
+                    self._fetching.discard(file)
                     self._present[file] = found
                     self._never_used.discard(file)
                     self._changed.notify_all()
@@ -129,17 +137,19 @@ class ShardStore:
         # Readers wait in other threads, and must not wait for ever.
         except BaseException as error:
             with self._changed:
-                self._error = error
+                self._error = self._error or error
+                self._stopped = True
                 self._changed.notify_all()
 
     def _choose(self) -> str | None:
         """The next file to fetch, once there is room for it; None if the store was stopped."""
         with self._changed:
             while not self._stopped:
-                absent = self._sizes.keys() - self._present.keys()
+                absent = self._sizes.keys() - self._present.keys() - self._fetching
                 needed = [(self._urgency(file), file) for file in absent]
                 urgency, file = min(needed, default=(math.inf, ""))
                 if urgency < math.inf and self._make_room(file, urgency):
+                    self._fetching.add(file)
                     return file
                 self._changed.wait()
             return None
@@ -160,13 +170,17 @@ class ShardStore:
         """Remove files that are needed later than this one until it fits; whether it does."""
         if self._budget_bytes is None:
             return True
-        while sum(map(self._sizes.__getitem__, (file, *self._present))) > self._budget_bytes:
+        while self._size_with(file) > self._budget_bytes:
             unread = [f for f in self._present if not self._readers[f] and not self._waiting[f]]
             latest, other = max(((self._next_use(f), f) for f in unread), default=(-math.inf, ""))
             if latest <= urgency:
                 return False
             self._remove(other)
         return True
+
+    def _size_with(self, file: str) -> int:
+        """Size of a file and all that are there or being fetched."""
+        return sum(self._sizes[f] for f in (file, *self._fetching, *self._present))
 
     def _remove(self, file: str) -> None:
         if not self._readers[file] and not self._waiting[file]:

@@ -42,6 +42,7 @@ def test_exit_codes_are_the_documented_ones():
         "MoequantError": 1,
         "CheckpointError": 3,
         "NonFiniteError": 3,
+        "UnreachableError": 3,
         "UnsupportedError": 4,
         "NumericsError": 5,
         "RecipeError": 6,
@@ -77,7 +78,7 @@ def test_too_little_memory_is_no_bug_and_says_what_to_do(run, convert_raises, er
     ("arguments", "taken_from", "advice"),
     [
         (["recipes"], "conversion.shipped_recipes", "free memory and run again"),
-        (["inspect", "convert"], "storage.locate.locate", "free memory and run again"),
+        (["inspect", "convert"], "storage.hub_folder.open_headers", "free memory and run again"),
         (["warm-up", "x"], "runtime.warm_up.warm_up_checkpoint", "use a smaller --max-tokens, or"),
         (
             ["bench", "experts", "--shape", "1x1x1x1"],

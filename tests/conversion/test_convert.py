@@ -680,9 +680,6 @@ def test_a_dry_run_says_that_the_output_cannot_be_read(source, tmp_path, monkeyp
 
     monkeypatch.setattr(Path, "iterdir", deny)
     monkeypatch.setattr("moequant.storage.folder.entries", lambda folder: sorted(folder.glob("*")))
-    monkeypatch.setattr(
-        "moequant.storage.checkpoint.entries", lambda folder: sorted(folder.glob("*"))
-    )
     (refusal,) = convert(source, tmp_path / "out", format="mxfp4", dry_run=True).refusals
     assert "Permission denied" in refusal
 

@@ -34,6 +34,7 @@ time.sleep = lambda seconds: _sleep(min(seconds, 0.02))
 def run(request, out, err):
     os.environ.update(request.get("environment", {}))
     constants.HF_HUB_OFFLINE = "HF_HUB_OFFLINE" in os.environ
+    constants.ENDPOINT = os.environ["HF_ENDPOINT"]
     for number, path in ((1, out), (2, err)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(opened, number)

@@ -23,13 +23,17 @@ class Shelf:
         self.fetched = []
         self.most_bytes = 0
         self.gate = threading.Semaphore(10**6)
+        self.lock = threading.Lock()
 
     def fetch(self, file):
         self.gate.acquire()
-        self.fetched.append(file)
-        there = [path.name for path in self.folder.iterdir()]
-        assert file not in there
-        self.most_bytes = max(self.most_bytes, sum(self.sizes[f] for f in (file, *there)))
+        with self.lock:
+            self.fetched.append(file)
+            there = [path.name for path in self.folder.iterdir()]
+            assert file not in there
+            self.most_bytes = max(self.most_bytes, sum(self.sizes[f] for f in (file, *there)))
+            (self.folder / file).touch()
+        time.sleep(0.0005)
         (self.folder / file).write_bytes(file[:1].encode() * self.sizes[file])
         return self.folder / file
 
@@ -139,7 +143,7 @@ def test_any_order_with_any_number_of_readers_ends_within_the_budget(tmp_path, s
             store.finished(str(number))
 
     budget = max(shelf.sizes.values()) + 20 * seed
-    with running(shelf, steps, budget_bytes=budget) as store:
+    with running(shelf, steps, budget_bytes=budget, at_once=1 + seed % 3) as store:
         with ThreadPoolExecutor(1 + seed) as pool:
             for done in [pool.submit(worker) for _ in range(1 + seed)]:
                 done.result(30)
