@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from moequant.runtime.activations import ActivationsChoice
 
 _FIGURES = (">perplexity", ">KL mean", ">± se", ">median", ">99 %", ">99.9 %", ">same top token")
+_RATIO = (">KL / first", ">± se")
+"""Of each TEST but the first."""
 
 
 @click.command("evaluate", short_help="Measure perplexity and KL divergence from a reference.")
@@ -160,8 +162,8 @@ def _describe(result: EvaluationResult) -> dict[str, Any]:
     plan, floor = result.plan, result.noise_floor
     return {
         "reference": str(plan.reference),
-        "tests": [_describe_model(test) for test in result.tests],
-        "noise_floor": None if floor is None else _describe_model(floor),
+        "tests": [_describe_model(test, result.tests[0]) for test in result.tests],
+        "noise_floor": None if floor is None else _describe_model(floor, None),
         "kl": KL_DEFINITION,
         "as": plan.run_as,
         "data": plan.data,
@@ -174,13 +176,19 @@ def _describe(result: EvaluationResult) -> dict[str, Any]:
     }
 
 
-def _describe_model(found: ModelResult) -> dict[str, Any]:
+def _describe_model(found: ModelResult, first: ModelResult | None) -> dict[str, Any]:
+    """The figures of a test; those of its ratio to the `first` one, if it is another."""
+    from moequant.evaluation.figures import kl_ratio
+
+    another = first is not None and found is not first
+    ratio = kl_ratio(found.figures, first.figures) if first is not None and another else None
     return {
         "name": found.name,
         "dtype": found.dtype,
         "as": found.run_as,
         "backends": list(found.backends),
         **asdict(found.figures),
+        "kl_over_first_test": None if ratio is None else asdict(ratio),
     }
 
 
@@ -191,7 +199,8 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
         out.line(f"The reference's predictions were {result['reference_predictions']}.")
         return
     out.line()
-    out.table(["model", "experts", *_FIGURES], _rows(result, rows))
+    ratios = _RATIO if len(result["tests"]) > 1 else ()
+    out.table(["model", "experts", *_FIGURES, *ratios], _rows(result, rows, len(ratios)))
     out.line()
     out.table(
         [">section", ">windows", ">perplexity", *(f">KL {row['name']}" for row in rows)],
@@ -201,9 +210,11 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
     out.line(f"{result['kl']}; standard errors are over windows. {result['seconds']:.1f} s")
 
 
-def _rows(result: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+def _rows(
+    result: Mapping[str, Any], rows: list[dict[str, Any]], ratios: int
+) -> Iterator[list[str]]:
     reference = rows[0]["perplexity_reference"]
-    yield [result["reference"], result["run"]["dtype"], f"{reference:.3f}", *["-"] * 6]
+    yield [result["reference"], result["run"]["dtype"], f"{reference:.3f}", *["-"] * (6 + ratios)]
     for row in rows:
         yield [
             row["name"],
@@ -213,7 +224,12 @@ def _rows(result: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[lis
             _error(row["kl_mean_se"]),
             *(f"{row[name]:.4g}" for name in ("kl_median", "kl_99", "kl_999")),
             f"{row['same_top']:.2%}",
+            *_ratio(row["kl_over_first_test"])[:ratios],
         ]
+
+
+def _ratio(found: Mapping[str, Any] | None) -> tuple[str, str]:
+    return ("-", "-") if found is None else (f"{found['ratio']:.3f}", _error(found["se"]))
 
 
 def _sections(rows: list[dict[str, Any]]) -> Iterator[list[str]]:

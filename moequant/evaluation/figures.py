@@ -101,6 +101,40 @@ def figures_of(found: Predictions, sections: Sequence[int]) -> Figures:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """The mean KL divergence of one test over that of another, of the same windows.
+
+    Attributes:
+        ratio: of the means.
+        se: its standard error by a jackknife over windows; None for one window, or where all of
+            the divergence is in one.
+    """
+
+    ratio: float
+    se: float | None
+
+
+def kl_ratio(one: Figures, other: Figures) -> Ratio | None:
+    """How much more `one` diverges than `other`; None where `other` does not diverge at all.
+
+    Windows differ more from each other than two tests do in one window, so that a paired ratio is
+    known better than either mean.
+    """
+    pairs = list(zip(one.kl_by_window, other.kl_by_window, strict=True))
+    total, reference = math.fsum(one.kl_by_window), math.fsum(other.kl_by_window)
+    if reference <= 0:
+        return None
+    ratio, count = total / reference, len(pairs)
+    # With one window of `other` left out, nothing may be left to divide by.
+    if count < 2 or any(reference - kl <= 0 for _, kl in pairs):
+        return Ratio(ratio=ratio, se=None)
+    left_out = [(total - a) / (reference - b) for a, b in pairs]
+    mean = math.fsum(left_out) / count
+    squares = math.fsum((one_left_out - mean) ** 2 for one_left_out in left_out)
+    return Ratio(ratio=ratio, se=math.sqrt((count - 1) / count * squares))
+
+
 def _section(found: Predictions, sections: Sequence[int], section: int) -> SectionFigures:
     rows = [index for index, one in enumerate(sections) if one == section]
     by_window = found.kl[rows].mean(1)

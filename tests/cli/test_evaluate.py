@@ -39,7 +39,7 @@ def test_it_says_what_it_will_do_and_what_it_found(run, arguments, source, conve
     assert lines[4] == "noise floor  measured in one more pass"
     assert lines[5].startswith("peak memory  ")
     rows = {line.split("   ")[0]: line.split() for line in lines[8:13]}
-    assert rows[str(source)][-1] == "100.00%"
+    assert rows[str(source)][-3:] == ["100.00%", "0.000", "0"]
     assert float(rows[str(converted)][3]) > float(rows["noise floor"][4]) > 0
     assert lines[-1].startswith("KL(reference || test) in nats over the whole vocabulary")
     assert plot.read_text().startswith("<svg ")
@@ -48,6 +48,12 @@ def test_it_says_what_it_will_do_and_what_it_found(run, arguments, source, conve
 def test_without_a_noise_floor_it_says_how_to_get_one(run, arguments, converted):
     lines = run(*arguments, converted).stdout.splitlines()
     assert lines[4] == ("noise floor  not measured (--noise-floor, one more pass of the reference)")
+
+
+def test_tests_are_compared_with_the_first_one(run, arguments, converted):
+    result = run(*arguments, converted, converted)
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith(str(converted))]
+    assert [row[-2:] for row in rows] == [["-", "-"], ["1.000", "0"]]
 
 
 def test_json_has_every_figure(run, arguments, converted, tmp_path):
@@ -59,6 +65,7 @@ def test_json_has_every_figure(run, arguments, converted, tmp_path):
         str(converted), "runtime", ["torch_reference"],
     )  # fmt: skip
     assert len(test["kl_by_window"]) == 6
+    assert test["kl_over_first_test"] is None
     assert test["positions"] == 96
     assert 0 < test["kl_median"] < test["kl_99"] < test["kl_999"] <= test["kl_max"]
     assert document["noise_floor"] is None

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from moequant.evaluation.figures import figures_of
+from moequant.evaluation.figures import Ratio, figures_of, kl_ratio
 from moequant.evaluation.predictions import Predictions, compare
 
 W, S, V = 5, 30, 41
@@ -105,6 +105,33 @@ def test_the_same_logits_have_no_divergence(both):
     assert found.perplexity == found.perplexity_reference
     # One window has no standard error.
     assert found.kl_mean_se is found.nll_difference_se is found.sections[0].kl_mean_se is None
+
+
+def figures(*kl_by_window):
+    kl = torch.tensor(kl_by_window, dtype=torch.float64)[:, None]
+    same, nll = torch.ones_like(kl, dtype=torch.bool), torch.ones_like(kl)
+    found = Predictions(kl=kl, nll_reference=nll, nll_test=nll, same_top=same)
+    return figures_of(found, sections=[0] * len(kl))
+
+
+def test_the_ratio_of_two_tests_is_paired_by_window():
+    one, other = (0.3, 0.2, 0.5), (0.6, 0.5, 0.9)
+    found = kl_ratio(figures(*one), figures(*other))
+    assert found.ratio == pytest.approx(1.0 / 2.0)
+    # Each window left out once.
+    ratios = [0.7 / 1.4, 0.8 / 1.5, 0.5 / 1.1]
+    mean = sum(ratios) / 3
+    assert found.se == pytest.approx(math.sqrt(2 / 3 * sum((r - mean) ** 2 for r in ratios)))
+    # Proportional windows have one ratio, however much they differ.
+    assert kl_ratio(figures(0.1, 0.4), figures(0.2, 0.8)) == Ratio(
+        ratio=pytest.approx(0.5), se=pytest.approx(0.0, abs=1e-12)
+    )
+
+
+def test_a_ratio_needs_a_divergence_and_its_error_two_windows():
+    assert kl_ratio(figures(0.1, 0.2), figures(0.0, 0.0)) is None
+    assert kl_ratio(figures(0.1), figures(0.2)) == Ratio(ratio=0.5, se=None)
+    assert kl_ratio(figures(0.1, 0.1), figures(0.2, 0.0)) == Ratio(ratio=1.0, se=None)
 
 
 def test_chunks_of_a_large_vocabulary_change_nothing(monkeypatch, both):
