@@ -42,6 +42,7 @@ from moequant.benchmarks.serving_engines import ENGINES, Setup
 from moequant.benchmarks.step_floor import StepFloor
 from moequant.conversion import convert
 from moequant.errors import MoequantError, UnsupportedError
+from moequant.integrations.tokenizer import vocabulary_size
 from moequant.progress import SilentProgress
 from moequant.storage.checkpoint import Checkpoint
 
@@ -268,7 +269,7 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         "steps": measure.steps,
         "rounds": measure.rounds,
         "prefill_tokens": measure.prefill_tokens,
-        "vocabulary": _vocabulary(path),
+        "vocabulary": vocabulary_size(Checkpoint.open(path).config, path),
     }
     found, log = run_step(
         "engine",
@@ -311,16 +312,6 @@ def _figures(
             "tokens_per_s": measure.prefill_tokens / found["prefill_s"],
         },
     }
-
-
-def _vocabulary(path: Path) -> int:
-    config = Checkpoint.open(path).config
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if type(size) is not int or size < 1:
-        raise MoequantError(
-            f"{path / 'config.json'}: vocab_size is {size!r}, but must be a positive integer"
-        )
-    return size
 
 
 def _run_or_raise(

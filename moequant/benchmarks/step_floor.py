@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ class StepFloor:
             found,
             self._moe,
         )
-        self._config = opened.config.get("text_config", opened.config)
+        inner = opened.config.get("text_config")
+        self._config = inner if isinstance(inner, dict) else opened.config
         self._path = opened.path
 
     def step(self, batch: int, context: float) -> StepBytes:
@@ -142,18 +144,31 @@ def _token_bytes(config: Mapping[str, Any], path: Path) -> int:
     """Bytes of the keys and values of a token in one layer."""
     latent = config.get("kv_lora_rank")
     if latent is not None:
-        return int(latent + config.get("qk_rope_head_dim", 0)) * _KV_BYTES
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim")
-    if head_dim is None and heads:
-        head_dim = config.get("hidden_size", 0) // heads
-    if type(kv_heads) is not int or type(head_dim) is not int or kv_heads * head_dim < 1:
-        raise CheckpointError(
-            f"{path / 'config.json'}: num_key_value_heads is {kv_heads!r} and head_dim "
-            f"{head_dim!r}, but both must be positive integers to know the size of the KV cache"
+        sizes = {"kv_lora_rank": latent, "qk_rope_head_dim": config.get("qk_rope_head_dim")}
+        # Some have no part with positions.
+        given = {name: size for name, size in sizes.items() if size not in (None, 0)}
+        return sum(_positive(path, **given)) * _KV_BYTES
+    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    if head_dim is None:
+        hidden, heads = _positive(
+            path, hidden_size=config.get("hidden_size"), num_attention_heads=heads
         )
-    return 2 * kv_heads * head_dim * _KV_BYTES
+        head_dim = hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * prod(_positive(path, num_key_value_heads=kv_heads, head_dim=head_dim)) * _KV_BYTES
+
+
+def _positive(path: Path, **fields: object) -> list[int]:
+    """The values of fields of config.json, which must be positive integers."""
+    found = []
+    for name, value in fields.items():
+        if type(value) is not int or value < 1:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {name} is {value!r}, but must be a positive integer to "
+                "know the size of the KV cache; fetch the checkpoint again"
+            )
+        found.append(value)
+    return found
 
 
 def _tokens_seen(config: Mapping[str, Any], layers: int, context: float) -> list[float]:

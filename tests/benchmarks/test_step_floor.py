@@ -83,7 +83,16 @@ def test_multi_token_prediction_is_not_read(make_checkpoint):
     assert StepFloor(source).step(1, 0).experts == experts / 2
 
 
-def test_a_config_without_heads_is_refused(make_checkpoint, tmp_path):
-    path = edited(make_checkpoint(), tmp_path / "bad", num_key_value_heads=-1)
-    with pytest.raises(CheckpointError, match="num_key_value_heads is -1"):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_key_value_heads": -1}, "num_key_value_heads is -1, but must be a positive integer"),
+        ({"head_dim": None, "num_attention_heads": "4"}, "num_attention_heads is '4'"),
+        ({"kv_lora_rank": 32.5}, "kv_lora_rank is 32.5"),
+        ({"kv_lora_rank": 32, "qk_rope_head_dim": "8"}, "qk_rope_head_dim is '8'"),
+    ],
+)
+def test_a_config_without_heads_is_refused(make_checkpoint, tmp_path, change, says):
+    path = edited(make_checkpoint(), tmp_path / "bad", text_config=None, **change)
+    with pytest.raises(CheckpointError, match=says):
         StepFloor(path).step(1, 10)
