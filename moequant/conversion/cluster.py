@@ -67,7 +67,6 @@ class ClusterJob:
         workers: threads per task.
         statistics: absolute path of the file of statistics; empty without one.
         statistics_sha256: its digest.
-        device: where GPTQ computes, on each machine.
         input_scales: absolute path of the file of activation scales; empty without one.
     """
 
@@ -81,7 +80,6 @@ class ClusterJob:
     workers: int
     statistics: str = ""
     statistics_sha256: str = ""
-    device: str = "cpu"
     input_scales: str = ""
 
 
@@ -99,7 +97,8 @@ def write_shards_on_ray(
 ) -> Iterator[FinishedShard]:
     """As `run.write_shards`, but each shard is a task with `workers` threads and CPUs.
 
-    `choice` is not used: each machine chooses its own, and all quantizers give the same bytes. The
+    `choice` is not used: each machine chooses its own, and all quantizers give the same bytes. Nor
+    is `device`, which is the CPU. The
     cluster is the one at `address`; if that is None, at RAY_ADDRESS, or a new one on this machine.
 
     Raises:
@@ -116,7 +115,6 @@ def write_shards_on_ray(
         source_state=json.dumps(source.file_state()),
         torch=torch.__version__,
         workers=workers,
-        device=device,
         statistics="" if plan.statistics is None else str(plan.statistics.path.resolve()),
         statistics_sha256="" if plan.statistics is None else plan.statistics.digest,
         input_scales="" if plan.input_scales is None else str(plan.input_scales.path.resolve()),
@@ -163,7 +161,6 @@ def write_shard(job: ClusterJob, file: str) -> tuple[FinishedShard, str]:
         choice=choice,
         workers=job.workers,
         progress=SilentProgress(),
-        device=job.device,
     )
     if finished.quantizer is not None:
         here = replace(finished.quantizer, host=os.uname().nodename)

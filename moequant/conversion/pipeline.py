@@ -203,7 +203,7 @@ def convert(
     chosen = _choose_recipe(format, options, recipe, wanted).with_output(
         dialect=dialect, max_shard_size=max_shard_size
     )
-    check_device(device, chosen)
+    check_device(device, chosen, executor)
     if architecture is not None:
         read_architectures(architecture)  # now, for a download may take long
     measured = None if statistics is None else Statistics.load(statistics)
@@ -271,21 +271,29 @@ def convert(
         return replace(_convert(work, workers, progress or SilentProgress()), kept=kept)
 
 
-def check_device(device: str, recipe: Recipe) -> None:
+def check_device(device: str, recipe: Recipe, executor: str) -> None:
     """Check that a device other than the CPU can be used and has something to do.
 
     Raises:
-        UnsupportedError: the device cannot be used.
+        UnsupportedError: the device cannot be used, or not by a cluster.
         RecipeError: nothing is rounded by GPTQ.
     """
     if device == CPU:
         return
+    if executor != LOCAL:
+        raise UnsupportedError(
+            f"device {device} with executor {executor}, but machines of a cluster compute GPTQ on "
+            "their CPUs; leave out one of the two"
+        )
     if not any(rule.format != KEEP and rule.rounding is not None for rule in recipe.rules):
         raise RecipeError(
             f"device {device} is where GPTQ computes, but nothing is rounded by GPTQ; leave it "
             'out, or give the option rounding = "gptq"'
         )
-    usable_device(device)
+    if (kind := usable_device(device).type) != "cuda":
+        raise UnsupportedError(
+            f"device {device} is of type {kind}, but GPTQ computes on cpu or cuda; give one of them"
+        )
 
 
 def choose_executor(text: str) -> WriteShards:

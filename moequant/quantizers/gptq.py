@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,8 +89,8 @@ class Gptq:
         activation_order: round the columns with the largest mean squares first; by default from
             left to right.
         name: name of the weight for error messages.
-        round_columns: rounds a block of columns as `round_columns` does, such as the method of
-            NativeQuantizer, for a CPU.
+        round_columns: rounds a block of columns as `round_columns_in_torch` does, such as the
+            method of NativeQuantizer, for a CPU.
 
     Raises:
         StatisticsError: another shape or dtype, a number that is NaN or Inf, a negative mean
@@ -116,7 +115,7 @@ class Gptq:
             else torch.arange(len(squares), device=hessian.device)
         )
         # Weights with the same inputs seldom need different dampings.
-        self._feedback = lru_cache(maxsize=1)(self._compute_feedback)
+        self._last: tuple[float, Tensor | None] | None = None
 
     def round(self, w: Tensor, given: QuantizedWeight, *, name: str = "weight") -> Rounding:
         """Choose codes for `w` with the scales of `given`.
@@ -201,6 +200,13 @@ class Gptq:
         """tr(E H Et), in float64."""
         E = w.double() - dequantize(q).double()
         return float((E @ self._hessian).mul_(E).sum())
+
+    def _feedback(self, damping: float) -> Tensor | None:
+        """`_compute_feedback`, of which the last result is kept."""
+        if self._last is None or self._last[0] != damping:
+            self._last = None  # frees its memory first
+            self._last = damping, self._compute_feedback(damping)
+        return self._last[1]
 
     def _compute_feedback(self, damping: float) -> Tensor | None:
         """The factors R[j, k] / R[k, k] at [k, j], [K, K] float64, in the order of rounding.

@@ -4,7 +4,7 @@ Copied tensors must equal the source's, byte for byte. Converted tensors are con
 record says how, and must have the same bytes. If another tool made them, every element must be
 within the bound of `moequant.verification.bounds`, and the SQNR of every weight within a limit. In
 both cases the error on disk is measured. A worker holds one unit in memory, and reads source and
-result once.
+result once; results of GPTQ twice, before it rounds and to compare them.
 """
 
 from __future__ import annotations

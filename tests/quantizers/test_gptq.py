@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -100,6 +102,18 @@ def test_the_native_kernel_rounds_as_the_reference(format, activation_order, row
     codes = [unpacked_codes(one.weight) for one in found]
     assert torch.equal(*codes)
     assert found[0].error == found[1].error < found[0].error_before
+
+
+def test_its_memory_is_freed_without_the_collector():
+    gptq = Gptq(hessian(128, 500))
+    gptq.round(weight(8, 128), quantize(weight(8, 128), "mxfp4"))
+    gone = weakref.ref(gptq)
+    gc.disable()
+    try:
+        del gptq
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @every_format
