@@ -12,6 +12,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult, InterruptedWork
+from moequant.cli.measured_rates import duration, expected_seconds, remember_rate
 from moequant.cli.output import Output, count, show_requantization_errors, size
 
 if TYPE_CHECKING:
@@ -102,7 +103,11 @@ def command(
             )
     except KeyboardInterrupt:
         raise InterruptedWork from None
-    document = _describe(result, workers, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    if result.state == "converted" and not result.resumed_shards:
+        kind = _kind("hub" if result.fetched_bytes else "disk", result.plan)
+        remember_rate(kind, result.plan.source_bytes, seconds)
+    document = _describe(result, workers, seconds)
     out.warn(*_slowness(result))
     if result.error is not None:
         # A refused plan has no output sizes to show.
@@ -144,6 +149,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "groups": _groups(plan),
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
+        "expected_seconds": _expected(result) if result.state == "planned" else None,
         "free_bytes": result.free_bytes,
         "download": _download(result.download),
         "shards": len(plan.shards),
@@ -164,6 +170,18 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "warnings": [*plan.warnings, *_slowness(result)],
         "refusals": list(result.refusals),
     }
+
+
+def _kind(place: str, plan: Plan) -> str:
+    """What a rate is of: the place that the source comes from, and the formats."""
+    return f"{place} {'+'.join(sorted({unit.format for unit in plan.units}))}"
+
+
+def _expected(result: ConversionResult) -> float | None:
+    """The time of a planned conversion by the rates of earlier ones; None if they are not known."""
+    left = 0 if result.download is None else result.download.left_bytes
+    here = max(0, result.plan.source_bytes - left)
+    return expected_seconds({_kind("hub", result.plan): left, _kind("disk", result.plan): here})
 
 
 def _download(download: Download | None) -> dict[str, Any] | None:
@@ -288,6 +306,7 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
         {
             "size": f"{size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
             **_disk_rows(plan),
+            **_time_row(plan["expected_seconds"]),
             "shards": plan["shards"],
             "dialect": plan["dialect"],
             **_statistics_row(plan["statistics"]),
@@ -311,6 +330,12 @@ def _show_plan(out: Output, plan: Mapping[str, Any]) -> None:
                 for e in plan["engines"]
             ],
         )
+
+
+def _time_row(seconds: float | None) -> dict[str, str]:
+    if seconds is None:
+        return {}
+    return {"time": f"about {duration(seconds)}, by the rates of earlier conversions here"}
 
 
 def _disk_rows(plan: Mapping[str, Any]) -> dict[str, str]:

@@ -100,6 +100,7 @@ class ConversionResult:
         refusals: with `dry_run`, why the conversion would be refused.
         error: with `dry_run`, the error that the conversion would raise; None if there is none.
         download: with `dry_run`, what it takes to download a source on the hub; None for others.
+        fetched_bytes: size of the source's shards that were fetched from the hub meanwhile.
         free_bytes: with `dry_run`, free space on the disk of `output`.
         quantizer: the quantizer of this machine; None if it had nothing to do, as with a cluster.
         kept: the layers that `keep_sensitive` chose, those that cost most first.
@@ -116,6 +117,7 @@ class ConversionResult:
     error: MoequantError | None = None
     download: Download | None = None
     free_bytes: int | None = None
+    fetched_bytes: int = 0
     quantizer: Choice | None = None
     requantization_errors: tuple[RequantizationError, ...] = ()
     gptq_errors: tuple[GptqError, ...] = ()
@@ -479,6 +481,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
     return result(
         state="converted",
         resumed_shards=resumed,
+        fetched_bytes=sum(f.size_bytes for f in work.checkpoint.files.values() if not f.is_local),
         quantizer=chosen if work.executor == LOCAL else None,
         requantization_errors=errors,
         gptq_errors=tuple(

@@ -48,6 +48,7 @@ def flip(path, name):
 def folder(tmp_path, monkeypatch):
     """A folder in which the demo was run, as far as the commands need it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without rates of this machine
     write_demo_checkpoint(Path("moequant-demo/source"))
     convert("moequant-demo/source", "moequant-demo/fp8_block", format="fp8_block")
 

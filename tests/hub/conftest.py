@@ -115,6 +115,7 @@ def servers(tmp_path_factory):
         "command_server.py",
         HF_ENDPOINT=hub.read(),
         HF_HOME=str(home),
+        XDG_CACHE_HOME=str(home),
         HF_HUB_DISABLE_TELEMETRY="1",
         HF_HUB_DISABLE_PROGRESS_BARS="1",
         HF_HUB_DISABLE_XET="1",
