@@ -230,7 +230,7 @@ def _choose_files(folder: Folder) -> tuple[dict[str, str] | None, list[str]]:
     files = [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
     files.sort(key=natural_key)
     if not files:
-        raise _no_weights(path, names)
+        raise _no_weights(folder, names)
     if not _is_whole(files):
         raise CheckpointError(
             f"{path}: no {INDEX_FILE} says which of {', '.join(files)} are the weights, and they "
@@ -253,7 +253,8 @@ def _check_all_there(
         )
 
 
-def _no_weights(path: Path, names: Iterable[str]) -> CheckpointError | UnsupportedError:
+def _no_weights(folder: Folder, names: Iterable[str]) -> CheckpointError | UnsupportedError:
+    path = folder.shown
     pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
         return UnsupportedError(
@@ -261,7 +262,7 @@ def _no_weights(path: Path, names: Iterable[str]) -> CheckpointError | Unsupport
             "runs code; save them again with transformers: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    return CheckpointError(f"{path}: no *.safetensors file; fetch the weights")
+    return CheckpointError(f"{path}: no *.safetensors file; {folder.without_weights}")
 
 
 def _is_whole(files: list[str]) -> bool:

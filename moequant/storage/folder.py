@@ -62,6 +62,11 @@ class Folder:
         """What messages advise about a file that is not there."""
         return "Fetch them again"
 
+    @property
+    def without_weights(self) -> str:
+        """What messages advise if there is no weight file."""
+        return "fetch the weights"
+
     def check(self) -> None:
         """Refuse a folder that is no checkpoint; see `check_is_checkpoint`."""
         check_is_checkpoint(self.path)

@@ -103,6 +103,11 @@ class HubFolder(Folder):
             "--revision, or tell its owner"
         )
 
+    @property
+    def without_weights(self) -> str:
+        """What messages advise if the repository has no weight file."""
+        return "give the repository of the release in safetensors"
+
     def check(self) -> None:
         """Do nothing: a repository is no output of ours that is being written."""
 

@@ -204,6 +204,10 @@ def test_a_shard_that_the_repository_lacks_is_named(small):
     assert refused.code == 3
     assert f"{small.id}/{MIDDLE}: missing, but model.safetensors.index.json says" in refused.error
     assert "The repository lacks it at commit 012345678901; give another --rev" in refused.error
+    for path in small.folder.glob("*.safetensors*"):
+        path.unlink()
+    refused = small.run("inspect", small.id)
+    assert f"{small.id}: no *.safetensors file; give the repository of the" in refused.error
     (small.folder / "config.json").unlink()
     refused = small.run("inspect", small.id)
     assert f"{small.id}: no config.json at commit" in refused.error

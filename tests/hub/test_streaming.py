@@ -98,7 +98,7 @@ def test_with_deletion_the_disk_holds_the_output_and_four_shards(hub, wanted, tm
     largest, total = max(shards(hub).values()), sum(shards(hub).values())
     # What huggingface_hub notes of each file, its locks and its tag of the folder.
     notes = 1024 * (len(shards(hub)) + 4)
-    assert len(sizes) > 100
+    assert len(sizes) > 20
     assert max(sizes) <= output_bytes + 4 * largest + notes
     assert max(sizes) > output_bytes
     assert output_bytes + 4 * largest + notes < 0.8 * total + output_bytes
@@ -115,7 +115,15 @@ def taken(folder):
     return size_bytes
 
 
-@pytest.mark.parametrize(("more", "kills"), [((), 4), ((DELETE,), 10)], ids=["kept", "deleted"])
+@pytest.mark.parametrize(
+    ("more", "kills"),
+    [
+        ((), 2),
+        ((DELETE,), 3),
+        pytest.param((), 4, marks=pytest.mark.full),
+        pytest.param((DELETE,), 10, marks=pytest.mark.full),
+    ],
+)
 def test_killed_again_and_again_and_continued_makes_the_same_bytes(
     hub, wanted, tmp_path, more, kills
 ):
