@@ -14,6 +14,7 @@ a source often has the tensors of a layer in another order, and one shard after 
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,7 +82,8 @@ class Stream:
         assert isinstance(checkpoint.folder, HubFolder)
         self._repository = checkpoint.folder.repository
         self._opened = checkpoint
-        self._work = journal.source if delete else None
+        # A folder of its own: a fetch of a run that failed in this process may still go on.
+        self._folder = journal.source / _SHARDS / uuid.uuid4().hex if delete else None
         self._samples: Mapping[str, ShardSample] = {}
         sizes = _absent(checkpoint)
         self.todo = [_in_source_order(shard, checkpoint) for shard in todo]
@@ -171,11 +173,11 @@ class Stream:
         return {file: path for file, path in places.items() if path is not None}
 
     def _fetch(self, file: str) -> Path:
-        path = self._repository.fetch(file, self._work and self._work / _SHARDS)
+        path = self._repository.fetch(file, self._folder)
         shard = FixedFile.at(path)
         sha256 = sha256_of_file(shard)
         self._repository.check_digest(file, path, sha256)
-        if self._work is not None and not self._samples[file].exists:
+        if self._folder is not None and not self._samples[file].exists:
             self._samples[file].write(shard, sha256)
         return path
 

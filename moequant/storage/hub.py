@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,7 @@ NOT_DOWNLOADED = [
 ]  # fmt: skip
 
 _RETRIES = 4
+_PART_BYTES = 1 << 20
 _MAX_MESSAGE = 300
 _HEX_SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -114,21 +116,28 @@ class HubRepository:
         return path if whole else None
 
     def fetch(self, file: str, folder: Path | None = None) -> Path:
-        """Download a file into `folder`, by default the hub's cache, unless it is in the cache.
+        """Download a file into `folder`, or into the hub's cache unless it is there.
+
+        A file in `folder` is a copy, which may be deleted, also of a file in the cache.
 
         Raises:
-            CheckpointError: it cannot be fetched, or has changed.
+            CheckpointError: it cannot be fetched, or has another size; then it is removed.
         """
         from huggingface_hub import hf_hub_download
 
-        if (path := self.cached(file)) is None:
-            with explained(self.repo_id, self.revision):
-                path = Path(
-                    hf_hub_download(self.repo_id, file, revision=self.commit, local_dir=folder)
-                )
-            found, wanted = path.stat().st_size, self.files[file].size_bytes
-            if found != wanted:
-                raise self._changed(file, f"{wanted} bytes before, {found} now")
+        if folder is None and (path := self.cached(file)) is not None:
+            return path
+        with explained(self.repo_id, self.revision):
+            path = Path(hf_hub_download(self.repo_id, file, revision=self.commit, local_dir=folder))
+        found, wanted = path.stat().st_size, self.files[file].size_bytes
+        if found != wanted:
+            # Of a commit, so this copy is damaged; it would be returned again.
+            path.resolve().unlink()
+            raise CheckpointError(
+                f"{self.repo_id}/{file}: {found} bytes were downloaded, now or before, but the hub "
+                f"says {wanted}; the damaged copy was removed: run the command again to fetch it "
+                "again"
+            )
         return path
 
     def note_revision(self) -> None:
@@ -156,36 +165,19 @@ class HubRepository:
             CheckpointError: no access, the file has changed, or something between does not answer
                 range requests.
         """
-        from huggingface_hub import constants, hf_hub_url
-        from huggingface_hub.utils import (  # type: ignore[attr-defined] # documented, all three
-            build_hf_headers,
-            hf_raise_for_status,
-            http_backoff,
-        )
+        from huggingface_hub import hf_hub_url
 
         if start == stop:
             return b""
-        headers = {
-            **build_hf_headers(),
-            "Range": f"bytes={start}-{stop - 1}",
-            "Accept-Encoding": "identity",
-        }
         with explained(self.repo_id, self.revision):
-            response = http_backoff(
-                "GET",
-                hf_hub_url(self.repo_id, file, revision=self.commit),
-                max_retries=_RETRIES,
-                headers=headers,
-                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            )
-            hf_raise_for_status(response)
-        self._check_same(file, [answer.headers for answer in (*response.history, response)])
-        content: bytes = response.content
-        found = response.headers.get("Content-Range")
-        if response.status_code != 206 or found is None or len(content) != stop - start:
+            url = hf_hub_url(self.repo_id, file, revision=self.commit)
+            answers, content = _fetch_range(url, start, stop)
+        self._check_same(file, answers)
+        if content is None or len(content) != stop - start:
+            sent = "the whole file" if content is None else f"{len(content)} bytes"
             raise CheckpointError(
                 f"{self.repo_id}/{file}: asked for bytes {start} to {stop}, but the hub, or a "
-                f"proxy or mirror before it, sent {len(content)} bytes; check HF_ENDPOINT, or run "
+                f"proxy or mirror before it, sent {sent}; check HF_ENDPOINT, or run "
                 f"`hf download {self.repo_id}` and give the directory it prints"
             )
         return content
@@ -264,6 +256,58 @@ def ranged_file(repository: HubRepository, file: str, head: bytes = b"") -> Rang
     )
 
 
+def _fetch_range(url: str, start: int, stop: int) -> tuple[list[Mapping[str, str]], bytes | None]:
+    """Ask for a range of bytes, again where the connection breaks.
+
+    Returns:
+        The headers of all answers, those of redirections first; and the bytes, at most one more
+        than asked for. None if the answer is no range: what ignores ranges sends the whole file,
+        which may be larger than the memory, and is not read.
+
+    Raises:
+        Exception: what huggingface_hub raises.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import (  # type: ignore[attr-defined] # documented, all three
+        build_hf_headers,
+        hf_raise_for_status,
+        http_stream_backoff,
+    )
+
+    headers = {
+        **build_hf_headers(),
+        "Range": f"bytes={start}-{stop - 1}",
+        "Accept-Encoding": "identity",
+    }
+    content, broken = bytearray(), None
+    for attempt in range(_RETRIES + 1):
+        with http_stream_backoff(
+            "GET", url, max_retries=_RETRIES, headers=headers,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        ) as response:  # fmt: skip
+            hf_raise_for_status(response)
+            answers: list[Mapping[str, str]] = [
+                answer.headers for answer in (*response.history, response)
+            ]
+            if response.status_code != 206 or "Content-Range" not in response.headers:
+                return answers, None
+            content.clear()
+            # The context manager repeats requests, but not what goes wrong in here.
+            try:
+                for part in response.iter_bytes(_PART_BYTES):
+                    content += part[: stop - start + 1 - len(content)]
+                    if len(content) > stop - start:
+                        break
+                return answers, bytes(content)
+            except Exception as error:
+                broken = error
+        if attempt == _RETRIES or not _is_unreachable(broken):
+            break
+        time.sleep(2**attempt)
+    assert broken is not None
+    raise broken
+
+
 @contextmanager
 def explained(repo_id: str, revision: str | None) -> Iterator[None]:
     """Turn what huggingface_hub raises into a CheckpointError with the next step."""
@@ -273,6 +317,18 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
     except Exception as error:
         kind = UnreachableError if _is_unreachable(error) else CheckpointError
         raise kind(f"{repo_id}: {_explain(error, repo_id, revision)}") from error
+
+
+def is_unavailable(error: CheckpointError) -> bool:
+    """Whether the hub did not answer or gave no access, so that its cache may serve instead.
+
+    Other answers are about the repository, such as that it has no such revision.
+    """
+    from huggingface_hub import errors
+
+    # Of a private repository, the hub says that there is none.
+    no_access = (errors.GatedRepoError, errors.RepositoryNotFoundError)
+    return isinstance(error, UnreachableError) or isinstance(error.__cause__, no_access)
 
 
 def _is_unreachable(error: Exception) -> bool:

@@ -24,6 +24,7 @@ from moequant.storage.headers import LENGTH_BYTES, MAX_HEADER_BYTES
 from moequant.storage.hub import (
     HubRepository,
     RangedFile,
+    is_unavailable,
     not_reached,
     ranged_file,
 )
@@ -209,6 +210,8 @@ def open_headers(source: str | Path, revision: str | None = None) -> Checkpoint:
         repository = HubRepository.find(repo_id, revision)
     except CheckpointError as error:
         # As huggingface_hub's downloads: no network or no access is no hindrance to what is here.
+        if not is_unavailable(error):
+            raise
         with suppress(CheckpointError):
             return Checkpoint.open(locate_in_cache(repo_id, revision))
         if isinstance(error, UnreachableError):

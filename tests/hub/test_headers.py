@@ -227,6 +227,16 @@ def test_a_server_that_ignores_ranges_is_an_error(small):
     assert "asked for bytes 0 to 131072, but the hub, or a proxy or mirror" in refused.error
 
 
+def test_what_a_server_that_ignores_ranges_sends_is_not_read(hub):
+    """Shards of 4 GB: read to their end, eight of them at once would fill the memory."""
+    write_sparse(hub.folder, qwen(layers=48, experts=128, hidden=2048, intermediate=768), 16)
+    hub.set(no_ranges=True)
+    refused = plan(hub)
+    assert refused.code == 3
+    assert "proxy or mirror before it, sent the whole file" in refused.document["error"]["message"]
+    assert sum(entry["bytes"] for entry in hub.asked()) < 1e9
+
+
 def test_a_damaged_header_is_named_by_the_repository(small):
     path = small.folder / MIDDLE
     path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])

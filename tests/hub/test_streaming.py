@@ -12,6 +12,8 @@ from signal import SIGINT
 
 import pytest
 
+from moequant.storage.hub import HubFile, HubRepository
+
 SETTINGS = ("--format", "nvfp4", "--max-shard-size", "2MB", "--workers", "2", "--hash-source")
 DELETE = "--delete-source-shards"
 
@@ -218,6 +220,42 @@ def test_only_what_a_run_fetches_is_deleted(hub, tmp_path):
     assert convert(hub, tmp_path / "kept").code == 0
     assert convert(hub, tmp_path / "out", DELETE).code == 0
     assert set(shards(hub)) <= hub.cached
+
+
+def test_what_is_fetched_into_a_folder_is_a_copy_of_what_the_cache_has(tmp_path, monkeypatch):
+    repository = HubRepository(
+        repo_id="owner/name", revision=None, commit="0" * 40,
+        files={"shard": HubFile(size_bytes=3, sha256=None, blob_id="")},
+    )  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    cached = repository.snapshot / "shard"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(b"abc")
+
+    def download(repo_id, file, *, revision, local_dir):
+        return shutil.copy(cached, local_dir / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert repository.fetch("shard") == cached
+    # A conversion deletes it, and must not delete what others put into the cache.
+    assert repository.fetch("shard", folder) == folder / "shard"
+
+
+def test_a_truncated_shard_in_the_cache_is_removed_and_fetched_again(hub, wanted, tmp_path):
+    assert convert(hub, tmp_path / "first").code == 0
+    name = list(shards(hub))[2]
+    (path,) = hub.snapshots.rglob(name)
+    with path.resolve().open("r+b") as file:
+        file.truncate(1000)
+    refused = convert(hub, tmp_path / "out")
+    assert refused.code == 3
+    assert "1000 bytes were downloaded" in refused.error
+    assert "the damaged copy was removed: run the command again" in refused.error
+    done = convert(hub, tmp_path / "out")
+    assert done.code == 0, done.err
+    assert contents(tmp_path / "out") == wanted
 
 
 def test_the_plan_with_deletion_asks_for_room_for_four_shards_alone(hub, tmp_path):
