@@ -108,6 +108,7 @@ def command(
         kind = _kind("hub" if result.fetched_bytes else "disk", result.plan)
         remember_rate(kind, result.plan.source_bytes, seconds)
     document = _describe(result, workers, seconds)
+    document["delete_source_shards"] = settings["delete_source_shards"]
     out.warn(*_slowness(result))
     if result.error is not None:
         # A refused plan has no output sizes to show.
@@ -345,10 +346,14 @@ def _disk_rows(plan: Mapping[str, Any]) -> dict[str, str]:
     if download is None:
         return rows
     left, cached = download["bytes"] - download["cached_bytes"], download["cached_bytes"]
+    where = (
+        "shards into the work folder of the output, at most four at once"
+        if plan["delete_source_shards"]
+        else f"to where {size(download['free_bytes'])} are free"
+    )
     return {
         "source": f"{download['repository']} at {download['commit']}",
-        "download": f"{size(left)}, besides {size(cached)} in the cache: {download['cache']}, "
-        f"{size(download['free_bytes'])} free",
+        "download": f"{size(left)}, {where}; {size(cached)} are in the cache, {download['cache']}",
         **rows,
     }
 

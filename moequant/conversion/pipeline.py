@@ -16,6 +16,7 @@ from moequant.conversion.finished_shard import Share, shares
 from moequant.conversion.gptq_errors import GptqError, merged_gptq_errors
 from moequant.conversion.items import stored_in
 from moequant.conversion.journal import Journal
+from moequant.conversion.keep_sensitive import parse_kept, sensitive_layers
 from moequant.conversion.output_directory import (
     check_apart,
     check_places,
@@ -31,12 +32,10 @@ from moequant.conversion.recipe import (
     Recipe,
     load_recipe,
     parse_activation_scales,
-    parse_size,
 )
 from moequant.conversion.record import copied_sidecars
 from moequant.conversion.requantization_error import RequantizationError, merged_errors
 from moequant.conversion.run import write_shards
-from moequant.conversion.sensitivity import LayerCost, layer_costs, most_costly
 from moequant.conversion.source_identity import (
     check_unchanged,
     content_digests,
@@ -55,7 +54,6 @@ from moequant.errors import (
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
-from moequant.quantizers.worker_pool import worker_pool
 from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import existing_parent, explained
@@ -76,6 +74,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from moequant.conversion.finished_shard import FinishedShard
+    from moequant.conversion.sensitivity import LayerCost
     from moequant.conversion.shards import PlannedShard
     from moequant.progress import Progress
     from moequant.quantizers import Choice
@@ -206,9 +205,12 @@ def convert(
         dialect=dialect, max_shard_size=max_shard_size
     )
     check_device(device, chosen, executor)
+    # All that can be refused now is: a download may take long.
+    write = choose_executor(executor)
     if architecture is not None:
-        read_architectures(architecture)  # now, for a download may take long
+        read_architectures(architecture)
     measured = None if statistics is None else Statistics.load(statistics)
+    sensitive = None if keep_sensitive is None else parse_kept(keep_sensitive, measured)
     target = _output_path(output)
     if delete_source_shards:
         _check_deletable(source, revision, executor, measured)
@@ -221,11 +223,16 @@ def convert(
             check_apart(checkpoint, target)
         own = described_architectures(checkpoint.path, architecture)
         plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
+    if measured is not None and checkpoint.is_local:
+        measured.check_measured_on(source_digests(checkpoint, ()))
     kept: tuple[LayerCost, ...] = ()
-    if keep_sensitive is not None:
-        kept = _sensitive_layers(checkpoint, plan, keep_sensitive, workers, progress)
+    if sensitive is not None:
+        if (refusal := _refusal_of_plan(plan)) is not None:
+            raise refusal
+        kept = sensitive_layers(checkpoint, plan, sensitive, workers=workers, progress=progress)
         chosen = chosen.keeping(one.layer for one in kept)
-        plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
+        with _without_collector():
+            plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
     if measured is not None and not checkpoint.is_local:
         plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))
@@ -235,8 +242,6 @@ def convert(
         checkpoint.folder.fetch(sidecars)
     for file in sidecars:
         checkpoint.folder.open(str(file)).read(0, 0)
-    if measured is not None and checkpoint.is_local:
-        measured.check_measured_on(source_digests(checkpoint, ()))
     work = _Work(
         checkpoint=checkpoint,
         plan=plan,
@@ -247,7 +252,7 @@ def convert(
         hash_source=hash_source,
         executor=executor,
         device=device,
-        write_shards=choose_executor(executor),
+        write_shards=write,
         delete_source_shards=delete_source_shards,
     )
     if on_plan is not None:
@@ -634,64 +639,6 @@ def _choose_recipe(
         return recipe
     assert recipe is not None
     return load_recipe(recipe)
-
-
-def _sensitive_layers(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    wanted: str | int,
-    workers: int,
-    progress: Progress | None,
-) -> tuple[LayerCost, ...]:
-    """The layers whose experts `keep_sensitive` keeps.
-
-    Raises:
-        RecipeError: `wanted` is neither a number of layers nor a size, there are no statistics, or
-            nothing would be kept, or nothing converted.
-        UnsupportedError: only the headers of the source are here.
-    """
-    count, size = _parse_sensitive(wanted)
-    if plan.statistics is None:
-        raise RecipeError(
-            f"keep_sensitive = {wanted!r} needs statistics: measure them with `moequant "
-            "calibrate`, and give the file with --statistics"
-        )
-    if not checkpoint.is_local:
-        raise UnsupportedError(
-            f"{checkpoint.path}: keep_sensitive reads weights, and only their headers are here; "
-            "download the source first"
-        )
-    if (refusal := _refusal_of_plan(plan)) is not None:
-        raise refusal
-    plan.statistics.check_measured_on(source_digests(checkpoint, ()))
-    with worker_pool(workers) as pool:
-        costs = layer_costs(
-            checkpoint,
-            plan,
-            plan.statistics,
-            choose_quantizer(plan.jobs()).quantizer,
-            pool=pool,
-            progress=progress or SilentProgress(),
-        )
-    kept = tuple(most_costly(costs, count=count, extra_bytes=size))
-    if not kept or len(kept) == len(costs):
-        least = min((one.extra_bytes for one in costs), default=0)
-        raise RecipeError(
-            f"keep_sensitive = {wanted!r} keeps {len(kept)} of the {len(costs)} calibrated layers "
-            f"that the recipe converts; give a number from 1 to {len(costs) - 1}, or a size of at "
-            f"least {least} bytes, that of a layer"
-        )
-    return kept
-
-
-def _parse_sensitive(wanted: str | int) -> tuple[int | None, int | None]:
-    """The number of layers, or the bytes, that `keep_sensitive` gives; raises RecipeError."""
-    if isinstance(wanted, int) or wanted.strip().isdecimal():
-        return int(wanted), None
-    try:
-        return None, parse_size(wanted)
-    except ValueError as error:
-        raise RecipeError(f"keep_sensitive: neither a number of layers, and {error}") from None
 
 
 def _choose_scales(

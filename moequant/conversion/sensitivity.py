@@ -18,6 +18,7 @@ At most EXPERTS of a layer are quantized for this: those that saw most tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,17 +81,18 @@ def layer_costs(
     sampled = {layer: _sample(layers[layer], layer, statistics) for layer in ordered}
     progress.start("comparing layers", sum(u.source_bytes for of in sampled.values() for u in of))
 
-    def measure(layer: int) -> dict[str, tuple[float, float]]:
-        sums: dict[str, tuple[float, float]] = {}
-        for unit in sampled[layer]:
-            for projection, error, signal in _errors(source, unit, statistics, quantizer):
-                before = sums.get(projection, (0.0, 0.0))
-                sums[projection] = (before[0] + error, before[1] + signal)
-            progress.advance(unit.source_bytes, unit.name)
-        return sums
+    def measure(unit: Unit) -> list[tuple[str, float, float]]:
+        found = _errors(source, unit, statistics, quantizer)
+        progress.advance(unit.source_bytes, unit.name)
+        return found
 
     costs, stream = [], 0.0
-    for layer, sums in zip(ordered, pool.map(measure, ordered), strict=True):
+    # Layer after layer, because statistics of few layers are in memory.
+    for layer in ordered:
+        sums: dict[str, tuple[float, float]] = {}
+        for projection, error, signal in chain.from_iterable(pool.map(measure, sampled[layer])):
+            before = sums.get(projection, (0.0, 0.0))
+            sums[projection] = (before[0] + error, before[1] + signal)
         energy = sums.get("down", (0.0, 0.0))[1]
         stream += energy
         relative = sum(error / signal for error, signal in sums.values() if signal > 0)

@@ -9,6 +9,7 @@ import torch
 
 from moequant.errors import CheckpointError, StatisticsError
 from moequant.formats import check_static_scale
+from moequant.formats.base import SOURCE_DTYPES
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import sha256_of
 from moequant.storage.headers import DTYPES, read_header
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SUFFIX = ".input_scale"
-_WHAT = f"a file of activation scales holds tensors MODULE{_SUFFIX}, one floating-point number each"
+_WHAT = f"a file of activation scales holds tensors MODULE{_SUFFIX}, one F32, F16 or BF16 each"
 
 
 class InputScales:
@@ -51,7 +52,7 @@ class InputScales:
             scales = {}
             for name, info in tensors.items():
                 dtype = DTYPES.get(info.dtype)
-                if not name.endswith(_SUFFIX) or dtype is None or not dtype.is_floating_point:
+                if not name.endswith(_SUFFIX) or dtype not in SOURCE_DTYPES:
                     raise StatisticsError(f"{path}: tensor {name!r}, {info.dtype}; {_WHAT}")
                 if torch.Size(info.shape).numel() != 1:
                     raise StatisticsError(f"{path}: tensor {name!r}, {list(info.shape)}; {_WHAT}")

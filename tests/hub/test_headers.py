@@ -81,7 +81,7 @@ def test_the_plan_says_what_is_to_be_downloaded_and_what_the_cache_has(small):
     shown = small.run("convert", small.id, small.home / "o", "--format", "nvfp4", "--dry-run").out
     assert f"source       {small.id} at {after['commit']}\n" in shown
     assert re.search(
-        r"^download     0 B, besides 1\.\d MB in the cache: /.*, .* free$", shown, re.M
+        r"^download     0 B, to where .* are free; 1\.\d MB are in the cache, /.*$", shown, re.M
     )
     assert "free space   " in shown
 
