@@ -104,7 +104,7 @@ class StepFloor:
             others=others,
             kv_cache=batch * sum(
                 _token_bytes(self._config, self._path) * seen
-                for seen in _tokens_seen(self._config, moe.layers, context)
+                for seen in _tokens_seen(self._config, self._path, moe.layers, context)
             ),
         )  # fmt: skip
 
@@ -171,12 +171,14 @@ def _positive(path: Path, **fields: object) -> list[int]:
     return found
 
 
-def _tokens_seen(config: Mapping[str, Any], layers: int, context: float) -> list[float]:
+def _tokens_seen(config: Mapping[str, Any], path: Path, layers: int, context: float) -> list[float]:
     """How many tokens' keys and values a step reads in each layer."""
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
         return [context] * layers
-    window = config.get("sliding_window") or config.get("attention_chunk_size") or context
-    seen = {"sliding_attention": min(context, window), "chunked_attention": min(context, window)}
+    fields = {key: config.get(key) for key in ("sliding_window", "attention_chunk_size")}
+    windows = _positive(path, **{key: value for key, value in fields.items() if value})
+    window = min([context, *windows[:1]])
+    seen = {"sliding_attention": window, "chunked_attention": window}
     without = ("linear_attention", "conv", "mamba", "moe", "mlp")
     return [0.0 if kind in without else seen.get(kind, context) for kind in kinds[:layers]]

@@ -87,6 +87,10 @@ def test_multi_token_prediction_is_not_read(make_checkpoint):
     ("change", "says"),
     [
         ({"num_key_value_heads": -1}, "num_key_value_heads is -1, but must be a positive integer"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": "128"},
+            "sliding_window is '128'",
+        ),
         ({"head_dim": None, "num_attention_heads": "4"}, "num_attention_heads is '4'"),
         ({"kv_lora_rank": 32.5}, "kv_lora_rank is 32.5"),
         ({"kv_lora_rank": 32, "qk_rope_head_dim": "8"}, "qk_rope_head_dim is '8'"),
