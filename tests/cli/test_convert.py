@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import json
 import signal
 from contextlib import nullcontext
@@ -234,12 +233,12 @@ class InterruptingProgress(SilentProgress):
 
 @pytest.fixture
 def default_signals():
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Python drops a KeyboardInterrupt within a callback of the collector, such as Hypothesis has.
-    gc.disable()
+    """SIGTERM as the command sets it, and SIGINT also where a shell started pytest behind &."""
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     yield
-    gc.enable()
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("default_signals")

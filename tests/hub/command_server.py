@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ time.sleep = lambda seconds: _sleep(min(seconds, 0.02))
 
 def run(request, out, err):
     os.environ.update(request.get("environment", {}))
+    # A shell that starts pytest behind & has its processes ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     constants.HF_HUB_OFFLINE = "HF_HUB_OFFLINE" in os.environ
     constants.ENDPOINT = os.environ["HF_ENDPOINT"]
     for number, path in ((1, out), (2, err)):
