@@ -24,8 +24,8 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
 SMALL = {
-    "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 24,
-    "rounds": 4, "device": "cpu",
+    "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 16,
+    "rounds": 3, "device": "cpu",
 }  # fmt: skip
 """With fewer steps or rounds, a busy machine may take longer for the fewer tokens of two runs."""
 FAKE_VLLM = '''
