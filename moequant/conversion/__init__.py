@@ -8,6 +8,7 @@ from moequant.conversion.error_limit import beyond_limit
 from moequant.conversion.finished_shard import UsedQuantizer
 from moequant.conversion.items import dequantizing_units
 from moequant.conversion.journal import is_unfinished
+from moequant.conversion.merging import merged_errors
 from moequant.conversion.pipeline import (
     DEFAULT_WORKERS,
     ConversionResult,
@@ -30,7 +31,6 @@ from moequant.conversion.record import (
 from moequant.conversion.requantization_error import (
     RequantizationError,
     error_of_tiles,
-    merged_errors,
 )
 from moequant.conversion.shards import unit_outputs
 from moequant.conversion.units import Unit, Weight, quantizer_jobs

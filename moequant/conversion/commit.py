@@ -15,10 +15,9 @@ import torch
 
 from moequant._version import __version__
 from moequant.conversion.finished_shard import shares
-from moequant.conversion.gptq_errors import merged_gptq_errors
+from moequant.conversion.merging import merged_errors
 from moequant.conversion.output_directory import read_record, recorded_sidecars
 from moequant.conversion.record import OTHER_QUANTIZATION, claims_of, converted_config
-from moequant.conversion.requantization_error import merged_errors
 from moequant.errors import CheckpointError
 from moequant.storage.disk import explained, fsync_directory, sha256_of, write_file
 from moequant.storage.files import (
@@ -162,7 +161,7 @@ def _record(
 ) -> dict[str, Any]:
     """What moequant.json says: enough to repeat the conversion and to check every byte."""
     errors = merged_errors(error for shard in shards for error in shard.requantization_errors)
-    rounded = merged_gptq_errors(error for shard in shards for error in shard.gptq_errors)
+    rounded = merged_errors(error for shard in shards for error in shard.gptq_errors)
     return {
         "schema_version": 1,
         "moequant": __version__,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +29,21 @@ class GptqError:
     error: float
 
     @property
+    def kind(self) -> tuple[str, str, str]:
+        """What weights must share to be counted together."""
+        return self.format, self.projection, self.device
+
+    def __add__(self, other: GptqError) -> GptqError:
+        """Both together; of one kind."""
+        return replace(
+            self,
+            weights=self.weights + other.weights,
+            unchanged=self.unchanged + other.unchanged,
+            nearest=self.nearest + other.nearest,
+            error=self.error + other.error,
+        )
+
+    @property
     def ratio(self) -> float:
         """The error over that of the nearest codes; 1 where both are 0."""
         return self.error / self.nearest if self.nearest else 1.0
@@ -39,23 +51,3 @@ class GptqError:
     def to_json(self) -> dict[str, Any]:
         """Its fields and the ratio."""
         return {**asdict(self), "ratio": self.ratio}
-
-
-def merged_gptq_errors(errors: Iterable[GptqError]) -> list[GptqError]:
-    """Errors merged by kind, in order of first appearance."""
-    kinds: dict[tuple[str, str, str], GptqError] = {}
-    for error in errors:
-        kind = error.format, error.projection, error.device
-        before = kinds.get(kind)
-        kinds[kind] = error if before is None else _sum(before, error)
-    return list(kinds.values())
-
-
-def _sum(one: GptqError, other: GptqError) -> GptqError:
-    return replace(
-        one,
-        weights=one.weights + other.weights,
-        unchanged=one.unchanged + other.unchanged,
-        nearest=one.nearest + other.nearest,
-        error=one.error + other.error,
-    )

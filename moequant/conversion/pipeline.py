@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moequant.conversion.commit import commit
 from moequant.conversion.finished_shard import Share, shares
-from moequant.conversion.gptq_errors import GptqError, merged_gptq_errors
 from moequant.conversion.items import stored_in
 from moequant.conversion.journal import Journal
 from moequant.conversion.keep_sensitive import parse_kept, sensitive_layers
+from moequant.conversion.merging import merged_errors
 from moequant.conversion.output_directory import (
     check_apart,
     check_places,
@@ -34,7 +34,6 @@ from moequant.conversion.recipe import (
     parse_activation_scales,
 )
 from moequant.conversion.record import copied_sidecars
-from moequant.conversion.requantization_error import RequantizationError, merged_errors
 from moequant.conversion.run import write_shards
 from moequant.conversion.source_identity import (
     check_unchanged,
@@ -74,6 +73,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from moequant.conversion.finished_shard import FinishedShard
+    from moequant.conversion.gptq_errors import GptqError
+    from moequant.conversion.requantization_error import RequantizationError
     from moequant.conversion.sensitivity import LayerCost
     from moequant.conversion.shards import PlannedShard
     from moequant.progress import Progress
@@ -489,9 +490,7 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         fetched_bytes=sum(f.size_bytes for f in work.checkpoint.files.values() if not f.is_local),
         quantizer=chosen if work.executor == LOCAL else None,
         requantization_errors=errors,
-        gptq_errors=tuple(
-            merged_gptq_errors(error for shard in ordered for error in shard.gptq_errors)
-        ),
+        gptq_errors=tuple(merged_errors(error for shard in ordered for error in shard.gptq_errors)),
         shares=tuple(shares(ordered)),
     )
 

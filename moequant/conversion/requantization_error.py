@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,21 @@ class RequantizationError:
     exact: int
     signal: float
     noise: float
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What weights must share to be counted together."""
+        return self.role, self.source, self.format
+
+    def __add__(self, other: RequantizationError) -> RequantizationError:
+        """Both together; of one kind."""
+        return replace(
+            self,
+            weights=self.weights + other.weights,
+            exact=self.exact + other.exact,
+            signal=self.signal + other.signal,
+            noise=self.noise + other.noise,
+        )
 
     @property
     def relative_error(self) -> float:
@@ -67,24 +82,4 @@ def error_of_tiles(tiles: Sequence[RequantizationError]) -> RequantizationError:
         exact=int(all(tile.exact for tile in tiles)),
         signal=sum(tile.signal for tile in tiles),
         noise=sum(tile.noise for tile in tiles),
-    )
-
-
-def merged_errors(errors: Iterable[RequantizationError]) -> list[RequantizationError]:
-    """Errors merged by kind, in order of first appearance."""
-    kinds: dict[tuple[str, str, str], RequantizationError] = {}
-    for error in errors:
-        kind = error.role, error.source, error.format
-        before = kinds.get(kind)
-        kinds[kind] = error if before is None else _sum(before, error)
-    return list(kinds.values())
-
-
-def _sum(one: RequantizationError, other: RequantizationError) -> RequantizationError:
-    return replace(
-        one,
-        weights=one.weights + other.weights,
-        exact=one.exact + other.exact,
-        signal=one.signal + other.signal,
-        noise=one.noise + other.noise,
     )

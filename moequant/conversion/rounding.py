@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from moequant.errors import RecipeError
 from moequant.formats import get_format
-from moequant.formats.base import WEIGHTED
+from moequant.formats.base import WEIGHTED, check_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,14 +76,7 @@ def split_options(
     Raises:
         RecipeError: an unknown option or value, or `column_order` without GPTQ.
     """
-    known = options_of_format(format)
-    for key, value in options.items():
-        if key not in known:
-            listed = ", ".join(known) or "none"
-            raise RecipeError(f"{format} has no option {key!r}; its options: {listed}")
-        if value not in known[key]:
-            allowed = ", ".join(known[key])
-            raise RecipeError(f"{format}: {key} = {value!r}, but must be one of: {allowed}")
+    check_options(format, options, options_of_format(format))
     own = {key: value for key, value in options.items() if key in get_format(format).options}
     resolved = get_format(format).resolve_options(quantizer_options(own)) | own
     if options.get("rounding") == GPTQ:

@@ -21,10 +21,10 @@ import torch
 
 from moequant.conversion.batches import Batches
 from moequant.conversion.finished_shard import FinishedShard, UsedQuantizer
-from moequant.conversion.gptq_errors import merged_gptq_errors
 from moequant.conversion.memory import COPY_CHUNK_BYTES
+from moequant.conversion.merging import merged_errors
 from moequant.conversion.quantize_unit import convert_unit
-from moequant.conversion.requantization_error import error_of_tiles, merged_errors
+from moequant.conversion.requantization_error import error_of_tiles
 from moequant.conversion.units import Copy, Unit
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.storage.buffers import Arena, tensor_bytes
@@ -181,7 +181,7 @@ class _Run(threading.local):
         ordered = [filling.errors[number] for number in sorted(filling.errors)]
         return writer, _Errors(
             requantization=merged_errors(e for errors in ordered for e in errors.requantization),
-            gptq=merged_gptq_errors(e for errors in ordered for e in errors.gptq),
+            gptq=merged_errors(e for errors in ordered for e in errors.gptq),
         )
 
     def finish(

@@ -138,6 +138,23 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     return replace(first, **parts, shape=torch.Size((len(weights), *first.shape)))
 
 
+def check_options(
+    format: str, options: Mapping[str, str], known: Mapping[str, Sequence[str]]
+) -> None:
+    """Check that options of a format are among the `known` ones and have one of their values.
+
+    Raises:
+        RecipeError: an unknown option or value.
+    """
+    for key, value in options.items():
+        if key not in known:
+            listed = ", ".join(known) or "none"
+            raise RecipeError(f"{format} has no option {key!r}; its options: {listed}")
+        if value not in known[key]:
+            allowed = ", ".join(known[key])
+            raise RecipeError(f"{format}: {key} = {value!r}, but must be one of: {allowed}")
+
+
 class Format:
     """Numerics of a quantized weight.
 
@@ -219,16 +236,9 @@ class Format:
         Raises:
             RecipeError: an unknown option or value.
         """
-        resolved = {key: values[0] for key, values in self.options.items()}
-        for key, value in (options or {}).items():
-            if key not in self.options:
-                known = ", ".join(self.options) or "none"
-                raise RecipeError(f"{self.name} has no option {key!r}; its options: {known}")
-            if value not in self.options[key]:
-                allowed = ", ".join(self.options[key])
-                raise RecipeError(f"{self.name}: {key} = {value!r}, but must be one of: {allowed}")
-            resolved[key] = value
-        return resolved
+        given = options or {}
+        check_options(self.name, given, self.options)
+        return {key: given.get(key, values[0]) for key, values in self.options.items()}
 
     def check_shape(self, shape: Sequence[int], name: str = "weight") -> None:
         """Check that the format supports a shape.
