@@ -15,6 +15,7 @@ from moequant._version import __version__
 from moequant.cli import (
     bench,
     calibrate,
+    check,
     convert,
     demo,
     evaluate,
@@ -42,6 +43,7 @@ for module in (
     calibrate,
     evaluate,
     inspect,
+    check,
     prepare,
     verify,
     formats,

@@ -18,6 +18,7 @@ from moequant.cli.output import Output, count, show_requantization_errors, size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from moequant.compatibility import Verdict
     from moequant.conversion import ConversionResult, Plan
     from moequant.storage.hub_folder import Download
 
@@ -141,7 +142,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "output": str(result.output),
         "architecture": plan.model.architecture.name,
         "dialect": plan.dialect.name,
-        "engines": [asdict(verdict) for verdict in plan.engines],
+        "engines": [_describe_verdict(verdict) for verdict in plan.engines],
         "expert_layers": list(plan.model.layers),
         "experts": plan.model.moe.experts,
         "statistics": _statistics(plan),
@@ -170,6 +171,18 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "quantizers": [asdict(share) for share in result.shares],
         "warnings": [*plan.warnings, *_slowness(result)],
         "refusals": list(result.refusals),
+    }
+
+
+def _describe_verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "engine": verdict.engine,
+        "version": verdict.version,
+        "loads": verdict.loads,
+        "known": verdict.known,
+        "why": list(verdict.why),
+        "cautions": list(verdict.cautions),
+        "rules": [said.rule for said in (*verdict.against, *verdict.remarks)],
     }
 
 

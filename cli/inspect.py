@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import inspect_prepared, options
-from moequant.cli.output import Output, count, ranges, size
+from moequant.cli.output import Output, count, origin_of, ranges, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +66,7 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
     rows = list(_rows(checkpoint.tensors.values(), architecture, converted))
     document: dict[str, Any] = {
         "path": str(checkpoint.path),
-        **_origin(checkpoint),
+        **origin_of(checkpoint),
         "architecture": architecture.name,
         "architecture_by": architecture.origin,
         "layers": moe.layers,
@@ -86,16 +86,6 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
     if with_tensors:
         document["tensor_list"] = [_describe_tensor(*row, architecture, moe) for row in rows]
     return document
-
-
-def _origin(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """The repository and the commit of a checkpoint on the hub."""
-    from moequant.storage.hub_folder import HubFolder
-
-    folder = checkpoint.folder
-    if not isinstance(folder, HubFolder):
-        return {"repository": None, "commit": None}
-    return {"repository": folder.repository.repo_id, "commit": folder.repository.commit}
 
 
 _Row = tuple["TensorInfo", "TensorRole", "str | None"]

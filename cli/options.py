@@ -119,9 +119,7 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: str | None) -
     return value
 
 
-def _check_layers(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> str | int | None:
+def check_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
     """A number of layers, or "all"."""
     if value is None or value == "all":
         return value
@@ -211,6 +209,16 @@ engines_option = _names_option(
     default="vllm,vllm+moequant,transformers,moequant",
     show_default=True,
     help="Engines to time.",
+)
+checked_engines_option = _names_option(
+    "--engine",
+    "moequant.compatibility:ENGINES",
+    help="Engines that must load it: vllm, sglang, transformers or moequant, separated by commas.",
+)
+gpu_option = _name_option(
+    "--gpu",
+    "moequant.compatibility:GPUS",
+    help="GPU it is to run on, such as a100, rtx4090, h100 or b200.  [default: any]",
 )
 routing_option = _names_option(
     "--routing",
@@ -330,7 +338,7 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an ex
 layers_option = click.option(
     "--layers",
     metavar="N",
-    callback=_check_layers,
+    callback=check_layers,
     help="Number of expert layers to run, or all. Weights are verified in every layer.  "
     "[default: 3]",
 )

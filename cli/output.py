@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from moequant.progress import Progress
+    from moequant.storage.checkpoint import Checkpoint
 
+_COLUMNS = 80
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 
@@ -63,6 +66,16 @@ class Output:
             cells = zip(columns, line, widths, strict=True)
             aligned = (t.rjust(w) if c.startswith(">") else t.ljust(w) for c, t, w in cells)
             self.line("   ".join(aligned).rstrip())
+
+    def folded(self, text: str, *, indent: int = 0) -> None:
+        """Print a paragraph in lines of at most 80 columns; names and paths are never split."""
+        lead = " " * indent
+        lines = wrap(
+            text, _COLUMNS, initial_indent=lead, subsequent_indent=f"{lead}  ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        for line in lines:
+            self.line(line)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -133,6 +146,16 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def origin_of(checkpoint: Checkpoint) -> dict[str, str | None]:
+    """The repository and the commit of a checkpoint on the hub; None of one in a directory."""
+    from moequant.storage.hub_folder import HubFolder
+
+    folder = checkpoint.folder
+    if not isinstance(folder, HubFolder):
+        return {"repository": None, "commit": None}
+    return {"repository": folder.repository.repo_id, "commit": folder.repository.commit}
 
 
 def size(size_bytes: int) -> str:

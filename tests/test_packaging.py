@@ -40,6 +40,7 @@ ORDER = [
     "models",
     "weights",
     "statistics",
+    "compatibility",
     "conversion",
     "runtime",
     "preparation",
@@ -311,7 +312,7 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     files = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
-    wanted |= {"moequant/dialects/engines.toml"}
+    wanted |= {f"moequant/compatibility/{name}.toml" for name in ("rules", "kernels")}
     sources = [p for kind in ("cu", "cuh") for p in (ROOT / "kernels").rglob(f"*.{kind}")]
     wanted |= {f"moequant/{p.relative_to(ROOT).as_posix()}" for p in sources}
     wanted |= {f"moequant/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.toml")}

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
+from moequant.compatibility import Verdict, warnings_of
 from moequant.conversion.apply_recipe import apply_recipe, keeping_units
 from moequant.conversion.gaussian_search import with_predictions
 from moequant.conversion.items import plan_items, unchanged_weights, unmatched
@@ -30,7 +31,6 @@ from moequant.conversion.shards import PlannedShard, plan_shards
 from moequant.conversion.stack import stack_of
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
 from moequant.dialects import UNQUANTIZED
-from moequant.dialects.engines import Verdict, warnings_of
 from moequant.errors import RecipeError
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_model import read_source, source_config

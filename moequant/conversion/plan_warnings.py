@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moequant.compatibility import Facts, Verdict, judge
+from moequant.compatibility.facts import dtype_in, heads_in
 from moequant.conversion.units import Copy
-from moequant.dialects.engines import Verdict, Written, judge
 from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS
 
@@ -40,33 +41,27 @@ def engine_verdicts(
         if roles[name].role == ROUTED_EXPERTS and roles[name].layer in layers
     }
     model_type = str(config.get("model_type"))
-    written = Written(
+    facts = Facts(
         dialect=dialect.name,
         model_type=model_type,
         not_loaded=architecture.tested.get("not_loaded", {}).get(model_type),
         formats=frozenset(f for module, f in formats.items() if module not in experts),
         experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
-        shapes=frozenset(tuple(info.shape) for m, info in experts.items() if m in formats),
         ragged=any(
             len(info.shape) == 2 and info.shape[0] % get_format(format).block[0]
             for name, info in source.weights.items()
             if (format := formats.get(name.removesuffix(".weight"))) is not None
         ),
-        dtype=_dtype(config),
+        dtype=dtype_in(config),
         static=not experts.keys().isdisjoint(static),
         some_kept=any(module not in formats for module in experts),
         described=architecture.origin is not None or model_type in architecture.flat_model_types,
+        hidden=source.model.moe.hidden,
+        intermediate=source.model.moe.intermediate,
+        expert_count=source.model.moe.experts,
+        heads=heads_in(config),
     )
-    return tuple(judge(written))
-
-
-def _dtype(config: Mapping[str, Any]) -> str | None:
-    """What config.json says that the model computes in, of a vision model its language model."""
-    text_config = config.get("text_config")
-    sections = (text_config if isinstance(text_config, dict) else {}, config)
-    # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
-    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
-    return next((dtype for dtype in named if isinstance(dtype, str)), None)
+    return tuple(judge(facts))
 
 
 def warnings_of_source(

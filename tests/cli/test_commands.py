@@ -55,8 +55,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("folder")
 def test_what_the_page_shows_is_what_is_printed():
-    commands = [c for c in shown() if re.match("moequant (inspect|convert|prepare|recipes)", c[0])]
-    assert len(commands) == 8
+    compared = "moequant (inspect|check|convert|prepare|recipes)"
+    commands = [c for c in shown() if re.match(compared, c[0])]
+    assert len(commands) == 9
     for command, output in commands:
         done = CliRunner().invoke(cli, shlex.split(command)[1:])
         assert (done.exit_code, settled(done.output)) == (0, settled(output)), command

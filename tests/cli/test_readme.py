@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
+from moequant.compatibility import Facts, judge
 from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe
-from moequant.dialects.engines import Written, judge
 from moequant.formats import CONVERTIBLE
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.headers import TensorInfo
@@ -90,12 +90,11 @@ def test_every_table_has_every_format(head):
 def test_what_engines_load_is_what_convert_says(row):
     format, dialect, *said = row
     dialect = re.match("`([^`]+)`", dialect)[1]
-    written = Written(
+    written = Facts(
         dialect=dialect,
         model_type="gpt_oss" if dialect == "gpt-oss" else "qwen3_moe",
         formats=frozenset(),
         experts=(format.strip("`"),),
-        shapes=frozenset({(256, 512)}),
         some_kept=False,
     )
     verdicts = judge(written)

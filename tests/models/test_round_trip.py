@@ -212,7 +212,7 @@ def check_what_transformers_does(saved, folder, format):
             )
         except (AttributeError, RuntimeError, ValueError):
             return
-        assert report["missing_keys"], "it loads: take it out of engines.toml"
+        assert report["missing_keys"], "it loads: take it out of rules.toml"
         return
     converted = ConvertedCheckpoint.open(path)
     loaded, report = saved.case.model.from_pretrained(

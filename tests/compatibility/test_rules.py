@@ -1,43 +1,52 @@
-"""The table of engines, and what is said by it."""
+"""The rules about engines, and what is said by them."""
 
 from __future__ import annotations
 
 import pytest
 
+from moequant.compatibility import Facts, judge, warnings_of
+from moequant.compatibility.facts import UNQUANTIZED
+from moequant.compatibility.rules import rules
 from moequant.dialects import REGISTRY
-from moequant.dialects.engines import Written, judge, warnings_of
-from moequant.dialects.engines import _table as table
-from moequant.formats import CONVERTIBLE as FORMATS
+from moequant.formats import REGISTRY as FORMATS
 from moequant.models import architectures
 
 PAIRS = [(d, f) for d, dialect in REGISTRY.items() for f in dialect.carried]
 
 
-def written(dialect, *experts, formats=(), shape=(256, 512), **settings):
-    return Written(
+def written(dialect, *experts, formats=(), **settings):
+    sizes = {"hidden": 512, "intermediate": 256}
+    return Facts(
         dialect=dialect,
         formats=frozenset(formats),
         experts=experts,
-        shapes=frozenset({shape}),
-        **{"model_type": "qwen3_moe", "some_kept": False} | settings,
+        **{"model_type": "qwen3_moe", "some_kept": False, **sizes} | settings,
     )
 
 
 def loading(checkpoint):
     """Whether each engine loads it."""
-    return {verdict.engine: verdict.loads for verdict in judge(checkpoint)}
+    return {v.engine: v.loads for v in judge(checkpoint)}
 
 
 def test_rules_name_what_is_there():
-    _, rules = table()
     known = {model_type for a in architectures() for model_type in a.model_types}
-    for rule in rules:
-        assert {*rule.dialects} <= REGISTRY.keys()
+    for rule in rules():
+        assert {*rule.dialects} <= REGISTRY.keys() | {UNQUANTIZED}
         assert {*rule.formats} <= FORMATS.keys()
-        assert {*rule.model_types} <= known
-        assert all(
-            text.endswith((".", ").")) for text in (rule.why, rule.hint, rule.caution) if text
-        )
+        assert {*rule.model_types, *rule.other_model_types} <= known
+
+
+def test_every_rule_has_a_source_and_a_version_and_what_to_do():
+    own = {"moequant"}
+    for rule in rules():
+        texts = [text for text in (rule.why, rule.next, rule.caution) if text]
+        assert all(text.endswith((".", ").")) for text in texts), rule.id
+        assert rule.loads or rule.next, rule.id
+        assert rule.source, rule.id
+        if rule.known == "read" and not {*rule.engines} <= own and rule.id != "unquantized":
+            versions = ("vllm 0.33.0", "sglang 0.5.23", "transformers 5.23.0", "the formats:")
+            assert any(version in rule.source for version in versions), rule.id
 
 
 @pytest.mark.parametrize(("dialect", "format"), PAIRS)
@@ -60,7 +69,7 @@ def test_every_engine_has_a_word_about_every_pair(dialect, format):
         (written("compressed-tensors", "nvfp4"), False, True, True),
         (written("compressed-tensors", "mxfp4"), True, True, False),
         (written("compressed-tensors", "w4a8"), True, True, True),
-        (written("compressed-tensors", "w4a8", shape=(128, 384)), True, False, True),
+        (written("compressed-tensors", "w4a8", hidden=128, intermediate=384), True, False, True),
         (written("compressed-tensors", "w4a8", dtype="float16"), True, False, True),
         (written("compressed-tensors", "w4a8", dtype="bfloat16"), True, True, True),
         (written("compressed-tensors", "w4a8", some_kept=True), False, True, True),
@@ -93,13 +102,16 @@ def test_without_experts_nothing_is_known_and_nothing_said(dialect):
     [
         (written("compressed-tensors", "nvfp4"), ["global scale"]),
         (written("compressed-tensors", "mxfp4"), ["all zero"]),
-        (written("compressed-tensors", "fp8_block"), ["fails to load FP8", "dialect fp8 loads"]),
         (
-            written("compressed-tensors", "fp8_block", formats=["nvfp4"]),
-            ["fails to load FP8"],
+            written("compressed-tensors", "fp8_block"),
+            ["fails to load FP8 block experts in this dialect. The dialect fp8 loads"],
         ),
         (
-            written("compressed-tensors", "fp8_block", "w4a8", shape=(128, 384)),
+            written("compressed-tensors", "fp8_block", formats=["nvfp4"]),
+            ["fails to load FP8 block experts in this dialect."],
+        ),
+        (
+            written("compressed-tensors", "fp8_block", "w4a8", hidden=128, intermediate=384),
             ["fails to load FP8", "more than one", "multiples of 256"],
         ),
         (written("compressed-tensors", "w4a8", dtype="float16"), ["--dtype bfloat16"]),
@@ -108,7 +120,7 @@ def test_without_experts_nothing_is_known_and_nothing_said(dialect):
         (written("moequant", "mxfp4"), ["random experts", "vLLM 0.33 refuses", "SGLang"]),
         (
             written("compressed-tensors", "w4a8", not_loaded="supports only stacked experts"),
-            ["this model in this dialect: supports only stacked experts."],
+            ["this model in this dialect: supports only stacked experts. vLLM"],
         ),
     ],
 )
@@ -116,6 +128,11 @@ def test_what_goes_wrong_is_said_once(checkpoint, said):
     sentences = warnings_of(judge(checkpoint))
     assert len(sentences) == len(said)
     assert all(part in sentence for part, sentence in zip(said, sentences, strict=True))
+
+
+def test_a_hint_at_another_dialect_is_left_out_where_that_holds_not_all_formats():
+    (message,) = warnings_of(judge(written("compressed-tensors", "fp8_block", formats=["nvfp4"])))
+    assert "dialect fp8" not in message
 
 
 @pytest.mark.parametrize(("dialect", "format"), PAIRS)

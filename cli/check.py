@@ -1,0 +1,239 @@
+"""moequant check CHECKPOINT: which engines load it, on which GPUs, by which kernels; why not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moequant.cli import options
+from moequant.cli.failures import FailedResult
+from moequant.cli.output import Output, count, origin_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moequant.compatibility import CompatibilityReport, EngineReport, Said
+    from moequant.storage.checkpoint import Checkpoint
+
+_LOADS = {True: "yes", False: "no", None: "not known"}
+_RANKS_SHOWN = 3
+_KNOWN = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
+
+
+@click.command("check", short_help="Say which engines load a checkpoint, and why not.")
+@click.argument("checkpoint", type=options.DIRECTORY)
+@options.checked_engines_option
+@options.gpu_option
+@click.option(
+    "--tp",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks of tensor parallelism.",
+)
+@click.option(
+    "--ep",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks among which experts are divided: of vLLM, --enable-expert-parallel; of SGLang, "
+    "--ep-size.",
+)
+@click.option(
+    "--layers",
+    metavar="N",
+    callback=options.check_layers,
+    help="Number of expert layers whose scales are read, or all.  [default: all of a directory, 3 "
+    "of a hub repository]",
+)
+@options.architecture_option
+@options.revision_option
+@options.json_option
+def command(
+    checkpoint: str,
+    engine: list[str] | None,
+    gpu: str | None,
+    tp: int,
+    ep: int,
+    layers: str | int | None,
+    architecture: str | None,
+    revision: str | None,
+    as_json: bool,
+) -> None:
+    """Say which engines load CHECKPOINT: any, quantized by whatever tool, or not at all.
+
+    CHECKPOINT is a directory or the id of a repository on the Hugging Face hub. Reads config.json,
+    headers and scales, and no weights. The exit code is 4 if an engine of --engine does not load
+    it, or if none does.
+    """
+    from moequant.compatibility import check_checkpoint
+    from moequant.errors import UnsupportedError
+    from moequant.storage.hub_folder import open_headers
+    from moequant.weights.converted import described_architectures
+
+    out = Output(as_json=as_json)
+    opened = open_headers(checkpoint, revision)
+    own = described_architectures(opened.path, architecture)
+    wanted = len(opened.tensors) if layers == "all" else layers
+    assert not isinstance(wanted, str)
+    report = check_checkpoint(opened, own, engines=engine, gpu=gpu, tp=tp, ep=ep, layers=wanted)
+    document = _describe(opened, report, gpu)
+    refused = [one for one in report.engines if one.loads is not True]
+    if not refused or (engine is None and len(refused) < len(report.engines)):
+        out.result(document, _show)
+        return
+    if not as_json:
+        out.result(document, _show)
+    where = f" on {gpu}" if gpu else ""
+    where += f" with tp {tp} and ep {ep}" if (tp, ep) != (1, 1) else ""
+    lines = [f"  {_refusal(one)}" for one in refused]
+    message = "\n".join([f"{checkpoint}: not every engine asked for loads it{where}", *lines])
+    raise FailedResult(UnsupportedError(message), document)
+
+
+def _refusal(engine: EngineReport) -> str:
+    """One line about an engine that does not load a checkpoint."""
+    verdict = engine.verdict
+    title = f"{verdict.engine} {verdict.version}"
+    if engine.loads is None:
+        return f"{title}: not known, no rule is about this"
+    sentences = [said.text for said in engine.against]
+    sentences += [text for gpu in engine.gpus for text in gpu.lacking]
+    return f"{title}: {sentences[0]}"
+
+
+def _describe(
+    checkpoint: Checkpoint, report: CompatibilityReport, gpu: str | None
+) -> dict[str, Any]:
+    examined, facts = report.examined, report.examined.facts
+    return {
+        "path": str(checkpoint.path),
+        **origin_of(checkpoint),
+        "architecture": examined.architecture.name,
+        "architecture_by": examined.architecture.origin,
+        "expert_layers": list(examined.layers),
+        "experts": examined.moe.experts,
+        "hidden": examined.moe.hidden,
+        "intermediate": examined.moe.intermediate,
+        "dialect": facts.dialect,
+        "formats": [*facts.experts, *sorted(facts.formats - {*facts.experts})],
+        "static_activations": facts.static,
+        "scales_read_in_layers": list(examined.layers_read),
+        "tp": report.tp,
+        "ep": report.ep,
+        "gpu": gpu,
+        "defects": [
+            {"id": d.id, "names": list(d.names), "detail": d.detail, "engines": sorted(d.engines)}
+            for d in facts.defects
+        ],
+        "engines": [_describe_engine(engine) for engine in report.engines],
+    }
+
+
+def _describe_engine(engine: EngineReport) -> dict[str, Any]:
+    return {
+        "key": engine.key,
+        "engine": engine.verdict.engine,
+        "version": engine.verdict.version,
+        "loads": engine.loads,
+        "known": engine.verdict.known,
+        "tp": list(engine.tp),
+        "tp_with_ep": list(engine.tp_with_ep),
+        "why": [_describe_said(said) for said in engine.against],
+        "cautions": [_describe_said(said) for said in engine.remarks],
+        "gpus": [
+            {
+                "names": list(gpu.names),
+                "capability": list(gpu.capability),
+                "loads": gpu.loads,
+                "kernels": gpu.kernels,
+                "lacking": list(gpu.lacking),
+                "why": [said.rule for said in gpu.against],
+                "cautions": [said.rule for said in gpu.remarks],
+            }
+            for gpu in engine.gpus
+        ],
+    }
+
+
+def _describe_said(said: Said) -> dict[str, Any]:
+    return {
+        "rule": said.rule,
+        "text": said.text,
+        "next": said.next,
+        "source": said.source,
+        "names": list(said.names),
+    }
+
+
+def _show(out: Output, report: Mapping[str, Any]) -> None:
+    place = report["repository"] or report["path"]
+    layers, read = len(report["expert_layers"]), len(report["scales_read_in_layers"])
+    quantized = f"{', '.join(report['formats']) or 'experts are not'}, as {report['dialect']}"
+    out.fields(
+        {
+            "checkpoint": place,
+            "architecture": f"{report['architecture']}, {count(layers, 'layer')} with "
+            f"{report['experts']} experts",
+            "sizes": f"hidden {report['hidden']}, intermediate {report['intermediate']}",
+            "quantization": "none" if report["dialect"] == "none" else quantized,
+            "scales": f"read in {read} of {count(layers, 'layer')}",
+        }
+    )
+    out.line()
+    out.table(
+        ["engine", "loads it", "known from", "tp", "tp = ep"],
+        [
+            (
+                f"{e['engine']} {e['version']}",
+                _LOADS[e["loads"]],
+                _KNOWN[e["known"]],
+                _ranks(e["tp"]),
+                _ranks(e["tp_with_ep"]),
+            )
+            for e in report["engines"]
+        ],
+    )
+    for engine in report["engines"]:
+        out.line()
+        _show_engine(out, engine)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Powers of two as text, shortened where all up to the largest are among them."""
+    if len(ranks) > _RANKS_SHOWN and ranks[-1] == 1 << (len(ranks) - 1):
+        return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+    return ", ".join(map(str, ranks)) or "-"
+
+
+def _show_engine(out: Output, engine: Mapping[str, Any]) -> None:
+    out.line(f"{engine['engine']} {engine['version']}")
+    ways = _by_way(engine["gpus"])
+    for way, names in ways.items():
+        if len(ways) > 1 or way:
+            where = ", ".join(names) if len(ways) > 1 or len(names) == 1 else "every GPU"
+            out.folded(f"{where}: {way or 'no'}", indent=2)
+    for kind, entries in (("why not", engine["why"]), ("note", engine["cautions"])):
+        for said in entries:
+            text = f"{kind} [{said['rule']}]: {said['text']} {said['next']}"
+            out.folded(text.strip(), indent=2)
+
+
+def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The GPUs that run a checkpoint in one way, by the way; empty where they do not."""
+    ways: dict[str, list[str]] = {}
+    for gpu in gpus:
+        ways.setdefault(_way(gpu), []).extend(gpu["names"])
+    return ways
+
+
+def _way(gpu: Mapping[str, Any]) -> str:
+    if gpu["loads"] is False:
+        return "no kernel" if gpu["lacking"] and not gpu["why"] else ""
+    if not gpu["kernels"]:
+        return "kernels not known" if gpu["loads"] is None else "as the unquantized model"
+    found = [f"{format} by {kernel}" for format, kernel in gpu["kernels"].items()]
+    return "; ".join(found) if len(found) > 1 else next(iter(gpu["kernels"].values()))

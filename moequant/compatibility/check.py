@@ -1,0 +1,194 @@
+"""What every engine makes of a checkpoint: on each GPU, at each number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.compatibility.checkpoint_facts import Examined, examine
+from moequant.compatibility.facts import Placement
+from moequant.compatibility.kernels import GPUS, kernels_on
+from moequant.compatibility.rules import ENGINES, EngineInfo, Said, Verdict, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from moequant.compatibility.facts import Facts
+    from moequant.models import Architecture
+    from moequant.storage.checkpoint import Checkpoint
+
+_MOST_RANKS = 64
+_POWERS = tuple(1 << power for power in range(_MOST_RANKS.bit_length()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReport:
+    """Whether an engine runs a checkpoint on some GPUs of one compute capability.
+
+    Attributes:
+        names: the GPUs.
+        capability: their compute capability, (major, minor).
+        loads: None if unknown.
+        kernels: the kernel of each format of routed experts, in words; empty if unknown.
+        lacking: sentences about formats without a kernel.
+        against: what fails there, or would.
+        remarks: differences other than the weights.
+    """
+
+    names: tuple[str, ...]
+    capability: tuple[int, int]
+    loads: bool | None
+    kernels: dict[str, str]
+    lacking: tuple[str, ...]
+    against: tuple[Said, ...]
+    remarks: tuple[Said, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What an engine makes of a checkpoint, at the number of ranks and on the GPU asked for.
+
+    Attributes:
+        key: the engine, as options name it.
+        verdict: whether it loads the checkpoint on any GPU.
+        loads: the same, on some of the GPUs asked for; None if unknown.
+        gpus: by compute capability.
+        tp: numbers of tensor-parallel ranks at which it loads, up to 64, on some of these GPUs.
+        tp_with_ep: numbers of ranks at which it loads with experts divided among all of them.
+    """
+
+    key: str
+    verdict: Verdict
+    loads: bool | None
+    gpus: tuple[GpuReport, ...]
+    tp: tuple[int, ...]
+    tp_with_ep: tuple[int, ...]
+
+    @property
+    def against(self) -> tuple[Said, ...]:
+        """What fails everywhere, then what fails on some of the GPUs; each rule once."""
+        return _once(self.verdict.against, *(gpu.against for gpu in self.gpus))
+
+    @property
+    def remarks(self) -> tuple[Said, ...]:
+        """What differs, of all GPUs on which it loads; each rule once."""
+        loading = [gpu for gpu in self.gpus if gpu.loads is not False]
+        return _once(*(gpu.remarks for gpu in loading))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompatibilityReport:
+    """What engines make of a checkpoint.
+
+    Attributes:
+        examined: the checkpoint.
+        engines: in the order of rules.toml.
+        tp: tensor-parallel ranks asked for.
+        ep: ranks asked for among which experts are divided.
+    """
+
+    examined: Examined
+    engines: tuple[EngineReport, ...]
+    tp: int
+    ep: int
+
+
+def check_checkpoint(
+    checkpoint: Checkpoint,
+    own: Sequence[Architecture] = (),
+    *,
+    engines: Collection[str] | None = None,
+    gpu: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    layers: int | None = None,
+) -> CompatibilityReport:
+    """Say which engines load a checkpoint.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        own: architectures that a user's file or a record describes.
+        engines: keys of ENGINES; by default all.
+        gpu: a name of GPUS; by default every one.
+        tp: ranks of tensor parallelism.
+        ep: ranks among which experts are divided; 1 without expert parallelism.
+        layers: as for `examine`.
+
+    Raises:
+        CheckpointError: a malformed config, or an unreadable file.
+        UnsupportedError: an unknown architecture, dialect or scheme.
+    """
+    examined = examine(checkpoint, own, layers=layers)
+    names = [gpu] if gpu is not None else [*GPUS]
+    reports = (
+        _of_engine(examined.facts, key, engine, names, Placement(tp=tp, ep=ep))
+        for key, engine in ENGINES.items()
+        if engines is None or key in engines
+    )
+    return CompatibilityReport(examined=examined, engines=tuple(reports), tp=tp, ep=ep)
+
+
+def _of_engine(
+    facts: Facts, key: str, engine: EngineInfo, gpus: Sequence[str], asked: Placement
+) -> EngineReport:
+    (verdict,) = judge(facts, asked, [key])
+    found = tuple(_on_gpus(facts, key, engine, gpus, asked))
+    return EngineReport(
+        key=key,
+        verdict=verdict,
+        loads=_any(gpu.loads for gpu in found),
+        gpus=found,
+        tp=_sizes(facts, key, engine, gpus, divided=False),
+        tp_with_ep=_sizes(facts, key, engine, gpus, divided=True),
+    )
+
+
+def _on_gpus(
+    facts: Facts, key: str, engine: EngineInfo, gpus: Sequence[str], asked: Placement
+) -> Iterator[GpuReport]:
+    for capability in dict.fromkeys(GPUS[name] for name in gpus):
+        names = tuple(name for name in gpus if GPUS[name] == capability)
+        placement = Placement(tp=asked.tp, ep=asked.ep, capability=capability)
+        (verdict,) = judge(facts, placement, [key])
+        kernels = kernels_on(facts, engine, placement)
+        running, lacking = kernels or ({}, [])
+        yield GpuReport(
+            names=names,
+            capability=capability,
+            loads=False if lacking else verdict.loads,
+            kernels={format: kernel.describe() for format, kernel in running.items()},
+            lacking=tuple(lacking),
+            against=verdict.against,
+            remarks=verdict.remarks,
+        )
+
+
+def _sizes(
+    facts: Facts, key: str, engine: EngineInfo, gpus: Sequence[str], *, divided: bool
+) -> tuple[int, ...]:
+    """The numbers of ranks at which an engine is known to load, on some of the GPUs."""
+    most = min(_MOST_RANKS, facts.heads or _MOST_RANKS)
+    loading = []
+    for ranks in (n for n in _POWERS if n <= most):
+        placement = Placement(tp=ranks, ep=ranks if divided else 1)
+        reports = _on_gpus(facts, key, engine, gpus, placement)
+        if any(report.loads for report in reports):
+            loading.append(ranks)
+    return tuple(loading)
+
+
+def _any(loads: Iterator[bool | None]) -> bool | None:
+    """Whether one of several loads; None if none is known to, and not all are known not to."""
+    found = {*loads}
+    if True in found:
+        return True
+    return None if None in found else False
+
+
+def _once(*groups: tuple[Said, ...]) -> tuple[Said, ...]:
+    """What was said, each rule once."""
+    first: dict[str, Said] = {}
+    for group in groups:
+        for said in group:
+            first.setdefault(said.rule, said)
+    return tuple(first.values())

@@ -1,0 +1,186 @@
+"""The facts of a checkpoint that is there, from its config, headers and scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moequant.compatibility.defects import block_rows, header_defects
+from moequant.compatibility.facts import UNQUANTIZED, Defect, Facts, dtype_in, heads_in
+from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
+from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects
+from moequant.dialects import find_dialect
+from moequant.errors import CheckpointError
+from moequant.models import ROUTED_EXPERTS, find_architecture
+from moequant.weights.source_model import (
+    find_source_dialect,
+    quantization_config_of,
+    source_config,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from moequant.dialects import Dialect
+    from moequant.models import Architecture, MoeConfig
+    from moequant.storage.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """A checkpoint that was looked at.
+
+    Attributes:
+        facts: what rules ask of it.
+        architecture: its architecture.
+        moe: sizes of its expert layers.
+        layers: its layers with experts.
+        layers_read: those whose scales were read.
+    """
+
+    facts: Facts
+    architecture: Architecture
+    moe: MoeConfig
+    layers: tuple[int, ...]
+    layers_read: tuple[int, ...]
+
+
+def examine(
+    checkpoint: Checkpoint, own: Sequence[Architecture] = (), *, layers: int | None = None
+) -> Examined:
+    """Read headers and scales of a checkpoint.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        own: architectures that a user's file or a record describes.
+        layers: of how many layers, spread evenly, scales are read; by default all of a directory,
+            and LAYERS_OF_HUB of a checkpoint on the hub.
+
+    Raises:
+        CheckpointError: a malformed config, or an unreadable file.
+        UnsupportedError: an unknown architecture, dialect or scheme.
+    """
+    config = source_config(checkpoint)
+    architecture = find_architecture(config, own, names=checkpoint.tensors)
+    moe = architecture.read_config(config)
+    quantization_config = quantization_config_of(config)
+    sparse = tuple(moe.sparse_layers)
+    if quantization_config is None:
+        _check_plain(checkpoint)
+        facts = _plain_facts(config, architecture, moe)
+        return Examined(
+            facts=facts, architecture=architecture, moe=moe, layers=sparse, layers_read=()
+        )
+    dialect = find_source_dialect(quantization_config, checkpoint.tensors)
+    dialect = dialect or find_dialect(quantization_config)
+    format_of = dialect.reader(quantization_config, weights_only=True)
+    tensors = checkpoint.tensors
+    modules: list[Module] = []
+    read: tuple[int, ...] = ()
+    defects: list[Defect] = []
+    if not dialect.stacks:
+        modules += modules_in(tensors, architecture, moe, dialect, format_of)
+        if not modules:
+            raise CheckpointError(
+                f"{checkpoint.folder.shown}: no weight of a linear layer; fetch it again"
+            )
+        defects += header_defects(modules, tensors, architecture, dialect, quantization_config)
+        read = _spread(sparse, layers, all_of_them=checkpoint.is_local)
+        defects += scale_defects(checkpoint, modules, dialect, read)
+    experts = _formats_by_layer(checkpoint, architecture, moe, dialect, modules, format_of)
+    activations_of = dialect.activations_reader(quantization_config)
+    others = [m for m in modules if m.group == "linears" and m.quantized and m.stated]
+    facts = Facts(
+        dialect=dialect.name,
+        **_common(config, architecture, moe),
+        formats=frozenset(m.stated for m in others if m.stated),
+        experts=tuple(dict.fromkeys(f for f in experts.values() if f is not None)),
+        some_kept=any(f is None for f in experts.values()) and any(experts.values()),
+        ragged=any(_is_ragged(m) for m in modules if m.quantized and m.group != ROUTER),
+        static=any(
+            activations_of(m.name) == "nvfp4_static" for m in modules if m.group == ROUTED_EXPERTS
+        ),
+        linears=frozenset(
+            (m.name.rpartition(".")[2], *m.shape)
+            for m in others
+            if m.shape is not None and block_rows(m) is not None
+        ),
+        defects=tuple(defects),
+    )
+    return Examined(
+        facts=facts, architecture=architecture, moe=moe, layers=sparse, layers_read=read
+    )
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    coded = next((i for i in checkpoint.tensors.values() if i.dtype in CODE_DTYPES), None)
+    if coded is not None:
+        raise CheckpointError(
+            f"{coded.name}: stored as {coded.dtype}, but config.json has no quantization_config, "
+            "so no engine knows how to decode it; fetch the checkpoint again"
+        )
+
+
+def _plain_facts(config: Mapping[str, Any], architecture: Architecture, moe: MoeConfig) -> Facts:
+    return Facts(
+        dialect=UNQUANTIZED,
+        **_common(config, architecture, moe),
+        formats=frozenset(),
+        experts=(),
+        some_kept=False,
+    )
+
+
+def _common(
+    config: Mapping[str, Any], architecture: Architecture, moe: MoeConfig
+) -> dict[str, Any]:
+    """What does not depend on how the weights are quantized."""
+    model_type = str(config.get("model_type"))
+    return {
+        "model_type": model_type,
+        "not_loaded": architecture.tested.get("not_loaded", {}).get(model_type),
+        "described": architecture.origin is not None or model_type in architecture.flat_model_types,
+        "dtype": dtype_in(config),
+        "hidden": moe.hidden,
+        "intermediate": moe.intermediate,
+        "expert_count": moe.experts,
+        "heads": heads_in(config),
+    }
+
+
+def _formats_by_layer(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    moe: MoeConfig,
+    dialect: Dialect,
+    modules: Sequence[Module],
+    format_of: Any,
+) -> dict[int, str | None]:
+    """The format of the experts of each layer; None where they are not quantized."""
+    if dialect.stacks:
+        firsts = {n: architecture.expert_tensor(n, 0, "down") for n in moe.sparse_layers}
+        return {n: format_of(name.removesuffix(".weight")) for n, name in firsts.items()}
+    found: dict[int, str | None] = {}
+    for module in modules:
+        if module.group == ROUTED_EXPERTS and module.role.layer is not None:
+            stated = module.stated if module.quantized else None
+            found[module.role.layer] = found.get(module.role.layer) or stated
+    return found
+
+
+def _is_ragged(module: Module) -> bool:
+    rows = block_rows(module)
+    return rows is not None and module.shape is not None and module.shape[0] % rows > 0
+
+
+def _spread(layers: Sequence[int], number: int | None, *, all_of_them: bool) -> tuple[int, ...]:
+    """`number` of the layers, the first and the last among them."""
+    if number is None:
+        number = len(layers) if all_of_them else LAYERS_OF_HUB
+    if number >= len(layers):
+        return tuple(layers)
+    if number == 1:
+        return tuple(layers[:1])
+    last = len(layers) - 1
+    return tuple(layers[round(i * last / (number - 1))] for i in range(number))

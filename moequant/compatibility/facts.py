@@ -1,0 +1,125 @@
+"""What the rules about engines ask of a checkpoint, written or about to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+UNQUANTIZED = "none"
+"""What rules call the dialect of a checkpoint without quantized weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """Something wrong in a checkpoint, as other converters are known to produce it.
+
+    Attributes:
+        id: its name in rules.toml.
+        names: the tensors or modules, in natural order.
+        engines: the engines that it concerns; empty for all that have a rule about it.
+        detail: more about the first of them; empty if there is nothing to say.
+    """
+
+    id: str
+    names: tuple[str, ...]
+    engines: frozenset[str] = frozenset()
+    detail: str = ""
+
+    @property
+    def found(self) -> str:
+        """The modules or tensors in words: their number, and the first."""
+        first = f"{self.names[0]}{f' ({self.detail})' if self.detail else ''}"
+        return first if len(self.names) == 1 else f"{len(self.names)} modules, such as {first},"
+
+    def concerns(self, engine: str) -> bool:
+        """Whether a rule about `engine` applies to it."""
+        return not self.engines or engine in self.engines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The properties of a checkpoint that rules depend on.
+
+    Attributes:
+        dialect: name of its dialect; UNQUANTIZED without one.
+        model_type: `model_type` in config.json.
+        formats: formats of quantized modules other than routed experts.
+        experts: formats of the routed experts, in layer order.
+        some_kept: whether the experts of some layers are kept and others converted.
+        ragged: whether the rows of a linear layer do not fill the blocks of its format.
+        dtype: dtype in config.json, in which engines compute; None if it has none.
+        not_loaded: why transformers does not load this model from compressed-tensors; None if it
+            does.
+        static: whether the inputs of some routed experts have static scales.
+        described: whether a user's file or a record describes the model, so that it is unknown
+            which engines support it.
+        hidden: hidden size.
+        intermediate: intermediate size of one expert.
+        expert_count: routed experts per layer.
+        heads: attention heads; None if unknown.
+        linears: last name component, rows and columns of quantized layers other than routed
+            experts.
+        defects: what is wrong in the files.
+    """
+
+    dialect: str
+    model_type: str
+    formats: frozenset[str]
+    experts: tuple[str, ...]
+    some_kept: bool
+    ragged: bool = False
+    dtype: str | None = None
+    not_loaded: str | None = None
+    static: bool = False
+    described: bool = False
+    hidden: int | None = None
+    intermediate: int | None = None
+    expert_count: int | None = None
+    heads: int | None = None
+    linears: frozenset[tuple[str, int, int]] = frozenset()
+    defects: tuple[Defect, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where an engine is to run a checkpoint.
+
+    Attributes:
+        tp: ranks of tensor parallelism.
+        ep: ranks among which experts are divided; 1 without expert parallelism.
+        capability: compute capability of the GPU, (major, minor); None for any.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    capability: tuple[int, int] | None = None
+
+    def is_within(self, low: tuple[int, int] | None, high: tuple[int, int] | None) -> bool:
+        """Whether the capability is in a range; False if it is not known and there is one."""
+        if low is None and high is None:
+            return True
+        if self.capability is None:
+            return False
+        return (low or (0, 0)) <= self.capability <= (high or (inf, inf))
+
+
+def dtype_in(config: Mapping[str, Any]) -> str | None:
+    """What config.json says that the model computes in, of a vision model its language model."""
+    # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
+    named = (section.get(key) for section in _sections(config) for key in ("dtype", "torch_dtype"))
+    return next((dtype for dtype in named if isinstance(dtype, str)), None)
+
+
+def heads_in(config: Mapping[str, Any]) -> int | None:
+    """The number of attention heads of the language model by config.json; None if not there."""
+    found = (section.get("num_attention_heads") for section in _sections(config))
+    return next((heads for heads in found if type(heads) is int and heads > 0), None)
+
+
+def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    text_config = config.get("text_config")
+    return (text_config if isinstance(text_config, dict) else {}, config)

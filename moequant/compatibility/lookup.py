@@ -1,0 +1,211 @@
+"""Whether an engine takes a module for quantized, by the lists of a quantization_config.
+
+Each engine matches names in its own way, and renames modules before. These are the rules of vLLM
+0.33.0 (compressed_tensors/utils.py, utils/quant_utils.py: is_layer_skipped, modelopt.py:
+is_layer_excluded) and SGLang 0.5.23 (the files of the same names, and utils.py:
+_module_path_match). transformers and moequant read the lists as `Dialect.reader` does.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
+from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
+from moequant.dialects.names import REGEX, expert_block
+from moequant.dialects.regexes import compile_regex
+from moequant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from moequant.compatibility.modules import Module
+
+    Lookup = Callable[[Module], bool]
+
+_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+# vLLM renames the language model of a vision model; plain names in lists with it, regexes not.
+_RENAMED = ("model.language_model.", "language_model.model.")
+# SGLang also compares these with any part of the last component of a name.
+_SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
+
+def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
+    """By engine, a function that says whether it takes a module for quantized.
+
+    Engines that are missing read the config as the dialect's reader does.
+
+    Args:
+        dialect: name of the dialect.
+        config: the quantization_config, completed.
+
+    Raises:
+        CheckpointError: a field of the config has the wrong type, or a list has no regular
+            expression where it must.
+    """
+    if dialect == "compressed-tensors":
+        return {"vLLM": _ct_vllm(config), "SGLang": _ct_sglang(config)}
+    if dialect == "fp8":
+        kept = names_field(config, "ignored_layers", _WHERE)
+        kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
+        return {"vLLM": _fp8_vllm(kept), "SGLang": _fp8_sglang(kept)}
+    if dialect == "modelopt" and not mapping_field(config, "quantized_layers", _WHERE):
+        kept = names_field(config, "ignore", _WHERE)
+        kept = kept or names_field(config, "exclude_modules", _WHERE)
+        return {"vLLM": _modelopt_vllm(kept), "SGLang": _modelopt_sglang(kept)}
+    return {}
+
+
+def lacks_linear_target(config: Mapping[str, Any]) -> bool:
+    """Whether a compressed-tensors config lacks what SGLang looks up W4A8 experts by."""
+    return "Linear" not in _targets(config) or config.get("format") != "pack-quantized"
+
+
+def _ct_vllm(config: Mapping[str, Any]) -> Lookup:
+    ignored = _Names(map(_in_vllm, names_field(config, "ignore", _WHERE)))
+    targets = [_in_vllm(target) for target in _targets(config)]
+    named = _Names(targets)
+    classes = {target.lower() for target in targets}
+
+    def quantizes(module: Module) -> bool:
+        name = _in_vllm(_of_first_expert(module))
+        if ignored.match(name):
+            return False
+        built = "routedexperts" if expert_block(name) else "linear"
+        return named.match(name) or "linear" in classes or any(c in built for c in classes)
+
+    return quantizes
+
+
+def _ct_sglang(config: Mapping[str, Any]) -> Lookup:
+    listed = names_field(config, "ignore", _WHERE)
+    ignored = _Names(listed)
+    ends = tuple(f".{name}" for name in listed if not name.startswith(REGEX))
+    targets = _targets(config)
+    named = _Names(targets)
+    classes = {target.lower() for target in targets}
+
+    def quantizes(module: Module) -> bool:
+        name = _of_first_expert(module)
+        block = expert_block(name)
+        if block is not None and module.role.projection is not None:
+            name = f"{block}.0.{_PROJECTIONS.get(module.role.projection, 'down_proj')}"
+        if ignored.match(name) or name.endswith(ends):
+            return False
+        built = "fusedmoe" if block else "linear"
+        matched = named.match(name) or "linear" in classes or any(c in built for c in classes)
+        # It stops at a layer that is neither ignored nor targeted, whichever it is.
+        return matched or not module.quantized
+
+    return quantizes
+
+
+def _fp8_vllm(listed: Iterable[str]) -> Lookup:
+    kept = {_in_vllm(name) for name in listed}
+    blocks = [name for name in kept if "experts" in name]
+
+    def quantizes(module: Module) -> bool:
+        name = _in_vllm(module.name)
+        block = expert_block(name)
+        return name not in kept if block is None else not any(block in entry for entry in blocks)
+
+    return quantizes
+
+
+def _fp8_sglang(listed: Iterable[str]) -> Lookup:
+    bare = [name.removeprefix("model.").rstrip(".") for name in listed]
+    kept = [*bare, *(f"model.{name}" for name in bare)]
+
+    def quantizes(module: Module) -> bool:
+        block = expert_block(module.name)
+        name = module.name if block is None else block
+        if any(f".{entry}." in f".{name}." for entry in kept):
+            return False
+        return block is None or not any(name in entry for entry in kept if "experts" in entry)
+
+    return quantizes
+
+
+def _modelopt_vllm(listed: Iterable[str]) -> Lookup:
+    patterns = []
+    for entry in listed:
+        if entry.endswith("*") and not entry.endswith((".*", "**")):
+            patterns += [_in_vllm(entry[:-1]), _in_vllm(f"{entry[:-1]}.*")]
+        else:
+            patterns.append(_in_vllm(entry))
+
+    def quantizes(module: Module) -> bool:
+        name = _in_vllm(module.name)
+        block = expert_block(name)
+        asked = name if block is None else block
+        if block is not None and any(block in entry for entry in patterns if "experts" in entry):
+            return False
+        bare = asked.removeprefix("language_model.")
+        return not any(p in asked or p in bare or fnmatch(asked, p) for p in patterns)
+
+    return quantizes
+
+
+def _modelopt_sglang(listed: Iterable[str]) -> Lookup:
+    names = [*listed]
+    patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in names]
+    tails = {name.rpartition(".")[2] for name in names} & {*_SGLANG_PARTS}
+
+    def quantizes(module: Module) -> bool:
+        block = expert_block(module.name)
+        name = module.name if block is None else block
+        if block is None and any(f".{entry}." in f".{name}." for entry in names):
+            return False
+        asked = (name, name.removeprefix("language_model."), *name.split("."))
+        leaf = name.rpartition(".")[2]
+        return not (
+            any(pattern.fullmatch(text) for pattern in patterns for text in asked)
+            or any(tail in leaf for tail in tails)
+        )
+
+    return quantizes
+
+
+class _Names:
+    """Exact names, and regular expressions that match from the start."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        listed = [*entries]
+        self._exact = {entry for entry in listed if not entry.startswith(REGEX)}
+        self._regexes = [_compile(e[len(REGEX) :]) for e in listed if e.startswith(REGEX)]
+
+    def match(self, name: str) -> bool:
+        """Whether an entry matches `name`."""
+        return name in self._exact or any(regex.match(name) for regex in self._regexes)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return compile_regex(pattern)
+    except ValueError as error:
+        raise CheckpointError(f"{_WHERE}: {error}; correct config.json") from error
+
+
+def _targets(config: Mapping[str, Any]) -> list[str]:
+    groups = mapping_field(config, "config_groups", _WHERE)
+    where = f"{_WHERE}.config_groups"
+    return [
+        target
+        for name, group in groups.items()
+        for target in names_field(as_mapping(group, f"{where}.{name}"), "targets", where)
+    ]
+
+
+def _in_vllm(name: str) -> str:
+    here, there = _RENAMED
+    return there + name.removeprefix(here) if name.startswith(here) else name
+
+
+def _of_first_expert(module: Module) -> str:
+    """The name by which engines look up an expert: that of the first of its layer."""
+    block = expert_block(module.name)
+    if block is None:
+        return module.name
+    return f"{block}.0.{module.name.removeprefix(block).split('.', 2)[2]}"

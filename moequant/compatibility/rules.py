@@ -1,0 +1,308 @@
+"""Whether engines load a checkpoint with the right weights, by the rules in rules.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pkgutil import get_data
+from typing import TYPE_CHECKING, Any, Literal
+
+from moequant._version import __version__
+from moequant.compatibility.facts import UNQUANTIZED, Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from moequant.compatibility.facts import Defect, Facts
+
+Known = Literal["tested", "read", "seen"]
+Parallel = Literal["whole", "divided", "unknown", "none"]
+
+_ANYWHERE = Placement()
+# Linear layers of which tensor parallelism divides the columns; of all others it divides rows.
+_DIVIDED_COLUMNS = ("o_proj", "down_proj", "w2")
+# Linear layers that every rank has whole.
+_UNDIVIDED = ("q_a_proj", "kv_a_proj_with_mqa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """An engine of rules.toml, whose head explains the fields."""
+
+    key: str
+    name: str
+    version: str
+    parallel: Parallel
+
+    @property
+    def title(self) -> str:
+        """Its name and version."""
+        return f"{self.name} {self.version}"
+
+    def ranks_of_an_expert(self, placement: Placement) -> int:
+        """Among how many ranks the rows of an expert are divided."""
+        if placement.ep == 1:
+            return placement.tp
+        return 1 if self.parallel == "whole" else max(placement.tp // placement.ep, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a rule says of a checkpoint.
+
+    Attributes:
+        rule: its id.
+        text: a sentence.
+        next: another, about what to do; empty if there is nothing to say.
+        source: where the engine's behaviour is from.
+        names: the tensors or modules that it is about; empty if it is about all.
+    """
+
+    rule: str
+    text: str
+    next: str
+    source: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> str:
+        """The text, and what to do."""
+        return f"{self.text} {self.next}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether an engine loads a checkpoint with the right weights.
+
+    Attributes:
+        engine: the engine's name.
+        version: the version that was tested or read.
+        loads: None if unknown.
+        known: how it is known; None if unknown.
+        against: what fails; empty if it loads.
+        remarks: differences other than the weights.
+    """
+
+    engine: str
+    version: str
+    loads: bool | None
+    known: Known | None
+    against: tuple[Said, ...] = ()
+    remarks: tuple[Said, ...] = ()
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """What fails, and what to do about it."""
+        return tuple(said.message for said in self.against)
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """Differences other than the weights."""
+        return tuple(said.message for said in self.remarks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRule:
+    """A rule of rules.toml, whose head explains the fields."""
+
+    id: str
+    engines: tuple[str, ...]
+    loads: bool
+    known: Known
+    source: str
+    why: str = ""
+    next: str = ""
+    caution: str = ""
+    dialects: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    other_model_types: tuple[str, ...] = ()
+    when: str = ""
+    defect: str = ""
+    static: bool | None = None
+    multiples: Mapping[str, int] | None = None
+    from_capability: tuple[int, int] | None = None
+    to_capability: tuple[int, int] | None = None
+    anything: bool = False
+
+    def holds(self, facts: Facts, engine: EngineInfo, placement: Placement) -> bool:
+        """Whether the rule applies to a checkpoint on an engine."""
+        return (
+            engine.name in self.engines
+            and (not self.dialects or facts.dialect in self.dialects)
+            and (self.anything or bool(facts.experts))
+            and (not self.formats or bool({*self.formats} & {*facts.experts}))
+            and (not self.model_types or facts.model_type in self.model_types)
+            and facts.model_type not in self.other_model_types
+            and self.static in (None, facts.static)
+            and (not self.when or _happens(self.when, facts, placement))
+            and (not self.defect or self.found_in(facts, engine) is not None)
+            and (self.multiples is None or self._cuts_apart(facts, engine, placement))
+            and placement.is_within(self.from_capability, self.to_capability)
+        )
+
+    def found_in(self, facts: Facts, engine: EngineInfo) -> Defect | None:
+        """The defect that the rule is about, if the checkpoint has it."""
+        ours = (d for d in facts.defects if d.id == self.defect and d.concerns(engine.name))
+        return next(ours, None)
+
+    def said(self, facts: Facts, engine: EngineInfo, placement: Placement) -> Said:
+        """What it says of a checkpoint to which it applies."""
+        defect = self.found_in(facts, engine)
+        ranks = engine.ranks_of_an_expert(placement)
+        # A hint at another dialect is none where that dialect does not hold the other formats.
+        hints = not self.formats or {*facts.experts} | facts.formats <= {*self.formats}
+        return Said(
+            rule=self.id,
+            text=(self.why or self.caution).format(
+                engine=engine.title,
+                reason=facts.not_loaded,
+                found=None if defect is None else defect.found,
+                tp=placement.tp,
+                ep=placement.ep,
+                heads=facts.heads,
+                experts=facts.expert_count,
+                sizes=f"hidden size {facts.hidden}, {_of_rank(facts.intermediate, ranks)}",
+            ),
+            next=self.next if hints else "",
+            source=self.source,
+            names=() if defect is None else defect.names,
+        )
+
+    def _cuts_apart(self, facts: Facts, engine: EngineInfo, placement: Placement) -> bool:
+        """Whether a size that the rule names is known and no multiple of what it must be."""
+        assert self.multiples is not None
+        ranks = engine.ranks_of_an_expert(placement)
+        divisors = {"rank": ranks, "heads": placement.tp, "experts": placement.ep}
+        sizes = {
+            "hidden": facts.hidden,
+            "intermediate": facts.intermediate,
+            "rank": facts.intermediate,
+            "heads": facts.heads,
+            "experts": facts.expert_count,
+        }
+        for name, multiple in self.multiples.items():
+            if name == "linears":
+                if any(_is_cut(linear, multiple, placement.tp) for linear in facts.linears):
+                    return True
+                continue
+            size = sizes[name]
+            if size is not None and size % (multiple * divisors.get(name, 1)):
+                return True
+        return False
+
+
+def judge(
+    facts: Facts, placement: Placement = _ANYWHERE, engines: Collection[str] | None = None
+) -> list[Verdict]:
+    """The verdict for each engine, in the order of rules.toml.
+
+    Args:
+        facts: of the checkpoint.
+        placement: where it is to run.
+        engines: keys of the engines to judge; by default all but moequant's own.
+    """
+    if engines is None:
+        engines = [key for key in ENGINES if key != OWN]
+    return [_verdict(facts, engine, placement) for key, engine in ENGINES.items() if key in engines]
+
+
+def warnings_of(verdicts: Iterable[Verdict]) -> list[str]:
+    """All failures and cautions, each once."""
+    messages = (text for verdict in verdicts for text in (*verdict.why, *verdict.cautions))
+    return list(dict.fromkeys(messages))
+
+
+def rules() -> Sequence[EngineRule]:
+    """Every rule, in the order of rules.toml."""
+    return _table()[1]
+
+
+def _verdict(facts: Facts, engine: EngineInfo, placement: Placement) -> Verdict:
+    holding = [rule for rule in rules() if rule.holds(facts, engine, placement)]
+    against = [rule for rule in holding if not rule.loads]
+    remarks = [rule for rule in holding if rule.loads and rule.caution and not against]
+    # A failure applies to any model; loading is known only for models of our table, and where
+    # weights are not divided in a way that nobody has looked at.
+    is_divided = placement.tp > 1 or placement.ep > 1
+    unknown = facts.described or (is_divided and engine.parallel == "unknown")
+    deciding = against or ([] if unknown else [rule for rule in holding if not rule.caution])
+    decisive = next(iter(deciding), None)
+    return Verdict(
+        engine=engine.name,
+        version=engine.version,
+        loads=None if decisive is None else decisive.loads,
+        known=None if decisive is None else decisive.known,
+        against=tuple(rule.said(facts, engine, placement) for rule in against),
+        remarks=tuple(rule.said(facts, engine, placement) for rule in remarks),
+    )
+
+
+def _happens(when: str, facts: Facts, placement: Placement) -> bool:
+    happening = {
+        "kept": facts.some_kept,
+        "not loaded": facts.not_loaded is not None,
+        "several": len(facts.experts) > 1,
+        "ragged": facts.ragged,
+        "float16": facts.dtype == "float16",
+        "unquantized": facts.dialect == UNQUANTIZED,
+        "several ranks": placement.tp > 1 or placement.ep > 1,
+        "ep no multiple of tp": placement.ep > 1 and placement.ep % placement.tp > 0,
+        "tp no multiple of ep": placement.tp % placement.ep > 0,
+    }
+    return happening[when]
+
+
+def _is_cut(linear: tuple[str, int, int], multiple: int, tp: int) -> bool:
+    """Whether tensor parallelism cuts blocks of a linear layer."""
+    leaf, rows, columns = linear
+    if tp == 1 or leaf in _UNDIVIDED:
+        return False
+    return bool((columns if leaf in _DIVIDED_COLUMNS else rows) % (multiple * tp))
+
+
+def _of_rank(intermediate: int | None, ranks: int) -> str:
+    whole = f"intermediate size {intermediate}"
+    if ranks == 1 or intermediate is None:
+        return whole
+    share = f"{intermediate / ranks:g}"
+    return f"{whole} by {ranks} ranks, which is {share}"
+
+
+@cache
+def _table() -> tuple[dict[str, EngineInfo], Sequence[EngineRule]]:
+    data = get_data(__name__, "rules.toml")
+    assert data is not None
+    table = tomllib.loads(data.decode())
+    engines = [EngineInfo(**{"version": __version__, **entry}) for entry in table["engine"]]
+    found = [_read(entry) for entry in table["rule"]]
+    names = {engine.name for engine in engines}
+    assert all({*rule.engines} <= names for rule in found)
+    assert len({rule.id for rule in found}) == len(found)
+    return {engine.key: engine for engine in engines}, found
+
+
+def _read(entry: Mapping[str, Any]) -> EngineRule:
+    lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
+    capabilities = {
+        f"{end}_capability": parse_capability(entry[end]) for end in ("from", "to") if end in entry
+    }
+    known = {field.name for field in fields(EngineRule)}
+    rule = EngineRule(**{k: v for k, v in {**entry, **lists, **capabilities}.items() if k in known})
+    assert entry.keys() <= known | {"from", "to"}, entry
+    assert bool(rule.why) != rule.loads, entry
+    assert rule.loads or not rule.caution, entry
+    return rule
+
+
+def parse_capability(text: str) -> tuple[int, int]:
+    """(9, 0) of the text 9.0."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+ENGINES: Mapping[str, EngineInfo] = _table()[0]
+"""By the names that options take."""
+OWN = "moequant"
+"""The key of moequant's own runtime."""

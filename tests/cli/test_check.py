@@ -1,0 +1,135 @@
+"""moequant check: what it prints, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moequant import convert
+
+
+@pytest.fixture(scope="module")
+def fp8(make_checkpoint, tmp_path_factory):
+    path = tmp_path_factory.mktemp("checked") / "fp8"
+    convert(make_checkpoint(), path, format="fp8_block")
+    return path
+
+
+def engine(document, key):
+    (one,) = [e for e in document["engines"] if e["key"] == key]
+    return one
+
+
+def test_every_engine_gpu_and_rule_is_in_the_document(run, converted):
+    result = run("check", converted, "--json")
+    assert result.exit_code == 0
+    document = result.document
+    assert (document["dialect"], document["formats"]) == ("compressed-tensors", ["nvfp4"])
+    assert document["scales_read_in_layers"] == document["expert_layers"] == [0, 1]
+    keys = ["transformers", "vllm", "sglang", "moequant"]
+    assert [e["key"] for e in document["engines"]] == keys
+    (why,) = engine(document, "transformers")["why"]
+    assert why["rule"] == "ct-nvfp4-transformers"
+    assert "48371" in why["source"]
+    assert why["next"]
+    vllm = engine(document, "vllm")
+    assert vllm["tp"] == vllm["tp_with_ep"] == [1, 2, 4]
+    (h100,) = [gpu for gpu in vllm["gpus"] if "h100" in gpu["names"]]
+    assert h100["capability"] == [9, 0]
+    assert h100["kernels"] == {"nvfp4": "Humming (16-bit activations)"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ((), 0),
+        (("--engine", "vllm"), 0),
+        (("--engine", "vllm,sglang"), 0),
+        (("--engine", "transformers"), 4),
+        (("--engine", "vllm,transformers"), 4),
+        (("--engine", "vllm", "--tp", "4"), 0),
+        (("--engine", "vllm", "--tp", "3"), 4),
+        (("--engine", "sglang", "--tp", "4", "--ep", "8"), 4),
+        (("--tp", "3"), 4),
+        (("--engine", "vllm", "--gpu", "rtx4090"), 0),
+        (("--engine", "nobody"), 2),
+        (("--gpu", "voodoo"), 2),
+        (("--tp", "0"), 2),
+    ],
+)
+def test_the_exit_code_is_4_where_an_engine_that_was_asked_for_does_not_load_it(
+    run, converted, asked, code
+):
+    assert run("check", converted, *asked).exit_code == code
+
+
+def test_a_refusal_names_engine_place_and_reason_behind_the_report(run, fp8):
+    asked = ("--engine", "sglang", "--tp", "4", "--gpu", "h100")
+    result = run("check", fp8, *asked)
+    assert result.exit_code == 4
+    assert result.stderr.startswith(
+        f"Error: {fp8}: not every engine asked for loads it on h100 with tp 4 and ep 1\n"
+        "  SGLang 0.5.23: SGLang 0.5.23 stops unless the intermediate size of a rank is a multiple"
+    )
+    assert "why not [fp8-blocks-of-a-rank-sglang]" in result.stdout
+    document = run("check", fp8, *asked, "--json").document
+    assert document["error"]["exit_code"] == 4
+    assert engine(document, "sglang")["loads"] is False
+    assert engine(document, "sglang")["tp"] == [1, 2]
+
+
+def test_what_nobody_knows_is_no_yes(run, fp8):
+    result = run("check", fp8, "--engine", "transformers", "--tp", "2")
+    assert result.exit_code == 4
+    assert "transformers 5.23: not known, no rule is about this" in result.stderr
+
+
+def test_a_gpu_without_a_kernel_is_said_with_those_that_have_one(run, fp8):
+    result = run("check", fp8, "--engine", "sglang", "--gpu", "a100")
+    assert result.exit_code == 4
+    assert (
+        "no kernel for fp8_block experts on compute capability 8.0, only on 8.9 and newer."
+        in result.stderr
+    )
+
+
+def test_lines_have_at_most_80_columns_and_split_no_name(run, make_checkpoint, tmp_path):
+    path = tmp_path / "w4a8"
+    convert(make_checkpoint(), path, format="w4a8")
+    config = json.loads((path / "config.json").read_text())
+    kept = config["quantization_config"]["ignore"]
+    lost = "model.layers.1.self_attn.o_proj"
+    kept.remove(lost)
+    (path / "config.json").write_text(json.dumps(config))
+    shown = run("check", path).stdout
+    # The name of the folder may be as long as it is.
+    lines = [line for line in shown.splitlines() if not line.startswith("checkpoint ")]
+    assert max(map(len, lines)) <= 80
+    for name in (lost, "[plain-linears-vllm]", "[plain-linears-transformers]", "rtxpro6000"):
+        assert name in shown
+
+
+def test_checkpoints_that_cannot_be_read_have_the_codes_of_other_commands(
+    run, make_checkpoint, tmp_path
+):
+    unknown = make_checkpoint(tmp_path / "unknown", config={"model_type": "gpt2"})
+    assert run("check", unknown, "--json").exit_code == 4
+    damaged = make_checkpoint(tmp_path / "damaged")
+    shard = next(damaged.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert run("check", damaged, "--json").exit_code == 3
+    assert run("check", tmp_path / "missing", "--json").exit_code == 3
+
+
+def test_a_regular_expression_that_could_match_for_hours_is_refused(run, converted, tmp_path):
+    import shutil
+
+    path = tmp_path / "hostile"
+    shutil.copytree(converted, path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:(.*.*)*X")
+    (path / "config.json").write_text(json.dumps(config))
+    result = run("check", path)
+    assert result.exit_code == 3
+    assert "takes hours" in result.stderr

@@ -1,0 +1,200 @@
+"""What `check` says of every output of ours, and at which sizes and on which GPUs they run."""
+
+from __future__ import annotations
+
+import pytest
+
+from moequant import convert
+from moequant.compatibility import ENGINES, GPUS, Facts, Placement, check_checkpoint, judge
+from moequant.compatibility.kernels import all_kernels, kernels_on
+from moequant.dialects import REGISTRY
+from moequant.runtime.backends import REGISTRY as BACKENDS
+from moequant.storage.checkpoint import Checkpoint
+
+PAIRS = [(d, f) for d, dialect in REGISTRY.items() for f in dialect.carried]
+
+
+def model_of(dialect):
+    return "gpt_oss" if dialect == "gpt-oss" else "qwen3_moe"
+
+
+def facts(dialect, format, **settings):
+    """Of a Qwen3-30B-A3B."""
+    given = {
+        "model_type": "qwen3_moe", "formats": frozenset(), "some_kept": False, "hidden": 2048,
+        "intermediate": 768, "expert_count": 128, "heads": 32,
+    }  # fmt: skip
+    return Facts(dialect=dialect, experts=(format,), **given | settings)
+
+
+def loads(facts, engine, **placement):
+    (verdict,) = judge(facts, Placement(**placement), [engine])
+    return verdict.loads
+
+
+@pytest.mark.parametrize(("dialect", "format"), PAIRS)
+def test_no_output_of_ours_has_a_defect_and_check_says_what_convert_says(
+    converted, make_checkpoint, tmp_path, dialect, format
+):
+    model_type = model_of(dialect)
+    path = converted(format, dialect, model_type=model_type)
+    report = check_checkpoint(Checkpoint.open(path))
+    assert report.examined.facts.defects == ()
+    assert report.examined.facts.experts == (format,)
+    assert report.examined.facts.dialect == dialect
+    source = make_checkpoint(model_type=model_type)
+    plan = convert(source, tmp_path / "out", format=format, dialect=dialect, dry_run=True).plan
+    said = {engine.verdict.engine: engine.verdict for engine in report.engines}
+    assert said.pop("moequant").loads
+    assert {v.engine: v for v in plan.engines} == said
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
+def test_a_multi_token_prediction_layer_of_ours_is_no_defect(converted, format):
+    path = converted(format, model_type="deepseek_v3")
+    assert check_checkpoint(Checkpoint.open(path)).examined.facts.defects == ()
+
+
+def test_a_checkpoint_in_bf16_is_loaded_by_all_engines_but_ours(make_checkpoint, check):
+    engines = check(make_checkpoint())
+    assert {key: engine.loads for key, engine in engines.items()} == {
+        "transformers": True, "vllm": True, "sglang": True, "moequant": False,
+    }  # fmt: skip
+    assert engines["moequant"].against[0].rule == "unquantized-own"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "engine", "expected"),
+    [
+        # 768 / 128 = 6: two ranks get whole blocks, four get 192, eight 96.
+        ("compressed-tensors", "vllm", {1: True, 2: True, 4: False, 8: False}),
+        ("compressed-tensors", "sglang", {1: True, 2: True, 4: False, 8: False}),
+        ("fp8", "sglang", {1: True, 2: True, 4: False, 8: False}),
+        # vLLM cuts the blocks to 64 and 32 there; 768 / 16 = 48 is a multiple of neither.
+        ("fp8", "vllm", {1: True, 2: True, 4: True, 8: True, 16: False}),
+    ],
+)
+def test_tensor_parallelism_divides_whole_fp8_blocks(dialect, engine, expected):
+    checkpoint = facts(dialect, "fp8_block")
+    assert {tp: loads(checkpoint, engine, tp=tp) for tp in expected} == expected
+
+
+def test_vllm_says_that_it_cuts_blocks_and_runs_them_by_triton_alone():
+    checkpoint, engine = facts("fp8", "fp8_block"), ENGINES["vllm"]
+    (verdict,) = judge(checkpoint, Placement(tp=4), ["vllm"])
+    assert [said.rule for said in verdict.remarks] == ["fp8-refined-blocks-vllm"]
+    assert "by 4 ranks, which is 192" in verdict.remarks[0].text
+    for name, runs in (("a100", False), ("h100", True), ("b200", True)):
+        placement = Placement(tp=4, capability=GPUS[name])
+        kernels, lacking = kernels_on(checkpoint, engine, placement)
+        assert bool(kernels) == runs
+        assert bool(lacking) != runs
+        assert all(kernel.path == "Triton" for kernel in kernels.values())
+
+
+def test_expert_parallelism_leaves_experts_whole_in_vllm_and_divides_ranks_in_sglang():
+    checkpoint = facts("compressed-tensors", "fp8_block")
+    assert loads(checkpoint, "vllm", tp=8, ep=8)
+    assert loads(checkpoint, "vllm", tp=8, ep=16)
+    assert not loads(checkpoint, "vllm", tp=8, ep=4)
+    assert loads(checkpoint, "sglang", tp=8, ep=8)
+    assert loads(checkpoint, "sglang", tp=8, ep=4)
+    assert not loads(checkpoint, "sglang", tp=8, ep=2)
+    assert not loads(checkpoint, "sglang", tp=8, ep=16)
+
+
+def test_experts_and_heads_that_ranks_do_not_divide_are_named():
+    checkpoint = facts("fp8", "fp8_block", expert_count=60, heads=20)
+    (verdict,) = judge(checkpoint, Placement(tp=8, ep=8), ["sglang"])
+    assert [said.rule for said in verdict.against] == [
+        "attention-heads-of-a-rank", "experts-of-a-rank-sglang",
+    ]  # fmt: skip
+    (verdict,) = judge(checkpoint, Placement(tp=8, ep=8), ["vllm"])
+    assert [said.rule for said in verdict.against] == ["attention-heads-of-a-rank"]
+
+
+@pytest.mark.parametrize(
+    ("format", "engine", "rank", "expected"),
+    [
+        ("w4a8", "vllm", 256, {1: True, 2: False}),
+        ("w4a8", "sglang", 128, {1: True, 2: True, 4: False}),
+        ("nvfp4", "sglang", 64, {4: True, 8: False}),
+        ("nvfp4", "vllm", 16, {16: True, 32: False}),
+        ("mxfp8", "vllm", 32, {8: True, 16: False}),
+    ],
+)
+def test_a_rank_needs_whole_groups_of_each_format(format, engine, rank, expected):
+    checkpoint = facts("compressed-tensors", format)
+    assert {tp: loads(checkpoint, engine, tp=tp) for tp in expected} == expected
+    assert all((768 // tp % rank == 0) == whole for tp, whole in expected.items())
+
+
+def test_ragged_last_blocks_of_experts_load_nowhere_but_here():
+    for dialect in ("fp8", "compressed-tensors"):
+        checkpoint = facts(dialect, "fp8_block", intermediate=192)
+        assert not loads(checkpoint, "vllm")
+        assert not loads(checkpoint, "sglang")
+        assert loads(checkpoint, "moequant")
+
+
+def test_rows_of_other_fp8_layers_are_divided_in_whole_blocks():
+    wide = facts("fp8", "fp8_block", linears=frozenset({("gate_proj", 512, 2048)}))
+    assert loads(wide, "sglang", tp=2)
+    assert not loads(wide, "sglang", tp=8, ep=8)
+    columns = facts("fp8", "fp8_block", linears=frozenset({("down_proj", 2048, 384)}))
+    assert not loads(columns, "vllm", tp=2)
+    whole = facts("fp8", "fp8_block", linears=frozenset({("kv_a_proj_with_mqa", 576, 7168)}))
+    assert loads(whole, "vllm", tp=2)
+
+
+def test_nobody_has_looked_at_tensor_parallelism_in_transformers(converted, check):
+    engine = check(converted("fp8_block"), tp=2)["transformers"]
+    assert engine.loads is None
+    assert engine.tp == (1,)
+
+
+@pytest.mark.parametrize(
+    ("format", "gpu", "vllm", "sglang"),
+    [
+        ("w4a8", "a100", False, False),
+        ("w4a8", "rtx4090", True, False),
+        ("w4a8", "h100", True, True),
+        ("w4a8", "b200", True, False),
+        ("nvfp4", "a100", True, True),
+        ("fp8_block", "a100", True, False),
+        ("fp8_block", "rtx4090", True, True),
+    ],
+)
+def test_a_gpu_without_a_kernel_does_not_run_it(converted, check, format, gpu, vllm, sglang):
+    engines = check(converted(format), gpu=gpu)
+    assert (engines["vllm"].loads, engines["sglang"].loads) == (vllm, sglang)
+    for engine in (engines["vllm"], engines["sglang"]):
+        (report,) = engine.gpus
+        assert bool(report.kernels) == engine.loads
+        assert all("on compute capability" in text for text in report.lacking)
+
+
+def test_kernels_name_engines_formats_and_our_own_backends():
+    names = {engine.name for engine in ENGINES.values()}
+    for kernel in all_kernels():
+        assert kernel.engine in names
+        assert kernel.source
+        assert kernel.high is None or kernel.low <= kernel.high
+        if kernel.engine == "moequant":
+            assert kernel.path in BACKENDS
+
+
+@pytest.mark.parametrize("gpu", [*GPUS])
+def test_every_engine_that_loads_a_format_has_a_kernel_for_it_or_says_so(gpu):
+    for dialect, format in PAIRS:
+        checkpoint = facts(dialect, format, model_type=model_of(dialect))
+        for key, engine in ENGINES.items():
+            if loads(checkpoint, key):
+                assert kernels_on(checkpoint, engine, Placement(capability=GPUS[gpu])) is not None
+
+
+def test_scales_of_some_layers_are_read_where_asked(converted):
+    path = converted("nvfp4", sizes=(("layers", 4),))
+    checkpoint = Checkpoint.open(path)
+    read = {n: check_checkpoint(checkpoint, layers=n).examined.layers_read for n in (1, 2, 3, None)}
+    assert read == {1: (0,), 2: (0, 3), 3: (0, 2, 3), None: (0, 1, 2, 3)}

@@ -1,0 +1,337 @@
+"""Defects of other converters, planted in outputs of ours: each found, and the engine named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+AT = "model.layers.0.mlp"
+EXPERT = f"{AT}.experts.1"
+
+
+def against(engines, key):
+    """The rules by which an engine does not load a checkpoint, and what they name."""
+    return {said.rule: said.names for said in engines[key].against}
+
+
+def notes(engines, key):
+    return {said.rule: said.names for said in engines[key].remarks}
+
+
+def drop(*names):
+    def change(tensors):
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def put(name, value):
+    """Replace every number of tensor `name` by a value, kept in its dtype."""
+
+    def change(tensors):
+        was = tensors[name]
+        tensors[name] = torch.full(was.shape, value).to(was.dtype)
+
+    return change
+
+
+def plain(*modules):
+    """Store modules in BF16, without scales."""
+
+    def change(tensors):
+        for module in modules:
+            for name in [n for n in tensors if n.rpartition(".")[0] == module]:
+                del tensors[name]
+            tensors[f"{module}.weight"] = torch.zeros(256, 256, dtype=torch.bfloat16)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name", "sglang"),
+    [
+        ("compressed-tensors", "weight_global_scale", "gate-up-global-scales-sglang"),
+        ("modelopt", "weight_scale_2", "gate-up-global-scales-modelopt-sglang"),
+    ],
+)
+def test_gate_and_up_with_different_global_scales_break_vllm_and_sglang(
+    planted, check, dialect, name, sglang
+):
+    def double(tensors):
+        tensors[f"{EXPERT}.up_proj.{name}"] *= 2
+
+    path = planted("nvfp4", dialect, tensors=double)
+    engines = check(path, gpu="h100")
+    names = (f"{EXPERT}.gate_proj",)
+    assert against(engines, "vllm") == {"gate-up-global-scales-vllm": names}
+    assert against(engines, "sglang") == {sglang: names}
+    assert engines["moequant"].loads
+    # On Blackwell SGLang multiplies gate and up by scales of their own, in the dialect modelopt.
+    on_blackwell = check(path, gpu="b200")
+    assert on_blackwell["sglang"].loads == (dialect == "modelopt")
+    assert not on_blackwell["vllm"].loads
+
+
+def test_a_difference_that_vllm_takes_for_none_stops_sglang_alone(planted, check):
+    def move(tensors):
+        name = f"{EXPERT}.up_proj.weight_global_scale"
+        tensors[name] = torch.nextafter(tensors[name], torch.tensor(torch.inf))
+
+    engines = check(planted("nvfp4", tensors=move))
+    assert engines["vllm"].loads
+    assert [*against(engines, "sglang")] == ["gate-up-global-scales-sglang"]
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_a_missing_input_scale_breaks_blackwell(planted, check, dialect):
+    leaf = "input_global_scale" if dialect == "compressed-tensors" else "input_scale"
+    lost = f"{EXPERT}.down_proj"
+    path = planted("nvfp4", dialect, tensors=drop(f"{lost}.{leaf}"), activation_scales=0.01)
+    engines = check(path, gpu="b200")
+    assert against(engines, "vllm") == {"missing-input-scales": (lost,)}
+    if dialect == "compressed-tensors":
+        assert against(engines, "sglang") == {"missing-input-scales-sglang": (lost,)}
+    else:
+        assert notes(engines, "sglang") == {"missing-input-scales-modelopt-sglang": (lost,)}
+    on_hopper = check(path, gpu="h100")
+    assert on_hopper["vllm"].loads
+    assert notes(on_hopper, "vllm") == {"missing-input-scales-before-blackwell": (lost,)}
+    assert check(path)["vllm"].loads, "on some GPU"
+    assert "missing-input-scales" in against(check(path), "vllm")
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0])
+def test_an_input_scale_of_an_expert_without_tokens_breaks_blackwell(planted, check, value):
+    name = f"{EXPERT}.gate_proj"
+    path = planted(
+        "nvfp4", tensors=put(f"{name}.input_global_scale", value), activation_scales=0.01
+    )
+    engines = check(path, gpu="b200")
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"bad-input-scales": (name,)}
+    assert check(path, gpu="h100")["vllm"].loads
+
+
+@pytest.mark.parametrize(
+    ("format", "leaf", "value", "word"),
+    [
+        ("nvfp4", "weight_scale", torch.nan, "NaN"),
+        ("nvfp4", "weight_scale", 0.0, "all zero"),
+        ("nvfp4", "weight_global_scale", torch.inf, "infinite"),
+        ("nvfp4", "weight_global_scale", 0.0, "all zero"),
+        ("fp8_block", "weight_scale_inv", torch.nan, "NaN"),
+        ("fp8_block", "weight_scale_inv", 0.0, "all zero"),
+        ("mxfp4", "weight_scale", 255, "NaN"),
+        ("w4a8", "weight_scale", torch.inf, "infinite"),
+    ],
+)
+def test_a_scale_that_is_no_positive_number_breaks_every_engine(
+    planted, check, format, leaf, value, word
+):
+    name = f"{EXPERT}.down_proj"
+    engines = check(planted(format, tensors=put(f"{name}.{leaf}", value)))
+    for key in ("transformers", "vllm", "sglang", "moequant"):
+        assert against(engines, key)["bad-weight-scales"] == (name,)
+        (said,) = [s for s in engines[key].against if s.rule == "bad-weight-scales"]
+        assert f"{name} ({word})" in said.text
+
+
+def test_a_lost_scale_is_an_initial_one_in_vllm(planted, check):
+    engines = check(planted("fp8_block", tensors=drop(f"{EXPERT}.up_proj.weight_scale_inv")))
+    names = (f"{EXPERT}.up_proj",)
+    assert against(engines, "vllm") == {"missing-weight-scales": names}
+    assert against(engines, "sglang") == {"missing-weight-scales": names}
+    assert against(engines, "transformers") == {"missing-weight-scales-transformers": names}
+    assert against(engines, "moequant") == {"missing-weight-scales-own": names}
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
+def test_an_expert_left_in_bf16_inside_a_quantized_layer_breaks_every_engine(
+    planted, check, format
+):
+    lost = f"{EXPERT}.down_proj"
+    engines = check(planted(format, tensors=plain(lost)))
+    for key in ("transformers", "vllm", "sglang", "moequant"):
+        assert against(engines, key)["mixed-experts"] == (lost,)
+
+
+def test_a_layer_left_in_bf16_that_config_json_calls_quantized_breaks_every_engine(planted, check):
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    modules = [f"{AT}.experts.{expert}.{leaf}" for expert in range(4) for leaf in leaves]
+    engines = check(planted("nvfp4", tensors=plain(*modules)))
+    for key in ("vllm", "sglang"):
+        assert {*against(engines, key)[f"plain-experts-{key}"]} == {*modules}
+    assert "plain-experts-transformers" in against(engines, "transformers")
+    assert "plain-experts-own" in against(engines, "moequant")
+
+
+def without(*names):
+    """Take names out of the list of kept modules."""
+
+    def change(config):
+        for key in ("ignore", "modules_to_not_convert"):
+            if key in config:
+                config[key] = [entry for entry in config[key] if entry not in names]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("format", "dialect"),
+    [("fp8_block", "fp8"), ("nvfp4", "compressed-tensors"), ("nvfp4", "modelopt")],
+)
+def test_an_incomplete_ignore_breaks_every_engine(planted, check, format, dialect):
+    lost = "model.layers.1.self_attn.o_proj"
+    path = planted(format, dialect, config=without(lost))
+    engines = check(path, gpu="h100")
+    assert against(engines, "vllm") == {"plain-linears-vllm": (lost,)}
+    assert against(engines, "sglang") == {"plain-linears-sglang": (lost,)}
+    rule = f"plain-linears{'-fp8' if dialect == 'fp8' else ''}-transformers"
+    assert against(engines, "transformers")[rule] == (lost,)
+    # Where it has no FP8 kernels it dequantizes what is quantized, and leaves the rest.
+    assert check(path, gpu="a100")["transformers"].loads == (dialect == "fp8")
+    assert engines["moequant"].loads, "it reads experts alone"
+
+
+def test_a_list_that_only_transformers_understands_breaks_vllm(planted, check):
+    """vLLM compares whole names of FP8 layers; transformers and SGLang also their ends."""
+
+    def abbreviate(config):
+        leaves = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate")
+        config["modules_to_not_convert"] = ["lm_head", *leaves]
+
+    engines = check(planted("fp8_block", config=abbreviate))
+    (names,) = [n for rule, n in against(engines, "vllm").items() if rule == "plain-linears-vllm"]
+    assert "model.layers.0.self_attn.q_proj" in names
+    assert engines["sglang"].loads
+    assert engines["transformers"].loads
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_a_router_that_is_not_kept_breaks_vllm_where_it_quantizes_routers(
+    planted, check, model_type
+):
+    lost = "model.layers.1.mlp.gate"
+    engines = check(planted("nvfp4", model_type=model_type, config=without(lost)))
+    vllm = {"plain-router-vllm": (lost,)} if model_type == "qwen3_moe" else {}
+    assert against(engines, "vllm") == vllm
+    assert engines["sglang"].loads
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_a_quantized_router_breaks_what_builds_it_unquantized(planted, check, model_type):
+    router = "model.layers.1.mlp.gate"
+
+    def quantize(tensors):
+        tensors[f"{router}.weight"] = torch.zeros(4, 256, dtype=torch.float8_e4m3fn)
+        tensors[f"{router}.weight_scale_inv"] = torch.ones(1, 2)
+
+    path = planted("fp8_block", model_type=model_type, tensors=quantize, config=without(router))
+    engines = check(path, gpu="h100")
+    assert against(engines, "sglang") == {"quantized-router-sglang": (router,)}
+    assert against(engines, "transformers") == {"quantized-router-fp8-transformers": (router,)}
+    vllm = {} if model_type == "qwen3_moe" else {"quantized-router-vllm": (router,)}
+    assert against(engines, "vllm") == vllm
+
+
+def test_a_quantized_correction_bias_breaks_every_engine(planted, check):
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def quantize(tensors):
+        tensors[bias] = tensors[bias].to(torch.float8_e4m3fn)
+
+    engines = check(planted("nvfp4", "modelopt", model_type="deepseek_v3", tensors=quantize))
+    for key in ("transformers", "vllm", "sglang"):
+        assert against(engines, key)["quantized-router-bias"] == (bias,)
+
+
+def test_an_mtp_layer_that_is_not_kept_is_said_where_it_is_read(planted, check):
+    """Layer 2 follows the last one; its shared expert is kept, but no longer in the list."""
+    lost = "model.layers.2.mlp.shared_experts.down_proj"
+    engines = check(planted("nvfp4", model_type="deepseek_v3", config=without(lost)))
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads
+        assert notes(engines, key) == {"plain-mtp": (lost,)}
+        assert "speculative decoding" in engines[key].remarks[0].text
+
+
+def retarget(*targets, **fields):
+    def change(config):
+        config["config_groups"]["group_0"]["targets"] = [*targets]
+        config.update(fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("targets", "vllm", "sglang"),
+    [
+        # A class that only SGLang 0.5.23 has (its issue in llm-compressor is 2163).
+        (["FusedMoE"], "unmatched-experts-vllm", None),
+        (["RoutedExperts"], None, "unmatched-experts-sglang"),
+        (["re:.*experts.*"], None, None),
+        (["re:.*shared_expert.*"], "unmatched-experts-vllm", "unmatched-experts-sglang"),
+    ],
+)
+def test_targets_that_an_engine_does_not_match(planted, check, targets, vllm, sglang):
+    engines = check(planted("nvfp4", config=retarget(*targets)))
+    assert [*against(engines, "vllm")] == ([] if vllm is None else [vllm])
+    assert [*against(engines, "sglang")] == ([] if sglang is None else [sglang])
+
+
+@pytest.mark.parametrize(
+    "config", [retarget("re:.*experts.*"), retarget("Linear", format="mixed-precision")]
+)
+def test_w4a8_without_the_target_linear_breaks_sglang(planted, check, config):
+    engines = check(planted("w4a8", config=config))
+    assert "w4a8-target-sglang" in against(engines, "sglang")
+    assert engines["vllm"].loads
+
+
+def test_mixtral_targets_by_its_own_names_break_sglang(planted, check):
+    """SGLang looks up gate_proj, up_proj and down_proj, whatever the model calls them."""
+    config = retarget(r"re:.*experts\.\d+\.w[123]$")
+    engines = check(planted("nvfp4", model_type="mixtral", config=config))
+    assert engines["vllm"].loads
+    assert [*against(engines, "sglang")] == ["unmatched-experts-sglang"]
+
+
+def test_a_short_name_in_modelopts_list_keeps_more_in_vllm(planted, check):
+    """vLLM also matches any part of a name."""
+
+    def shorten(config):
+        config["ignore"].append("mlp.experts")
+
+    engines = check(planted("nvfp4", "modelopt", config=shorten))
+    assert "unmatched-experts-vllm" in against(engines, "vllm")
+    assert not engines["vllm"].loads
+
+
+def test_a_ragged_layer_before_one_that_is_merged_with_it_breaks_vllm_and_sglang(planted, check):
+    """q_a_proj of 192 rows, whose last block is incomplete, before kv_a_proj_with_mqa."""
+    first, second = (
+        f"model.layers.0.self_attn.{leaf}" for leaf in ("q_a_proj", "kv_a_proj_with_mqa")
+    )
+
+    def quantize(tensors):
+        for module in (first, second):
+            tensors[f"{module}.weight"] = torch.zeros(192, 256, dtype=torch.float8_e4m3fn)
+            tensors[f"{module}.weight_scale_inv"] = torch.ones(2, 2)
+
+    path = planted(
+        "fp8_block", model_type="deepseek_v3", tensors=quantize, config=without(first, second)
+    )
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"fp8-ragged-merged-rows": (first,)}
+
+
+def test_codes_without_a_quantization_config_are_an_error(planted, check):
+    from moequant.errors import CheckpointError
+
+    path = planted("fp8_block")
+    config = (path / "config.json").read_text().replace("quantization_config", "other")
+    (path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"stored as F8_E4M3, but config\.json has no"):
+        check(path)
