@@ -90,7 +90,8 @@ def command(
     where = f" on {gpu}" if gpu else ""
     where += f" with tp {tp} and ep {ep}" if (tp, ep) != (1, 1) else ""
     lines = [f"  {_refusal(one)}" for one in refused]
-    message = "\n".join([f"{checkpoint}: not every engine asked for loads it{where}", *lines])
+    found = "no engine loads it" if engine is None else "not every engine asked for loads it"
+    message = "\n".join([f"{checkpoint}: {found}{where}", *lines])
     raise FailedResult(UnsupportedError(message), document)
 
 
@@ -102,7 +103,7 @@ def _refusal(engine: EngineReport) -> str:
         return f"{title}: not known, no rule is about this"
     sentences = [said.text for said in engine.against]
     sentences += [text for gpu in engine.gpus for text in gpu.lacking]
-    return f"{title}: {sentences[0]}"
+    return sentences[0]
 
 
 def _describe(

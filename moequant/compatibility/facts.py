@@ -31,9 +31,9 @@ class Defect:
 
     @property
     def found(self) -> str:
-        """The modules or tensors in words: their number, and the first."""
+        """The modules or tensors in words: the first, and how many more there are."""
         first = f"{self.names[0]}{f' ({self.detail})' if self.detail else ''}"
-        return first if len(self.names) == 1 else f"{len(self.names)} modules, such as {first},"
+        return first if len(self.names) == 1 else f"{first} and {len(self.names) - 1} more"
 
     def concerns(self, engine: str) -> bool:
         """Whether a rule about `engine` applies to it."""

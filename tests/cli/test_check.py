@@ -70,7 +70,7 @@ def test_a_refusal_names_engine_place_and_reason_behind_the_report(run, fp8):
     assert result.exit_code == 4
     assert result.stderr.startswith(
         f"Error: {fp8}: not every engine asked for loads it on h100 with tp 4 and ep 1\n"
-        "  SGLang 0.5.23: SGLang 0.5.23 stops unless the intermediate size of a rank is a multiple"
+        "  SGLang 0.5.23 stops unless the intermediate size of a rank is a multiple"
     )
     assert "why not [fp8-blocks-of-a-rank-sglang]" in result.stdout
     document = run("check", fp8, *asked, "--json").document
