@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @options.format_options_option
 @options.recipe_option
 @options.dialect_option
+@options.for_engine_option
 @options.architecture_option
 @options.statistics_option
 @options.activation_scales_option

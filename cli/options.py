@@ -16,8 +16,12 @@ _CONVERTIBLE, _WRITABLE = "moequant.formats:CONVERTIBLE", "moequant.formats:WRIT
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
 
 
-def _name_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Command], _Command]:
+def _name_option(
+    flag: str, registry: str, *, name: str | None = None, **attributes: Any
+) -> Callable[[_Command], _Command]:
     """An option whose value is a name in `registry`, such as "moequant.dialects:REGISTRY".
+
+    `name` is that of the command's parameter, by default the flag's.
 
     The registry is imported only to check or complete a value, because that imports torch.
     """
@@ -30,7 +34,10 @@ def _name_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Comm
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
         return [name for name in resolve_name(registry) if name.startswith(incomplete)]
 
-    return click.option(flag, metavar="NAME", callback=check, shell_complete=complete, **attributes)
+    names = (flag,) if name is None else (flag, name)
+    return click.option(
+        *names, metavar="NAME", callback=check, shell_complete=complete, **attributes
+    )
 
 
 def _names_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Command], _Command]:
@@ -257,6 +264,13 @@ dialect_option = _name_option(
     "--dialect",
     "moequant.dialects:REGISTRY",
     help="Dialect of the output.  [default: the recipe's or the format's]",
+)
+for_engine_option = _name_option(
+    "--for",
+    "moequant.compatibility:SERVING",
+    name="engine",
+    help="Engine that must load the output: vllm, sglang or transformers. Where it does not load "
+    "the default dialect, another is chosen.",
 )
 statistics_option = click.option(
     "--statistics",

@@ -9,12 +9,12 @@ from moequant.compatibility.check import (
 from moequant.compatibility.checkpoint_facts import Examined, examine
 from moequant.compatibility.facts import Defect, Facts, Placement
 from moequant.compatibility.kernels import GPUS
-from moequant.compatibility.rules import ENGINES, OWN, Said, Verdict, judge, warnings_of
+from moequant.compatibility.rules import ENGINES, SERVING, Said, Verdict, judge, warnings_of
 
 __all__ = [
     "ENGINES",
     "GPUS",
-    "OWN",
+    "SERVING",
     "CompatibilityReport",
     "Defect",
     "EngineReport",

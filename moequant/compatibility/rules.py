@@ -204,7 +204,7 @@ def judge(
         engines: keys of the engines to judge; by default all but moequant's own.
     """
     if engines is None:
-        engines = [key for key in ENGINES if key != OWN]
+        engines = SERVING
     return [_verdict(facts, engine, placement) for key, engine in ENGINES.items() if key in engines]
 
 
@@ -306,3 +306,5 @@ ENGINES: Mapping[str, EngineInfo] = _table()[0]
 """By the names that options take."""
 OWN = "moequant"
 """The key of moequant's own runtime."""
+SERVING: Mapping[str, EngineInfo] = {k: e for k, e in ENGINES.items() if k != OWN}
+"""The engines of others."""

@@ -54,7 +54,7 @@ def choose_dialect(name: str | None, formats: Sequence[str], architecture: Archi
     Raises:
         UnsupportedError: it does not support the architecture, or no dialect supports the formats.
     """
-    serving = {d.name: d for d in DIALECTS.values() if _serves(d, architecture)}
+    serving = {d.name: d for d in serving_dialects(architecture)}
     if name is not None:
         dialect = get_dialect(name)
         if name not in serving:
@@ -74,6 +74,11 @@ def choose_dialect(name: str | None, formats: Sequence[str], architecture: Archi
     raise UnsupportedError(
         f"no dialect supports all of {', '.join(formats)} in one checkpoint; choose fewer formats"
     )
+
+
+def serving_dialects(architecture: Architecture) -> list[Dialect]:
+    """The dialects in which engines load checkpoints of an architecture, in order."""
+    return [d for d in DIALECTS.values() if _serves(d, architecture)]
 
 
 def _serves(dialect: Dialect, architecture: Architecture) -> bool:

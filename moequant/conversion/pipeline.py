@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moequant.conversion.commit import commit
+from moequant.conversion.engine_dialect import plan_for_engine
 from moequant.conversion.finished_shard import Share, shares
 from moequant.conversion.items import stored_in
 from moequant.conversion.journal import Journal
@@ -133,6 +134,7 @@ def convert(
     options: Mapping[str, str] | None = None,
     recipe: Recipe | str | Path | None = None,
     dialect: str | None = None,
+    engine: str | None = None,
     architecture: str | Path | None = None,
     statistics: str | Path | None = None,
     activation_scales: str | Path | float | None = None,
@@ -163,6 +165,8 @@ def convert(
             rule names its own.
         recipe: instead of a format: a `Recipe`, the name of a shipped one, or a TOML file.
         dialect: overrides the dialect of the recipe or format.
+        engine: "vllm", "sglang" or "transformers": where it does not load the default dialect, the
+            output is in the first dialect that it loads, which the plan's warnings say.
         architecture: a TOML file that describes the source's architecture, used instead of the
             built-in table and recorded in moequant.json. The default for a converted source is the
             description in its moequant.json.
@@ -195,7 +199,8 @@ def convert(
         StatisticsError: the statistics or activation scales are damaged, of another model, or not
             used, or no scale can be made of them.
         CheckpointError: the source is damaged, incomplete or inconsistent.
-        UnsupportedError: an unsupported architecture, shape, or format and dialect.
+        UnsupportedError: an unsupported architecture, shape, or format and dialect; or the engine
+            loads the output in no dialect.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         MoequantError: `output` contains something else, or cannot be written.
     """
@@ -234,6 +239,13 @@ def convert(
         chosen = chosen.keeping(one.layer for one in kept)
         with _without_collector():
             plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
+    if engine is not None:
+        with _without_collector():
+            plan = plan_for_engine(
+                plan,
+                engine,
+                lambda recipe: plan_checkpoint(checkpoint, recipe, own, measured, scales),
+            )
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
     if measured is not None and not checkpoint.is_local:
         plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))

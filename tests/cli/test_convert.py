@@ -264,3 +264,12 @@ def test_interrupt_exits_130_and_the_command_it_names_continues(
         run(*[tmp_path / "fresh" if a == tmp_path / "out" else a for a in arguments]).exit_code == 0
     )
     assert read_files(tmp_path / "out") == read_files(tmp_path / "fresh")
+
+
+def test_an_engine_that_loads_the_format_in_no_dialect_is_exit_4(run, source, tmp_path):
+    asked = ("convert", source, tmp_path / "out", "--format", "nvfp4", "--for")
+    result = run(*asked, "transformers", "--json")
+    assert result.exit_code == 4
+    assert "is not known to load nvfp4" in result.document["error"]["message"]
+    assert run(*asked, "vllm", "--dry-run").exit_code == 0
+    assert run(*asked, "moequant").exit_code == 2

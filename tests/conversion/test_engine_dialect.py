@@ -1,0 +1,70 @@
+"""`convert --for`: the output is in a dialect that the engine loads, or is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moequant import convert, verify
+from moequant.errors import UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def narrow(make_checkpoint):
+    """Hidden size 192, which SGLang's Marlin kernels do not take in compressed-tensors."""
+    return make_checkpoint(hidden=192)
+
+
+def method(path):
+    return json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"]
+
+
+def test_the_default_dialect_stays_where_the_engine_loads_it(make_checkpoint, tmp_path):
+    source = make_checkpoint()
+    for engine in ("vllm", "sglang"):
+        result = convert(source, tmp_path / "out", format="nvfp4", engine=engine, dry_run=True)
+        assert result.plan.dialect.name == "compressed-tensors"
+        assert not any(text.startswith("written in") for text in result.plan.warnings)
+
+
+def test_another_dialect_is_written_where_the_engine_loads_that_alone(narrow, tmp_path):
+    out = tmp_path / "out"
+    result = convert(narrow, out, format="nvfp4", engine="sglang")
+    assert method(out) == "modelopt"
+    (said,) = [text for text in result.plan.warnings if text.startswith("written in")]
+    assert "the dialect modelopt for SGLang 0.5.23, and not in compressed-tensors" in said
+    assert "multiple of 128" in said
+    assert verify(out, against=narrow).ok
+    again = convert(narrow, out, format="nvfp4", engine="sglang")
+    assert again.state == "already converted"
+
+
+@pytest.mark.parametrize(
+    ("format", "engine", "why"),
+    [("nvfp4", "transformers", "without their global scale"), ("mxfp4", "sglang", "kimi_k3")],
+)
+def test_what_the_engine_loads_in_no_dialect_is_refused(
+    make_checkpoint, tmp_path, format, engine, why
+):
+    with pytest.raises(UnsupportedError, match="in any dialect") as refused:
+        convert(make_checkpoint(), tmp_path / "out", format=format, engine=engine)
+    assert why in str(refused.value)
+    assert "Choose another format" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dialect_that_was_asked_for_is_not_replaced(make_checkpoint, tmp_path):
+    with pytest.raises(UnsupportedError, match="the dialect compressed-tensors, for transformers"):
+        convert(
+            make_checkpoint(), tmp_path / "out", format="fp8_block", engine="transformers",
+            dialect="compressed-tensors",
+        )  # fmt: skip
+
+
+def test_nothing_is_asked_of_an_output_in_bf16(make_checkpoint, tmp_path):
+    convert(make_checkpoint(), tmp_path / "fp8", format="fp8_block")
+    result = convert(
+        tmp_path / "fp8", tmp_path / "out", format="bf16", engine="sglang", dry_run=True
+    )
+    assert result.plan.engines == ()
