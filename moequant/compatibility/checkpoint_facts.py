@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.defects import block_rows, header_defects
 from moequant.compatibility.facts import UNQUANTIZED, Defect, Facts, dtype_in, heads_in
@@ -19,8 +19,7 @@ from moequant.weights.source_model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
+    from collections.abc import Collection, Mapping, Sequence
 
     from moequant.dialects import Dialect
     from moequant.models import Architecture, MoeConfig
@@ -64,53 +63,28 @@ def examine(
     config = source_config(checkpoint)
     architecture = find_architecture(config, own, names=checkpoint.tensors)
     moe = architecture.read_config(config)
-    quantization_config = quantization_config_of(config)
     sparse = tuple(moe.sparse_layers)
+    read = _spread(sparse, layers, all_of_them=checkpoint.is_local)
+    quantization_config = quantization_config_of(config)
     if quantization_config is None:
         _check_plain(checkpoint)
-        facts = _plain_facts(config, architecture, moe)
-        return Examined(
-            facts=facts, architecture=architecture, moe=moe, layers=sparse, layers_read=()
-        )
-    dialect = find_source_dialect(quantization_config, checkpoint.tensors)
-    dialect = dialect or find_dialect(quantization_config)
-    format_of = dialect.reader(quantization_config, weights_only=True)
-    tensors = checkpoint.tensors
-    modules: list[Module] = []
-    read: tuple[int, ...] = ()
-    defects: list[Defect] = []
-    if not dialect.stacks:
-        modules += modules_in(tensors, architecture, moe, dialect, format_of)
-        if not modules:
-            raise CheckpointError(
-                f"{checkpoint.folder.shown}: no weight of a linear layer; fetch it again"
-            )
-        defects += header_defects(modules, tensors, architecture, dialect, quantization_config)
-        read = _spread(sparse, layers, all_of_them=checkpoint.is_local)
-        defects += scale_defects(checkpoint, modules, dialect, read)
-    experts = _formats_by_layer(checkpoint, architecture, moe, dialect, modules, format_of)
-    activations_of = dialect.activations_reader(quantization_config)
-    others = [m for m in modules if m.group == "linears" and m.quantized and m.stated]
-    facts = Facts(
-        dialect=dialect.name,
-        **_common(config, architecture, moe),
-        formats=frozenset(m.stated for m in others if m.stated),
-        experts=tuple(dict.fromkeys(f for f in experts.values() if f is not None)),
-        some_kept=any(f is None for f in experts.values()) and any(experts.values()),
-        ragged=any(_is_ragged(m) for m in modules if m.quantized and m.group != ROUTER),
-        static=any(
-            activations_of(m.name) == "nvfp4_static" for m in modules if m.group == ROUTED_EXPERTS
-        ),
-        linears=frozenset(
-            (m.name.rpartition(".")[2], *m.shape)
-            for m in others
-            if m.shape is not None and block_rows(m) is not None
-        ),
-        defects=tuple(defects),
-    )
+        dialect, quantized = None, _NOTHING_QUANTIZED
+    else:
+        dialect = find_source_dialect(quantization_config, checkpoint.tensors)
+        dialect = dialect or find_dialect(quantization_config)
+        quantized = _of_quantized(checkpoint, dialect, quantization_config, architecture, moe, read)
     return Examined(
-        facts=facts, architecture=architecture, moe=moe, layers=sparse, layers_read=read
+        facts=Facts(**_common(config, architecture, moe), **quantized),
+        architecture=architecture,
+        moe=moe,
+        layers=sparse,
+        layers_read=() if dialect is None or dialect.stacks else read,
     )
+
+
+_NOTHING_QUANTIZED: dict[str, Any] = {
+    "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
+}  # fmt: skip
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
@@ -122,14 +96,58 @@ def _check_plain(checkpoint: Checkpoint) -> None:
         )
 
 
-def _plain_facts(config: Mapping[str, Any], architecture: Architecture, moe: MoeConfig) -> Facts:
-    return Facts(
-        dialect=UNQUANTIZED,
-        **_common(config, architecture, moe),
-        formats=frozenset(),
-        experts=(),
-        some_kept=False,
-    )
+def _of_quantized(
+    checkpoint: Checkpoint,
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    architecture: Architecture,
+    moe: MoeConfig,
+    layers: Collection[int],
+) -> dict[str, Any]:
+    """The facts that follow from quantized weights; scales are read of some `layers`."""
+    modules: list[Module] = []
+    defects: list[Defect] = []
+    # What stacks the experts of a layer has no modules whose names engines would look up.
+    if not dialect.stacks:
+        tensors = checkpoint.tensors
+        format_of = dialect.reader(config, weights_only=True)
+        modules += modules_in(tensors, architecture, moe, dialect, format_of)
+        defects += header_defects(modules, tensors, architecture, dialect, config)
+        defects += scale_defects(checkpoint, modules, dialect, layers)
+    return {
+        **_of_modules(modules, dialect, config),
+        **_of_experts(_formats_by_layer(architecture, moe, dialect, modules, config).values()),
+        "dialect": dialect.name,
+        "defects": tuple(defects),
+    }
+
+
+def _of_modules(
+    modules: Sequence[Module], dialect: Dialect, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The facts that follow from single modules."""
+    activations_of = dialect.activations_reader(config)
+    others = [m for m in modules if m.group == "linears" and m.quantized and m.stated]
+    return {
+        "formats": frozenset(m.stated for m in others),
+        "ragged": any(_is_ragged(m) for m in modules if m.quantized and m.group != ROUTER),
+        "static": any(
+            activations_of(m.name) == "nvfp4_static" for m in modules if m.group == ROUTED_EXPERTS
+        ),
+        "linears": frozenset(
+            (m.name.rpartition(".")[2], *m.shape)
+            for m in others
+            if m.shape is not None and block_rows(m) is not None
+        ),
+    }
+
+
+def _of_experts(formats: Collection[str | None]) -> dict[str, Any]:
+    """The facts that follow from the format of each layer's experts."""
+    return {
+        "experts": tuple(dict.fromkeys(f for f in formats if f is not None)),
+        "some_kept": None in formats and any(formats),
+    }
 
 
 def _common(
@@ -150,15 +168,15 @@ def _common(
 
 
 def _formats_by_layer(
-    checkpoint: Checkpoint,
     architecture: Architecture,
     moe: MoeConfig,
     dialect: Dialect,
     modules: Sequence[Module],
-    format_of: Any,
+    config: Mapping[str, Any],
 ) -> dict[int, str | None]:
     """The format of the experts of each layer; None where they are not quantized."""
     if dialect.stacks:
+        format_of = dialect.reader(config, weights_only=True)
         firsts = {n: architecture.expert_tensor(n, 0, "down") for n in moe.sparse_layers}
         return {n: format_of(name.removesuffix(".weight")) for n, name in firsts.items()}
     found: dict[int, str | None] = {}
