@@ -164,6 +164,7 @@ def _common(
         "intermediate": moe.intermediate,
         "expert_count": moe.experts,
         "heads": heads_in(config),
+        "kv_heads": heads_in(config, "num_key_value_heads"),
     }
 
 

@@ -61,6 +61,7 @@ class Facts:
         intermediate: intermediate size of one expert.
         expert_count: routed experts per layer.
         heads: attention heads; None if unknown.
+        kv_heads: heads of keys and values; None if unknown.
         linears: last name component, rows and columns of quantized layers other than routed
             experts.
         defects: what is wrong in the files.
@@ -80,6 +81,7 @@ class Facts:
     intermediate: int | None = None
     expert_count: int | None = None
     heads: int | None = None
+    kv_heads: int | None = None
     linears: frozenset[tuple[str, int, int]] = frozenset()
     defects: tuple[Defect, ...] = ()
 
@@ -114,9 +116,9 @@ def dtype_in(config: Mapping[str, Any]) -> str | None:
     return next((dtype for dtype in named if isinstance(dtype, str)), None)
 
 
-def heads_in(config: Mapping[str, Any]) -> int | None:
-    """The number of attention heads of the language model by config.json; None if not there."""
-    found = (section.get("num_attention_heads") for section in _sections(config))
+def heads_in(config: Mapping[str, Any], key: str = "num_attention_heads") -> int | None:
+    """A number of heads of the language model by config.json; None if not there."""
+    found = (section.get(key) for section in _sections(config))
     return next((heads for heads in found if type(heads) is int and heads > 0), None)
 
 

@@ -80,12 +80,12 @@ def kernels_on(
 
 
 def _ranges(kernels: Sequence[KernelPath]) -> str:
-    texts = (
-        f"{_text(k.low)} and newer" if k.high is None else f"{_text(k.low)} to {_text(k.high)}"
-        if k.low != k.high else _text(k.low)
-        for k in kernels
-    )  # fmt: skip
-    return ", ".join(dict.fromkeys(texts))
+    """Capabilities of kernels in words; where one has no end, the others lead up to it."""
+    if any(kernel.high is None for kernel in kernels):
+        return f"{_text(min(kernel.low for kernel in kernels))} and newer"
+    ends = {(kernel.low, kernel.high or kernel.low) for kernel in kernels}
+    texts = (_text(a) if a == b else f"{_text(a)} to {_text(b)}" for a, b in sorted(ends))
+    return ", ".join(texts)
 
 
 def _text(capability: tuple[int, int]) -> str:

@@ -20,10 +20,11 @@ Known = Literal["tested", "read", "seen"]
 Parallel = Literal["whole", "divided", "unknown", "none"]
 
 _ANYWHERE = Placement()
-# Linear layers of which tensor parallelism divides the columns; of all others it divides rows.
+# Linear layers of which tensor parallelism divides the columns, and those of which it divides rows.
 _DIVIDED_COLUMNS = ("o_proj", "down_proj", "w2")
-# Linear layers that every rank has whole.
-_UNDIVIDED = ("q_a_proj", "kv_a_proj_with_mqa")
+_DIVIDED_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3")
+# Those that it divides up to one head a rank; more ranks have copies.
+_DIVIDED_HEADS = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,8 @@ class EngineRule:
         }
         for name, multiple in self.multiples.items():
             if name == "linears":
-                if any(_is_cut(linear, multiple, placement.tp) for linear in facts.linears):
+                tp, heads = placement.tp, facts.kv_heads
+                if any(_is_cut(linear, multiple, tp, heads) for linear in facts.linears):
                     return True
                 continue
             size = sizes[name]
@@ -254,12 +256,15 @@ def _happens(when: str, facts: Facts, placement: Placement) -> bool:
     return happening[when]
 
 
-def _is_cut(linear: tuple[str, int, int], multiple: int, tp: int) -> bool:
+def _is_cut(linear: tuple[str, int, int], multiple: int, tp: int, kv_heads: int | None) -> bool:
     """Whether tensor parallelism cuts blocks of a linear layer."""
     leaf, rows, columns = linear
-    if tp == 1 or leaf in _UNDIVIDED:
+    if tp == 1:
         return False
-    return bool((columns if leaf in _DIVIDED_COLUMNS else rows) % (multiple * tp))
+    if leaf in _DIVIDED_HEADS and kv_heads is not None:
+        return bool(rows % (multiple * min(tp, kv_heads)))
+    size = {**dict.fromkeys(_DIVIDED_COLUMNS, columns), **dict.fromkeys(_DIVIDED_ROWS, rows)}
+    return bool(size.get(leaf, 0) % (multiple * tp))
 
 
 def _of_rank(intermediate: int | None, ranks: int) -> str:

@@ -7,6 +7,7 @@ import pytest
 from moequant import convert
 from moequant.compatibility import ENGINES, GPUS, Facts, Placement, check_checkpoint, judge
 from moequant.compatibility.kernels import all_kernels, kernels_on
+from moequant.conversion.recipe import KEEP, Recipe, Rule
 from moequant.dialects import REGISTRY
 from moequant.runtime.backends import REGISTRY as BACKENDS
 from moequant.storage.checkpoint import Checkpoint
@@ -47,6 +48,32 @@ def test_no_output_of_ours_has_a_defect_and_check_says_what_convert_says(
     said = {engine.verdict.engine: engine.verdict for engine in report.engines}
     assert said.pop("moequant").loads
     assert {v.engine: v for v in plan.engines} == said
+
+
+ROUTED = ("routed_experts",)
+RECIPES = {
+    "layers of two formats": (
+        Rule(roles=ROUTED, layers="1", format="nvfp4"), Rule(roles=ROUTED, format="w4a8"),
+    ),
+    "a layer kept": (
+        Rule(roles=ROUTED, layers="1", format=KEEP), Rule(roles=ROUTED, format="nvfp4"),
+    ),
+    "a layer kept in fp8": (
+        Rule(roles=ROUTED, layers="1", format=KEEP), Rule(roles=ROUTED, format="fp8_block"),
+    ),
+    "attention too": (Rule(roles=(*ROUTED, "attention"), format="nvfp4"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("rules", RECIPES.values(), ids=[*RECIPES])
+def test_no_recipe_of_ours_makes_a_defect(make_checkpoint, tmp_path, model_type, rules):
+    """Kept and mixed layers are listed by regular expressions, which engines match unlike."""
+    source = make_checkpoint(model_type=model_type, layers=3)
+    convert(source, tmp_path / "out", recipe=Recipe(rules=rules))
+    report = check_checkpoint(Checkpoint.open(tmp_path / "out"))
+    assert report.examined.facts.defects == ()
+    assert {e.key for e in report.engines if e.loads} >= {"vllm", "sglang", "moequant"}
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
@@ -143,6 +170,12 @@ def test_rows_of_other_fp8_layers_are_divided_in_whole_blocks():
     assert not loads(wide, "sglang", tp=8, ep=8)
     columns = facts("fp8", "fp8_block", linears=frozenset({("down_proj", 2048, 384)}))
     assert not loads(columns, "vllm", tp=2)
+    # Four heads of keys of 128 rows: more ranks have copies of one each.
+    keys = facts("fp8", "fp8_block", linears=frozenset({("k_proj", 512, 2048)}), kv_heads=4)
+    assert loads(keys, "vllm", tp=8, ep=8)
+    narrow = facts("fp8", "fp8_block", linears=frozenset({("k_proj", 256, 2048)}), kv_heads=4)
+    assert loads(narrow, "vllm", tp=2)
+    assert not loads(narrow, "vllm", tp=4, ep=4)
     whole = facts("fp8", "fp8_block", linears=frozenset({("kv_a_proj_with_mqa", 576, 7168)}))
     assert loads(whole, "vllm", tp=2)
 
