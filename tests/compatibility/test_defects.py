@@ -256,6 +256,21 @@ def test_an_mtp_layer_that_is_not_kept_is_said_where_it_is_read(planted, check):
         assert "speculative decoding" in engines[key].remarks[0].text
 
 
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_quantized_layer_that_a_list_keeps_breaks_vllm_and_sglang(planted, check, layer):
+    """Layer 2 is one of multi-token prediction, whose fault speculative decoding alone meets."""
+    kept = f"model.layers.{layer}.mlp.shared_experts.down_proj"
+
+    def quantize(tensors):
+        tensors[f"{kept}.weight"] = tensors[f"{kept}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{kept}.weight_scale_inv"] = torch.ones(2, 2)
+
+    engines = check(planted("fp8_block", model_type="deepseek_v3", tensors=quantize))
+    for key in ("vllm", "sglang"):
+        said = against(engines, key) if layer == 1 else notes(engines, key)
+        assert said == {"unmatched-linears" if layer == 1 else "unmatched-mtp": (kept,)}
+
+
 def retarget(*targets, **fields):
     def change(config):
         config["config_groups"]["group_0"]["targets"] = [*targets]

@@ -1,0 +1,109 @@
+"""How engines match names in a quantization_config, by the rules of their sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from moequant.compatibility.lookup import lacks_linear_target, lookups
+from moequant.compatibility.modules import Module
+from moequant.models import ROUTED_EXPERTS, TensorRole
+
+EXPERT = "model.layers.3.mlp.experts.7.gate_proj"
+VISION = "model.language_model.layers.3.mlp.experts.7.gate_proj"
+LINEAR = "model.layers.3.self_attn.o_proj"
+
+
+def module(name, *, quantized=True):
+    is_expert = ".experts." in name
+    role = TensorRole(
+        role=ROUTED_EXPERTS if is_expert else "attention",
+        layer=3,
+        expert=7 if is_expert else None,
+        projection="gate" if is_expert else None,
+    )
+    return Module(name=name, role=role, group=role.role, parts={}, quantized=quantized, stated=None)
+
+
+def asked(dialect, config, name, **settings):
+    """Whether vLLM and SGLang take a module for quantized."""
+    found = lookups(dialect, config)
+    return tuple(found[engine](module(name, **settings)) for engine in ("vLLM", "SGLang"))
+
+
+def ct(*targets, ignore=()):
+    return {"config_groups": {"group_0": {"targets": [*targets]}}, "ignore": [*ignore]}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "vllm", "sglang"),
+    [
+        (ct("Linear"), EXPERT, True, True),
+        (ct("Linear"), LINEAR, True, True),
+        (ct("FusedMoE"), EXPERT, False, True),
+        (ct("RoutedExperts"), EXPERT, True, False),
+        # Both ask for expert 0 alone.
+        (ct("re:.*experts.0.gate_proj"), EXPERT, True, True),
+        (ct("re:.*experts.7.gate_proj"), EXPERT, False, False),
+        (ct("Linear", ignore=["re:.*experts.*"]), EXPERT, False, False),
+        # SGLang takes a plain name for the end of a name, too.
+        (ct("Linear", ignore=["o_proj"]), LINEAR, True, False),
+        (ct("Linear", ignore=[LINEAR]), LINEAR, False, False),
+        # vLLM renames the language model of a vision model, but not in regular expressions.
+        (ct(r"re:model\.language_model\.layers\..*experts.*"), VISION, False, True),
+        (ct(r"re:.*layers\..*experts.*"), VISION, True, True),
+    ],
+)
+def test_compressed_tensors(config, name, vllm, sglang):
+    assert asked("compressed-tensors", config, name) == (vllm, sglang)
+
+
+def test_sglang_stops_at_a_layer_that_is_neither_targeted_nor_ignored():
+    config = ct("re:.*experts.*")
+    assert asked("compressed-tensors", config, LINEAR, quantized=False) == (False, True)
+    assert asked("compressed-tensors", config, LINEAR, quantized=True) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("listed", "name", "vllm", "sglang"),
+    [
+        ((LINEAR,), LINEAR, False, False),
+        (("layers.3.self_attn.o_proj",), LINEAR, True, False),
+        (("o_proj",), LINEAR, True, False),
+        # A part of a component is none.
+        (("proj",), LINEAR, True, True),
+        (("model.layers.3.mlp.experts",), EXPERT, False, False),
+        (("model.layers.3.mlp.experts.0.gate_proj",), EXPERT, False, False),
+        (("model.layers.3",), EXPERT, True, False),
+    ],
+)
+def test_fp8(listed, name, vllm, sglang):
+    assert asked("fp8", {"modules_to_not_convert": [*listed]}, name) == (vllm, sglang)
+    assert asked("fp8", {"ignored_layers": [*listed]}, name) == (vllm, sglang)
+
+
+@pytest.mark.parametrize(
+    ("listed", "name", "vllm", "sglang"),
+    [
+        ((LINEAR,), LINEAR, False, False),
+        (("model.layers.3.self_attn*",), LINEAR, False, False),
+        # vLLM takes an entry for any part of a name, SGLang for whole components.
+        (("mlp.exp",), EXPERT, False, True),
+        (("model.layers.3.self_attn.o",), LINEAR, False, True),
+        (("o_proj",), LINEAR, False, False),
+        (("mtp*",), EXPERT, True, True),
+    ],
+)
+def test_modelopt(listed, name, vllm, sglang):
+    assert asked("modelopt", {"ignore": [*listed]}, name) == (vllm, sglang)
+    assert asked("modelopt", {"exclude_modules": [*listed]}, name) == (vllm, sglang)
+
+
+def test_other_dialects_are_read_as_their_readers_do():
+    assert lookups("gpt-oss", {}) == lookups("moequant", {}) == {}
+    assert lookups("modelopt", {"quantized_layers": {LINEAR: {"quant_algo": "NVFP4"}}}) == {}
+
+
+def test_sglang_looks_up_w4a8_by_the_target_linear_and_the_format_at_the_top():
+    assert not lacks_linear_target(ct("Linear") | {"format": "pack-quantized"})
+    assert lacks_linear_target(ct("Linear"))
+    assert lacks_linear_target(ct("re:.*experts.*") | {"format": "pack-quantized"})
