@@ -9,7 +9,7 @@ _module_path_match). transformers and moequant read the lists as `Dialect.reader
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatch
+from fnmatch import fnmatch, translate
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
@@ -150,7 +150,8 @@ def _modelopt_vllm(listed: Iterable[str]) -> Lookup:
 
 def _modelopt_sglang(listed: Iterable[str]) -> Lookup:
     names = [*listed]
-    patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in names]
+    # Only "*" is special. `translate` makes patterns that never backtrack without end.
+    patterns = [re.compile(translate(re.sub(r"[?[]", r"[\g<0>]", name))) for name in names]
     tails = {name.rpartition(".")[2] for name in names} & {*_SGLANG_PARTS}
 
     def quantizes(module: Module) -> bool:

@@ -367,6 +367,7 @@ class Fuzzer:
         """A converted checkpoint of which any file is hostile."""
         copy = self.hostile_copy(rng, folder, model)
         self.command("inspect", copy, "--tensors", *rng.choice([[], ["--json"]]))
+        self.command("check", copy, *rng.choice([[], ["--json"], ["--gpu", "h100"]]))
 
     def check(self, rng, folder, model):
         """The same, verified and loaded."""
@@ -391,6 +392,7 @@ class Fuzzer:
         for _ in range(rng.choice([1, 1, 1, 2])):
             self.damage_source(rng, copy)
         self.command("inspect", copy, *rng.choice([[], ["--tensors"], ["--json"]]))
+        self.command("check", copy, *rng.choice([[], ["--json"], ["--tp", "2"]]))
         out, settings = folder / "out", {"format": rng.choice(["bf16", *FORMATS]), "workers": 1}
         self.foreseen(lambda: convert(copy, out, dry_run=True, **settings))
         result = self.foreseen(lambda: convert(copy, out, **settings))
