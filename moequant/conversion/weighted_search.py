@@ -3,7 +3,6 @@
 | rule of the recipe | with statistics of the weight | without |
 |---|---|---|
 | names no search | weighted, if the format has it | round to nearest |
-| names no search, but GPTQ | the best search before GPTQ | round to nearest |
 | search = "weighted" | weighted | round to nearest; refused if no statistics are given at all |
 | another search, or none | as named | as named |
 
@@ -54,8 +53,7 @@ def options_of(
     named = "search" in rule.options or rule.options.get("scale_rule") == "mse"
     if not named or options["search"] == WEIGHTED:
         measured = all(is_measured(role, statistics) for role in roles)
-        best = WEIGHTED if named or rule.rounding is None else get_format(rule.format).gptq_search
-        options["search"] = best if measured else _NEAREST
+        options["search"] = WEIGHTED if measured else _NEAREST
     return options
 
 

@@ -186,8 +186,6 @@ class Format:
     KL divergence from the unquantized model changed, by docs/quality.md."""
     has_gaussian_search: ClassVar[bool] = False
     """Whether recipes may ask for a weighted search by mean squares that weights predict."""
-    gptq_search: ClassVar[str] = WEIGHTED
-    """The value of the option `search` after which GPTQ costs a model least, by docs/quality.md."""
     ordinary_error: ClassVar[float] = 0.0
     """Most relative error, in the Frobenius norm, of Gaussian weights that are converted to it."""
     least_scale: ClassVar[float] = 0.0

@@ -79,7 +79,6 @@ class Nvfp4(Format):
         "search": ("none", "mse", "weighted"),
     }
     has_gaussian_search = True
-    gptq_search = "mse"
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
         """As Format."""
