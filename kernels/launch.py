@@ -108,3 +108,14 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
     if OVERLAP:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_start(OVERLAP: tl.constexpr):
+    """Let the kernel behind start before `wait_for_inputs`, while kernels in front still run.
+
+    Only for what has a kernel behind it that, before it waits, reads nothing that kernels in front
+    of this one still write.
+    """
+    if OVERLAP:
+        tl_cuda.gdc_launch_dependents()

@@ -553,7 +553,7 @@ class Sm90Plan:
 
 def routed(tiling: Tiling, pairs: int) -> bool:
     """Whether the first GEMM finds its tiles by itself."""
-    return tiling.rows == 8 and pairs <= ROUTED_PAIRS
+    return tiling.rows <= 16 and pairs <= ROUTED_PAIRS
 
 
 def _to_gather(hidden: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full(s), 1 + SCALE_WARPS + 32 * GATHER_WARPS);
-      barrier_init(empty(s), PAIR * MATH_THREADS / 32);
+      barrier_init(empty(s), RELEASES);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(base + OFF_QUEUE + 32 + i * 8, 1);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
       if (EARLY) {
         if (first_unit < units) {
           const Unit unit = unit_of(work.tiles, first_unit, rank);
-          for (; ahead < STAGES && ahead < k_end - k_begin; ++ahead) family.load_weights(unit, k_begin + ahead, base, ahead, rank, full(ahead));
+          for (; ahead < AHEAD && ahead < k_end - k_begin; ++ahead) family.load_weights(unit, k_begin + ahead, base, ahead, rank, full(ahead));
         }
         asm volatile("griddepcontrol.wait;" ::: "memory");
       }

@@ -21,7 +21,13 @@ import triton
 import triton.language as tl
 
 from moequant.kernels.fp8_codes import encode_e4m3, quantize_groups, scale_of
-from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import (
+    INTERPRETED,
+    launch,
+    let_next_start,
+    overlaps_launches,
+    wait_for_inputs,
+)
 from moequant.kernels.routing import (
     TILE_FIELDS,
     Grouping,
@@ -86,7 +92,7 @@ def prepare(
         return None
     H, group = hidden.shape[1], group_of(scale)
     # All of a token in one program, or 16 groups of it.
-    groups, width, warps = (16, 128, 4) if group else (1, triton.next_power_of_2(H), 8)
+    groups, width, warps = (16, 128, 4) if group else (1, triton.next_power_of_2(H), _warps(H))
     if tokens * topk <= FEW_PAIRS[group] and grouping.alignment == 1:
         return launch(
             prepare_few,
@@ -145,6 +151,11 @@ def _shared(x: Tensor, num_warps: int) -> dict[str, Any]:
         "num_warps": num_warps,
         "overlap": overlap,
     }
+
+
+def _warps(columns: int) -> int:
+    """Of a program that has all columns of a row."""
+    return 8 if columns <= 2048 else 16
 
 
 def _groups_a_program(H: int) -> int:
@@ -231,7 +242,7 @@ def quantize_rows(
         ROWS=rows,
         WIDTH=triton.next_power_of_2(K),
         FIELDS=TILE_FIELDS,
-        **_shared(x, 8 if K > 1024 or rows > 1 else 4),
+        **_shared(x, _warps(K) if K > 1024 or rows > 1 else 4),
     )
 
 
@@ -369,6 +380,8 @@ def quantize_first(
     OVERLAP: tl.constexpr,
 ):
     """One program: ROWS rows, of those up to the end of the last tile."""
+    # The GEMM behind loads weights meanwhile, wherever the one in front has left an SM.
+    let_next_start(OVERLAP)
     # From two kernels back or more, so that they may be read while that in front runs.
     count = tl.load(tile_count)
     last = tiles + (count - 1) * FIELDS

@@ -13,6 +13,9 @@ constexpr int THREADS = 384;
 constexpr int MATH_THREADS = 256;
 constexpr int CLUSTER = SPLIT * PAIR;
 constexpr int ROUTED_PAIRS = 32;
+// Stages of weights that are asked for before the kernel in front has ended. The first tokens come behind them: where
+// these are there soon, as behind `prepare`, more than a few stages would only delay them.
+constexpr int AHEAD = ROUTED && STAGES > 4 ? 4 : STAGES;
 constexpr u32 OFF_EMPTY = OFF_FULL + STAGES * 8;
 constexpr u32 OFF_SPLIT = OFF_EMPTY + STAGES * 8;  // two barriers
 constexpr u32 OFF_QUEUE = (OFF_SPLIT + 16 + 127) / 128 * 128;  // two units, their full and empty barriers
@@ -119,10 +122,12 @@ struct Choice {
   }
 };
 
-// A stage is free when the warps of every CTA it may be filled by have read it.
+// A stage is free when it was read by all threads of the CTA, or by the warps of both of a pair, in which every thread's
+// arrival would cross over.
+constexpr int RELEASES = PAIR == 1 ? MATH_THREADS : PAIR * MATH_THREADS / 32;
 __device__ __forceinline__ void release(u32 bar, int lane) {
 #if PAIR == 1
-  if (lane == 0) barrier_arrive(bar);
+  barrier_arrive(bar);
 #else
   if (lane < 2) barrier_arrive_in(address_in(bar, lane));
 #endif
