@@ -129,6 +129,7 @@ __device__ __forceinline__ void release(u32 bar, int lane) {
 #if PAIR == 1
   barrier_arrive(bar);
 #else
+  if (SCALE_WARPS > 0) __syncwarp();  // all lanes have read the scales that a warp then writes over
   if (lane < 2) barrier_arrive_in(address_in(bar, lane));
 #endif
 }
