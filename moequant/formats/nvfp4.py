@@ -38,6 +38,10 @@ _GROUP = 16
 # nothing on N(0, 0.02); with only -1 and +1 the relative error is 8.65 % instead of 8.13 %.
 SEARCH_STEPS = (-1, 1, -2, 2, 3, 4, 5, 6)
 
+# One channel may carry nearly all of a group's weighted error: the input of a massive activation.
+# Its weight is then worth a scale of its own, under which larger ones saturate: down to amax / 12.
+WEIGHTED_STEPS = (*SEARCH_STEPS, -3, -4, -5, -6, -7, -8)
+
 
 class Nvfp4(Format):
     """`w = qdata * scale * global_scale`; gate and up of one expert share the global scale.
@@ -50,8 +54,8 @@ class Nvfp4(Format):
     A group's scale is amax / (6 * global scale) rounded to E4M3, and its codes are computed with
     that rounded scale. `search = "mse"` takes, of the E4M3 numbers from two below it to six above,
     the one of least squared error (8.13 %); of equals the one nearest the default, then the lower.
-    `search = "weighted"` does so with each squared error times the mean square of its input
-    channel.
+    `search = "weighted"` counts each squared error times the mean square of its input channel, and
+    begins eight below.
 
     Rules: round to nearest, ties to the even code; beyond +-6 saturates; a zero group has scale 1
     and zero codes; a scale that underflows becomes 2**-9; a zero keeps its sign (code 8 is -0), as
@@ -115,11 +119,11 @@ def _least_squares(x: Tensor, scale: Tensor, importance: Tensor | None) -> Tenso
     Args:
         x: [..., N, K / 16, 16] float32, weights over their global scale, at most 2688.
         scale: [..., N, K / 16] float32 holding positive E4M3 numbers, the default scale.
-        importance: [K] float32, or None for equal ones.
+        importance: [K] float32, with which smaller scales are tried, too; or None for equal ones.
     """
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).int()
     best, least = scale, _squared_error(x, scale, importance)
-    for step in SEARCH_STEPS:
+    for step in SEARCH_STEPS if importance is None else WEIGHTED_STEPS:
         # Positive E4M3 numbers are ordered as their bytes: 1 is 2**-9, 126 is 448, 127 is NaN.
         near = (code + step).clamp(1, 126).to(torch.uint8).view(torch.float8_e4m3fn).float()
         error = _squared_error(x, near, importance)

@@ -31,7 +31,7 @@ from moequant.formats.elements import (
     INT4_MIN,
 )
 from moequant.formats.fp8_block import SEARCH_FACTORS as FP8_FACTORS
-from moequant.formats.nvfp4 import SEARCH_STEPS
+from moequant.formats.nvfp4 import SEARCH_STEPS, WEIGHTED_STEPS
 from moequant.formats.w4a8 import (
     CHANNEL_SCALE_MIN,
     GROUP,
@@ -266,7 +266,7 @@ def nvfp4(format: Format, source: Source, options: Mapping[str, str]) -> Functio
     def least_squares(groups: list[Value], code: Value, importances: list[Value]) -> Value:
         x = [w / g.splat(16) for w in groups]
         best, least = code, _squared_errors(x, E4M3.decode(code), importances)
-        for step in SEARCH_STEPS:
+        for step in WEIGHTED_STEPS if importances else SEARCH_STEPS:
             near = (code + step).smax(1).umin(126)
             error = _squared_errors(x, E4M3.decode(near), importances)
             better = error < least

@@ -12,7 +12,7 @@ from moequant.formats import CONVERTIBLE, dequantize
 from moequant.formats.blocks import expand_blocks
 from moequant.formats.fp8_block import SEARCH_FACTORS as FP8_FACTORS
 from moequant.formats.importance import importance_of
-from moequant.formats.nvfp4 import SEARCH_STEPS
+from moequant.formats.nvfp4 import SEARCH_STEPS, WEIGHTED_STEPS
 from moequant.formats.w4a8 import SEARCH_FACTORS as W4A8_FACTORS
 from moequant.formats.w4a8 import _scale_of, _step
 
@@ -71,13 +71,28 @@ def test_nvfp4_takes_the_weighted_optimum_of_its_candidates(global_scale):
     w, square, fmt = weight(), mean_square(), CONVERTIBLE["nvfp4"]
     q = fmt.quantize(w, {"search": "weighted", "global_scale": global_scale}, mean_square=square)
     start = fmt.quantize(w, {"global_scale": global_scale}).scale.view(torch.uint8).int()
-    codes = [(start + step).clamp(1, 126).to(torch.uint8) for step in (0, *SEARCH_STEPS)]
+    codes = [(start + step).clamp(1, 126).to(torch.uint8) for step in (0, *WEIGHTED_STEPS)]
     scales = torch.stack([code.view(torch.float8_e4m3fn).double() for code in codes])
     best = best_e2m1(w, square, scales * q.global_scale.double(), 16)
     found = weighted_errors(w, dequantize(q).double(), square, (1, 16))
     assert (found <= within(best, w, square, (1, 16))).all()
     plain = weighted_errors(w, dequantize(fmt.quantize(w)).double(), square, (1, 16))
     assert found.sum() < 0.9 * plain.sum()
+
+
+def test_nvfp4_takes_smaller_scales_where_one_channel_counts_most():
+    w, square, fmt = weight(), torch.ones(K), CONVERTIBLE["nvfp4"]
+    square[5::16] = 1e6
+    q = fmt.quantize(w, {"search": "weighted"}, mean_square=square)
+    start = fmt.quantize(w).scale.view(torch.uint8).int()
+    steps = set((q.scale.view(torch.uint8).int() - start).unique().tolist())
+    assert steps == {0, *WEIGHTED_STEPS}
+    codes = [(start + step).clamp(1, 126).to(torch.uint8) for step in (0, *SEARCH_STEPS)]
+    scales = torch.stack([code.view(torch.float8_e4m3fn).double() for code in codes])
+    fewer = best_e2m1(w, square, scales * q.global_scale.double(), 16)
+    found = weighted_errors(w, dequantize(q).double(), square, (1, 16))
+    assert (found <= within(fewer, w, square, (1, 16))).all()
+    assert found.sum() < fewer.sum()
 
 
 @pytest.mark.parametrize("rule", CONVERTIBLE["mxfp4"].options["scale_rule"])
