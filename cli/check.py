@@ -45,7 +45,7 @@ _KNOWN = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
 @click.option(
     "--layers",
     metavar="N",
-    callback=options.check_layers,
+    callback=options.check_some_layers,
     help="Number of expert layers whose scales are read, or all.  [default: all of a directory, 3 "
     "of a hub repository]",
 )

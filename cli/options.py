@@ -135,6 +135,16 @@ def check_layers(ctx: click.Context, param: click.Parameter, value: str | None) 
     raise click.BadParameter(f"{value!r} is neither a number nor 'all'", ctx, param)
 
 
+def check_some_layers(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> str | int | None:
+    """As `check_layers`, and at least one."""
+    layers = check_layers(ctx, param, value)
+    if layers == 0:
+        raise click.BadParameter("0 layers tell nothing; name at least 1, or all", ctx, param)
+    return layers
+
+
 def check_written_file(
     ctx: click.Context, param: click.Parameter, value: Path | None
 ) -> Path | None:

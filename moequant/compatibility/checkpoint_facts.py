@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.defects import block_rows, header_defects
-from moequant.compatibility.facts import UNQUANTIZED, Defect, Facts, dtype_in, heads_in
+from moequant.compatibility.facts import (
+    UNQUANTIZED,
+    Defect,
+    Facts,
+    dtype_in,
+    heads_in,
+    kv_heads_in,
+)
 from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects
 from moequant.dialects import find_dialect
@@ -164,7 +171,7 @@ def _common(
         "intermediate": moe.intermediate,
         "expert_count": moe.experts,
         "heads": heads_in(config),
-        "kv_heads": heads_in(config, "num_key_value_heads"),
+        "kv_heads": kv_heads_in(config),
     }
 
 

@@ -122,6 +122,13 @@ def heads_in(config: Mapping[str, Any], key: str = "num_attention_heads") -> int
     return next((heads for heads in found if type(heads) is int and heads > 0), None)
 
 
+def kv_heads_in(config: Mapping[str, Any]) -> int | None:
+    """Heads of keys and values by config.json; None if not there, and of MLA, which has none."""
+    if any("kv_lora_rank" in section for section in _sections(config)):
+        return None
+    return heads_in(config, "num_key_value_heads")
+
+
 def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     text_config = config.get("text_config")
     return (text_config if isinstance(text_config, dict) else {}, config)

@@ -163,6 +163,7 @@ class EngineRule:
                 tp=placement.tp,
                 ep=placement.ep,
                 heads=facts.heads,
+                kv_heads=facts.kv_heads,
                 experts=facts.expert_count,
                 sizes=f"hidden size {facts.hidden}, {_of_rank(facts.intermediate, ranks)}",
             ),
@@ -252,8 +253,13 @@ def _happens(when: str, facts: Facts, placement: Placement) -> bool:
         "several ranks": placement.tp > 1 or placement.ep > 1,
         "ep no multiple of tp": placement.ep > 1 and placement.ep % placement.tp > 0,
         "tp no multiple of ep": placement.tp % placement.ep > 0,
+        "kv heads and tp do not divide": _neither_divides(facts.kv_heads, placement.tp),
     }
     return happening[when]
+
+
+def _neither_divides(heads: int | None, ranks: int) -> bool:
+    return heads is not None and max(heads, ranks) % min(heads, ranks) > 0
 
 
 def _is_cut(linear: tuple[str, int, int], multiple: int, tp: int, kv_heads: int | None) -> bool:

@@ -104,12 +104,14 @@ def _read(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> _Read:
         if info.name.endswith(".weight_shape"):
             continue
         values = _values(checkpoint, info)
-        weight = weight or _wrong_values(values)
+        weight = weight or _wrong_values(values, whole=values.shape == info.shape)
         if encoding.format.has_global_scale and values.numel() == 1:
             global_scale = values.float().item()
     name = dialect.input_scale_name(module.name) if dialect.input_scale else None
     of_input = None if name is None else checkpoint.tensors.get(name)
-    wrong_input = "" if of_input is None else _wrong_values(_values(checkpoint, of_input))
+    wrong_input = ""
+    if of_input is not None:
+        wrong_input = _wrong_values(_values(checkpoint, of_input), whole=True)
     return _Read(module=module, weight=weight, input=wrong_input, global_scale=global_scale)
 
 
@@ -122,8 +124,8 @@ def _values(checkpoint: Checkpoint, info: TensorInfo) -> Tensor:
     return checkpoint.read(info.name, slice(0, rows))
 
 
-def _wrong_values(values: Tensor) -> str:
-    """What is wrong with scales, in words; empty if nothing is."""
+def _wrong_values(values: Tensor, *, whole: bool) -> str:
+    """What is wrong with scales, `whole` or their first rows, in words; empty if nothing is."""
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return "NaN" if bool((values.view(torch.uint8) == _E8M0_NAN).any()) else ""
     numbers = values.float()
@@ -131,4 +133,4 @@ def _wrong_values(values: Tensor) -> str:
         return "NaN"
     if bool(numbers.isinf().any()):
         return "infinite"
-    return "all zero" if numbers.numel() and not bool(numbers.any()) else ""
+    return "all zero" if whole and numbers.numel() and not bool(numbers.any()) else ""

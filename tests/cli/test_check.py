@@ -85,6 +85,12 @@ def test_what_nobody_knows_is_no_yes(run, fp8):
     assert "transformers 5.23: not known, no rule is about this" in result.stderr
 
 
+def test_no_layers_are_refused(run, fp8):
+    refused = run("check", fp8, "--layers", "0")
+    assert refused.exit_code == 2
+    assert "name at least 1, or all" in refused.stderr
+
+
 def test_a_gpu_without_a_kernel_is_said_with_those_that_have_one(run, fp8):
     result = run("check", fp8, "--engine", "sglang", "--gpu", "a100")
     assert result.exit_code == 4

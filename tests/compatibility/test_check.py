@@ -140,6 +140,15 @@ def test_experts_and_heads_that_ranks_do_not_divide_are_named():
     assert [said.rule for said in verdict.against] == ["attention-heads-of-a-rank"]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("heads", "tp", "expected"), [(8, 4, True), (8, 16, True), (8, 6, False), (6, 4, False)]
+)
+def test_heads_of_keys_are_divided_or_copied(engine, heads, tp, expected):
+    checkpoint = facts("compressed-tensors", "fp8_channel", heads=48, kv_heads=heads)
+    assert loads(checkpoint, engine, tp=tp) is expected
+
+
 @pytest.mark.parametrize(
     ("format", "engine", "rank", "expected"),
     [
@@ -148,6 +157,8 @@ def test_experts_and_heads_that_ranks_do_not_divide_are_named():
         ("nvfp4", "sglang", 64, {4: True, 8: False}),
         ("nvfp4", "vllm", 16, {16: True, 32: False}),
         ("mxfp8", "vllm", 32, {8: True, 16: False}),
+        ("int4", "vllm", 32, {8: True, 16: False}),
+        ("int4", "sglang", 32, {8: True, 16: False}),
     ],
 )
 def test_a_rank_needs_whole_groups_of_each_format(format, engine, rank, expected):

@@ -350,3 +350,12 @@ def test_codes_without_a_quantization_config_are_an_error(planted, check):
     (path / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"stored as F8_E4M3, but config\.json has no"):
         check(path)
+
+
+def test_scales_of_which_only_the_first_rows_were_read_are_not_called_zero():
+    from moequant.compatibility.scales import _wrong_values
+
+    zeros = torch.zeros(4)
+    assert _wrong_values(zeros, whole=True) == "all zero"
+    assert not _wrong_values(zeros, whole=False)
+    assert _wrong_values(zeros.fill_(float("nan")), whole=False) == "NaN"
