@@ -210,9 +210,9 @@ def wait_for(server, start_s):
 
 
 def stop(process):
-    """End the server as Ctrl-C does, then whatever is left of the processes it started."""
+    """End the server, then whatever is left of the processes it started."""
     with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # unlike SIGINT, not ignored where this was started with `&`
     with suppress(subprocess.TimeoutExpired):
         process.wait(_SECONDS["stop"])
     with suppress(ProcessLookupError):
