@@ -25,20 +25,9 @@ _KNOWN = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
 @click.argument("checkpoint", type=options.DIRECTORY)
 @options.checked_engines_option
 @options.gpu_option
-@click.option(
-    "--tp",
-    type=click.IntRange(1, 1024),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Ranks of tensor parallelism.",
-)
-@click.option(
+@options.ranks_option("--tp", help="Ranks of tensor parallelism.")
+@options.ranks_option(
     "--ep",
-    type=click.IntRange(1, 1024),
-    default=1,
-    show_default=True,
-    metavar="N",
     help="Ranks among which experts are divided: of vLLM, --enable-expert-parallel; of SGLang, "
     "--ep-size.",
 )

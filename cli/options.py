@@ -40,6 +40,12 @@ def _name_option(
     )
 
 
+def ranks_option(flag: str, *, help: str) -> Callable[[_Command], _Command]:
+    """A number of ranks, by default 1."""
+    ranks = click.IntRange(1, 1024)
+    return click.option(flag, type=ranks, default=1, show_default=True, metavar="N", help=help)
+
+
 def _names_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Command], _Command]:
     """As `_name_option`, of several names, separated by commas."""
 
@@ -126,7 +132,9 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: str | None) -
     return value
 
 
-def check_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
+def _check_layers(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> str | int | None:
     """A number of layers, or "all"."""
     if value is None or value == "all":
         return value
@@ -138,8 +146,8 @@ def check_layers(ctx: click.Context, param: click.Parameter, value: str | None) 
 def check_some_layers(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> str | int | None:
-    """As `check_layers`, and at least one."""
-    layers = check_layers(ctx, param, value)
+    """A number of layers, at least one, or "all"; a click callback."""
+    layers = _check_layers(ctx, param, value)
     if layers == 0:
         raise click.BadParameter("0 layers tell nothing; name at least 1, or all", ctx, param)
     return layers
@@ -362,7 +370,7 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an ex
 layers_option = click.option(
     "--layers",
     metavar="N",
-    callback=check_layers,
+    callback=_check_layers,
     help="Number of expert layers to run, or all. Weights are verified in every layer.  "
     "[default: 3]",
 )

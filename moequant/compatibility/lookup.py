@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
+from moequant.dialects.modelopt import SGLANG_PARTS
 from moequant.dialects.names import REGEX, expert_block
 from moequant.dialects.regexes import compile_regex
 from moequant.errors import CheckpointError
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 # vLLM renames the language model of a vision model; plain names in lists with it, regexes not.
 _RENAMED = ("model.language_model.", "language_model.model.")
-# SGLang also compares these with any part of the last component of a name.
-_SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
@@ -152,7 +151,7 @@ def _modelopt_sglang(listed: Iterable[str]) -> Lookup:
     names = [*listed]
     # Only "*" is special. `translate` makes patterns that never backtrack without end.
     patterns = [re.compile(translate(re.sub(r"[?[]", r"[\g<0>]", name))) for name in names]
-    tails = {name.rpartition(".")[2] for name in names} & {*_SGLANG_PARTS}
+    tails = {name.rpartition(".")[2] for name in names} & {*SGLANG_PARTS}
 
     def quantizes(module: Module) -> bool:
         block = expert_block(module.name)

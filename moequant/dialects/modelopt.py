@@ -68,7 +68,7 @@ _Algorithm = tuple[str, "Mapping[str, object]", str]
 """`quant_algo`, what is said of `group_size` by config key, and the config key of both."""
 
 # SGLang matches these against any part of the last component of a module's name.
-_SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 # Engines merge these, and look up the merged module.
 _MERGED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -330,7 +330,7 @@ def _check_kept_names(formats: Iterable[str], kept: Iterable[str]) -> None:
     for name in kept:
         tail = name.rpartition(".")[2]
         taken = next((other for other in asked if _vllm_keeps(other, name)), None)
-        if taken is None and tail in _SGLANG_PARTS:
+        if taken is None and tail in SGLANG_PARTS:
             taken = next((other for leaf, other in leaves.items() if tail in leaf), None)
         if taken is not None:
             raise UnsupportedError(
