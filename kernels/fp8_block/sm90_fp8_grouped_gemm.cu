@@ -499,8 +499,7 @@ struct Fp8Blocks {
       for (int i = 0; i < LOADS; ++i)
         if (i * 32 + lane < MOST_ROWS) to[i * 32] = x[i];
       if (lane < 2) *(float*)(smem + OFF_W_SCALE + s * 8 + lane * 4) = w;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(base + OFF_FULL + s * 8);
+      barrier_arrive(base + OFF_FULL + s * 8);
       if (k + 1 < k_end) load(k + 1);
       if (++s == STAGES) s = 0, parity ^= 1;
     }

@@ -32,7 +32,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(full(s), 1 + SCALE_WARPS + 32 * GATHER_WARPS);
+      barrier_init(full(s), 1 + 32 * (SCALE_WARPS + GATHER_WARPS));
       barrier_init(empty(s), RELEASES);
     }
     for (int i = 0; i < 2; ++i) {

@@ -122,16 +122,15 @@ struct Choice {
   }
 };
 
-// A stage is free when it was read by all threads of the CTA, or by the warps of both of a pair, in which every thread's
-// arrival would cross over.
-constexpr int RELEASES = PAIR == 1 ? MATH_THREADS : PAIR * MATH_THREADS / 32;
+// A stage is free when all threads that multiply have read it, and those of the other CTA of a pair, whose loads fill it
+// too: of these a lane of each warp says so.
+constexpr int RELEASES = MATH_THREADS + (PAIR - 1) * MATH_THREADS / 32;
 __device__ __forceinline__ void release(u32 bar, int lane) {
-#if PAIR == 1
-  barrier_arrive(bar);
-#else
-  if (SCALE_WARPS > 0) __syncwarp();  // all lanes have read the scales that a warp then writes over
-  if (lane < 2) barrier_arrive_in(address_in(bar, lane));
+#if PAIR > 1
+  __syncwarp();
+  if (lane == 0) barrier_arrive_in(address_in(bar, (blockIdx.x & 1) ^ 1));
 #endif
+  barrier_arrive(bar);
 }
 
 // A warpgroup's place in the ring and in the cluster.

@@ -80,22 +80,21 @@ struct Packed {
     a[2] = times<HIGH>((word * 64 & 0x01C001C0) | (word * 4 & 0x80008000), by_low);
     a[3] = times<HIGH>((word >> 3 & 0x01C001C0) | (word * 2 & 0x80008000), by_high);
   }
+  template <int HALF, int STEP>
+  __device__ __forceinline__ u32& word() { return STEP == 0 ? codes[HALF].x : STEP == 1 ? codes[HALF].y : STEP == 2 ? codes[HALF].z : codes[HALF].w; }
+  // Columns 16 * STEP on of either half.
+  template <int HALF, int STEP>
+  __device__ __forceinline__ void decode(u32* a) {
+    constexpr int OF = SCALES == 2 ? HALF : 0, HIGH = SCALES == 2 ? STEP / 2 : HALF;
+    constexpr bool ODD = SCALES == 2 ? STEP % 2 : STEP / 2;
+    decode_16<HIGH>(word<HALF, STEP>(), scales_of(scale[0][OF], ODD), scales_of(scale[1][OF], ODD), a);
+  }
   template <int HALF>
-  __device__ __forceinline__ void decode(u32 (&a)[16]) const {
-    const uint4 words = codes[HALF];
-    const u32 low = scale[0][SCALES == 2 ? HALF : 0], high = scale[1][SCALES == 2 ? HALF : 0];
-    const u32 even[2] = {scales_of(low, false), scales_of(high, false)}, odd[2] = {scales_of(low, true), scales_of(high, true)};
-    if constexpr (SCALES == 2) {
-      decode_16<0>(words.x, even[0], even[1], a);
-      decode_16<0>(words.y, odd[0], odd[1], a + 4);
-      decode_16<1>(words.z, even[0], even[1], a + 8);
-      decode_16<1>(words.w, odd[0], odd[1], a + 12);
-    } else {
-      decode_16<HALF>(words.x, even[0], even[1], a);
-      decode_16<HALF>(words.y, even[0], even[1], a + 4);
-      decode_16<HALF>(words.z, odd[0], odd[1], a + 8);
-      decode_16<HALF>(words.w, odd[0], odd[1], a + 12);
-    }
+  __device__ __forceinline__ void decode_half(u32 (&a)[16]) {
+    decode<HALF, 0>(a);
+    decode<HALF, 1>(a + 4);
+    decode<HALF, 2>(a + 8);
+    decode<HALF, 3>(a + 12);
   }
 };
 
@@ -120,72 +119,112 @@ struct Factors {
   __device__ __forceinline__ static float of_one(float2 of, int block, int) { return block ? of.y : of.x; }
 };
 
-// A unit of at most N rows: its sums, then its part of the output. Half a block of weights, 64 rows x 64 k, is decoded
-// while another is multiplied.
+// The stages that a warpgroup reads.
+struct Stages {
+  const Worker& at;
+  int group;
+  __device__ __forceinline__ void await(const Ring& ring) const {
+    barrier_wait(at.base + OFF_FULL + ring.stage * 8, ring.parity);
+    see_copies();
+  }
+  __device__ __forceinline__ const u8* panel(u32 stage) const { return at.smem + OFF_W + stage * W_BYTES + group * PANEL_BYTES; }
+  __device__ __forceinline__ u32 x(u32 stage) const { return at.base + OFF_X + stage * X_BYTES; }
+};
+
+// The sums of a unit of at most 48 rows: half a block of weights, 64 rows x 64 k, is decoded while another is multiplied.
+// Not of a pair, whose release amid products has ptxas wait for each of them.
+template <int ACC>
+__device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+  Ring& ring = at.ring;
+  u32 a[2][16];
+  Packed packed[2];
+  auto load = [&](int block) { packed[block].load(stages.panel(ring.stage), block); };
+  auto empty = [&](u32 s) { return at.base + OFF_EMPTY + s * 8; };
+  u32 last = 0;
+  for (int k = at.k_begin; k < at.k_end; ++k) {
+    const u32 s = ring.stage, x = stages.x(s);
+    stages.await(ring);
+    load(0);
+    load(1);
+    wgmma_wait<1>();
+    packed[0].decode_half<0>(a[0]);
+    start(sum[0], a[0], x);
+    wgmma_wait<1>();
+    if (k > at.k_begin) release(empty(last), lane);
+    packed[0].decode_half<1>(a[1]);
+    start(sum[0], a[1], x + X_PART_BYTES);
+    wgmma_wait<1>();
+    packed[1].decode_half<0>(a[0]);
+    start(sum[1], a[0], x);
+    wgmma_wait<1>();
+    packed[1].decode_half<1>(a[1]);
+    start(sum[1], a[1], x + X_PART_BYTES);
+    last = s;
+    ring.next();
+  }
+  wgmma_wait<0>();
+  if (at.k_begin < at.k_end) release(empty(last), lane);  // a part of a short K may be empty
+}
+
+// A step of 16 k, decoded when the step that had its registers four before is done.
+template <int HALF, int STEP, int ACC>
+__device__ __forceinline__ void multiply_step(float (&sum)[ACC], u32 (&a)[16], Packed& packed, u64 x) {
+  wgmma_wait<3>();
+  asm volatile("" : "+r"(packed.word<HALF, STEP>()));  // not before the wait
+  packed.decode<HALF, STEP>(a + STEP * 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[STEP * 4 + i]));  // nor behind the fence
+  wgmma_fence();
+  wgmma(sum, a + STEP * 4, x + 2 * STEP, 1);
+  wgmma_commit();
+}
+template <int HALF, int ACC>
+__device__ __forceinline__ void multiply_half(float (&sum)[ACC], u32 (&a)[16], Packed& packed, u32 x) {
+  const u64 b = descriptor(x + HALF * X_PART_BYTES);
+  multiply_step<HALF, 0>(sum, a, packed, b);
+  multiply_step<HALF, 1>(sum, a, packed, b);
+  multiply_step<HALF, 2>(sum, a, packed, b);
+  multiply_step<HALF, 3>(sum, a, packed, b);
+}
+
+// The sums of a unit of more rows, for which a warpgroup has registers for the operands of four steps.
+template <int ACC>
+__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+  Ring& ring = at.ring;
+  u32 a[16];
+  Packed packed;
+  stages.await(ring);
+  packed.load(stages.panel(ring.stage), 0);
+  for (int k = 0; k < KBLOCKS; ++k) {
+    const u32 s = ring.stage, x = stages.x(s);
+    multiply_half<0>(sum[0], a, packed, x);
+    multiply_half<1>(sum[0], a, packed, x);
+    packed.load(stages.panel(s), 1);
+    multiply_half<0>(sum[1], a, packed, x);
+    multiply_half<1>(sum[1], a, packed, x);
+    ring.next();
+    if (k + 1 < KBLOCKS) {
+      stages.await(ring);
+      packed.load(stages.panel(ring.stage), 0);
+    }
+    wgmma_wait<0>();
+    release(at.base + OFF_EMPTY + s * 8, lane);
+  }
+}
+
+// A unit of at most N rows: its sums, then its part of the output.
 template <int N>
 __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const float* factor, const Output& out) {
   constexpr int ACC = N / 2;
   const int lane = threadIdx.x & 31, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  Ring& ring = at.ring;
   const Factors factors(factor, unit.expert);
   float sum[2][ACC];
 #pragma unroll
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
-  u32 a[2][16];
-  Packed packed[2];
   pin(sum[0]), pin(sum[1]);
-  auto load = [&](int block) { packed[block].load(at.smem + OFF_W + ring.stage * W_BYTES + group * PANEL_BYTES, block); };
-  auto await_stage = [&]() {
-    barrier_wait(at.base + OFF_FULL + ring.stage * 8, ring.parity);
-    see_copies();
-  };
-  auto empty = [&](u32 s) { return at.base + OFF_EMPTY + s * 8; };
-  if (at.k_begin < at.k_end) {  // a part of a short K may be empty
-    await_stage();
-    load(0);
-    if constexpr (N > 48) {  // registers for one operand; the other warpgroup multiplies meanwhile
-      for (int k = at.k_begin; k < at.k_end; ++k) {
-        const u32 s = ring.stage, x = at.base + OFF_X + s * X_BYTES;
-        load(1);
-        ring.next();
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          packed[b].decode<0>(a[0]);
-          start(sum[b], a[0], x);
-          wgmma_wait<0>();
-          packed[b].decode<1>(a[0]);
-          start(sum[b], a[0], x + X_PART_BYTES);
-          if (b == 1 && k + 1 < at.k_end) await_stage(), load(0);
-          wgmma_wait<0>();
-        }
-        release(empty(s), lane);
-      }
-    } else {
-      u32 last = 0;
-      for (int k = at.k_begin; k < at.k_end; ++k) {
-        const u32 s = ring.stage, x = at.base + OFF_X + s * X_BYTES;
-        if (k > at.k_begin) await_stage(), load(0);
-        load(1);
-        wgmma_wait<1>();
-        packed[0].decode<0>(a[0]);
-        start(sum[0], a[0], x);
-        wgmma_wait<1>();
-        if (k > at.k_begin) release(empty(last), lane);
-        packed[0].decode<1>(a[1]);
-        start(sum[0], a[1], x + X_PART_BYTES);
-        wgmma_wait<1>();
-        packed[1].decode<0>(a[0]);
-        start(sum[1], a[0], x);
-        wgmma_wait<1>();
-        packed[1].decode<1>(a[1]);
-        start(sum[1], a[1], x + X_PART_BYTES);
-        last = s;
-        ring.next();
-      }
-      wgmma_wait<0>();
-      release(empty(last), lane);
-    }
-  }
+  const Stages stages{at, group};
+  if constexpr (N <= 48 && PAIR == 1) multiply_small(sum, at, stages, lane);
+  else multiply_large(sum, at, stages, lane);
   pin(sum[0]), pin(sum[1]);
   if (add_splits<N>(sum, at)) finish<N>(sum, factors, unit, out);
 }

@@ -19,17 +19,16 @@ struct Packed {
     codes[1] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + 2048 + thread * 16);
     scale = *(const u32*)(panel + CODE_BYTES + thread / 4 * 8 + block * 4);
   }
-  // To the A operands of four WGMMA, and the scales of rows lane / 4 and lane / 4 + 8.
-  __device__ __forceinline__ void decode(u32 (&a)[16], float2& by) const {
+  // To the A operand of the WGMMA of columns 32 * step on.
+  __device__ __forceinline__ void decode(u32 (&a)[16], int step) const {
+    const uint4 four = codes[step / 2];
+    const u32 words[2] = {step & 1 ? four.z : four.x, step & 1 ? four.w : four.y};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const u32 words[4] = {codes[half].x, codes[half].y, codes[half].z, codes[half].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[half * 8 + i * 2] = decode_4(words[i]);
-        a[half * 8 + i * 2 + 1] = decode_4(words[i] >> 4);
-      }
+    for (int i = 0; i < 2; ++i) {
+      a[step * 4 + i * 2] = decode_4(words[i]);
+      a[step * 4 + i * 2 + 1] = decode_4(words[i] >> 4);
     }
-    by = {__uint_as_float(scale << 16), __uint_as_float(scale & 0xFFFF0000)};
   }
+  // Scales of rows lane / 4 and lane / 4 + 8.
+  __device__ __forceinline__ float2 scales() const { return {__uint_as_float(scale << 16), __uint_as_float(scale & 0xFFFF0000)}; }
 };

@@ -28,20 +28,24 @@ struct Packed {
     codes[1] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + 2048 + thread * 16);
     scale = *(const uint2*)(panel + CODE_BYTES + thread / 4 * 16 + block * 8);
   }
-  // To the A operands of four WGMMA, and the scales of rows lane / 4 and lane / 4 + 8.
-  __device__ __forceinline__ void decode(u32 (&a)[16], float2& by) const {
-#pragma unroll
-    for (int group = 0; group < 4; ++group) {
-      const uint2 low = magnitudes(scale.x >> (16 + group * 4) & 15), high = magnitudes(scale.y >> (16 + group * 4) & 15);
-      const uint4 four = codes[group / 2];
-      const u32 words[2] = {group & 1 ? four.z : four.x, group & 1 ? four.w : four.y};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const u32 word = words[i], index = word & 0x77777777;
-        a[group * 4 + i * 2] = select_bytes(low, index) | (word & 0x80808080);
-        a[group * 4 + i * 2 + 1] = select_bytes(high, index >> 16) | (word << 4 & 0x80808080);
-      }
-    }
-    by = {__uint_as_float(scale.x << 16), __uint_as_float(scale.y << 16)};
+  // Keeps a step from being decoded before what is in front.
+  __device__ __forceinline__ void pin(int step) {
+    uint4& four = codes[step / 2];
+    if (step & 1) asm volatile("" : "+r"(four.z), "+r"(four.w));
+    else asm volatile("" : "+r"(four.x), "+r"(four.y));
   }
+  // To the A operand of the WGMMA of columns 32 * step on, which are a group.
+  __device__ __forceinline__ void decode(u32 (&a)[16], int step) const {
+    const uint2 low = magnitudes(scale.x >> (16 + step * 4) & 15), high = magnitudes(scale.y >> (16 + step * 4) & 15);
+    const uint4 four = codes[step / 2];
+    const u32 words[2] = {step & 1 ? four.z : four.x, step & 1 ? four.w : four.y};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 word = words[i], index = word & 0x77777777;
+      a[step * 4 + i * 2] = select_bytes(low, index) | (word & 0x80808080);
+      a[step * 4 + i * 2 + 1] = select_bytes(high, index >> 16) | (word << 4 & 0x80808080);
+    }
+  }
+  // Scales of rows lane / 4 and lane / 4 + 8.
+  __device__ __forceinline__ float2 scales() const { return {__uint_as_float(scale.x << 16), __uint_as_float(scale.y << 16)}; }
 };

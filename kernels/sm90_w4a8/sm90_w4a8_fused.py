@@ -73,7 +73,12 @@ class W4a8GemmConfig(GemmConfig):
 
     def defines(self) -> dict[str, int]:
         """See `GemmConfig.defines`."""
-        return {**super().defines(), "MXFP4": int(self.format == "mxfp4")}
+        mxfp4 = self.format == "mxfp4"
+        return {
+            **super().defines(),
+            "MXFP4": int(mxfp4),
+            "SPAN": mxfp4_layout.SPAN if mxfp4 else 1,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@
 // bf16_output.cuh how results go. The N of the instruction is the smallest class of the tile's rows.
 //
 // Compile-time, beside the classes and what schedule.cuh has: ACTIVATED, GATED, ACT, LIMITED, BIAS, N_OUT (columns of
-// out), W_ROWS (weight rows an expert), MXFP4.
+// out), W_ROWS (weight rows an expert), MXFP4, SPAN (stages whose columns have one scale a row, see multiply_large).
 
 #include "sm90/ptx.cuh"
 
@@ -41,16 +41,6 @@ constexpr u32 SCRATCH_BYTES = 0;
 #include "sm90/panels.cuh"
 #include "sm90/token_scales.cuh"
 
-// d = 64 weight rows x ACC * 2 tokens over 128 k.
-template <int ACC>
-__device__ __forceinline__ void start(float (&d)[ACC], const u32 (&a)[16], u32 x) {
-  const u64 b = descriptor(x);
-  pin(d);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma(d, a + k * 4, b + 2 * k, k > 0);
-  wgmma_commit();
-}
 template <int ACC>
 __device__ __forceinline__ void promote(float (&to)[ACC], float (&d)[ACC], float2 by) {
   pin(d);
@@ -63,64 +53,180 @@ __device__ __forceinline__ void promote(float (&to)[ACC], float (&d)[ACC], float
   }
 }
 
+// The stages that a warpgroup reads.
+struct Stages {
+  const Worker& at;
+  int group;
+  __device__ __forceinline__ void await(const Ring& ring) const {
+    barrier_wait(at.base + OFF_FULL + ring.stage * 8, ring.parity);
+    see_copies();
+  }
+  __device__ __forceinline__ const u8* panel(u32 stage) const { return at.smem + OFF_W + stage * W_BYTES + group * PANEL_BYTES; }
+  __device__ __forceinline__ u64 x(u32 stage) const { return descriptor(at.base + OFF_X + stage * X_BYTES); }
+};
+
+// d = 64 weight rows x ACC * 2 tokens over 128 k; returns the scales of d.
+template <int ACC>
+__device__ __forceinline__ float2 start(float (&d)[ACC], u32 (&a)[16], const Packed& packed, u64 x) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) packed.decode(a, step);
+  pin(d);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < 4; ++step) wgmma(d, a + step * 4, x + 2 * step, step > 0);
+  wgmma_commit();
+  return packed.scales();
+}
+
+// The sums of a unit of at most 64 rows: the second block is decoded while the first is multiplied.
+template <int ACC>
+__device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+  Ring& ring = at.ring;
+  float d[2][ACC];
+  u32 a[2][16];
+  float2 by[2];
+  Packed packed;
+  auto await_stage = [&]() {
+    stages.await(ring);
+    packed.load(stages.panel(ring.stage), 0);
+  };
+  if (at.k_begin < at.k_end) await_stage();  // a part of a short K may be empty
+  for (int k = at.k_begin; k < at.k_end; ++k) {
+    const u32 s = ring.stage;
+    const u64 x = stages.x(s);
+    by[0] = start(d[0], a[0], packed, x);
+    packed.load(stages.panel(s), 1);
+    by[1] = start(d[1], a[1], packed, x);
+    ring.next();
+    if (k + 1 < at.k_end) await_stage();
+    wgmma_wait<1>();
+    promote(sum[0], d[0], by[0]);
+    wgmma_wait<0>();
+    release(at.base + OFF_EMPTY + s * 8, lane);
+    promote(sum[1], d[1], by[1]);
+  }
+}
+
+// The sums of a unit of more than 64 rows, for which a warpgroup has registers for one product. The other warpgroup
+// multiplies meanwhile.
+#if SPAN == 1
+template <int ACC>
+__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+  Ring& ring = at.ring;
+  float d[ACC];
+  u32 a[16];
+  Packed packed;
+  auto await_stage = [&]() {
+    stages.await(ring);
+    packed.load(stages.panel(ring.stage), 0);
+  };
+  await_stage();
+  for (int k = 0; k < KBLOCKS; ++k) {
+    const u32 s = ring.stage;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const float2 by = start(d, a, packed, stages.x(s));
+      if (block == 0) {
+        packed.load(stages.panel(s), 1);
+      } else {
+        ring.next();
+        if (k + 1 < KBLOCKS) await_stage();
+      }
+      wgmma_wait<0>();
+      if (block == 1) release(at.base + OFF_EMPTY + s * 8, lane);
+      promote(sum[block], d, by);
+    }
+  }
+}
+#else
+// A product is of a block of 64 weight rows and the columns of a span of stages, in steps of 32. A step is decoded when
+// the step that had its registers four before is done, and the first steps of the next product before this one ends.
+constexpr int DECODED_AHEAD = 3;
+
+// The products of a span of COUNT stages, whose first steps are decoded. `last`: nothing comes behind them.
+template <int COUNT, int ACC>
+__device__ __forceinline__ void multiply_span(
+    float (&sum)[2][ACC], float (&d)[ACC], u32 (&a)[16], Packed& packed, Worker& at, const Stages& stages, bool last, int lane) {
+  Ring ring[COUNT + 1];  // of each stage, and of the one behind them
+  ring[0] = at.ring;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    ring[i + 1] = ring[i];
+    ring[i + 1].next();
+  }
+  auto decode = [&](int step) {
+    packed.pin(step);
+    packed.decode(a, step);
+  };
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    float2 by;
+    pin(d);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const u64 x = stages.x(ring[i].stage);
+      // What comes behind: the next stage of the span, the second block, or the next span.
+      const bool more = i + 1 < COUNT, ends = !more && block == 1;
+      const int next = more ? i + 1 : ends ? COUNT : 0, next_block = more ? block : 1 - block;
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        if (i > 0) wgmma_wait<3>();
+        if (i > 0 || step >= DECODED_AHEAD) decode(step);
+        wgmma_fence();
+        wgmma(d, a + step * 4, x + 2 * step, i * 4 + step > 0);
+        wgmma_commit();
+      }
+      by = packed.scales();
+      if (!ends || !last) {
+        if ((more && block == 0) || ends) stages.await(ring[next]);
+        packed.load(stages.panel(ring[next].stage), next_block);
+      }
+    }
+    wgmma_wait<3>();
+    decode(0);
+    wgmma_wait<2>();
+    decode(1);
+    wgmma_wait<1>();
+    decode(2);
+    wgmma_wait<0>();
+    if (block == 1) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) release(at.base + OFF_EMPTY + ring[i].stage * 8, lane);
+    }
+    promote(sum[block], d, by);
+  }
+  at.ring = ring[COUNT];
+}
+
+template <int ACC>
+__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+  float d[ACC];
+  u32 a[16];
+  Packed packed;
+  stages.await(at.ring);
+  packed.load(stages.panel(at.ring.stage), 0);
+#pragma unroll
+  for (int step = 0; step < DECODED_AHEAD; ++step) packed.decode(a, step);
+  int k = 0;
+  for (; k + SPAN <= KBLOCKS; k += SPAN) multiply_span<SPAN>(sum, d, a, packed, at, stages, k + SPAN == KBLOCKS, lane);
+  constexpr int REST = KBLOCKS % SPAN;
+  if constexpr (REST > 0) multiply_span<REST>(sum, d, a, packed, at, stages, true, lane);
+}
+#endif
+
 // A unit of at most N rows: its sums, then its part of the output.
 template <int N>
 __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const float* x_scale, const int* pair_of_row, const Output& out) {
   constexpr int ACC = N / 2;
-  const u32 base = at.base;
-  const int k_end = at.k_end;
-  Ring& ring = at.ring;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-  const int group = warp / 4;
+  const int lane = threadIdx.x & 31, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   TokenScales<N> scales;
   scales.load(x_scale, pair_of_row, unit, lane);
-  float sum[2][ACC], d[2][ACC];
+  float sum[2][ACC];
 #pragma unroll
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
-  u32 a[2][16];
-  float2 by[2];
-  Packed packed;
-  auto load = [&](int block) { packed.load(at.smem + OFF_W + ring.stage * W_BYTES + group * PANEL_BYTES, block); };
-  auto await_stage = [&]() {
-    barrier_wait(base + OFF_FULL + ring.stage * 8, ring.parity);
-    see_copies();
-    load(0);
-  };
-  if (at.k_begin < k_end) await_stage();  // a part of a short K may be empty
-  for (int k = at.k_begin; k < k_end; ++k) {
-    const u32 s = ring.stage, x = base + OFF_X + s * X_BYTES;
-    if constexpr (N <= 64) {
-      // The second block is decoded while the first is multiplied.
-      packed.decode(a[0], by[0]);
-      load(1);
-      start(d[0], a[0], x);
-      packed.decode(a[1], by[1]);
-      start(d[1], a[1], x);
-      ring.next();
-      if (k + 1 < k_end) await_stage();
-      wgmma_wait<1>();
-      promote(sum[0], d[0], by[0]);
-      wgmma_wait<0>();
-      release(base + OFF_EMPTY + s * 8, lane);
-      promote(sum[1], d[1], by[1]);
-    } else {  // registers for one product; the other warpgroup multiplies meanwhile
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        packed.decode(a[0], by[b]);
-        start(d[0], a[0], x);
-        if (b == 0) {
-          load(1);
-        } else {
-          ring.next();
-          if (k + 1 < k_end) await_stage();
-        }
-        wgmma_wait<0>();
-        if (b == 1) release(base + OFF_EMPTY + s * 8, lane);
-        promote(sum[b], d[0], by[b]);
-      }
-    }
-  }
-
+  const Stages stages{at, group};
+  if constexpr (N <= 64) multiply_small(sum, at, stages, lane);
+  else multiply_large(sum, at, stages, lane);
   if (add_splits<N>(sum, at)) finish<N>(sum, scales, unit, out);
 }
 

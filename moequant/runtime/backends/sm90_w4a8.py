@@ -70,6 +70,7 @@ class Mxfp4Panels(W4a8Panels):
     """As `W4a8Panels`, of mxfp4: FP8 products want E8M0 scales folded into exponents."""
 
     name = "mxfp4_fp8_panels"
+    version = 2
     format = "mxfp4"
 
     def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
@@ -125,9 +126,9 @@ class Sm90W4a8(Backend):
 class Sm90Mxfp4Fp8(Sm90W4a8):
     """MXFP4 x FP8 GEMMs, for `activations="fp8_token"`; otherwise as `Sm90W4a8`.
 
-    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for the 128 columns
-    of a row. That is exact where these four scales lie at most eleven octaves apart; weights of
-    which that is not so are refused when they are packed.
+    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for 256 columns of a
+    row. That is exact where these eight scales lie at most eleven octaves apart; weights of which
+    that is not so are refused when they are packed.
     """
 
     name = "sm90_mxfp4_fp8"

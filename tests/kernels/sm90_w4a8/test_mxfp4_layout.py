@@ -130,7 +130,7 @@ def test_scales_too_far_apart_are_refused_by_projection_and_expert(projection):
     with pytest.raises(UnsupportedError) as refused:
         pack(fine | {projection: (qdata, scale)})
     assert str(refused.value) == (
-        f"{projection} of expert 1: the scales of 128 columns of a row lie 13 octaves apart, but "
+        f"{projection} of expert 1: the scales of 256 columns of a row lie 13 octaves apart, but "
         'FP8 products take at most 11; load the experts with backend="triton", or with '
         'activations="none"'
     )
