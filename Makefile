@@ -40,6 +40,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --group dev -e .
+	# Beside the packages: a test compares with one file of it, and transformers would import it.
+	$(BIN)/pip install -q -c constraints.txt --no-deps --target $(VENV)/sources torchao
 	touch $@
 
 clean:

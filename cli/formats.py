@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output
+from moequant.cli.output import NEVER_RUN, Output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -128,6 +128,7 @@ def _backends() -> Iterator[dict[str, Any]]:
             "runs": reason is None,
             "by_default": reason is None and device in backend.default_on,
             "reason": reason,
+            "never_run": backend.never_run,
         }
 
 
@@ -190,7 +191,7 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
                 b["format"],
                 b["activations"],
                 _multiples(b["hidden_multiple"], b["intermediate_multiple"]),
-                _verdict(b),
+                _verdict(b) + f"; {NEVER_RUN}" * b["never_run"],
             )
             for b in document["backends"]
         ],

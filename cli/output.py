@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint
 
+NEVER_RUN = "compiled, never run"
+"""What is said of backends whose kernels no GPU has run."""
 _COLUMNS = 80
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 

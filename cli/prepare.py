@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output, count, size
+from moequant.cli.output import NEVER_RUN, Output, count, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +37,7 @@ def command(
     The portable files, which other engines read, do not change.
     """
     from moequant.preparation import prepare
+    from moequant.runtime.backends import REGISTRY
 
     out = Output(as_json=as_json, quiet=quiet)
     with out.progress() as progress:
@@ -63,6 +64,11 @@ def command(
             }
             for number, layer in layers.items()
         },
+        "never_run": [
+            backend.name
+            for backend in REGISTRY.values()
+            if backend.never_run and backend.layout.name in {e.layout for e in layers.values()}
+        ],
     }
     out.result(document, _show)
 
@@ -75,3 +81,5 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         out.line(f"{document['folder']}: already prepared, nothing to do ({amount})")
     else:
         out.line(f"{document['folder']}: {amount}")
+    if document["never_run"]:
+        out.line(f"for {' and '.join(document['never_run'])}: {NEVER_RUN}")

@@ -8,7 +8,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, count
+from moequant.cli.output import NEVER_RUN, Output, count
 from moequant.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -87,5 +87,6 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     for name, kind, reason in skipped:
         out.line(f"not run: {name}, layers with {kind}: {reason}")
     for name, reasons in document["not_run"].items():
-        out.line(f"not run: {name}: {reasons}")
+        mark = f" ({NEVER_RUN})" if name in document["never_run"] else ""
+        out.line(f"not run: {name}{mark}: {reasons}")
     out.line(f"{sum(row['calls'] for row in document['rows'])} calls, {document['seconds']} s")

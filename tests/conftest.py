@@ -60,6 +60,49 @@ def put_no_file():
     return put
 
 
+def _flip(position):
+    def flip(file, _):
+        content = bytearray(file.read_bytes())
+        content[position if position >= 0 else len(content) + position] ^= 1
+        file.write_bytes(content)
+
+    return flip
+
+
+def _swap(file, other):
+    beside = file.with_suffix(".swap")
+    file.rename(beside)
+    other.rename(file)
+    beside.rename(other)
+
+
+_DAMAGES = {
+    "first bit": _flip(0),
+    "a bit of the data": _flip(-1000),
+    "last bit": _flip(-1),
+    "a byte less": lambda file, _: file.write_bytes(file.read_bytes()[:-1]),
+    "a byte more": lambda file, _: file.write_bytes(file.read_bytes() + b"\0"),
+    "zeros": lambda file, _: file.write_bytes(bytes(file.stat().st_size)),
+    "no content": lambda file, _: file.write_bytes(b""),
+    "not there": lambda file, _: file.unlink(),
+    "swapped": _swap,
+}
+
+
+@pytest.fixture(params=_DAMAGES.values(), ids=_DAMAGES)
+def damage(request):
+    """damage(files): the first of these, at least two, is not what was written any more.
+
+    Returns how many of them are not.
+    """
+
+    def damage(files):
+        request.param(files[0], files[1])
+        return 2 if request.param is _swap else 1
+
+    return damage
+
+
 @pytest.fixture(scope="session")
 def statistics_record():
     """statistics_record(**fields): what statistics say of themselves, of no model in particular."""

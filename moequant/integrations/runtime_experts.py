@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.integrations.transformers import (
-    ExpertsOfModel,
     check_expert_blocks,
     converted_layers,
     expert_blocks,
+    experts_of_layer,
 )
-from moequant.runtime import FusedExperts
 from moequant.runtime.load import open_reader
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from moequant.integrations.transformers import ExpertsOfModel
     from moequant.runtime.activations import ActivationsChoice
 
 
@@ -50,7 +50,7 @@ class RuntimeExperts:
         activations: ActivationsChoice = "format",
         architecture: str | Path | None = None,
     ) -> None:
-        self._reader = open_reader(checkpoint, device, architecture, quantized_activations=True)
+        self._reader = open_reader(checkpoint, device, architecture)
         self._backend = backend
         self._activations: ActivationsChoice = activations
         self.layers = tuple(converted_layers(self._reader.converted))
@@ -62,9 +62,8 @@ class RuntimeExperts:
 
     def load(self, layer: int) -> ExpertsOfModel:
         """The experts of one of `layers`; raises as `load_experts`."""
-        experts = range(self._reader.converted.moe.experts)
-        activations = self._reader.choose_activations(layer, self._activations)
-        packed = self._reader.load(layer, experts, backend=self._backend, activations=activations)
-        fused = FusedExperts(packed, backend=self._backend, activations=activations)
-        self.backends.add(fused.chosen_backend())
-        return ExpertsOfModel(fused)
+        experts = experts_of_layer(
+            self._reader, layer, backend=self._backend, activations=self._activations
+        )
+        self.backends.add(experts.fused.chosen_backend())
+        return experts

@@ -31,6 +31,7 @@ from moequant.integrations.decoding import use_static_cache, why_not_static
 from moequant.integrations.library import import_transformers
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
+from moequant.runtime.activations import NVFP4_STATIC
 from moequant.runtime.inputs import HIDDEN_DTYPES
 from moequant.runtime.load import open_reader
 
@@ -79,15 +80,17 @@ def load_model(
     A model whose states no static cache holds decodes as in transformers: `why_not_static`.
 
     Converted experts run quantized, on moequant's backends. Other converted weights, such as those
-    of shared experts, are dequantized to `dtype` while loading. Unconverted weights, including the
+    of shared experts, are dequantized to `dtype` while loading, and what they multiply is never
+    quantized, whatever config.json says of activations. Unconverted weights, including the
     experts of layers that a recipe keeps, are loaded as they are.
 
     Args:
         checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one.
         device: the device of the whole model.
         backend: name of the experts' backend; by default the best one for the device.
-        activations: "format" quantizes the experts' activations as the format's GEMM does, "none"
-            never does, "fp8_token" to FP8 with a scale per token; others as `FusedExperts`.
+        activations: "format" quantizes the experts' activations as the format's GEMM does, and to
+            NVFP4 or MXFP4 where config.json says so; "none" never does, "fp8_token" to FP8 with a
+            scale per token; others as `FusedExperts`.
         dtype: dtype of the rest of the model; by default the one in config.json.
         attn_implementation: as for `from_pretrained`.
         architecture: as for `load_experts`.
@@ -119,7 +122,7 @@ def load_model(
     # Experts first, because they may be refused.
     experts = {}
     for layer in layers:
-        experts[layer] = _load(reader, layer, backend=backend, activations=activations)
+        experts[layer] = experts_of_layer(reader, layer, backend=backend, activations=activations)
         report.advance(sizes[layer], f"layer {layer}")
     model = _build(
         _without_experts(class_, reader.converted, layers),
@@ -185,7 +188,7 @@ def replace_experts(
             )
         if device not in readers:
             readers[device] = open_reader(checkpoint, device, architecture)
-        blocks[layer].experts = _load(
+        blocks[layer].experts = experts_of_layer(
             readers[device], layer, backend=backend, activations=activations
         )
     _refuse_saving(model, converted.checkpoint.path)
@@ -220,14 +223,16 @@ def expert_blocks(model: PreTrainedModel) -> dict[int, nn.Module]:
     return blocks
 
 
-def _load(
+def experts_of_layer(
     reader: LayerReader,
     layer: int,
     *,
     backend: str | None,
     activations: ActivationsChoice,
 ) -> ExpertsOfModel:
+    """The experts of a layer that holds converted ones; arguments and errors as `load_model`."""
     everything = range(reader.converted.moe.experts)
+    activations = reader.choose_activations(layer, activations)
     packed = reader.load(layer, everything, backend=backend, activations=activations)
     return ExpertsOfModel(FusedExperts(packed, backend=backend, activations=activations))
 
@@ -373,6 +378,11 @@ def _other_tensors(
     formats = {module: _format_of(converted, module) for module in map(_module_of, names)}
     modules = [module for module, format in formats.items() if format is not None]
     parts = {n for m in modules for n in converted.tensor_names(m, cast("str", formats[m]))}
+    parts |= {
+        converted.dialect.input_scale_name(m)
+        for m in modules
+        if converted.activations_of(m) == NVFP4_STATIC
+    }
     tensors = dict(reader.read_tensors([name for name in names if name not in parts]))
     for module, q in reader.read_modules(modules):
         tensors[f"{module}.weight"] = dequantize(q).to(dtype)

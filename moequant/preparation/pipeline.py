@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -88,13 +89,14 @@ def prepare(
     folder = checkpoint.checkpoint.path / PREPARED_FOLDER / target
     _check_replaceable(folder)
     manifest = None if overwrite else _fitting_manifest(folder, checkpoint, target, layouts)
-    if manifest is not None:
-        return PreparationResult(folder=folder, manifest=manifest, state="already prepared")
     work = folder.with_name(f".{target}.partial")
+    if manifest is not None:
+        _remove_left_over(work)
+        return PreparationResult(folder=folder, manifest=manifest, state="already prepared")
     with exclusive(work, "preparation"):
         try:
-            manifest = _write(work / "files", checkpoint, target, layouts, progress)
-            _put_in_place(work / "files", folder)
+            manifest = _write(work, checkpoint, target, layouts, progress)
+            _put_in_place(work, folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return PreparationResult(folder=folder, manifest=manifest, state="prepared")
@@ -145,17 +147,23 @@ def _fitting_manifest(
     return manifest if fits else None
 
 
+_WRITTEN, _REPLACED = "files", "replaced"
+"""In the work folder: the new folder, and where the old one goes."""
+
+
 def _write(
-    folder: Path,
+    work: Path,
     converted: ConvertedCheckpoint,
     target: str,
     layouts: Mapping[int, tuple[Layout, str]],
     progress: Progress | None,
 ) -> Manifest:
-    """Write every layer's file, and the manifest, into `folder`."""
+    """Write every layer's file, and the manifest, into a folder of `work`."""
+    folder = work / _WRITTEN
     with explained(folder, "made"):
-        if folder.exists():  # a run was killed
-            shutil.rmtree(folder)
+        for left_over in (folder, work / _REPLACED):
+            if left_over.exists():  # a run was killed
+                shutil.rmtree(left_over)
         folder.mkdir()
     report = progress or SilentProgress()
     report.start(f"preparing for {target}", _total_bytes(converted, layouts))
@@ -185,12 +193,20 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
-def _put_in_place(written: Path, folder: Path) -> None:
+def _put_in_place(work: Path, folder: Path) -> None:
     with explained(folder, "replaced"):
+        # Moved away and not removed here, so that at no moment there is half of it.
         if folder.exists():
-            shutil.rmtree(folder)
-        written.rename(folder)
+            folder.rename(work / _REPLACED)
+        (work / _WRITTEN).rename(folder)
     fsync_directory(folder.parent)
+
+
+def _remove_left_over(work: Path) -> None:
+    """Remove the work folder of a run that was killed when all was in place."""
+    if work.exists():
+        with suppress(MoequantError), exclusive(work, "preparation"):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _total_bytes(converted: ConvertedCheckpoint, layers: Iterable[int]) -> int:

@@ -94,7 +94,7 @@ def load_experts(
             compute, there is no such device here, or no backend runs it there.
     """
     place = usable_device(device)
-    reader = open_reader(checkpoint, place, architecture, quantized_activations=True)
+    reader = open_reader(checkpoint, place, architecture)
     chosen = _choose(reader.converted, experts)
     one = isinstance(layer, int)
     layers = _indices("layer", [layer] if isinstance(layer, int) else layer)
@@ -115,16 +115,13 @@ def open_reader(
     checkpoint: str | Path,
     device: torch.device,
     architecture: str | Path | None = None,
-    *,
-    quantized_activations: bool = False,
 ) -> LayerReader:
     """The reader for the layers of a converted checkpoint, or of a prepared folder in one.
 
     Args:
-        checkpoint: which.
+        checkpoint: which; activations may be in NVFP4 or MXFP4, see `choose_activations`.
         device: where layers shall be.
         architecture: see `load_experts`.
-        quantized_activations: see `ConvertedCheckpoint.open`.
 
     Raises:
         ArchitectureError: the file `architecture` is invalid.
@@ -135,11 +132,11 @@ def open_reader(
     folder = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
     if is_prepared_folder(folder):
         prepared = PreparedCheckpoint.open(
-            folder, architecture=architecture, quantized_activations=quantized_activations
+            folder, architecture=architecture, quantized_activations=True
         )
         return LayerReader(prepared.converted, device, prepared=prepared)
     converted = ConvertedCheckpoint.open(
-        folder, architecture=architecture, quantized_activations=quantized_activations
+        folder, architecture=architecture, quantized_activations=True
     )
     return LayerReader(converted, device)
 

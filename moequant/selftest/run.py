@@ -6,6 +6,7 @@ independent evaluation, and `moequant.verification.serving` derives how far a ba
 
 from __future__ import annotations
 
+import platform
 import time
 from dataclasses import dataclass, field
 from itertools import product
@@ -19,8 +20,8 @@ from moequant.errors import UnsupportedError
 from moequant.formats import RUNNABLE, get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.runtime.activations import FP4_SCHEMES, GROUPS
-from moequant.runtime.backends import Workload, backends
+from moequant.runtime.activations import FP4_SCHEMES, GROUPS, NVFP4_STATIC
+from moequant.runtime.backends import TARGETS, Workload, backends
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
 from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer
@@ -32,6 +33,8 @@ from moequant.verification.serving import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from moequant.progress import Progress
     from moequant.runtime import ExpertWeights
     from moequant.runtime.backends import Backend
@@ -106,9 +109,11 @@ def selftest(
         progress: told of every backend, format and scheme.
 
     Returns:
-        A JSON document: `moequant`, `torch` and `triton` versions, `device` and its `gpu` and
-        `compute_capability` (null on a CPU), `ok`, `seconds`, `rows` of what ran, with the
-        attributes of a row, and `not_run`: reasons of backends that run nothing there, by name.
+        A JSON document: versions of `moequant`, `python`, `torch`, `cuda`, `triton`, `cutlass_dsl`
+        and `deep_gemm` (null where there is none), `device` and its `gpu` and `compute_capability`
+        (null on a CPU), `ok`, `seconds`, `rows` of what ran, with the attributes of a row,
+        `not_run`: reasons of backends that run nothing there, by name, and `never_run`: names of
+        those that no GPU had run before.
 
     Raises:
         UnsupportedError: no such device or backend here, the reference itself, or the device is
@@ -126,16 +131,10 @@ def selftest(
     cases: list[tuple[Backend, str, _Scheme]] = []
     not_run: dict[str, str] = {}
     for one in chosen:
-        reasons: dict[str, None] = {}
-        served = len(cases)
-        for format, scheme in _schemes():
-            reason = _why_not_any(one, format, scheme, place)
-            if reason is None:
-                cases.append((one, format, scheme))
-            else:
-                reasons[reason] = None
-        if len(cases) == served:
-            not_run[one.name] = "; ".join(reasons)
+        runs, reason = _cases_of(one, place)
+        cases += runs
+        if not runs:
+            not_run[one.name] = reason
     report.start("self-test", len(cases), unit="cases")
     rows, layers = [], _Layers()
     for one, format, scheme in cases:
@@ -148,6 +147,7 @@ def selftest(
         "seconds": round(time.monotonic() - started, 1),
         "rows": [dict(vars(row)) for row in rows],
         "not_run": not_run,
+        "never_run": [one.name for one in chosen if one.never_run],
     }
 
 
@@ -165,17 +165,42 @@ def _backends(name: str | None, place: torch.device) -> list[Backend]:
     return [one for one in chosen if one.name != REFERENCE or place.type != "cpu"]
 
 
+def _cases_of(
+    backend: Backend, place: torch.device
+) -> tuple[list[tuple[Backend, str, _Scheme]], str]:
+    """What a backend runs; and if that is nothing, why, of what it is for."""
+    runs: list[tuple[Backend, str, _Scheme]] = []
+    reasons: dict[str, None] = {}
+    reasons_of_served: dict[str, None] = {}
+    for format, scheme in _schemes():
+        reason = _why_not_any(backend, format, scheme, place)
+        if reason is None:
+            runs.append((backend, format, scheme))
+        else:
+            reasons[reason] = None
+            if _is_served(format, scheme.name, [backend]):
+                reasons_of_served[reason] = None
+    return runs, "; ".join(reasons_of_served or reasons)
+
+
+def _is_served(format: str, scheme: str, by: Iterable[Backend]) -> bool:
+    """Whether a backend is for weights in `format` with such activations, on some GPU."""
+    return any(format in one.serves(target, scheme) for one in by for target in TARGETS)
+
+
 def _schemes() -> list[tuple[str, _Scheme]]:
     """Every format with every scheme of activations that kernels multiply it by.
 
-    Those with groups of 16 or 32 columns only by weights in the same format.
+    Those with groups of 16 or 32 columns only by weights in the same format, or where a backend is
+    for the two.
     """
     found: dict[tuple[str, str], _Scheme] = {}
     for format, static in product(RUNNABLE, (False, True)):
         static_scheme = get_format(format).static_activations
         if static and static_scheme is None:
             continue
-        for option in ("format", "none", "fp8_token", *({format} & GROUPS.keys())):
+        groups = [g for g in GROUPS if g == format or _is_served(format, g, backends().values())]
+        for option in ("format", "none", "fp8_token", *(g for g in groups if g != NVFP4_STATIC)):
             name = scheme_of(format, option, static=static)
             scheme = _Scheme(name=name, option=option, static=name == static_scheme)
             found.setdefault((format, name), scheme)
@@ -332,8 +357,12 @@ def _versions(place: torch.device) -> dict[str, Any]:
     is_gpu = place.type == "cuda"
     return {
         "moequant": __version__,
+        "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "triton": version_of("triton"),
+        "cutlass_dsl": version_of("nvidia-cutlass-dsl"),
+        "deep_gemm": version_of("sgl-deep-gemm"),
         "device": str(place),
         "gpu": torch.cuda.get_device_name(place) if is_gpu else None,
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(place)))

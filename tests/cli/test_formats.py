@@ -83,4 +83,16 @@ def test_one_quantizer_converts_by_default_and_others_say_why_not(document, run,
 def test_people_see_every_name(run):
     shown = run("formats").stdout
     assert all(name in shown for name in [*FORMATS, *DIALECTS, *BACKENDS])
-    assert "deepgemm_fp4 mxfp4 mxfp8 128, 128 no: needs a CUDA device" in " ".join(shown.split())
+    words = " ".join(shown.split())
+    said = "no: needs a CUDA device; compiled, never run"
+    assert f"deepgemm_fp4 mxfp4 mxfp8 128, 128 {said}" in words
+    assert f"cutlass_fp4_batched nvfp4 nvfp4 32, 32 {said}" in words
+    assert "sm90_w4a16 nvfp4 none no: needs a CUDA device cpu" in words
+
+
+def test_backends_that_no_gpu_has_run_are_marked(document):
+    rows = document["backends"]
+    assert {r["backend"] for r in rows if r["never_run"]} == {
+        "cutlass_fp4", "cutlass_fp4_batched", "deepgemm_fp4", "deepgemm_fp4_batched"
+    }  # fmt: skip
+    assert not any(r["by_default"] for r in rows if r["never_run"])

@@ -38,6 +38,12 @@ def test_activations_choose_the_layout(run, converted, tmp_path):
     assert {(layer["activations"], layer["layout"]) for layer in layers} == {
         ("nvfp4", "stacked_tiles")
     }
+    assert done.document["never_run"] == ["cutlass_fp4", "cutlass_fp4_batched"]
+    again = run("prepare", path, "--target", "sm100", "--activations", "nvfp4")
+    last = "for cutlass_fp4 and cutlass_fp4_batched: compiled, never run"
+    assert again.stdout.splitlines()[1:] == [last]
+    plain = run("prepare", path, "--target", "sm100", "--activations", "none")
+    assert "never run" not in plain.stdout
     assert run("prepare", path, "--target", "sm90", "--activations", "nvfp4").exit_code == 4
     assert run("inspect", path / "moequant-prepared" / "sm100").exit_code == 0
 

@@ -60,6 +60,17 @@ def test_where_nothing_runs_it_fails_and_says_so(run):
     assert "nothing was checked, because triton cannot run on cpu; name another" in result.stderr
 
 
+def test_a_backend_that_no_gpu_has_run_is_marked_where_it_is_not_run(run):
+    result = run("selftest", "--device", "cpu", "--backend", "cutlass_fp4")
+    assert result.exit_code == 5
+    said = (
+        "not run: cutlass_fp4 (compiled, never run): runs only nvfp4 and mxfp4\n"  # bf16 is asked
+    )
+    assert said in result.stdout
+    result = run("selftest", "--device", "cpu", "--backend", "cutlass_fp4", "--json")
+    assert result.document["never_run"] == ["cutlass_fp4"]
+
+
 def test_the_reference_is_not_compared_with_itself(run):
     result = run("selftest", "--device", "cpu", "--backend", "torch_reference")
     assert result.exit_code == 4

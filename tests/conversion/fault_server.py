@@ -1,10 +1,11 @@
-"""Runs conversions and calibrations in children of one process: hundreds of faults take seconds.
+"""Runs conversions and the like in children of one process: hundreds of faults take seconds.
 
 Reads a JSON request a line, writes a JSON answer a line. Importing torch and compiling are paid for
 once: each request is served by a fork, in which the n-th call that changes the disk fails or kills,
 or which is killed from outside after a while.
 
-A request holds `arguments` for `convert`, or for `calibrate` if these have `data`, and may hold
+A request holds `arguments` for `convert`, or for `calibrate` if these have `data`, or for `prepare`
+if they have `target`, and may hold
 
     at        which call that changes the disk is struck, counted from 1
     kill      kill the process there, with SIGKILL
@@ -12,8 +13,8 @@ A request holds `arguments` for `convert`, or for `calibrate` if these have `dat
     lasting   ... and every later one that takes space on the disk, too: the disk stays full
     after     or kill the process after so many seconds
 
-An answer holds `calls`, the calls made; `state` and `resumed` of a conversion that came to its
-end; `error`, its type, and `message` of one that did not; or `killed`.
+An answer holds `calls`, the calls made; `state` and `resumed` of a run that came to its end
+(`prepare` resumes nothing); `error`, its type, and `message` of one that did not; or `killed`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 
 from moequant.calibration import calibrate
 from moequant.conversion import convert
+from moequant.preparation import prepare
 
 PAST_CACHE = "direct_pwrite"
 TAKES_SPACE = (
@@ -85,6 +87,8 @@ def run(request):
         if "data" in request["arguments"]:
             result = calibrate(**request["arguments"])
             answer = {"state": result.state, "resumed": result.resumed_layers}
+        elif "target" in request["arguments"]:
+            answer = {"state": prepare(**request["arguments"]).state}
         else:
             result = convert(**request["arguments"])
             answer = {"state": result.state, "resumed": result.resumed_shards}
@@ -114,6 +118,8 @@ def serve(request):
 
 def warm_up(arguments):
     """Compile, or import, in this process what all forks need."""
+    if "target" in arguments:
+        return  # compiles nothing
     with tempfile.TemporaryDirectory() as folder:
         settings = {**arguments, "output": f"{folder}/out", "overwrite": False}
         if "data" in arguments:

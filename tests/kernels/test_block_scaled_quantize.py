@@ -256,7 +256,10 @@ def test_kernels_compile_and_round_nothing_but_what_the_reference_rounds(compile
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8"])
 def test_rows_are_quantized_at_seven_eighths_of_the_bandwidth_of_an_h200(scheme):
-    """Of the 4.38 TB/s that docs/commands.md measured: 3 TB/s of BF16 to FP4, 2.5 to MXFP8."""
+    """Of the 4.38 TB/s that docs/commands.md measured; and more than 3 TB/s of BF16 to FP4.
+
+    To MXFP8 that is 2.5 TB/s: 3 would need 4.55 with what is written, more than the GPU has.
+    """
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("needs an H200")
     from moequant.benchmarks.cuda_timing import time_interleaved
@@ -270,4 +273,6 @@ def test_rows_are_quantized_at_seven_eighths_of_the_bandwidth_of_an_h200(scheme)
     calls = [lambda: quantize_sorted(x, out, routing, places, topk=1)]
     times = time_interleaved({scheme: calls})
     moved = x.nbytes + M * (out.codes.shape[1] + K // GROUPS[scheme])
-    assert moved / times[scheme].median_us >= 7 / 8 * 4.38e6
+    us = times[scheme].median_us
+    assert moved / us >= 7 / 8 * 4.38e6
+    assert scheme == "mxfp8" or x.nbytes / us > 3e6

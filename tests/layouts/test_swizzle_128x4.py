@@ -1,15 +1,21 @@
+import ast
 import importlib.util
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moequant.act_fn import SILU
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import CONVERTIBLE
+from moequant.formats import CONVERTIBLE, quantize
 from moequant.layouts.swizzle_128x4 import swizzle, swizzled_shape, unswizzle
+from moequant.runtime import ExpertWeights
+from moequant.runtime.backends import REGISTRY
 
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 BYTE_SCALED = [f for f in CONVERTIBLE.values() if f.scale_dtype.itemsize == 1]
@@ -81,6 +87,52 @@ def vendored():
 def test_equals_the_form_torch_vendors_for_cublas(shape, vendored):
     scale = random_bytes(*shape)
     assert torch.equal(swizzle(scale).flatten(), vendored.to_blocked(scale))
+
+
+@pytest.fixture(scope="module")
+def torchao():
+    """`to_blocked` and `from_blocked` of torchao, whose import would take seconds, and warns.
+
+    `make` puts it beside the packages: transformers would import it.
+    """
+    source = Path(sys.prefix) / "sources/torchao/prototype/mx_formats/utils.py"
+    if not source.exists():
+        pytest.skip("needs torchao where the Makefile puts it")
+    wanted = ("ceil_div", "to_blocked", "from_blocked")
+    module = ast.parse(source.read_text())
+    module.body = [node for node in module.body if getattr(node, "name", None) in wanted]
+    made = {"torch": torch, "Tensor": torch.Tensor}
+    exec(compile(module, source, "exec"), made)  # noqa: S102
+    return SimpleNamespace(**{name: made[name] for name in wanted})
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (128, 4), (130, 7), (384, 64), (768, 33), (1536, 128), (2880, 90)]
+)
+@pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
+def test_equals_to_blocked_of_torchao(shape, dtype, torchao):
+    scale = random_bytes(*shape)
+    swizzled = swizzle(scale.view(dtype)).view(torch.uint8)
+    assert torch.equal(swizzled.flatten(), torchao.to_blocked(scale))
+    assert torch.equal(torchao.from_blocked(swizzled.flatten(), *shape), scale)
+
+
+@pytest.mark.parametrize(("format", "group"), [("nvfp4", 16), ("mxfp4", 32)])
+def test_each_expert_of_a_prepared_layer_is_to_blocked_of_torchao(format, group, torchao):
+    E, H, I = 3, 160, 96
+    g = torch.Generator().manual_seed(0)
+    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+    parts = {n: quantize(torch.randn(s, generator=g), format) for n, s in shapes.items()}
+    layout = REGISTRY["cutlass_fp4"].layout
+    assert layout.name == "stacked_tiles"
+    packed = layout.pack(ExpertWeights.of(parts, SILU))
+    rows = {"w13": ("gate", "up"), "w2": ("down",)}
+    for weight, names in rows.items():
+        scale = torch.cat([parts[n].scale.view(torch.uint8) for n in names], 1)
+        assert scale.shape[2] == parts[names[0]].shape[2] // group
+        for e in range(E):
+            found = packed[f"{weight}_scale"][e].view(torch.uint8).flatten()
+            assert torch.equal(found, torchao.to_blocked(scale[e]))
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.backends import REGISTRY, backends, torch_reference
+from moequant.formats import RUNNABLE
+from moequant.runtime.backends import REGISTRY, TARGETS, backends, torch_reference
 from moequant.runtime.backends.naive_batched import NaiveBatched
+from moequant.runtime.packing import ACTIVATIONS, scheme_of
 from moequant.selftest import run, selftest
 from moequant.selftest.layers import EVEN, ODD, VARIANTS, calls_of
 
@@ -59,6 +61,33 @@ def test_it_says_why_a_backend_runs_nothing(few):
     assert "needs a CUDA device" in document["not_run"]["triton"]
 
 
+def test_it_says_why_a_backend_does_not_run_what_it_is_for(few):
+    """Not that it does not run other formats."""
+    few("mxfp4", "w4a8")
+    for name in ("cutlass_fp4", "deepgemm_fp4_batched", "sm90_w4a8", "sm90_mxfp4_fp8"):
+        document = selftest("cpu", backend=name)
+        assert document["not_run"] == {name: "needs a CUDA device"}
+        assert document["never_run"] == ([name] if "fp4" in name and "sm90" not in name else [])
+
+
+def test_every_backend_for_a_gpu_is_asked_with_what_it_is_for():
+    """Else a self-test there would say nothing of it."""
+    asked = {(format, scheme.name) for format, scheme in run._schemes()}
+    choices = {
+        (format, scheme_of(format, option, static=static))
+        for format, option, static in product(RUNNABLE, ACTIVATIONS, (False, True))
+    }
+    served = {
+        (format, scheme)
+        for backend in REGISTRY.values()
+        for target in TARGETS
+        for format, scheme in choices
+        if format in backend.serves(target, scheme)
+    }
+    assert ("mxfp4", "mxfp8") in served
+    assert served <= asked
+
+
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
@@ -79,7 +108,13 @@ def test_it_finds_what_is_wrong(few, monkeypatch, broken, reason):
         assert any(reason in failure for failure in row["failures"])
 
 
-BLOCK_SCALED = [("nvfp4", "nvfp4"), ("nvfp4", "nvfp4_static"), ("mxfp4", "mxfp4"), ("mxfp8",) * 2]
+BLOCK_SCALED = [
+    ("nvfp4", "nvfp4"),
+    ("nvfp4", "nvfp4_static"),
+    ("mxfp4", "mxfp4"),
+    ("mxfp4", "mxfp8"),
+    ("mxfp8", "mxfp8"),
+]
 
 
 @pytest.fixture

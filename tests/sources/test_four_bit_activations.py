@@ -15,7 +15,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
 from moequant.runtime.activations import quantize_activations
-from moequant.runtime.load import open_reader
+from moequant.runtime.prepared import PreparedCheckpoint
 
 MXFP4_INPUT = {
     "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True,
@@ -240,10 +240,11 @@ def test_prepared_for_sm90_they_are_weight_only_or_refused(make):
 
 
 def test_who_does_not_know_fp4_activations_does_not_read_such_a_prepared_layer(make):
-    """As `load_model`, which would run it weight-only."""
+    """As `moequant inspect`, to which it would look weight-only."""
     folder = prepare(make("mxfp4-pack-quantized", MXFP4_INPUT).path, target="sm100").folder
     with pytest.raises(UnsupportedError, match=r"input_activations.* is .*, unlike mxfp4"):
-        open_reader(folder, torch.device("cpu")).load(0, [0])
+        PreparedCheckpoint.open(folder).open_layer(0)
+    assert PreparedCheckpoint.open(folder, quantized_activations=True).open_layer(0)
 
 
 def test_a_prepared_layer_s_global_scales_are_checked(make):

@@ -153,6 +153,11 @@ class Backend(ABC):
     name: ClassVar[str]
     default_on: ClassVar[tuple[str, ...]] = ()
     """Types of device, "cpu" or "cuda", it is chosen on by default; on others only when named."""
+    never_run: ClassVar[bool] = False
+    """Whether no GPU has run its kernels, which were compiled only; users are told.
+
+    Until a report in docs/selftest says otherwise.
+    """
     layout: ClassVar[Layout] = STACKED
     """How its kernels read weights."""
     experts: ClassVar[type[PackedExperts]]

@@ -125,6 +125,7 @@ class CutlassFp4(Backend):
     """
 
     name = "cutlass_fp4"
+    never_run = True
     layout: ClassVar[Layout] = StackedTiles()
     experts: ClassVar[type[PackedExperts]] = CutlassFp4Experts
     multiples = (_COLUMNS_MULTIPLE, _COLUMNS_MULTIPLE)

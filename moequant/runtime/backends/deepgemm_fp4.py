@@ -137,6 +137,7 @@ class DeepGemmFp4(Backend):
     """
 
     name = "deepgemm_fp4"
+    never_run = True
     layout: ClassVar[Layout] = StackedWords()
     experts: ClassVar[type[PackedExperts]] = DeepGemmFp4Experts
     multiples = (_COLUMNS_MULTIPLE, _COLUMNS_MULTIPLE)

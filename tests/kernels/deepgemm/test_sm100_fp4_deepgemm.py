@@ -1,6 +1,7 @@
-"""Our part of MXFP4 by MXFP8 through DeepGEMM, in the interpreter around a model of the package.
+"""Our part of MXFP4 by MXFP8 through DeepGEMM, around a model of the package.
 
 The model, in conftest.py, refuses calls that DeepGEMM would refuse, and reads as its kernels do.
+Our kernels run in the interpreter, or on any CUDA device.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from moequant.runtime.call import run_experts
 from moequant.runtime.packing import workload_of
 from moequant.runtime.routing import route
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the package itself runs on SM100 alone")
-
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 E, H, I, M, T = 4, 256, 128, 9, 2
 FUNCTIONS = [SILU, SWIGLUOAI, SITU, RELU2, ActFn(name="gelu", gated=False, limit=0.5)]
 
@@ -50,9 +50,9 @@ def weights_of(act_fn=SILU, biases=False):
         # Scales of rows and groups that differ: one in the place of another shows.
         octaves = torch.randint(-3, 4, (*shape[:2], shape[2] // 32), generator=g)
         w *= 2.0 ** octaves.repeat_interleave(32, 2)
-        parts[name] = quantize(w, "mxfp4")
+        parts[name] = quantize(w.to(DEVICE), "mxfp4")
         if biases:
-            parts[f"{name}_bias"] = torch.randn(shape[:2], generator=g)
+            parts[f"{name}_bias"] = torch.randn(shape[:2], generator=g).to(DEVICE)
     return ExpertWeights(**parts, act_fn=act_fn)
 
 
@@ -61,7 +61,7 @@ def call_of(dtype=torch.float32, tokens=M):
     hidden = torch.randn(tokens, H, generator=g).to(dtype)
     topk_weights, ids = torch.rand(tokens, E, generator=g).topk(T)
     ids[0, 0] = -1
-    return hidden, topk_weights, ids
+    return hidden.to(DEVICE), topk_weights.to(DEVICE), ids.to(DEVICE)
 
 
 def pack(weights, name="deepgemm_fp4"):
@@ -100,7 +100,7 @@ def test_weights_are_read_as_the_numbers_that_they_are(sm100_library):
 def numbers(codes, words):
     """Packed FP4 by packed scales, number by number, as DeepGEMM's documents describe them."""
     e2m1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    values = torch.tensor(e2m1 + [-x for x in e2m1], dtype=torch.float64)
+    values = torch.tensor(e2m1 + [-x for x in e2m1], dtype=torch.float64, device=DEVICE)
     byte = codes.int() & 0xFF
     out = torch.stack([values[byte & 15], values[byte >> 4]], -1).flatten(-2)
     for group in range(out.shape[-1] // 32):
@@ -131,13 +131,13 @@ def test_rows_are_those_of_the_quantizer_where_their_expert_begins(sm100_library
 def by_pair(weights, hidden, topk_weights, ids):
     """The layer in float64, pair by pair, rounded where the plan rounds: [M, H] float32."""
     plain = {name: dequantize(q).double() for name, q in weights.projections().items()}
-    biases, out = weights.biases(), torch.zeros(hidden.shape)
+    biases, out = weights.biases(), torch.zeros(hidden.shape, device=DEVICE)
 
     def linear(x, names, e):
         x = quantize_activations(x, "mxfp8").dequantize().double()
         y = torch.cat([x @ plain[name][e].T for name in names], 1).bfloat16().float()
         return [
-            part + biases.get(f"{name}_bias", torch.zeros(E, 1))[e]
+            part + biases.get(f"{name}_bias", torch.zeros(E, 1, device=DEVICE))[e]
             for name, part in zip(names, y.chunk(len(names), 1), strict=True)
         ]
 
@@ -207,7 +207,7 @@ def test_an_alignment_that_changed_since_is_refused(sm100_library):
 def test_an_expert_map_counts_and_biases_follow_it(sm100_library):
     sm100_library()
     weights, call = weights_of(SWIGLUOAI, biases=True), call_of()
-    here = torch.tensor([2, -1, 0, 3])
+    here = torch.tensor([2, -1, 0, 3], device=DEVICE)
     got = run_experts(pack(weights), *call, expert_map=here)
     check(got, weights, call, expert_map=here)
 
@@ -219,7 +219,7 @@ def test_the_workspace_is_as_large_as_was_said_and_may_hold_anything(sm100_libra
     size = packed.workspace_bytes(M, T)
     want = run_experts(packed, *call)
     for byte in (0x7F, 0xFF, 0x00):
-        memory = torch.full((size + 64,), byte, dtype=torch.uint8)
+        memory = torch.full((size + 64,), byte, dtype=torch.uint8, device=DEVICE)
         assert torch.equal(run_experts(packed, *call, workspace=memory[:size]), want)
         assert bool((memory[size:] == byte).all())
 
@@ -248,8 +248,9 @@ class Reads(TorchDispatchMode):
 
 def test_nothing_is_read_on_the_host(sm100_library):
     model, weights, (hidden, topk_weights, ids) = sm100_library(32), weights_of(), call_of()
-    packed, counts = pack(weights), torch.tensor([3, 0, 9, 1], dtype=torch.int32)
-    memory = torch.empty(packed.workspace_bytes(M, T), dtype=torch.uint8)
+    counts = torch.tensor([3, 0, 9, 1], dtype=torch.int32, device=DEVICE)
+    packed, rows = pack(weights), torch.randn(E, M, H, device=DEVICE)
+    memory = torch.empty(packed.workspace_bytes(M, T), dtype=torch.uint8, device=DEVICE)
     # In place of the model, which reads; the other kernels are Triton's, which see addresses.
     for gemm in ("m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked"):
         setattr(model, gemm, lambda a, b, d, *_, **__: model.calls.append(d.zero_()))
@@ -257,7 +258,7 @@ def test_nothing_is_read_on_the_host(sm100_library):
         assert bool(counts[0])
         assert reads.found == ["aten::_local_scalar_dense"]
         run_experts(packed, hidden, topk_weights, ids, workspace=memory)
-        batched_experts(packed.tensors, SILU, torch.randn(E, M, H), counts)
+        batched_experts(packed.tensors, SILU, rows, counts)
     assert len(model.calls) == 4
     assert len(reads.found) == 1
 
@@ -279,7 +280,7 @@ def test_a_token_that_is_not_finite_affects_itself_alone(sm100_library):
     hidden[3, 40] = torch.inf
     got = run_experts(packed, hidden, topk_weights, ids)
     assert got[3].isnan().all()
-    others = torch.arange(M) != 3
+    others = torch.arange(M, device=DEVICE) != 3
     assert torch.equal(got[others], want[others])
 
 
