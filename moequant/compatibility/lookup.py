@@ -46,7 +46,7 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
     """
     if dialect == "compressed-tensors":
         return {"vLLM": _ct_vllm(config), "SGLang": _ct_sglang(config)}
-    if dialect == "fp8":
+    if dialect in ("fp8", "fp8-ue8m0"):
         kept = names_field(config, "ignored_layers", _WHERE)
         kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
         return {"vLLM": _fp8_vllm(kept), "SGLang": _fp8_sglang(kept)}

@@ -250,9 +250,13 @@ class Dialect:
         """
         return quantization_config
 
+    def describes(self, quantization_config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` has the `quant_method` of this dialect."""
+        return quantization_config.get("quant_method") in self.methods
+
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """Whether this `quantization_config` is of this dialect."""
-        return quantization_config.get("quant_method") in self.methods
+        return self.describes(quantization_config)
 
     def reader(
         self, quantization_config: Mapping[str, Any], *, weights_only: bool = False
