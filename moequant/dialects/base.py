@@ -56,6 +56,9 @@ class Dialect:
     puts gate and up of an expert together, row by row as the table says, and the experts in order.
     """
 
+    quantizes_all: ClassVar[bool] = False
+    """Whether engines take every linear layer for quantized, whatever config.json lists."""
+
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
         """How the parts of each quantized format it knows lie on disk."""

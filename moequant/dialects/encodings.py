@@ -135,7 +135,8 @@ class Encoding:
         """Tensors in the order of `suffixes`; codes are changed in place only if `consume`."""
         parts = q.tensors()
         parts["qdata"] = q.qdata.view(self._code_dtypes[0])
-        parts["scale"] = q.scale.view(self._scale_dtypes[0])
+        stored = self._scale_dtypes[0]
+        parts["scale"] = q.scale.view(stored) if stored == torch.uint8 else q.scale.to(stored)
         return tuple(parts.values())
 
     def _read_codes(self, tensors: _Tensors, name: str) -> tuple[Tensor, torch.Size]:

@@ -9,6 +9,7 @@
 | Nvfp4Multiplied | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [], the global scale |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
+| Int4Signed | I8 [N, K/2] | FP32 [N, K/128] | |
 | Fp8Channels | E4M3 [N, K] | FP32 [N, 1] | |
 
 Read-only: Fp8BlocksFlexible, as Fp8Blocks with either name of the scale, also four-dimensional;
@@ -305,6 +306,23 @@ def _logical_shape(N: int, K: int) -> Tensor:
     return torch.tensor([N, K], dtype=torch.int64, device="cpu")
 
 
+class Int4Signed(Encoding):
+    """`w4a8` as in memory, with codes as I8 and scales as FP32.
+
+    Scales of other writers are rounded to BF16, as SGLang does when it loads them.
+    """
+
+    def __init__(self) -> None:
+        codes = (torch.int8, torch.uint8)
+        scales = (torch.float32, torch.bfloat16)
+        super().__init__("w4a8", "weight", "weight_scale_inv", codes=codes, scales=scales)
+
+    def _scale(self, tensors: _Tensors, name: str, *shapes: _Shape) -> Tensor:
+        stored = read_tensor(tensors, name, *self._scale_dtypes)
+        check_shape(name, stored, *shapes)
+        return stored.to(self.format.scale_dtype)
+
+
 class Int4Groups(Int4Packed):
     """`int4`: as `Int4Packed`, with groups of any size and scales of any float dtype; read-only."""
 
@@ -416,6 +434,11 @@ COMPRESSED_TENSORS = _by_format(
     ),
 )
 """By `format`, which says what the library calls the encoding."""
+
+W4AFP8 = _by_format(
+    Scheme(encoding=Int4Signed()),
+    Scheme(encoding=Fp8Blocks("weight_scale_inv")),
+)
 
 GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 

@@ -14,9 +14,19 @@ from moequant import dialects, formats
 from moequant.dialects import default_dialect, find_dialect, get_dialect
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
-PAIRS = [(d, f) for d in dialects.REGISTRY for f in dialects.REGISTRY[d].carried]
+NOT_OF_EXPERTS = [("w4afp8", "fp8_block")]
+"""What dialects carry for other linear layers alone."""
+PAIRS = [
+    (d, f)
+    for d in dialects.REGISTRY
+    for f in dialects.REGISTRY[d].carried
+    if (d, f) not in NOT_OF_EXPERTS
+]
 NOT_CARRIED = [
-    (d, f) for d in dialects.REGISTRY for f in formats.CONVERTIBLE if (d, f) not in PAIRS
+    (d, f)
+    for d in dialects.REGISTRY
+    for f in formats.CONVERTIBLE
+    if f not in dialects.REGISTRY[d].carried
 ]
 EXPERT = "model.layers.3.mlp.experts.7.down_proj"
 KEPT = [
