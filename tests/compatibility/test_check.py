@@ -106,6 +106,21 @@ def test_a_whole_model_in_w4afp8_has_no_defect_and_only_experts_of_it_have_many(
     assert "plain-linears-sglang" in {one.rule for one in said.against}
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_shared_experts_unlike_routed_ones_are_said_for_sglang(make_checkpoint, tmp_path, whole):
+    """DeepSeek-V3's, which SGLang makes routed ones; `check` finds what `convert` says."""
+    roles = (*ROUTED, "shared_experts") if whole else ROUTED
+    recipe = Recipe(rules=(Rule(roles=roles, format="fp8_block"),))
+    source, out = make_checkpoint(model_type="deepseek_v3"), tmp_path / "out"
+    plan = convert(source, out, recipe=recipe).plan
+    report = check_checkpoint(Checkpoint.open(out))
+    assert report.examined.facts.shared_apart is not whole
+    (verdict,) = (e.verdict for e in report.engines if e.key == "sglang")
+    said = "shared-experts-sglang" in {remark.rule for remark in verdict.remarks}
+    assert said is not whole
+    assert any("--disable-shared-experts-fusion" in text for text in plan.warnings) is said
+
+
 def test_a_checkpoint_in_bf16_is_loaded_by_all_engines_but_ours(make_checkpoint, check):
     engines = check(make_checkpoint())
     assert {key: engine.loads for key, engine in engines.items()} == {

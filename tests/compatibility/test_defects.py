@@ -15,7 +15,8 @@ def against(engines, key):
 
 
 def notes(engines, key):
-    return {said.rule: said.names for said in engines[key].remarks}
+    """What is said of single modules."""
+    return {said.rule: said.names for said in engines[key].remarks if said.names}
 
 
 def drop(*names):
@@ -253,7 +254,7 @@ def test_an_mtp_layer_that_is_not_kept_is_said_where_it_is_read(planted, check):
     for key in ("vllm", "sglang"):
         assert engines[key].loads
         assert notes(engines, key) == {"plain-mtp": (lost,)}
-        assert "speculative decoding" in engines[key].remarks[0].text
+        assert any("speculative decoding" in said.text for said in engines[key].remarks)
 
 
 @pytest.mark.parametrize("layer", [1, 2])
