@@ -18,7 +18,7 @@ from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects
 from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError
-from moequant.models import ROUTED_EXPERTS, find_architecture
+from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS, find_architecture
 from moequant.weights.source_model import (
     find_source_dialect,
     quantization_config_of,
@@ -134,12 +134,19 @@ def _of_modules(
 ) -> dict[str, Any]:
     """The facts that follow from single modules."""
     activations_of = dialect.activations_reader(config)
+    routed = {_form(m) for m in modules if m.group == ROUTED_EXPERTS and m.quantized}
     others = [m for m in modules if m.group == "linears" and m.quantized and m.stated]
     return {
         "formats": frozenset(m.stated for m in others),
         "ragged": any(_is_ragged(m) for m in modules if m.quantized and m.group != ROUTER),
         "static": any(
             activations_of(m.name) == "nvfp4_static" for m in modules if m.group == ROUTED_EXPERTS
+        ),
+        "shared_apart": bool(routed)
+        and any(
+            _form(m) not in routed
+            for m in modules
+            if m.group == "linears" and m.role.role == SHARED_EXPERTS
         ),
         "linears": frozenset(
             (m.name.rpartition(".")[2], *m.shape)
@@ -193,6 +200,11 @@ def _formats_by_layer(
             stated = module.stated if module.quantized else None
             found[module.role.layer] = found.get(module.role.layer) or stated
     return found
+
+
+def _form(module: Module) -> str | None:
+    """The format in which a module is stored; None if it is not quantized."""
+    return module.stated if module.quantized else None
 
 
 def _is_ragged(module: Module) -> bool:

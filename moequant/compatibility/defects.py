@@ -6,6 +6,7 @@ The ids are those of rules.toml, which says what each engine makes of them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from math import prod
 from typing import TYPE_CHECKING
 
 from moequant.compatibility.facts import Defect
@@ -64,6 +65,8 @@ def header_defects(
         and architecture.classify(name).role == "router_bias"
     )
     yield from _one("quantized-router-bias", biases)
+    if dialect.name == "modelopt":
+        yield from _one("row-scales", _experts_scaled_by_row(modules))
     if dialect.name == "compressed-tensors" and lacks_linear_target(config):
         yield from _one("no-linear-target", _integer_experts(modules))
 
@@ -139,6 +142,16 @@ def _integer_experts(modules: Iterable[Module]) -> Iterator[str]:
         if module.group == ROUTED_EXPERTS and module.stated is not None:
             format = get_format(module.stated)
             if format.element.name.startswith("int") and format.activations != "none":
+                yield module.name
+
+
+def _experts_scaled_by_row(modules: Iterable[Module]) -> Iterator[str]:
+    """Experts with a scale for each row, where the format may also have one for all."""
+    for module in modules:
+        if module.group == ROUTED_EXPERTS and module.quantized and module.stated is not None:
+            scale = module.parts.get("weight_scale")
+            by_row = get_format(module.stated).block == (1, WHOLE)
+            if by_row and scale is not None and prod(scale.shape) > 1:
                 yield module.name
 
 

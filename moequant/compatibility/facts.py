@@ -55,6 +55,7 @@ class Facts:
         not_loaded: why transformers does not load this model from compressed-tensors; None if it
             does.
         static: whether the inputs of some routed experts have static scales.
+        shared_apart: whether some shared experts are stored in another form than routed ones.
         described: whether a user's file or a record describes the model, so that it is unknown
             which engines support it.
         hidden: hidden size.
@@ -76,6 +77,7 @@ class Facts:
     dtype: str | None = None
     not_loaded: str | None = None
     static: bool = False
+    shared_apart: bool = False
     described: bool = False
     hidden: int | None = None
     intermediate: int | None = None

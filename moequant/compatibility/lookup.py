@@ -12,6 +12,7 @@ import re
 from fnmatch import fnmatch, translate
 from typing import TYPE_CHECKING, Any
 
+from moequant.compatibility.modules import ROUTER
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
 from moequant.dialects.modelopt import SGLANG_PARTS
@@ -46,10 +47,12 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
     """
     if dialect == "compressed-tensors":
         return {"vLLM": _ct_vllm(config), "SGLang": _ct_sglang(config)}
-    if dialect == "fp8":
+    if dialect in ("fp8", "fp8-ue8m0"):
         kept = names_field(config, "ignored_layers", _WHERE)
         kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
         return {"vLLM": _fp8_vllm(kept), "SGLang": _fp8_sglang(kept)}
+    if dialect == "w4afp8":
+        return {"SGLang": lambda module: module.group != ROUTER}
     if dialect == "modelopt" and not mapping_field(config, "quantized_layers", _WHERE):
         kept = names_field(config, "ignore", _WHERE)
         kept = kept or names_field(config, "exclude_modules", _WHERE)

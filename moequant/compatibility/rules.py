@@ -249,6 +249,7 @@ def _happens(when: str, facts: Facts, placement: Placement) -> bool:
         "several": len(facts.experts) > 1,
         "ragged": facts.ragged,
         "float16": facts.dtype == "float16",
+        "shared apart": facts.shared_apart,
         "unquantized": facts.dialect == UNQUANTIZED,
         "several ranks": placement.tp > 1 or placement.ep > 1,
         "ep no multiple of tp": placement.ep > 1 and placement.ep % placement.tp > 0,

@@ -42,7 +42,10 @@ def plan_for_engine(plan: Plan, engine: str, plan_by: Callable[[Recipe], Plan]) 
     for dialect in serving_dialects(plan.model.architecture):
         if dialect is plan.dialect or not {*formats} <= {*dialect.carried}:
             continue
-        other = plan_by(plan.recipe.with_output(dialect=dialect.name, max_shard_size=None))
+        try:
+            other = plan_by(plan.recipe.with_output(dialect=dialect.name, max_shard_size=None))
+        except UnsupportedError:
+            continue  # the dialect does not hold this mixture
         found = _verdict(other, engine)
         if not other.refusals and found is not None and found.loads:
             said = f"written in the dialect {dialect.name} for {title}, and not in "

@@ -45,8 +45,9 @@ def unchanged_weights(
 ) -> dict[str, EncodedInfo]:
     """Which of the quantized weights `left`, which no rule names, are copied bit for bit.
 
-    Those whose dialect and `quantization_config` are the output's and describe them as they are
-    stored: an engine that loads them from the source then loads them from the output. Others become
+    Those that the output's dialect would write the same, and reads the source's
+    `quantization_config` so: an engine that loads them from the source then loads them from the
+    output. Others become
     BF16, which every engine loads together with any format. A rule that gives them a format of the
     dialect keeps them quantized, without an error if it is the format they have.
 
@@ -54,11 +55,11 @@ def unchanged_weights(
     |---|---|---|
     | FP8 blocks, FP32 scales, `fp8` | yes | as DeepSeek-V3 and Qwen3 FP8 were released |
     | FP8 blocks, E8M0 scales, `fp8` | no | ours are FP32, and `scale_fmt` speaks of all at once |
+    | FP8 blocks, E8M0 scales, `fp8-ue8m0` | yes | as Ling was released |
     | with quantized activations unlike our own | no | a config group would have to say so |
     """
-    if dialect is not source.dialect:
+    if source.quantization_config is None or not dialect.describes(source.quantization_config):
         return {}
-    assert source.quantization_config is not None, "its weights are quantized"
     format_of = dialect.reader(source.quantization_config)
     return {name: info for name, info in left.items() if _is_ours(info, dialect, format_of)}
 

@@ -26,7 +26,7 @@ from moequant.conversion.plan_warnings import (
     warnings_of_source,
 )
 from moequant.conversion.recipe import parse_size
-from moequant.conversion.refusals import refusals_of
+from moequant.conversion.refusals import refusals_of, unquantized_refusals
 from moequant.conversion.shards import PlannedShard, plan_shards
 from moequant.conversion.stack import stack_of
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
@@ -224,7 +224,10 @@ def make_plan(
     kept = [module for module in modules if module is not None and module not in formats]
     plain = dialect is UNQUANTIZED
     items = tuple(plan_items(tensors, source, units, assigned, unchanged, stacked=plain))
-    refusals = tuple(refusals_of(units, dialect, model.architecture.fused))
+    refusals = (
+        *refusals_of(units, dialect, model.architecture.fused),
+        *unquantized_refusals(kept, dialect, model.roles),
+    )
     static = {w.module for unit in units if unit.is_static for w in unit.weights}
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from moequant.compatibility import Facts, Verdict, judge
 from moequant.compatibility.facts import dtype_in, heads_in
 from moequant.conversion.units import Copy
 from moequant.formats import get_format
-from moequant.models import ROUTED_EXPERTS
+from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,6 +40,14 @@ def engine_verdicts(
         for name, info in source.weights.items()
         if roles[name].role == ROUTED_EXPERTS and roles[name].layer in layers
     }
+    routed = {formats[m] for m in experts if m in formats}
+    shared = {
+        formats.get(name.removesuffix(".weight"))
+        for name in source.weights
+        if roles[name].role == SHARED_EXPERTS
+        and roles[name].layer in layers
+        and name.endswith(".weight")
+    }
     model_type = str(config.get("model_type"))
     facts = Facts(
         dialect=dialect.name,
@@ -54,6 +62,7 @@ def engine_verdicts(
         ),
         dtype=dtype_in(config),
         static=not experts.keys().isdisjoint(static),
+        shared_apart=bool(routed) and not shared <= routed,
         some_kept=any(module not in formats for module in experts),
         described=architecture.origin is not None or model_type in architecture.flat_model_types,
         hidden=source.model.moe.hidden,

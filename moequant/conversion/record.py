@@ -12,7 +12,7 @@ from moequant.conversion.source_identity import content_digests, source_digests
 from moequant.dialects import SOURCES
 from moequant.errors import RecipeError, StatisticsError
 from moequant.progress import SilentProgress
-from moequant.storage.files import HF_QUANT_CONFIG_FILE
+from moequant.storage.files import HF_QUANT_CONFIG_FILE, QUANT_CFG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from moequant.storage.checkpoint import Checkpoint
 
 # Files of an earlier quantization, which engines would prefer to config.json.
-OTHER_QUANTIZATION = (HF_QUANT_CONFIG_FILE, "quantize_config.json", "quant_config.json")
+OTHER_QUANTIZATION = (
+    HF_QUANT_CONFIG_FILE, QUANT_CFG_FILE, "quantize_config.json", "quant_config.json",
+)  # fmt: skip
 
 
 def copied_sidecars(source: Checkpoint) -> list[Path]:

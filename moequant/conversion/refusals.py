@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE
+from moequant.models import CONVERTIBLE_ROLES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from moequant.conversion.units import Unit, Weight
     from moequant.dialects.base import Dialect
+    from moequant.models import TensorRole
 
 
 def refusals_of(
@@ -46,6 +48,29 @@ def refusals_of(
             more = f". The same applies to {len(weights) - 1} more weights"
             more += " of this shape" if same else ""
         yield f"{name}: {reason}{more}"
+
+
+def unquantized_refusals(
+    kept: Iterable[str], dialect: Dialect, roles: Mapping[str, TensorRole]
+) -> Iterator[str]:
+    """One line if linear layers stay unquantized that engines would take for quantized.
+
+    Args:
+        kept: every module with a two-dimensional weight that is not quantized in the output.
+        dialect: of the output.
+        roles: by tensor name.
+    """
+    if not dialect.quantizes_all:
+        return
+    left = {m: roles[n].role for m in kept if (n := f"{m}.weight") in roles}
+    plain = [module for module, role in left.items() if role in CONVERTIBLE_ROLES]
+    if plain:
+        of = ", ".join(dict.fromkeys(left[module] for module in plain))
+        yield (
+            f"{plain[0]}: stays unquantized, and so do {len(plain) - 1} more, but in the dialect "
+            f"{dialect.name} engines take every linear layer for quantized; give {of} a format in "
+            "a recipe, or choose another dialect"
+        )
 
 
 def _refusal(unit: Unit, weight: Weight, rows_follow: bool, dialect: Dialect) -> str | None:

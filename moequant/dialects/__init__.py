@@ -13,13 +13,24 @@ from moequant.dialects.compressed_tensors import CompressedTensors
 from moequant.dialects.config_fields import as_mapping
 from moequant.dialects.deepseek_v4 import DeepseekV4
 from moequant.dialects.fp8 import Fp8
+from moequant.dialects.fp8_ue8m0 import Fp8Ue8m0
 from moequant.dialects.gpt_oss import GptOss
 from moequant.dialects.modelopt import ModelOpt
 from moequant.dialects.moequant import Moequant
+from moequant.dialects.w4afp8 import W4aFp8
 from moequant.errors import CheckpointError, UnsupportedError
 
 REGISTRY: dict[str, Dialect] = {
-    d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant())
+    d.name: d
+    for d in (
+        Fp8(),
+        CompressedTensors(),
+        GptOss(),
+        ModelOpt(),
+        Fp8Ue8m0(),
+        W4aFp8(),
+        Moequant(),
+    )
 }
 """By name. The default dialect of a format is the first that supports it."""
 

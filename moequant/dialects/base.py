@@ -56,6 +56,9 @@ class Dialect:
     puts gate and up of an expert together, row by row as the table says, and the experts in order.
     """
 
+    quantizes_all: ClassVar[bool] = False
+    """Whether engines take every linear layer for quantized, whatever config.json lists."""
+
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
         """How the parts of each quantized format it knows lie on disk."""
@@ -250,9 +253,13 @@ class Dialect:
         """
         return quantization_config
 
+    def describes(self, quantization_config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` has the `quant_method` of this dialect."""
+        return quantization_config.get("quant_method") in self.methods
+
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:
         """Whether this `quantization_config` is of this dialect."""
-        return quantization_config.get("quant_method") in self.methods
+        return self.describes(quantization_config)
 
     def reader(
         self, quantization_config: Mapping[str, Any], *, weights_only: bool = False

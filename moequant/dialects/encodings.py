@@ -36,7 +36,8 @@ class Encoding:
     Args:
         format: name of the format of the weights.
         suffixes: names after `module.` in the order of writing: codes, scale, and others.
-        codes: dtypes of codes that are read; by default the one in memory.
+        codes: dtypes of codes that are read, the first of which is written; by default the one in
+            memory.
         scales: dtypes of scales that are read, the first of which is written; by default the one
             in memory.
         read_only: whether the encoding is only read; `check`, `specs` and `encode` may not be
@@ -111,6 +112,8 @@ class Encoding:
     def specs(self, module: str, shape: _Shape) -> dict[str, TensorSpec]:
         """Dtype and shape of each tensor that `encode` returns for a weight [N, K], by name."""
         parts = self.format.specs(shape, module)
+        if self._code_dtypes[0] != self.format.qdata_dtype:
+            parts = {**parts, "qdata": replace(parts["qdata"], dtype=self._code_dtypes[0])}
         if self._scale_dtypes[0] != self.format.scale_dtype:
             parts = {**parts, "scale": replace(parts["scale"], dtype=self._scale_dtypes[0])}
         return dict(zip(self._names(module), self._specs(parts, shape), strict=True))
@@ -131,7 +134,9 @@ class Encoding:
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
         """Tensors in the order of `suffixes`; codes are changed in place only if `consume`."""
         parts = q.tensors()
-        parts["scale"] = q.scale.view(self._scale_dtypes[0])
+        parts["qdata"] = q.qdata.view(self._code_dtypes[0])
+        stored = self._scale_dtypes[0]
+        parts["scale"] = q.scale.view(stored) if stored == torch.uint8 else q.scale.to(stored)
         return tuple(parts.values())
 
     def _read_codes(self, tensors: _Tensors, name: str) -> tuple[Tensor, torch.Size]:

@@ -11,7 +11,8 @@ Decisions, each with the failure it prevents:
   transformers looks up the block, which longer names do not match.
 * No `scale_fmt`, although the scales are powers of two: it says how scales are *stored*. With it,
   transformers 5.23 would create E8M0 parameters for FP32 tensors, and SGLang 0.5.23 would also
-  round the activation scales of linear layers. Without it both read FP32; vLLM 0.33 ignores it.
+  round the activation scales of linear layers. Without it both read FP32. The dialect fp8-ue8m0 is
+  the one with it.
 
 Sources: vLLM 0.33 `quantization/fp8.py`, SGLang 0.5.23 `quantization/fp8.py`, transformers 5.23
 `integrations/finegrained_fp8.py` and `quantizers/quantizers_utils.py`.
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 _FORMAT = "fp8_block"
-_EXPERTS = "mxfp4"
 
 # Fields that determine the tensors' format, and their supported values; None if optional.
 _WEIGHTS: dict[str, tuple[object, ...]] = {
@@ -44,8 +44,10 @@ _WEIGHTS: dict[str, tuple[object, ...]] = {
     "moe_quant_algo": (None,),
     "routed_experts_quant_method": (None,),
 }
-_SAY_MXFP4 = {"expert_dtype": "fp4", "routed_experts_quant_method": "mxfp4"}
-_READABLE = _WEIGHTS | {"activation_scheme": ("dynamic",)}
+_ACTIVATIONS: dict[str, tuple[object, ...]] = {"activation_scheme": ("dynamic",)}
+
+EXPERTS_IN_MXFP4 = {"expert_dtype": "fp4", "routed_experts_quant_method": "mxfp4"}
+"""The fields that say of routed experts that they are in MXFP4, any of which is enough."""
 
 
 class Fp8(Dialect):
@@ -71,6 +73,10 @@ class Fp8(Dialect):
             "modules_to_not_convert": sorted(blocks + others),
         }
 
+    def claims(self, quantization_config: Mapping[str, Any]) -> bool:
+        """As Dialect; what says E8M0 or MXFP4 is of the dialect fp8-ue8m0."""
+        return super().claims(quantization_config) and not needs_e8m0(quantization_config)
+
     def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As Dialect.
 
@@ -78,31 +84,45 @@ class Fp8(Dialect):
         name of a parent module, the end of its name after a dot, or a regular expression for one of
         the first two. That is what transformers does; vLLM compares only full names.
 
-        With `weights_only`, `weight_block_size` says the format, and routed experts may be in
-        MXFP4, if one of two fields says so.
+        With `weights_only`, `weight_block_size` says the format.
         """
-        kept = KeptModules(config, "modules_to_not_convert", "ignored_layers")
-        readable, format, of_experts = _READABLE, _FORMAT, _FORMAT
+        format = _FORMAT
         if weights_only:
-            said = {f for f, value in _SAY_MXFP4.items() if config.get(f) == value}
-            readable = {f: values for f, values in _WEIGHTS.items() if f not in said}
-            if said:
-                of_experts = _EXPERTS
-            else:
-                size = config.get("weight_block_size")
-                format = next((name for name, s in FP8.items() if size in s.names), _FORMAT)
-                of_experts = format
-                readable = _WEIGHTS | {"weight_block_size": FP8[format].names}
-        problem = _unreadable_field(config, readable)
+            size = config.get("weight_block_size")
+            format = next((name for name, s in FP8.items() if size in s.names), _FORMAT)
+        return reader_of(config, experts=format, others=format, weights_only=weights_only)
 
-        def format_of(module: str) -> str | None:
-            if module == "lm_head" or module in kept:
-                return None
-            if problem is not None:
-                raise UnsupportedError(f"{module}: {problem}")
-            return of_experts if is_expert(module) else format
 
-        return format_of
+def says_mxfp4(quantization_config: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` says that routed experts are in MXFP4."""
+    return any(quantization_config.get(f) == value for f, value in EXPERTS_IN_MXFP4.items())
+
+
+def needs_e8m0(quantization_config: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` is of the dialect fp8-ue8m0 rather than of fp8."""
+    return quantization_config.get("scale_fmt") == "ue8m0" or says_mxfp4(quantization_config)
+
+
+def reader_of(
+    config: Mapping[str, Any], *, experts: str, others: str = _FORMAT, weights_only: bool
+) -> Callable[[str], str | None]:
+    """As `Dialect.reader`, for a config with these formats of routed experts and other modules."""
+    readable = _WEIGHTS | {"weight_block_size": FP8[others].names}
+    if experts not in FP8:
+        readable |= {field: (*readable[field], value) for field, value in EXPERTS_IN_MXFP4.items()}
+    if not weights_only:
+        readable |= _ACTIVATIONS
+    kept = KeptModules(config, "modules_to_not_convert", "ignored_layers")
+    problem = _unreadable_field(config, readable)
+
+    def format_of(module: str) -> str | None:
+        if module == "lm_head" or module in kept:
+            return None
+        if problem is not None:
+            raise UnsupportedError(f"{module}: {problem}")
+        return experts if is_expert(module) else others
+
+    return format_of
 
 
 def _unreadable_field(

@@ -17,9 +17,12 @@ Decisions, each with the failure it prevents:
 * No MLA projection is kept in some layers and converted in others. SGLang 0.5.23 compares only the
   last component of `q_a_proj` and similar names, in all layers.
 
-FP8 blocks are not written: vLLM 0.33 expects scales as `weight_scale_inv` for experts and as
-`weight_scale` [N/128, 1, K/128, 1] for other layers, SGLang `weight_scale_inv` for both. The
-dialect fp8 loads in all engines. Neither engine loads MXFP4, or INT4 with FP8 activations, in this
+FP8 is not written. Its experts have one scale a matrix in engines, and static ones of activations;
+scales for each row and token, in compressed-tensors, are more exact. Of FP8 blocks, vLLM 0.33
+expects scales as `weight_scale_inv` for experts and as `weight_scale` [N/128, 1, K/128, 1] for
+other layers, SGLang `weight_scale_inv` for both; the dialect fp8 loads in all engines. Mixtures are
+not written either: compressed-tensors holds them in both engines, and of one without NVFP4 SGLang
+takes the experts for INT4. Neither engine loads MXFP4, or INT4 with FP8 activations, in this
 dialect.
 
 Sources: NVIDIA/Model-Optimizer 0.47, `torch/export/{quant_utils,convert_hf_config}.py`; vLLM 0.33

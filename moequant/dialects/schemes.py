@@ -4,10 +4,12 @@
 |---|---|---|---|
 | Encoding | as in memory | as in memory, or E8M0 as U8 | FP32 [], the global scale, if any |
 | Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
+| Fp8BlocksE8m0 | E4M3 [N, K] | E8M0 [ceil(N/128), ceil(K/128)] | |
 | Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
 | Nvfp4Multiplied | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [], the global scale |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
+| Int4Signed | I8 [N, K/2] | FP32 [N, K/128] | |
 | Fp8Channels | E4M3 [N, K] | FP32 [N, 1] | |
 
 Read-only: Fp8BlocksFlexible, as Fp8Blocks with either name of the scale, also four-dimensional;
@@ -89,8 +91,15 @@ class Fp8Blocks(Encoding):
     `ragged`.
     """
 
-    def __init__(self, scale: str, *, codes: str = "weight", ragged: bool = False) -> None:
-        super().__init__("fp8_block", codes, scale, scales=_BLOCK_SCALES)
+    def __init__(
+        self,
+        scale: str,
+        *,
+        codes: str = "weight",
+        ragged: bool = False,
+        scales: tuple[torch.dtype, ...] = _BLOCK_SCALES,
+    ) -> None:
+        super().__init__("fp8_block", codes, scale, scales=scales)
         self._ragged = ragged
 
     def check(self, module: str, shape: _Shape, *, rows_follow: bool = False) -> None:
@@ -109,6 +118,27 @@ class Fp8Blocks(Encoding):
                     "recipe), choose another format, or the dialect moequant, which only "
                     "moequant's own runtime loads"
                 )
+
+
+class Fp8BlocksE8m0(Fp8Blocks):
+    """`fp8_block` with the scale as E8M0, which holds powers of two and nothing else."""
+
+    def __init__(self, scale: str) -> None:
+        super().__init__(scale, scales=(torch.float8_e8m0fnu, *_FLOATS))
+
+    def encode(
+        self, module: str, q: QuantizedWeight, *, consume: bool = False
+    ) -> dict[str, Tensor]:
+        """As Encoding; raises UnsupportedError for a scale that is no power of two."""
+        stored = q.scale.to(torch.float8_e8m0fnu)
+        wrong = stored.float() != q.scale
+        if wrong.any():
+            raise UnsupportedError(
+                f"{module}: the scale {q.scale[wrong][0].item():g} of an FP8 block is no power of "
+                "two, but this dialect stores scales as E8M0; quantize from the unquantized "
+                "weights with scale = power_of_two, or choose the dialect fp8"
+            )
+        return dict(zip(self._names(module), (q.qdata, stored), strict=True))
 
 
 class Nvfp4Packed(Encoding):
@@ -201,11 +231,11 @@ class Mxfp4Blocks(Encoding):
         return q.qdata.reshape(*q.scale.shape, self.format.block[1] // 2), q.scale.view(torch.uint8)
 
 
-def mxfp4_bytes(scale: str) -> Encoding:
-    """`mxfp4` as DeepSeek-V4 was released, read-only: codes I8, scales E8M0 or its byte."""
+def mxfp4_signed(scale: str, *, read_only: bool = False) -> Encoding:
+    """`mxfp4` as DeepSeek-V4 was released: codes I8, scales E8M0; unsigned bytes are read, too."""
     codes = (torch.int8, torch.uint8)
     scales = (torch.float8_e8m0fnu, torch.uint8)
-    return Encoding("mxfp4", "weight", scale, codes=codes, scales=scales, read_only=True)
+    return Encoding("mxfp4", "weight", scale, codes=codes, scales=scales, read_only=read_only)
 
 
 def e8m0_bytes(format: str, codes: str, *, read_only: bool = False) -> Encoding:
@@ -274,6 +304,23 @@ class Int4Packed(Encoding):
 def _logical_shape(N: int, K: int) -> Tensor:
     """The value of `weight_shape`; cached, so callers must not change it."""
     return torch.tensor([N, K], dtype=torch.int64, device="cpu")
+
+
+class Int4Signed(Encoding):
+    """`w4a8` as in memory, with codes as I8 and scales as FP32.
+
+    Scales of other writers are rounded to BF16, as SGLang does when it loads them.
+    """
+
+    def __init__(self) -> None:
+        codes = (torch.int8, torch.uint8)
+        scales = (torch.float32, torch.bfloat16)
+        super().__init__("w4a8", "weight", "weight_scale_inv", codes=codes, scales=scales)
+
+    def _scale(self, tensors: _Tensors, name: str, *shapes: _Shape) -> Tensor:
+        stored = read_tensor(tensors, name, *self._scale_dtypes)
+        check_shape(name, stored, *shapes)
+        return stored.to(self.format.scale_dtype)
 
 
 class Int4Groups(Int4Packed):
@@ -358,11 +405,15 @@ def _only_one(tensors: _Tensors, names: Sequence[str]) -> str:
 
 FP8 = _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale_inv"), names=([128, 128],)),
-    Scheme(encoding=mxfp4_bytes("weight_scale_inv")),
     # vLLM's name and transformers' name; both are multipliers.
     Scheme(encoding=Fp8Channels("weight_scale", "weight_scale_inv"), names=(None,)),
 )
 """By `weight_block_size`."""
+
+FP8_UE8M0 = _by_format(
+    Scheme(encoding=Fp8BlocksE8m0("weight_scale_inv")),
+    Scheme(encoding=mxfp4_signed("weight_scale_inv")),
+)
 
 COMPRESSED_TENSORS = _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale"), names=("float-quantized",)),
@@ -384,6 +435,11 @@ COMPRESSED_TENSORS = _by_format(
 )
 """By `format`, which says what the library calls the encoding."""
 
+W4AFP8 = _by_format(
+    Scheme(encoding=Int4Signed()),
+    Scheme(encoding=Fp8Blocks("weight_scale_inv")),
+)
+
 GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 
 MODELOPT = _by_format(
@@ -399,7 +455,7 @@ DEEPSEEK_V4 = _by_format(
         encoding=Encoding("fp8_block", "weight", "scale", scales=_BLOCK_SCALES, read_only=True),
         names=("fp8",),
     ),
-    Scheme(encoding=mxfp4_bytes("scale"), names=("fp4",)),
+    Scheme(encoding=mxfp4_signed("scale", read_only=True), names=("fp4",)),
 )
 """By `expert_dtype`."""
 

@@ -4,6 +4,7 @@ from moequant.models.architecture import (
     CONVERTIBLE_ROLES,
     EXPERT_BIAS,
     ROUTED_EXPERTS,
+    SHARED_EXPERTS,
     Architecture,
     TensorRole,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "EXPERT_BIAS",
     "PROJECTIONS",
     "ROUTED_EXPERTS",
+    "SHARED_EXPERTS",
     "Architecture",
     "Model",
     "MoeConfig",

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 ROUTED_EXPERTS = "routed_experts"
+SHARED_EXPERTS = "shared_experts"
 EXPERT_BIAS = "expert_bias"
 OTHER = "other"
-CONVERTIBLE_ROLES = (ROUTED_EXPERTS, "shared_experts", "dense_mlp", "attention")
+CONVERTIBLE_ROLES = (ROUTED_EXPERTS, SHARED_EXPERTS, "dense_mlp", "attention")
 """Roles whose two-dimensional weights a recipe may quantize. Routers are never quantized."""
 
 # Keys of config.json that an architecture uses unless it names its own.

@@ -2,6 +2,7 @@
 
 CONFIG_FILE = "config.json"
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
+QUANT_CFG_FILE = "quant_cfg.json"
 """The quantization config of older Model-Optimizer releases."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

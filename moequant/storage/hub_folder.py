@@ -17,6 +17,7 @@ from moequant.storage.files import (
     HF_QUANT_CONFIG_FILE,
     INDEX_FILE,
     PREPARED_FOLDER,
+    QUANT_CFG_FILE,
     RECORD_FILE,
 )
 from moequant.storage.folder import PICKLES, Folder, is_inner_name, is_left_out, is_weights
@@ -34,7 +35,7 @@ from moequant.storage.reader import FixedFile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_DOCUMENTS = (CONFIG_FILE, INDEX_FILE, HF_QUANT_CONFIG_FILE, RECORD_FILE)
+_DOCUMENTS = (CONFIG_FILE, INDEX_FILE, HF_QUANT_CONFIG_FILE, QUANT_CFG_FILE, RECORD_FILE)
 """What describes the weights; it is fetched into the hub's cache."""
 _HEAD_BYTES = 1 << 17
 """What is fetched of a weight file at first: more than most headers have."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects import SOURCES as DIALECTS
 from moequant.dialects import find_dialect
-from moequant.dialects.names import ACTIVATION_SCALES
+from moequant.dialects.names import ACTIVATION_SCALES, is_expert
 from moequant.errors import UnsupportedError
 from moequant.models import find_architecture, read_model
 from moequant.storage.documents import read_document
@@ -131,6 +131,8 @@ def read_source(
     if quantization_config is not None and dialect is not None:
         encoded = encoded_weights(tensors, config, quantization_config, dialect, own)
         modules = {info.module for info in encoded.values()}
+        # Some writers have codes under `gate_proj` and so on, and scales of inputs under `w1`.
+        modules |= {module.rpartition(".")[0] for module in modules if is_expert(module)}
         dropped = {name for name in tensors if _is_of_activations(name, modules)}
     parts = {part.name for info in encoded.values() for part in info.parts}
     rest = {n: info for n, info in tensors.items() if n not in parts and n not in dropped}
@@ -194,7 +196,11 @@ def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None
 
 def _is_of_activations(name: str, modules: set[str]) -> bool:
     module, _, leaf = name.rpartition(".")
-    return leaf in ACTIVATION_SCALES and (module in modules or leaf in ("k_scale", "v_scale"))
+    return leaf in ACTIVATION_SCALES and (
+        module in modules
+        or leaf in ("k_scale", "v_scale")
+        or (is_expert(module) and module.rpartition(".")[0] in modules)
+    )
 
 
 def _in_place(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from moequant import convert
@@ -12,7 +14,9 @@ from moequant.dialects import REGISTRY
 from moequant.runtime.backends import REGISTRY as BACKENDS
 from moequant.storage.checkpoint import Checkpoint
 
-PAIRS = [(d, f) for d, dialect in REGISTRY.items() for f in dialect.carried]
+PAIRS = [
+    (d, f) for d, dialect in REGISTRY.items() if not dialect.quantizes_all for f in dialect.carried
+]
 
 
 def model_of(dialect):
@@ -80,6 +84,41 @@ def test_no_recipe_of_ours_makes_a_defect(make_checkpoint, tmp_path, model_type,
 def test_a_multi_token_prediction_layer_of_ours_is_no_defect(converted, format):
     path = converted(format, model_type="deepseek_v3")
     assert check_checkpoint(Checkpoint.open(path)).examined.facts.defects == ()
+
+
+def test_a_whole_model_in_w4afp8_has_no_defect_and_only_experts_of_it_have_many(
+    make_checkpoint, check, tmp_path
+):
+    rules = (Rule(roles=ROUTED, format="w4a8"), Rule(roles=("attention",), format="fp8_block"))
+    settings = {"recipe": Recipe(rules=rules), "dialect": "w4afp8"}
+    out = convert(make_checkpoint(), tmp_path / "out", **settings).output
+    engines = check(out)
+    assert {key: engine.loads for key, engine in engines.items()} == {
+        "transformers": False, "vllm": False, "sglang": True, "moequant": True,
+    }  # fmt: skip
+    # A release whose attention is BF16: SGLang reads no list of kept modules.
+    convert(make_checkpoint(), tmp_path / "fp8", format="fp8_block")
+    path = tmp_path / "fp8" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["quant_method"] = "w4afp8"
+    path.write_text(json.dumps(config))
+    said = check(tmp_path / "fp8")["sglang"]
+    assert "plain-linears-sglang" in {one.rule for one in said.against}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_shared_experts_unlike_routed_ones_are_said_for_sglang(make_checkpoint, tmp_path, whole):
+    """DeepSeek-V3's, which SGLang makes routed ones; `check` finds what `convert` says."""
+    roles = (*ROUTED, "shared_experts") if whole else ROUTED
+    recipe = Recipe(rules=(Rule(roles=roles, format="fp8_block"),))
+    source, out = make_checkpoint(model_type="deepseek_v3"), tmp_path / "out"
+    plan = convert(source, out, recipe=recipe).plan
+    report = check_checkpoint(Checkpoint.open(out))
+    assert report.examined.facts.shared_apart is not whole
+    (verdict,) = (e.verdict for e in report.engines if e.key == "sglang")
+    said = "shared-experts-sglang" in {remark.rule for remark in verdict.remarks}
+    assert said is not whole
+    assert any("--disable-shared-experts-fusion" in text for text in plan.warnings) is said
 
 
 def test_a_checkpoint_in_bf16_is_loaded_by_all_engines_but_ours(make_checkpoint, check):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from moequant import convert, verify
+from moequant.conversion.recipe import Recipe, Rule
 from moequant.errors import UnsupportedError
 
 
@@ -40,9 +41,34 @@ def test_another_dialect_is_written_where_the_engine_loads_that_alone(narrow, tm
     assert again.state == "already converted"
 
 
+def test_mxfp4_for_sglang_is_written_as_it_takes_it_for_any_model(make_checkpoint, tmp_path):
+    source, out = make_checkpoint(), tmp_path / "out"
+    result = convert(source, out, format="mxfp4", engine="sglang")
+    said = [text for text in result.plan.warnings if "SGLang" in text]
+    assert said[0].startswith("written in the dialect fp8-ue8m0 for SGLang 0.5.23, and not in")
+    assert any("--moe-runner-backend flashinfer_mxfp4" in text for text in said)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["routed_experts_quant_method"] == "mxfp4"
+    assert verify(out, against=source).ok
+    other = convert(source, tmp_path / "vllm", format="mxfp4", engine="vllm", dry_run=True)
+    assert other.plan.dialect.name == "compressed-tensors"
+
+
+def test_attention_in_fp8_beside_mxfp4_experts_is_written_for_sglang(make_checkpoint, tmp_path):
+    rules = (
+        Rule(roles=("attention",), format="fp8_block"),
+        Rule(roles=("routed_experts",), format="mxfp4"),
+    )
+    source, out = make_checkpoint(), tmp_path / "out"
+    result = convert(source, out, recipe=Recipe(rules=rules), engine="sglang")
+    assert result.plan.dialect.name == "fp8-ue8m0"
+    report = verify(out, against=source)
+    assert report.ok, report.problems
+
+
 @pytest.mark.parametrize(
     ("format", "engine", "why"),
-    [("nvfp4", "transformers", "without their global scale"), ("mxfp4", "sglang", "kimi_k3")],
+    [("nvfp4", "transformers", "without their global scale"), ("mxfp8", "sglang", "no scheme")],
 )
 def test_what_the_engine_loads_in_no_dialect_is_refused(
     make_checkpoint, tmp_path, format, engine, why

@@ -8,15 +8,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load, save
+from safetensors.torch import load_file, save_file
 
 from moequant import dialects, formats
 from moequant.dialects import default_dialect, find_dialect, get_dialect
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
-PAIRS = [(d, f) for d in dialects.REGISTRY for f in dialects.REGISTRY[d].carried]
+NOT_OF_EXPERTS = [("w4afp8", "fp8_block")]
+"""What dialects carry for other linear layers alone."""
+PAIRS = [
+    (d, f)
+    for d in dialects.REGISTRY
+    for f in dialects.REGISTRY[d].carried
+    if (d, f) not in NOT_OF_EXPERTS
+]
 NOT_CARRIED = [
-    (d, f) for d in dialects.REGISTRY for f in formats.CONVERTIBLE if (d, f) not in PAIRS
+    (d, f)
+    for d in dialects.REGISTRY
+    for f in formats.CONVERTIBLE
+    if f not in dialects.REGISTRY[d].carried
 ]
 EXPERT = "model.layers.3.mlp.experts.7.down_proj"
 KEPT = [
@@ -76,10 +86,12 @@ def test_specs_are_what_to_disk_writes(dialect, format, shape):
 
 @every_pair
 @pytest.mark.parametrize("shape", [(256, 384), (0, 256)])
-def test_from_disk_inverts_to_disk(dialect, format, shape):
+def test_from_disk_inverts_to_disk(tmp_path, dialect, format, shape):
     q = quantized(format, shape)
     dialect = get_dialect(dialect)
-    on_disk = load(save({k: v.contiguous() for k, v in dialect.to_disk(EXPERT, q).items()}))
+    written = {k: v.contiguous() for k, v in dialect.to_disk(EXPERT, q).items()}
+    save_file(written, tmp_path / "one.safetensors")
+    on_disk = load_file(tmp_path / "one.safetensors")
     on_disk["model.norm.weight"] = torch.ones(3)
     assert_same_weight(dialect.from_disk(EXPERT, format, on_disk), q)
 

@@ -71,6 +71,7 @@ MODELS = {
         )
     ),
 }
+UE8M0 = "fp8-ue8m0"
 LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel")
 """Formats that transformers 5.23 loads right; nvfp4 it loads without the global scale."""
 
@@ -88,38 +89,40 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(sources, tmp_path_factory):
-    """`converted(model, format)`: the folder of a converted checkpoint, made once."""
+    """`converted(model, format, dialect)`: the folder of a converted checkpoint, made once."""
     made = {}
 
-    def make(model, format):
-        if (model, format) not in made:
+    def make(model, format, dialect=None):
+        key = model, format, dialect
+        if key not in made:
             folder = tmp_path_factory.mktemp(f"{model}-{format}") / "out"
-            made[model, format] = convert(sources[model], folder, format=format).output
-        return made[model, format]
+            made[key] = convert(sources[model], folder, format=format, dialect=dialect).output
+        return made[key]
 
     return make
 
 
 @pytest.fixture(scope="module")
 def loaded(sources, converted):
-    """`loaded(model, format)`: what transformers loads; format None is the source."""
+    """`loaded(model, format, dialect)`: what transformers loads; format None is the source."""
     models = {}
 
-    def load(name, format):
-        if (name, format) not in models:
-            path = converted(name, format) if format else sources[name]
+    def load(name, format, dialect=None):
+        key = name, format, dialect
+        if key not in models:
+            path = converted(name, format, dialect) if format else sources[name]
             # Where it sees a GPU, transformers keeps FP8 as it is unless told to decode it.
             decode = (
                 {"quantization_config": FineGrainedFP8Config(dequantize=True)}
-                if format == "fp8_block" and torch.cuda.is_available()
+                if (format == "fp8_block" or dialect == UE8M0) and torch.cuda.is_available()
                 else {}
             )
             model, report = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.bfloat16, output_loading_info=True, **decode
             )
             assert not any(report.values()), report
-            models[name, format] = model
-        return models[name, format]
+            models[key] = model
+        return models[key]
 
     return load
 
@@ -134,11 +137,14 @@ def decoded(path, layer, expert, projection):
     return dequantize(ConvertedCheckpoint.open(path).read_expert(layer, expert, projection))
 
 
-@pytest.mark.parametrize("format", LOADED)
+WAYS = [*((format, None) for format in LOADED), ("fp8_block", UE8M0), ("mxfp4", UE8M0)]
+
+
+@pytest.mark.parametrize(("format", "dialect"), WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_from_pretrained_loads_our_weights_exactly(converted, loaded, name, format):
-    path = converted(name, format)
-    model = loaded(name, format)
+def test_from_pretrained_loads_our_weights_exactly(converted, loaded, name, format, dialect):
+    path = converted(name, format, dialect)
+    model = loaded(name, format, dialect)
     layers = ConvertedCheckpoint.open(path).expert_layers()
     assert layers
     for layer in layers:

@@ -115,6 +115,17 @@ def int4(shape, generator, *, group=128, scale_dtype=torch.bfloat16):
     )
 
 
+def int4_signed(shape, generator):
+    """Two's complement in I8, as SGLang's w4afp8 has it, with scales that are no BF16 numbers."""
+    N, K = shape
+    code = torch.randint(-8, 8, shape, generator=generator)
+    scale = 0.001 + 0.01 * torch.rand((N, K // 128), generator=generator)
+    # SGLang rounds them to BF16 when it loads them.
+    numbers = code * spread(scale.bfloat16().float(), 1, 128, shape)
+    byte = packed(code & 15).to(torch.uint8).view(torch.int8)
+    return Encoded({"weight": byte, "weight_scale_inv": scale}, numbers)
+
+
 def fp8_channel(shape, generator, *, scale_dtype=torch.float32, per_tensor=False, scale_shape=None):
     code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     code[(code & 0x7F) == 0x7F] = 0x7E
@@ -161,7 +172,7 @@ def tensors_of(path):
     return found
 
 
-def write_source(path, plain, quantized, quantization_config, encode):
+def write_source(path, plain, quantized, quantization_config, encode, *, of_experts=None):
     """Copy a plain checkpoint with the weights that `quantized` chooses in another form.
 
     Args:
@@ -170,6 +181,7 @@ def write_source(path, plain, quantized, quantization_config, encode):
         quantized: says of a module's name whether it is quantized.
         quantization_config: entry of config.json; None leaves it out.
         encode: makes `Encoded` of a shape and a generator.
+        of_experts: does so for routed experts; by default `encode`.
     """
     generator = torch.Generator().manual_seed(7)
     numbers, left, written = {}, {}, {}
@@ -178,7 +190,8 @@ def write_source(path, plain, quantized, quantization_config, encode):
         if tensor.ndim != 2 or module == name or not quantized(module):
             left[name] = written[name] = tensor
             continue
-        encoded = encode(tuple(tensor.shape), generator)
+        of_this = of_experts if of_experts and ".experts." in module else encode
+        encoded = of_this(tuple(tensor.shape), generator)
         numbers[name] = encoded.numbers
         written |= {f"{module}.{suffix}": t for suffix, t in encoded.tensors.items()}
     path.mkdir(parents=True)
@@ -671,8 +684,9 @@ def write_source_fixture():
 def by_hand():
     """What encodes by hand: by_hand.mxfp4(shape, generator), and others."""
     return SimpleNamespace(
-        mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, fp8_tensor=fp8_tensor, mxfp8=mxfp8
-    )
+        mxfp4=mxfp4, fp8_block=fp8_block, nvfp4=nvfp4, fp8_tensor=fp8_tensor, mxfp8=mxfp8,
+        int4_signed=int4_signed,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -164,6 +164,31 @@ def test_in_their_own_format_and_dialect_all_weights_stay_bit_for_bit(
     assert report.ok, report.problems
 
 
+@pytest.mark.parametrize(
+    ("scale_dtype", "dialect"),
+    [(torch.float32, "fp8"), (torch.float8_e8m0fnu, "fp8-ue8m0")],
+    ids=["DeepSeek-V3.1", "E8M0"],
+)
+def test_what_says_ue8m0_stays_bit_for_bit_in_the_dialect_with_its_dtype_of_scales(
+    make_fp8, read_tensors, tmp_path, scale_dtype, dialect
+):
+    source = make_fp8("deepseek_v3", config={"scale_fmt": "ue8m0"}, scale_dtype=scale_dtype)
+    out = tmp_path / "out"
+    result = convert(source.path, out, format="fp8_block", dialect=dialect)
+    assert all(error.exact == error.weights for error in result.requantization_errors)
+    before, after = read_tensors(source.path), read_tensors(out)
+    assert after.keys() == before.keys()
+    assert all(same(after[name], tensor) for name, tensor in before.items())
+    report = verify(out, against=source.path)
+    assert report.ok, report.problems
+
+
+def test_scales_that_no_e8m0_holds_stop_the_conversion_with_what_to_do(make_fp8, tmp_path):
+    source = make_fp8("qwen3_moe", power_of_two=False)
+    with pytest.raises(UnsupportedError, match=r"no power of two.*choose the dialect fp8"):
+        convert(source.path, tmp_path / "out", format="fp8_block", dialect="fp8-ue8m0")
+
+
 def test_e8m0_scales_of_kept_layers_are_not_left_under_a_config_that_says_fp32(
     make_fp8, read_tensors, config_of, tmp_path
 ):

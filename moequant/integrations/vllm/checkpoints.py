@@ -107,7 +107,7 @@ class _OwnExperts:
 
 
 class Fp8WithOwnExperts(_OwnExperts, Fp8Config):  # type: ignore[misc]
-    """FP8 blocks as DeepSeek-V3 and Qwen3 were released."""
+    """FP8 blocks as DeepSeek-V3 and Qwen3 were released, and MXFP4 beside them."""
 
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:
         if is_layer_skipped(
@@ -180,6 +180,7 @@ _BY_DIALECT: dict[str, type[_OwnExperts]] = {
     "fp8": Fp8WithOwnExperts,
     "compressed-tensors": CompressedTensorsWithOwnExperts,
     "gpt-oss": GptOssWithOwnExperts,
+    "fp8-ue8m0": Fp8WithOwnExperts,
 }
 _OF_MODEL_OPTIMIZER = (NvFp4WithOwnExperts, MxFp8WithOwnExperts)
 _BY_VLLM = "gpt_oss_mxfp4"

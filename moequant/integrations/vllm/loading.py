@@ -48,6 +48,8 @@ def _as_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     if tensor.dtype in _BYTES and dtype in _BYTES:
         return tensor.view(dtype)
+    if tensor.dtype == torch.float8_e8m0fnu and dtype == torch.float32:
+        return tensor.float()
     if tensor.dtype in SOURCE_DTYPES and dtype in SOURCE_DTYPES:
         return cast_exactly(name, tensor, dtype)
     raise CheckpointError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moequant.dialects import find_dialect
+from moequant.dialects import find_dialect, get_dialect
 from moequant.runtime.activations import MXFP4, MXFP8, NVFP4, NVFP4_STATIC
 
 if TYPE_CHECKING:
@@ -72,4 +72,8 @@ def scheme_of(config: Mapping[str, Any], *, activations: str | None = None) -> E
     stated = activations or dialect.activations_reader(config)(_EXPERT)
     format = dialect.reader(config, weights_only=stated is not None)(_EXPERT)
     assert format is not None, "the config is for all modules"
+    fp8 = get_dialect("fp8")
+    if dialect.name == "fp8-ue8m0" and format in fp8.carried:
+        # DeepSeek-V3.1 says E8M0 and stores FP32, which holds both.
+        dialect = fp8
     return ExpertScheme(dialect=dialect, format=format, stated=stated)

@@ -12,7 +12,7 @@ from moequant.act_fn import RELU2
 from moequant.dialects import REGISTRY
 from moequant.runtime import ExpertWeights, FusedExperts, load_experts
 
-DIALECTS = ("fp8", "compressed-tensors", "gpt-oss", "modelopt")
+DIALECTS = ("fp8", "compressed-tensors", "gpt-oss", "modelopt", "fp8-ue8m0")
 WAYS = [(format, dialect) for dialect in DIALECTS for format in REGISTRY[dialect].carried]
 SINGLE = [way for way in WAYS if way[1] != "gpt-oss"]
 LAYER = "model.layers.0.mlp.experts"
