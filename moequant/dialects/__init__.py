@@ -16,7 +16,7 @@ from moequant.dialects.fp8 import Fp8
 from moequant.dialects.gpt_oss import GptOss
 from moequant.dialects.modelopt import ModelOpt
 from moequant.dialects.moequant import Moequant
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError, unknown_name
 
 REGISTRY: dict[str, Dialect] = {
     d.name: d for d in (Fp8(), CompressedTensors(), GptOss(), ModelOpt(), Moequant())
@@ -35,7 +35,7 @@ def get_dialect(name: str) -> Dialect:
         UnsupportedError: there is no such dialect; the message lists all.
     """
     if name not in REGISTRY:
-        raise UnsupportedError(f"unknown dialect {name!r}; use one of: {', '.join(REGISTRY)}")
+        raise UnsupportedError(unknown_name("dialect", name, REGISTRY))
     return REGISTRY[name]
 
 

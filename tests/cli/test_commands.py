@@ -74,13 +74,16 @@ def test_what_the_page_shows_of_the_demo_is_what_is_printed(tmp_path, monkeypatc
 
 
 def test_what_the_page_shows_of_formats_is_what_is_printed():
-    (page,) = (output for command, output in shown() if command == "moequant formats")
-    # Of a line with dots, the page leaves out any number of lines; devices are a machine's.
-    printed = CliRunner().invoke(cli, ["formats"]).output.partition("cuda ")[0].splitlines()
-    for part in page.rstrip().split("\n...\n"):
-        lines = part.removesuffix("\n...").splitlines()
-        at = printed.index(lines[0])
-        assert printed[at : at + len(lines)] == lines
+    pages = [page for page in shown() if page[0].startswith("moequant formats")]
+    assert [command for command, _ in pages] == ["moequant formats", "moequant formats --backends"]
+    for command, page in pages:
+        printed = CliRunner().invoke(cli, shlex.split(command)[1:]).output
+        # Of a line with dots, the page leaves out any number of lines; devices are a machine's.
+        found = printed.partition("cuda ")[0].splitlines()
+        for part in page.rstrip().split("\n...\n"):
+            lines = part.removesuffix("\n...").splitlines()
+            at = found.index(lines[0])
+            assert found[at : at + len(lines)] == lines
 
 
 @pytest.mark.usefixtures("folder")
