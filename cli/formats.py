@@ -22,7 +22,15 @@ _SHAPE = (2048, 4096)
 """[N, K] of a weight for counting bits: large compared with every block, and whole blocks."""
 
 
-@click.command("formats", short_help="List formats, their options and dialects.")
+@click.command(
+    "formats",
+    short_help="List formats, their options and dialects.",
+    epilog=options.examples(
+        "moequant formats",
+        "moequant formats --backends",
+        "moequant formats --architectures",
+    ),
+)
 @click.option(
     "--backends",
     is_flag=True,

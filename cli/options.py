@@ -60,6 +60,11 @@ def _known_name(value: str, kind: str, known: Collection[str]) -> str:
     return found
 
 
+def examples(*commands: str) -> str:
+    """The end of a command's help: commands to copy, one a line."""
+    return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])
+
+
 def ranks_option(flag: str, *, help: str) -> Callable[[_Command], _Command]:
     """A number of ranks, by default 1."""
     ranks = click.IntRange(1, 1024)

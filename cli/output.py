@@ -115,6 +115,7 @@ class _BarProgress:
             file=sys.stderr,
             dynamic_ncols=True,
             leave=False,
+            smoothing=0,  # the mean rate since the task began, which summaries tell, too
         )
 
     def advance(self, done: int, current: str) -> None:
