@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         "moequant convert Qwen/Qwen3-30B-A3B qwen3-nvfp4 --format nvfp4 --dry-run",
         "moequant convert Qwen/Qwen3-30B-A3B qwen3-nvfp4 --format nvfp4",
         "moequant convert source out --format nvfp4 --option search=mse --for vllm",
-        "moequant convert deepseek-ai/DeepSeek-V3 out --recipe nvfp4-experts",
+        "moequant convert deepseek-ai/DeepSeek-V3 out --recipe deepseek-v3-nvfp4-experts",
     ),
 )
 @click.argument("source", type=options.DIRECTORY)

@@ -24,7 +24,13 @@ from pydantic import (
 from moequant.conversion.rounding import split_options
 from moequant.dialects import get_dialect
 from moequant.dialects.regexes import compile_regex
-from moequant.errors import MoequantError, RecipeError, StatisticsError, UnsupportedError
+from moequant.errors import (
+    MoequantError,
+    RecipeError,
+    StatisticsError,
+    UnsupportedError,
+    unknown_name,
+)
 from moequant.formats import (
     CONVERTIBLE,
     WRITABLE,
@@ -312,7 +318,8 @@ def _read_file(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RecipeError(
-            f"{path}: {reason}; a recipe is a TOML file or one of: {', '.join(shipped_recipes())}"
+            f"{path}: {reason}; a recipe is a TOML file, or has a name: "
+            f"{unknown_name('recipe', str(path), shipped_recipes())}"
         ) from None
 
 
