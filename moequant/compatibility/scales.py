@@ -28,17 +28,29 @@ _REMOTE_BYTES = 4096
 """What is read of a scale on the hub: a converter that writes NaN writes nothing else."""
 _AT_ONCE = 16
 _E8M0_NAN = 255
+_ZERO = "all zero"
+_DIVISOR = ".weight_global_scale"
+"""compressed-tensors' global scale, by which weights are divided; all others multiply."""
 # How far vLLM lets the global scales of gate and up be apart without a word: torch.allclose.
 _CLOSE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """What the scales of one module show."""
+    """What the scales of one module show.
+
+    Attributes:
+        module: the module.
+        weight: what is wrong with its scales, in words; empty if nothing is.
+        input: likewise, of the scale of its input.
+        is_zero: whether a scale that multiplies is all zero, and so is the weight.
+        global_scale: as stored; None without one.
+    """
 
     module: Module
     weight: str = ""
     input: str = ""
+    is_zero: bool = False
     global_scale: float | None = None
 
 
@@ -61,6 +73,9 @@ def scale_defects(
     with ThreadPoolExecutor(_AT_ONCE, "moequant-scales") as pool:
         read = [*pool.map(lambda module: _read(checkpoint, module, dialect), wanted)]
     yield from _wrong("bad-weight-scales", [(r.module.name, r.weight) for r in read])
+    zero = tuple(r.module.name for r in read if r.is_zero and not r.weight)
+    if zero:
+        yield Defect(id="zero-weight-scales", names=zero)
     yield from _wrong("bad-input-scales", [(r.module.name, r.input) for r in read])
     yield from _unequal(read)
 
@@ -99,12 +114,16 @@ def _read(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> _Read:
     assert module.stated is not None
     encoding = dialect.encodings[module.stated]
     scales = [module.parts[s] for s in encoding.suffixes[1:] if s in module.parts]
-    weight, global_scale = "", None
+    weight, global_scale, is_zero = "", None, False
     for info in scales:
         if info.name.endswith(".weight_shape"):
             continue
         values = _values(checkpoint, info)
-        weight = weight or _wrong_values(values, whole=values.shape == info.shape)
+        wrong = _wrong_values(values, whole=values.shape == info.shape)
+        if wrong == _ZERO and not info.name.endswith(_DIVISOR):
+            is_zero = True
+        else:
+            weight = weight or wrong
         if encoding.format.has_global_scale and values.numel() == 1:
             global_scale = values.float().item()
     name = dialect.input_scale_name(module.name) if dialect.input_scale else None
@@ -112,7 +131,13 @@ def _read(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> _Read:
     wrong_input = ""
     if of_input is not None:
         wrong_input = _wrong_values(_values(checkpoint, of_input), whole=True)
-    return _Read(module=module, weight=weight, input=wrong_input, global_scale=global_scale)
+    return _Read(
+        module=module,
+        weight=weight,
+        input=wrong_input,
+        is_zero=is_zero,
+        global_scale=global_scale,
+    )
 
 
 def _values(checkpoint: Checkpoint, info: TensorInfo) -> Tensor:
@@ -133,4 +158,4 @@ def _wrong_values(values: Tensor, *, whole: bool) -> str:
         return "NaN"
     if bool(numbers.isinf().any()):
         return "infinite"
-    return "all zero" if whole and numbers.numel() and not bool(numbers.any()) else ""
+    return _ZERO if whole and numbers.numel() and not bool(numbers.any()) else ""
