@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moequant.errors import CheckpointError, UnsupportedError
@@ -45,19 +44,10 @@ class Model:
     layers: tuple[int, ...]
     places: Mapping[str, Place]
 
-    @cached_property
-    def _layer_count(self) -> int:
-        """Number of layers, those for multi-token prediction included."""
-        numbered = (role.layer for role in self.roles.values() if role.layer is not None)
-        return max(numbered, default=-1) + 1
-
     def whereabouts(self, name: str) -> str:
-        """Where work on a tensor is, for people: "layer 3/48" for one of the third layer.
-
-        `name` is that of a tensor or weight; where it is of no layer, it is returned itself.
-        """
+        """Where work on a tensor or weight is, as of `MoeConfig`; its name if in no layer."""
         role = self.roles.get(name) or self.architecture.classify(name)
-        return name if role.layer is None else f"layer {role.layer + 1}/{self._layer_count}"
+        return name if role.layer is None else self.moe.whereabouts(role.layer)
 
 
 def read_model(

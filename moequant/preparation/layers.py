@@ -188,7 +188,8 @@ def write_layer(
                 writer = _open_writer(path, named, converted.moe.experts)
             for name, tensor in named.items():
                 writer.write_bytes(name, expert * tensor.nbytes, tensor_bytes(tensor.contiguous()))
-            progress.advance(sum(t.nbytes for t in named.values()), f"layer {layer}")
+            where = converted.moe.whereabouts(layer)
+            progress.advance(sum(t.nbytes for t in named.values()), where)
         assert writer is not None, "a layer has experts"
         size, sha256 = writer.finish()
     except BaseException:
