@@ -55,11 +55,11 @@ def command(backends: bool, architectures: bool, markdown: bool, as_json: bool) 
 
     out = Output(as_json=as_json)
     if architectures:
-        document = {"formats": list(FORMATS), "architectures": table.describe_architectures()}
+        found = {"formats": list(FORMATS), "architectures": table.describe_architectures()}
         if markdown:
-            out.line(table.markdown(document))
+            out.line(table.markdown(found))
         else:
-            out.result(document, table.show_architectures)
+            out.result(found, table.show_architectures)
         return
     document: dict[str, Any] = {}
     if as_json or not backends:

@@ -52,8 +52,10 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
     if dialect == "modelopt" and not mapping_field(config, "quantized_layers", _WHERE):
         kept = names_field(config, "ignore", _WHERE)
         kept = kept or names_field(config, "exclude_modules", _WHERE)
-        own = {"vLLM": KeptInVllm(kept), "SGLang": KeptInSglang(kept)}
-        return {engine: partial(_by_list, listed) for engine, listed in own.items()}
+        return {
+            "vLLM": partial(_by_list, KeptInVllm(kept)),
+            "SGLang": partial(_by_list, KeptInSglang(kept)),
+        }
     return {}
 
 
