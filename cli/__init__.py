@@ -32,7 +32,12 @@ from moequant.cli import (
 from moequant.cli.failures import CommandGroup
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="moequant demo shows every step on a small checkpoint. In bash, the Tab key completes "
+    'commands, options and names after: eval "$(_MOEQUANT_COMPLETE=bash_source moequant)"',
+)
 @click.version_option(__version__, prog_name="moequant")
 def cli() -> None:
     """Quantize, verify and run Mixture-of-Experts checkpoints."""

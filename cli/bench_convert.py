@@ -24,7 +24,13 @@ def _check_size(ctx: click.Context, param: click.Parameter, value: float) -> flo
     raise click.BadParameter(f"{value} is not a finite number of GB", ctx, param)
 
 
-@click.command("convert", short_help="Time conversion on a CPU.")
+@click.command(
+    "convert",
+    short_help="Time conversion on a CPU.",
+    epilog=options.examples(
+        "moequant bench convert --size 0.3 --format nvfp4",
+    ),
+)
 @options.converted_format_option
 @options.source_format_option
 @click.option(

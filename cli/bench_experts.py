@@ -42,7 +42,13 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
-@click.command("experts", short_help="Time fused experts on a GPU.")
+@click.command(
+    "experts",
+    short_help="Time fused experts on a GPU.",
+    epilog=options.examples(
+        "moequant bench experts --shape qwen3-30b --against triton,grouped_mm",
+    ),
+)
 @click.option(
     "--shape",
     required=True,

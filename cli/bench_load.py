@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from moequant.runtime.activations import ActivationsChoice
 
 
-@click.command("load", short_help="Time loading experts, beside a plain read.")
+@click.command(
+    "load",
+    short_help="Time loading experts, beside a plain read.",
+    epilog=options.examples(
+        "moequant bench load qwen3-nvfp4",
+    ),
+)
 @click.argument("converted", type=options.DIRECTORY)
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="Where experts are put."

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from moequant.runtime.activations import ActivationsChoice
 
 
-@click.command("serve", short_help="Time whole models in vLLM, transformers and moequant.")
+@click.command(
+    "serve",
+    short_help="Time whole models in vLLM, transformers and moequant.",
+    epilog=options.examples(
+        "moequant bench serve --shape qwen3-30b --format fp8_block,nvfp4",
+    ),
+)
 @click.argument("models", nargs=-1, metavar="[MODEL]...", type=click.Path(path_type=Path))
 @click.option(
     "--shape", metavar="NAME",

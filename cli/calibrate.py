@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from moequant.statistics import Statistics
 
 
-@click.command("calibrate", short_help="Measure what a model's experts multiply, over text.")
+@click.command(
+    "calibrate",
+    short_help="Measure what a model's experts multiply, over text.",
+    epilog=options.examples(
+        "moequant calibrate Qwen/Qwen3-30B-A3B --data text.txt -o qwen3.stats",
+        "moequant calibrate source --data chats.jsonl --hessian --device cuda -o qwen3.stats",
+    ),
+)
 @click.argument("source", type=options.DIRECTORY)
 @click.option(
     "--data",

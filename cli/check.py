@@ -21,7 +21,14 @@ _RANKS_SHOWN = 3
 _KNOWN = {"tested": "a test", "read": "its sources", "seen": "a try", None: ""}
 
 
-@click.command("check", short_help="Say which engines load a checkpoint, and why not.")
+@click.command(
+    "check",
+    short_help="Say which engines load a checkpoint, and why not.",
+    epilog=options.examples(
+        "moequant check qwen3-nvfp4",
+        "moequant check Qwen/Qwen3-30B-A3B-FP8 --engine vllm,sglang --gpu h100 --tp 4",
+    ),
+)
 @click.argument("checkpoint", type=options.DIRECTORY)
 @options.checked_engines_option
 @options.gpu_option

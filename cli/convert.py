@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from moequant.storage.hub_folder import Download
 
 
-@click.command("convert", short_help="Convert a checkpoint's experts into a format.")
+@click.command(
+    "convert",
+    short_help="Convert a checkpoint's experts into a format.",
+    epilog=options.examples(
+        "moequant convert Qwen/Qwen3-30B-A3B qwen3-nvfp4 --format nvfp4 --dry-run",
+        "moequant convert Qwen/Qwen3-30B-A3B qwen3-nvfp4 --format nvfp4",
+        "moequant convert source out --format nvfp4 --option search=mse --for vllm",
+        "moequant convert deepseek-ai/DeepSeek-V3 out --recipe deepseek-v3-nvfp4-experts",
+    ),
+)
 @click.argument("source", type=options.DIRECTORY)
 @click.argument("output", type=options.DIRECTORY)
 @options.format_option

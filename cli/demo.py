@@ -22,7 +22,14 @@ TARGET = "sm90"
 TOKENS = 16
 
 
-@click.command("demo", short_help="Convert, prepare, verify and run a small checkpoint.")
+@click.command(
+    "demo",
+    short_help="Convert, prepare, verify and run a small checkpoint.",
+    epilog=options.examples(
+        "moequant demo",
+        "moequant demo --output folder",
+    ),
+)
 @click.option(
     "--output",
     type=options.DIRECTORY,

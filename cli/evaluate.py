@@ -24,7 +24,14 @@ _RATIO = (">KL / first", ">± se")
 """Of each TEST but the first."""
 
 
-@click.command("evaluate", short_help="Measure perplexity and KL divergence from a reference.")
+@click.command(
+    "evaluate",
+    short_help="Measure perplexity and KL divergence from a reference.",
+    epilog=options.examples(
+        "moequant evaluate Qwen/Qwen3-30B-A3B qwen3-nvfp4 qwen3-mxfp4 --data held-out.txt",
+        "moequant evaluate source out --data text.txt --noise-floor --device cuda",
+    ),
+)
 @click.argument("reference", type=options.DIRECTORY)
 @click.argument("tests", nargs=-1, metavar="[TEST]...", type=options.DIRECTORY)
 @click.option(

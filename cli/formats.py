@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,20 @@ _SHAPE = (2048, 4096)
 """[N, K] of a weight for counting bits: large compared with every block, and whole blocks."""
 
 
-@click.command("formats", short_help="List formats, dialects and backends.")
+@click.command(
+    "formats",
+    short_help="List formats, their options and dialects.",
+    epilog=options.examples(
+        "moequant formats",
+        "moequant formats --backends",
+        "moequant formats --architectures",
+    ),
+)
+@click.option(
+    "--backends",
+    is_flag=True,
+    help="List what converts and runs each format on this machine instead, or why not.",
+)
 @click.option(
     "--architectures",
     is_flag=True,
@@ -29,32 +43,35 @@ _SHAPE = (2048, 4096)
 )
 @click.option("--markdown", is_flag=True, help="With --architectures: print Markdown tables.")
 @options.json_option
-def command(architectures: bool, markdown: bool, as_json: bool) -> None:
-    """List formats and dialects, and what converts and runs them on this machine."""
+def command(backends: bool, architectures: bool, markdown: bool, as_json: bool) -> None:
+    """List formats with their options, and dialects. With --json, backends are listed, too."""
     if markdown and (as_json or not architectures):
         raise click.UsageError("--markdown needs --architectures and excludes --json")
+    if backends and architectures:
+        raise click.UsageError("give --backends or --architectures, not both")
     from moequant.cli import architectures as table
     from moequant.dialects import REGISTRY as DIALECTS
     from moequant.formats import CONVERTIBLE as FORMATS
 
     out = Output(as_json=as_json)
     if architectures:
-        document = {"formats": list(FORMATS), "architectures": table.describe_architectures()}
+        found = {"formats": list(FORMATS), "architectures": table.describe_architectures()}
         if markdown:
-            out.line(table.markdown(document))
+            out.line(table.markdown(found))
         else:
-            out.result(document, table.show_architectures)
+            out.result(found, table.show_architectures)
         return
-    document = {
-        "formats": [_describe(format) for format in FORMATS.values()],
-        "dialects": [
+    document: dict[str, Any] = {}
+    if as_json or not backends:
+        document["formats"] = [_describe(format) for format in FORMATS.values()]
+        document["dialects"] = [
             {"name": d.name, "summary": d.summary, "formats": list(d.carried)}
             for d in DIALECTS.values()
-        ],
-        "quantizers": list(_quantizers()),
-        "backends": list(_backends()),
-    }
-    out.result(document, _show)
+        ]
+    if as_json or backends:
+        document["quantizers"] = list(_quantizers())
+        document["backends"] = list(_backends())
+    out.result(document, _show_backends if backends else _show)
 
 
 def _describe(format: Format) -> dict[str, Any]:
@@ -149,26 +166,23 @@ def _activations(backend: Backend, format: Format) -> str:
 def _show(out: Output, document: Mapping[str, Any]) -> None:
     formats = document["formats"]
     out.table(
-        ["format", ">block", ">bits", "dialect", "targets", "what it is"],
+        ["format", ">bits", "dialect", "what it is"],
         [
-            (
-                f["name"],
-                "x".join(str(n or axis) for n, axis in zip(f["block"], "NK", strict=True)),
-                f"{f['bits_per_weight']:g}",
-                f["default_dialect"],
-                " ".join(f["targets"]),
-                f["summary"],
-            )
+            (f["name"], f"{f['bits_per_weight']:g}", f["default_dialect"], f["summary"])
             for f in formats
         ],
     )
+    # Formats whose option has the same values share a row.
+    having: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for f in formats:
+        for name, option in f["options"].items():
+            having[name, *option["values"]].append(f["name"])
     out.line()
     out.table(
-        ["format", "option", "default", "or"],
+        ["option", "default", "or", "of"],
         [
-            (f["name"], name, option["default"], ", ".join(option["values"][1:]))
-            for f in formats
-            for name, option in f["options"].items()
+            (name, default, ", ".join(others), ", ".join(names))
+            for (name, default, *others), names in sorted(having.items())
         ],
     )
     out.line()
@@ -177,6 +191,11 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         [(d["name"], ", ".join(d["formats"]), d["summary"]) for d in document["dialects"]],
     )
     out.line()
+    out.line("What runs here: moequant formats --backends")
+    out.line("Which models: moequant formats --architectures")
+
+
+def _show_backends(out: Output, document: Mapping[str, Any]) -> None:
     out.table(
         ["quantizer", "converts", "how"],
         [(q["quantizer"], _verdict(q), q["summary"]) for q in document["quantizers"]],

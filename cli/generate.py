@@ -42,7 +42,14 @@ def _parse_ids(
     return tuple(map(int, words))
 
 
-@click.command("generate", short_help="Generate text with a converted checkpoint.")
+@click.command(
+    "generate",
+    short_help="Generate text with a converted checkpoint.",
+    epilog=options.examples(
+        'moequant generate qwen3-nvfp4 --prompt "Mixture of experts means"',
+        "moequant generate qwen3-nvfp4 --prompt-ids 1,2,3 --device cuda",
+    ),
+)
 @click.argument("converted", type=options.DIRECTORY)
 @click.option(
     "--prompt", metavar="TEXT", help="The prompt as text; needs a tokenizer in CONVERTED."

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
 
 
-@click.command("inspect", short_help="Show what a checkpoint contains.")
+@click.command(
+    "inspect",
+    short_help="Show what a checkpoint contains.",
+    epilog=options.examples(
+        "moequant inspect Qwen/Qwen3-30B-A3B",
+        "moequant inspect out --tensors",
+    ),
+)
 @click.argument("checkpoint", type=options.DIRECTORY)
 @click.option(
     "--tensors",

@@ -9,27 +9,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from moequant.errors import unknown_name
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 _CONVERTIBLE, _WRITABLE = "moequant.formats:CONVERTIBLE", "moequant.formats:WRITABLE"
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
 
 
 def _name_option(
-    flag: str, registry: str, *, name: str | None = None, **attributes: Any
+    flag: str, registry: str, kind: str, *, name: str | None = None, **attributes: Any
 ) -> Callable[[_Command], _Command]:
     """An option whose value is a name in `registry`, such as "moequant.dialects:REGISTRY".
 
-    `name` is that of the command's parameter, by default the flag's.
+    `kind` says what is named, such as "dialect"; `name` is that of the command's parameter, by
+    default the flag's.
 
     The registry is imported only to check or complete a value, because that imports torch.
     """
 
     def check(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-        if value is not None and value not in (known := resolve_name(registry)):
-            raise click.BadParameter(f"{value!r} is not one of {', '.join(known)}", ctx, param)
-        return value
+        return None if value is None else _known_name(value, kind, resolve_name(registry))
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
         return [name for name in resolve_name(registry) if name.startswith(incomplete)]
@@ -40,23 +41,47 @@ def _name_option(
     )
 
 
+def _known_name(value: str, kind: str, known: Collection[str]) -> str:
+    """The one of the `known` names that is meant, in any case; formats also have other names.
+
+    Raises:
+        click.BadParameter: none is.
+    """
+    if kind == "format":
+        from moequant.formats import format_name, unknown_format
+
+        found = format_name(value, known)
+        message = unknown_format(value, known)
+    else:
+        found = next((name for name in known if name.lower() == value.lower()), value)
+        message = unknown_name(kind, value, known)
+    if found not in known:
+        raise click.BadParameter(message)
+    return found
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help: commands to copy, one a line."""
+    return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])
+
+
 def ranks_option(flag: str, *, help: str) -> Callable[[_Command], _Command]:
     """A number of ranks, by default 1."""
     ranks = click.IntRange(1, 1024)
     return click.option(flag, type=ranks, default=1, show_default=True, metavar="N", help=help)
 
 
-def _names_option(flag: str, registry: str, **attributes: Any) -> Callable[[_Command], _Command]:
+def _names_option(
+    flag: str, registry: str, kind: str, **attributes: Any
+) -> Callable[[_Command], _Command]:
     """As `_name_option`, of several names, separated by commas."""
 
     def check(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
         if value is None:
             return None
-        names, known = list(dict.fromkeys(value.split(","))), list(resolve_name(registry))
-        for name in names:
-            if name not in known:
-                raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}", ctx, param)
-        return names
+        known = resolve_name(registry)
+        names = [_known_name(name, kind, known) for name in value.split(",")]
+        return list(dict.fromkeys(names))
 
     return click.option(flag, metavar="NAME,...", callback=check, **attributes)
 
@@ -189,6 +214,7 @@ DIRECTORY = _Directory(file_okay=False)
 format_option = _name_option(
     "--format",
     _WRITABLE,
+    "format",
     help="Convert only the routed experts into this format; see `moequant formats`. bf16 "
     "dequantizes every quantized weight.",
 )
@@ -204,6 +230,7 @@ format_options_option = click.option(
 benched_format_option = _name_option(
     "--format",
     _CONVERTIBLE,
+    "format",
     default="fp8_block",
     show_default=True,
     help="Format of the weights; see `moequant formats`.",
@@ -211,11 +238,13 @@ benched_format_option = _name_option(
 tuned_formats_option = _names_option(
     "--format",
     _CONVERTIBLE,
+    "format",
     help="Formats of the weights.  [default: all with tilings to choose from]",
 )
 activations_option = _name_option(
     "--activations",
     "moequant.runtime.packing:ACTIVATIONS",
+    "scheme of activations",
     default="format",
     show_default=True,
     help="Quantization of activations: that of the format, none, or the one named, such as "
@@ -224,6 +253,7 @@ activations_option = _name_option(
 served_formats_option = _names_option(
     "--format",
     _WRITABLE,
+    "format",
     default="fp8_block",
     show_default=True,
     help="Formats to convert the model of --shape into.",
@@ -231,6 +261,7 @@ served_formats_option = _names_option(
 engines_option = _names_option(
     "--engine",
     "moequant.benchmarks.serving_engines:ENGINES",
+    "engine",
     default="vllm,vllm+moequant,transformers,moequant",
     show_default=True,
     help="Engines to time.",
@@ -238,25 +269,31 @@ engines_option = _names_option(
 checked_engines_option = _names_option(
     "--engine",
     "moequant.compatibility:ENGINES",
+    "engine",
     help="Engines that must load it: vllm, sglang, transformers or moequant, separated by commas.",
 )
 gpu_option = _name_option(
     "--gpu",
     "moequant.compatibility:GPUS",
+    "GPU",
     help="GPU it is to run on, such as a100, rtx4090, h100 or b200.  [default: any]",
 )
 routing_option = _names_option(
     "--routing",
     "moequant.benchmarks.layers:ROUTINGS",
+    "routing",
     default="uniform",
     show_default=True,
     help="Routing of tokens: uniform, skewed (few experts have most tokens) or one-expert.",
 )
 converted_format_option = _name_option(
-    "--format", _WRITABLE, help="Format to convert into.  [default: all]"
+    "--format", _WRITABLE, "format", help="Format to convert into.  [default: all]"
 )
 source_format_option = _name_option(
-    "--source-format", _CONVERTIBLE, help="Format of the checkpoint to convert.  [default: BF16]"
+    "--source-format",
+    _CONVERTIBLE,
+    "format",
+    help="Format of the checkpoint to convert.  [default: BF16]",
 )
 architecture_option = click.option(
     "--architecture",
@@ -281,11 +318,13 @@ recipe_option = click.option(
 dialect_option = _name_option(
     "--dialect",
     "moequant.dialects:REGISTRY",
+    "dialect",
     help="Dialect of the output.  [default: the recipe's or the format's]",
 )
 for_engine_option = _name_option(
     "--for",
     "moequant.compatibility:SERVING",
+    "engine",
     name="engine",
     help="Engine that must load the output: vllm, sglang or transformers. Where it does not load "
     "the default dialect, another is chosen.",
@@ -340,6 +379,7 @@ max_shard_size_option = click.option(
 target_option = _name_option(
     "--target",
     "moequant.runtime.backends:TARGETS",
+    "target",
     required=True,
     help="GPU architecture of the kernels: sm90 (Hopper) or sm100 (Blackwell).",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from contextlib import contextmanager
 from textwrap import wrap
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moequant.cli.tables import table_lines
 from moequant.progress import SilentProgress
 
 if TYPE_CHECKING:
@@ -60,14 +62,14 @@ class Output:
             self.line(f"{name:<{width}}  {value}")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print a table, one line per row; a column whose name begins with `>` is right-aligned."""
-        lines = [[column.removeprefix(">") for column in columns]]
-        lines += [[str(cell) for cell in row] for row in rows]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            cells = zip(columns, line, widths, strict=True)
-            aligned = (t.rjust(w) if c.startswith(">") else t.ljust(w) for c, t, w in cells)
-            self.line("   ".join(aligned).rstrip())
+        """Print a table; a column whose name begins with `>` is right-aligned.
+
+        A row is one line, but on a terminal that is too narrow for it: see `table_lines`.
+        """
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        cells = ([printable(str(cell)) for cell in row] for row in rows)
+        for line in table_lines(columns, cells, width):
+            self.line(line)
 
     def folded(self, text: str, *, indent: int = 0) -> None:
         """Print a paragraph in lines of at most 80 columns; names and paths are never split."""
@@ -115,6 +117,7 @@ class _BarProgress:
             file=sys.stderr,
             dynamic_ncols=True,
             leave=False,
+            smoothing=0,  # the mean rate since the task began, which summaries tell, too
         )
 
     def advance(self, done: int, current: str) -> None:

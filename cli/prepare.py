@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from moequant.runtime.activations import ActivationsChoice
 
 
-@click.command("prepare", short_help="Write the tensors that kernels read.")
+@click.command(
+    "prepare",
+    short_help="Write the tensors that kernels read.",
+    epilog=options.examples(
+        "moequant prepare qwen3-nvfp4 --target sm90",
+        "moequant prepare qwen3-nvfp4 --target sm100 --activations nvfp4",
+    ),
+)
 @click.argument("converted", type=options.DIRECTORY)
 @options.target_option
 @options.activations_option

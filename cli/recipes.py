@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@click.command("recipes", short_help="List the recipes, or print one.")
+@click.command(
+    "recipes",
+    short_help="List the recipes, or print one.",
+    epilog=options.examples(
+        "moequant recipes",
+        "moequant recipes nvfp4-experts > mine.toml",
+        "moequant convert source out --recipe mine.toml",
+    ),
+)
 @click.argument(
     "name",
     required=False,

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@click.command("selftest", short_help="Check the numbers of every backend on this device.")
+@click.command(
+    "selftest",
+    short_help="Check the numbers of every backend on this device.",
+    epilog=options.examples(
+        "moequant selftest",
+        "moequant selftest --device cpu --backend naive_batched",
+    ),
+)
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="Device to run on."
 )

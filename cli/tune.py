@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
-@click.command("tune", short_help="Find and save the fastest kernel tilings.")
+@click.command(
+    "tune",
+    short_help="Find and save the fastest kernel tilings.",
+    epilog=options.examples(
+        "moequant tune --shape qwen3-30b",
+        "moequant tune --shape 128x2048x768x8 --tokens 1,64 --format fp8_block",
+    ),
+)
 @click.option(
     "--shape",
     metavar="all|NAME,...",

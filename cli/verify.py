@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 _MAX_PROBLEMS = 10
 
 
-@click.command("verify", short_help="Verify a converted checkpoint against its source.")
+@click.command(
+    "verify",
+    short_help="Verify a converted checkpoint against its source.",
+    epilog=options.examples(
+        "moequant verify qwen3-nvfp4 --against Qwen/Qwen3-30B-A3B",
+        "moequant verify qwen3-nvfp4 --integrity",
+    ),
+)
 @click.argument("converted", type=options.DIRECTORY)
 @click.option(
     "--against",

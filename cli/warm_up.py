@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from moequant.runtime.warm_up import Mode
 
 
-@click.command("warm-up", short_help="Compile the kernels that a checkpoint will run.")
+@click.command(
+    "warm-up",
+    short_help="Compile the kernels that a checkpoint will run.",
+    epilog=options.examples(
+        "moequant warm-up qwen3-nvfp4",
+        "moequant warm-up qwen3-nvfp4 --max-tokens 1024 --mode relax",
+    ),
+)
 @click.argument("converted", type=options.DIRECTORY)
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="M",

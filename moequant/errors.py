@@ -4,6 +4,15 @@ A message names the thing, the value found, the value expected and the next step
 click's for wrong usage, 130 is an interrupt.
 """
 
+from __future__ import annotations
+
+from difflib import get_close_matches
+from reprlib import repr as show
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
 
 class MoequantError(Exception):
     """Base class of all errors below; any other exception is a bug."""
@@ -59,3 +68,22 @@ class DataError(MoequantError):
     """Text or token ids for calibration that cannot be used."""
 
     exit_code = 6
+
+
+def unknown_name(
+    kind: str, name: object, known: Iterable[str], *, nearest: Sequence[str] = ()
+) -> str:
+    """Message that no `kind` is called `name`, with the nearest known name and all others.
+
+    Args:
+        kind: what is named, such as "dialect".
+        name: the name given.
+        known: the names there are.
+        nearest: known names that are meant more likely than those that are spelt alike.
+    """
+    known = list(known)
+    by_lower = {one.lower(): one for one in known}
+    alike = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    meant = list(nearest) or [by_lower[one] for one in alike]
+    question = f". Did you mean {' or '.join(meant)}?" if meant else ""
+    return f"unknown {kind} {show(name)}; use one of: {', '.join(known)}{question}"

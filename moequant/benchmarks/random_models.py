@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.benchmarks.random_checkpoint import STD, write_tensors
-from moequant.errors import UnsupportedError
+from moequant.errors import UnsupportedError, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -166,7 +166,7 @@ _MIN_VOCABULARY = 64
 def random_model(name: str) -> RandomModel:
     """The model called `name` in MODELS; raises UnsupportedError for another name."""
     if name not in MODELS:
-        raise UnsupportedError(f"unknown model {name!r}; use one of: {', '.join(MODELS)}")
+        raise UnsupportedError(unknown_name("model", name, MODELS))
     return MODELS[name]
 
 

@@ -41,7 +41,7 @@ from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.serving_engines import ENGINES, Setup
 from moequant.benchmarks.step_floor import StepFloor
 from moequant.conversion import convert
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import MoequantError, UnsupportedError, unknown_name
 from moequant.integrations.tokenizer import vocabulary_size
 from moequant.progress import SilentProgress
 from moequant.storage.checkpoint import Checkpoint
@@ -186,7 +186,7 @@ def _check(
         )
     for name in measure.engines:
         if name not in ENGINES:
-            raise UnsupportedError(f"unknown engine {name!r}; use one of: {', '.join(ENGINES)}")
+            raise UnsupportedError(unknown_name("engine", name, ENGINES))
     if measure.device not in ("cuda", "cpu"):
         raise UnsupportedError(f"device {measure.device!r}, but engines are timed on cuda or cpu")
     if measure.prefill_tokens < PREFILL_PROMPTS or measure.prefill_tokens % PREFILL_PROMPTS:

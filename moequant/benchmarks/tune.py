@@ -207,8 +207,8 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
     """Ask, before anything is timed, whether there is something to tune, and where to write it."""
     if not tables:
         raise UnsupportedError(
-            "no backend that runs here has tilings to choose from; `moequant formats` shows which "
-            "run, and why others do not"
+            "no backend that runs here has tilings to choose from; `moequant formats --backends` "
+            "shows which run, and why others do not"
         )
     if path is not None and len(tables) > 1:
         raise UnsupportedError(

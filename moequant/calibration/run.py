@@ -301,7 +301,7 @@ class _Calibration:
         def after_batch(ids: Tensor) -> None:
             if moments is not None:
                 moments.flush_if_full()
-            progress.advance(ids.numel(), f"layer {index + 1} of {self.plan.last_layer + 1}")
+            progress.advance(ids.numel(), f"layer {index + 1}/{self.plan.last_layer + 1}")
 
         parameters = self.model.expert_parameters(index)
         with (

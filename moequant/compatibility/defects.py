@@ -50,6 +50,7 @@ def header_defects(
     """
     yield from _misread(modules, dialect, config)
     yield from _one("mixed-experts", _mixed_experts(modules))
+    yield from _mixed_merged(modules, architecture)
     yield from _one("ragged-merged-rows", _ragged_merged_rows(modules, architecture))
     yield from _one("missing-weight-scales", _missing_scales(modules, dialect))
     yield from _one(
@@ -119,6 +120,25 @@ def _mixed_experts(modules: Iterable[Module]) -> list[str]:
 
 def _form(module: Module) -> tuple[bool, str | None]:
     return module.quantized, module.stated if module.quantized else None
+
+
+def _mixed_merged(modules: Iterable[Module], architecture: Architecture) -> Iterator[Defect]:
+    """Linear layers in another form than others that engines merge with them."""
+    set_of = {leaf: number for number, leaves in enumerate(architecture.fused) for leaf in leaves}
+    merged: dict[tuple[str, int], list[Module]] = defaultdict(list)
+    for module in modules:
+        parent, _, leaf = module.name.rpartition(".")
+        if module.group == "linears" and leaf in set_of:
+            merged[parent, set_of[leaf]].append(module)
+    found: list[tuple[str, str]] = []
+    for together in merged.values():
+        first = next((module for module in together if module.quantized), None)
+        if first is not None:
+            beside = f"beside {first.name.rpartition('.')[2]} in {first.stated or 'codes'}"
+            found += [(m.name, beside) for m in together if _form(m) != _form(first)]
+    if found:
+        names = tuple(name for name, _ in found)
+        yield Defect(id="mixed-merged", names=names, detail=found[0][1])
 
 
 def _ragged_merged_rows(modules: Iterable[Module], architecture: Architecture) -> Iterator[str]:

@@ -8,19 +8,20 @@ _module_path_match). transformers and moequant read the lists as `Dialect.reader
 
 from __future__ import annotations
 
-import re
-from fnmatch import fnmatch, translate
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.modules import ROUTER
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
-from moequant.dialects.modelopt import SGLANG_PARTS
+from moequant.dialects.engine_names import in_vllm, merged_in_vllm
+from moequant.dialects.modelopt_names import KeptInSglang, KeptInVllm
 from moequant.dialects.names import REGEX, expert_block
 from moequant.dialects.regexes import compile_regex
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterable, Mapping
 
     from moequant.compatibility.modules import Module
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     Lookup = Callable[[Module], bool]
 
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-# vLLM renames the language model of a vision model; plain names in lists with it, regexes not.
-_RENAMED = ("model.language_model.", "language_model.model.")
 
 
 def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
@@ -56,8 +55,15 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
     if dialect == "modelopt" and not mapping_field(config, "quantized_layers", _WHERE):
         kept = names_field(config, "ignore", _WHERE)
         kept = kept or names_field(config, "exclude_modules", _WHERE)
-        return {"vLLM": _modelopt_vllm(kept), "SGLang": _modelopt_sglang(kept)}
+        return {
+            "vLLM": partial(_by_list, KeptInVllm(kept)),
+            "SGLang": partial(_by_list, KeptInSglang(kept)),
+        }
     return {}
+
+
+def _by_list(kept: KeptInVllm | KeptInSglang, module: Module) -> bool:
+    return kept.entry_for(module.name) is None
 
 
 def lacks_linear_target(config: Mapping[str, Any]) -> bool:
@@ -66,14 +72,14 @@ def lacks_linear_target(config: Mapping[str, Any]) -> bool:
 
 
 def _ct_vllm(config: Mapping[str, Any]) -> Lookup:
-    ignored = _Names(map(_in_vllm, names_field(config, "ignore", _WHERE)))
-    targets = [_in_vllm(target) for target in _targets(config)]
+    ignored = _Names(map(in_vllm, names_field(config, "ignore", _WHERE)))
+    targets = [in_vllm(target) for target in _targets(config)]
     named = _Names(targets)
     classes = {target.lower() for target in targets}
 
     def quantizes(module: Module) -> bool:
-        name = _in_vllm(_of_first_expert(module))
-        if ignored.match(name):
+        name = in_vllm(_of_first_expert(module))
+        if ignored.match(name) or ignored.match(merged_in_vllm(name)):
             return False
         built = "routedexperts" if expert_block(name) else "linear"
         return named.match(name) or "linear" in classes or any(c in built for c in classes)
@@ -105,13 +111,15 @@ def _ct_sglang(config: Mapping[str, Any]) -> Lookup:
 
 
 def _fp8_vllm(listed: Iterable[str]) -> Lookup:
-    kept = {_in_vllm(name) for name in listed}
+    kept = {in_vllm(name) for name in listed}
     blocks = [name for name in kept if "experts" in name]
 
     def quantizes(module: Module) -> bool:
-        name = _in_vllm(module.name)
+        name = in_vllm(module.name)
         block = expert_block(name)
-        return name not in kept if block is None else not any(block in entry for entry in blocks)
+        if block is None:
+            return name not in kept and merged_in_vllm(name) not in kept
+        return not any(block in entry for entry in blocks)
 
     return quantizes
 
@@ -126,47 +134,6 @@ def _fp8_sglang(listed: Iterable[str]) -> Lookup:
         if any(f".{entry}." in f".{name}." for entry in kept):
             return False
         return block is None or not any(name in entry for entry in kept if "experts" in entry)
-
-    return quantizes
-
-
-def _modelopt_vllm(listed: Iterable[str]) -> Lookup:
-    patterns = []
-    for entry in listed:
-        if entry.endswith("*") and not entry.endswith((".*", "**")):
-            patterns += [_in_vllm(entry[:-1]), _in_vllm(f"{entry[:-1]}.*")]
-        else:
-            patterns.append(_in_vllm(entry))
-
-    def quantizes(module: Module) -> bool:
-        name = _in_vllm(module.name)
-        block = expert_block(name)
-        asked = name if block is None else block
-        if block is not None and any(block in entry for entry in patterns if "experts" in entry):
-            return False
-        bare = asked.removeprefix("language_model.")
-        return not any(p in asked or p in bare or fnmatch(asked, p) for p in patterns)
-
-    return quantizes
-
-
-def _modelopt_sglang(listed: Iterable[str]) -> Lookup:
-    names = [*listed]
-    # Only "*" is special. `translate` makes patterns that never backtrack without end.
-    patterns = [re.compile(translate(re.sub(r"[?[]", r"[\g<0>]", name))) for name in names]
-    tails = {name.rpartition(".")[2] for name in names} & {*SGLANG_PARTS}
-
-    def quantizes(module: Module) -> bool:
-        block = expert_block(module.name)
-        name = module.name if block is None else block
-        if block is None and any(f".{entry}." in f".{name}." for entry in names):
-            return False
-        asked = (name, name.removeprefix("language_model."), *name.split("."))
-        leaf = name.rpartition(".")[2]
-        return not (
-            any(pattern.fullmatch(text) for pattern in patterns for text in asked)
-            or any(tail in leaf for tail in tails)
-        )
 
     return quantizes
 
@@ -199,11 +166,6 @@ def _targets(config: Mapping[str, Any]) -> list[str]:
         for name, group in groups.items()
         for target in names_field(as_mapping(group, f"{where}.{name}"), "targets", where)
     ]
-
-
-def _in_vllm(name: str) -> str:
-    here, there = _RENAMED
-    return there + name.removeprefix(here) if name.startswith(here) else name
 
 
 def _of_first_expert(module: Module) -> str:

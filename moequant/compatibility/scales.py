@@ -13,7 +13,7 @@ from moequant.compatibility.facts import Defect
 from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -26,19 +26,35 @@ LAYERS_OF_HUB = 3
 """Layers of a checkpoint on the hub whose scales are read by default: first, middle and last."""
 _REMOTE_BYTES = 4096
 """What is read of a scale on the hub: a converter that writes NaN writes nothing else."""
+_GAP_BYTES = _REMOTE_BYTES
+"""What is read between two scales rather than ask twice; a request takes longer."""
+_CALL_BYTES = 1 << 20
+"""Scales are read together up to this size."""
 _AT_ONCE = 16
 _E8M0_NAN = 255
+_ZERO = "all zero"
+_DIVISOR = ".weight_global_scale"
+"""compressed-tensors' global scale, by which weights are divided; all others multiply."""
 # How far vLLM lets the global scales of gate and up be apart without a word: torch.allclose.
 _CLOSE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """What the scales of one module show."""
+    """What the scales of one module show.
+
+    Attributes:
+        module: the module.
+        weight: what is wrong with its scales, in words; empty if nothing is.
+        input: likewise, of the scale of its input.
+        is_zero: whether a scale that multiplies is all zero, and so is the weight.
+        global_scale: as stored; None without one.
+    """
 
     module: Module
     weight: str = ""
     input: str = ""
+    is_zero: bool = False
     global_scale: float | None = None
 
 
@@ -58,9 +74,13 @@ def scale_defects(
         and m.quantized
         and m.stated in dialect.encodings
     ]
-    with ThreadPoolExecutor(_AT_ONCE, "moequant-scales") as pool:
-        read = [*pool.map(lambda module: _read(checkpoint, module, dialect), wanted)]
+    scales_of = {module.name: _scales_of(checkpoint, module, dialect) for module in wanted}
+    seen = _look_at(checkpoint, [info for infos in scales_of.values() for info in infos])
+    read = [_judged(module, dialect, scales_of[module.name], seen) for module in wanted]
     yield from _wrong("bad-weight-scales", [(r.module.name, r.weight) for r in read])
+    zero = tuple(r.module.name for r in read if r.is_zero and not r.weight)
+    if zero:
+        yield Defect(id="zero-weight-scales", names=zero)
     yield from _wrong("bad-input-scales", [(r.module.name, r.input) for r in read])
     yield from _unequal(read)
 
@@ -95,33 +115,87 @@ def _unequal(read: Sequence[_Read]) -> Iterator[Defect]:
         yield Defect(id=id, names=names, detail=different[0][1], engines=frozenset({"SGLang"}))
 
 
-def _read(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> _Read:
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a scale shows: what is wrong with it, in words, and its number if it is a single one."""
+
+    wrong: str
+    number: float | None
+
+
+def _scales_of(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> list[TensorInfo]:
+    """The scales of a module's weight, and that of its input if there is one."""
     assert module.stated is not None
-    encoding = dialect.encodings[module.stated]
-    scales = [module.parts[s] for s in encoding.suffixes[1:] if s in module.parts]
-    weight, global_scale = "", None
-    for info in scales:
-        if info.name.endswith(".weight_shape"):
-            continue
-        values = _values(checkpoint, info)
-        weight = weight or _wrong_values(values, whole=values.shape == info.shape)
-        if encoding.format.has_global_scale and values.numel() == 1:
-            global_scale = values.float().item()
+    suffixes = dialect.encodings[module.stated].suffixes[1:]
+    found = [module.parts[s] for s in suffixes if s in module.parts and s != "weight_shape"]
     name = dialect.input_scale_name(module.name) if dialect.input_scale else None
     of_input = None if name is None else checkpoint.tensors.get(name)
-    wrong_input = ""
-    if of_input is not None:
-        wrong_input = _wrong_values(_values(checkpoint, of_input), whole=True)
-    return _Read(module=module, weight=weight, input=wrong_input, global_scale=global_scale)
+    return found if of_input is None else [*found, of_input]
 
 
-def _values(checkpoint: Checkpoint, info: TensorInfo) -> Tensor:
-    """A scale, or its first rows if it is large and on the hub."""
-    if checkpoint.is_local or info.size_bytes <= _REMOTE_BYTES or not info.shape:
-        return checkpoint.read(info.name)
+def _look_at(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> dict[str, _Seen]:
+    """What each scale shows, by name; those that lie near each other are read together."""
+    calls: list[list[tuple[TensorInfo, slice | None]]] = []
+    size, end = 0, ("", 0)
+    for info in sorted({info.name: info for info in scales}.values(), key=_place):
+        rows = None if checkpoint.is_local else _first_rows(info)
+        part = checkpoint.locate(info.name, rows).info
+        gap = part.start - end[1] if end[0] == info.file else -1
+        if not 0 <= gap <= _GAP_BYTES or size + part.size_bytes > _CALL_BYTES:
+            calls.append([])
+            size = 0
+        calls[-1].append((info, rows))
+        size, end = size + part.size_bytes, (info.file, part.stop)
+
+    def look(call: Sequence[tuple[TensorInfo, slice | None]]) -> dict[str, _Seen]:
+        ranges = [(info.name, rows) for info, rows in call]
+        read = checkpoint.read_all(ranges, gap_bytes=_GAP_BYTES)
+        return {
+            info.name: _Seen(
+                wrong=_wrong_values(values, whole=values.shape == info.shape),
+                number=values.float().item() if values.numel() == 1 else None,
+            )
+            for (info, _), values in zip(call, read, strict=True)
+        }
+
+    with ThreadPoolExecutor(_AT_ONCE, "moequant-scales") as pool:
+        return {name: seen for found in pool.map(look, calls) for name, seen in found.items()}
+
+
+def _place(info: TensorInfo) -> tuple[str, int]:
+    return info.file, info.start
+
+
+def _first_rows(info: TensorInfo) -> slice | None:
+    """The first rows of a large scale; None for all of another."""
+    if info.size_bytes <= _REMOTE_BYTES or not info.shape:
+        return None
     row_bytes = max(info.size_bytes // max(info.shape[0], 1), 1)
     rows = min(max(_REMOTE_BYTES // row_bytes, 1), info.shape[0])
-    return checkpoint.read(info.name, slice(0, rows))
+    return slice(0, rows)
+
+
+def _judged(
+    module: Module, dialect: Dialect, scales: Iterable[TensorInfo], seen: Mapping[str, _Seen]
+) -> _Read:
+    assert module.stated is not None
+    input_name = dialect.input_scale_name(module.name) if dialect.input_scale else None
+    has_global_scale = dialect.encodings[module.stated].format.has_global_scale
+    weight, of_input, global_scale, is_zero = "", "", None, False
+    for info in scales:
+        one = seen[info.name]
+        if info.name == input_name:
+            of_input = one.wrong
+            continue
+        if one.wrong == _ZERO and not info.name.endswith(_DIVISOR):
+            is_zero = True
+        else:
+            weight = weight or one.wrong
+        if has_global_scale and one.number is not None:
+            global_scale = one.number
+    return _Read(
+        module=module, weight=weight, input=of_input, is_zero=is_zero, global_scale=global_scale
+    )
 
 
 def _wrong_values(values: Tensor, *, whole: bool) -> str:
@@ -133,4 +207,4 @@ def _wrong_values(values: Tensor, *, whole: bool) -> str:
         return "NaN"
     if bool(numbers.isinf().any()):
         return "infinite"
-    return "all zero" if whole and numbers.numel() and not bool(numbers.any()) else ""
+    return _ZERO if whole and numbers.numel() and not bool(numbers.any()) else ""

@@ -24,8 +24,21 @@ from pydantic import (
 from moequant.conversion.rounding import split_options
 from moequant.dialects import get_dialect
 from moequant.dialects.regexes import compile_regex
-from moequant.errors import MoequantError, RecipeError, StatisticsError, UnsupportedError
-from moequant.formats import CONVERTIBLE, WRITABLE, check_static_scale, get_format
+from moequant.errors import (
+    MoequantError,
+    RecipeError,
+    StatisticsError,
+    UnsupportedError,
+    unknown_name,
+)
+from moequant.formats import (
+    CONVERTIBLE,
+    WRITABLE,
+    check_static_scale,
+    format_name,
+    get_format,
+    unknown_format,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +50,8 @@ _WITH_STATIC_SCALES = [n for n, f in CONVERTIBLE.items() if f.static_activations
 
 KEEP = "keep"
 """In place of a format: copy these tensors unchanged, whatever later rules say."""
+
+_FORMATS = (*WRITABLE, KEEP)
 
 FROM_STATISTICS, FROM_FILE = "statistics", "file"
 """Where static scales of activations come from, if not from a number."""
@@ -111,6 +126,10 @@ def _optional_scales(value: object) -> str | float | None:
     return None if value is None else parse_activation_scales(value)
 
 
+def _format(text: str) -> str:
+    return format_name(text, _FORMATS)
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -122,7 +141,8 @@ class Rule(_Strict):
         roles: roles of the architecture table.
         match: regular expression for the whole tensor name.
         layers: a layer or a slice of layers, as in Python.
-        format: a writable format, such as "nvfp4" or "bf16", or "keep".
+        format: a writable format, such as "nvfp4" or "bf16", or "keep"; other names of a format,
+            such as "NVFP4", become its own.
         options: values of the format's options, and of those in `moequant.conversion.rounding`.
         activation_scales: where static scales of the weights' inputs come from, if they shall
             have any; see `parse_activation_scales`.
@@ -131,7 +151,7 @@ class Rule(_Strict):
     roles: tuple[Literal["routed_experts", "shared_experts", "dense_mlp", "attention"], ...] = ()
     match: Annotated[str, _accepted_by(compile_regex)] | None = None
     layers: Annotated[str, AfterValidator(_layer_slice)] | None = None
-    format: str
+    format: Annotated[str, AfterValidator(_format)]
     options: dict[str, str] = {}
     activation_scales: Annotated[str | float | None, BeforeValidator(_optional_scales)] = None
 
@@ -139,9 +159,8 @@ class Rule(_Strict):
     def _check(self) -> Rule:
         if not self.roles and self.match is None:
             raise ValueError("a rule needs roles or match")
-        if self.format not in (*WRITABLE, KEEP):
-            known = ", ".join((*WRITABLE, KEEP))
-            raise ValueError(f"unknown format {show(self.format)}; use one of: {known}")
+        if self.format not in _FORMATS:
+            raise ValueError(unknown_format(self.format, _FORMATS))
         try:
             if self.format != KEEP and not get_format(self.format).is_plain:
                 split_options(self.format, self.options)
@@ -207,7 +226,7 @@ class Recipe(_Strict):
         """A recipe for the routed experts; for "bf16", one that dequantizes every weight.
 
         Args:
-            format: the format.
+            format: the format, by any of the names of `format_name`.
             options: as of `Rule`.
             activation_scales: as of `Rule`.
 
@@ -215,10 +234,9 @@ class Recipe(_Strict):
             UnsupportedError: there is no such format.
             RecipeError: it has no such option or value, or no activation scales.
         """
+        format = format_name(format, WRITABLE)
         if format not in WRITABLE:
-            raise UnsupportedError(
-                f"unknown format {format!r}; convert into one of: {', '.join(WRITABLE)}"
-            )
+            raise UnsupportedError(unknown_format(format, WRITABLE))
         if options:
             split_options(format, options)  # whose message names the option
         what: dict[str, Any] = {"roles": ("routed_experts",), "options": dict(options or {})}
@@ -300,7 +318,8 @@ def _read_file(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RecipeError(
-            f"{path}: {reason}; a recipe is a TOML file or one of: {', '.join(shipped_recipes())}"
+            f"{path}: {reason}; a recipe is a TOML file, or has a name: "
+            f"{unknown_name('recipe', str(path), shipped_recipes())}"
         ) from None
 
 

@@ -227,7 +227,8 @@ class _Run(threading.local):
             while writer.digest(2 * size_bytes) and left:
                 pass
             for _, item in batch:
-                self._progress.advance(item.source_bytes, item.name)
+                where = self._plan.model.whereabouts(item.name)
+                self._progress.advance(item.source_bytes, where)
 
     def _keep_pace(self, filling: _Filling) -> None:
         """Wait while too much memory waits for digest and disk.

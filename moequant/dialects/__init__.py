@@ -18,7 +18,7 @@ from moequant.dialects.gpt_oss import GptOss
 from moequant.dialects.modelopt import ModelOpt
 from moequant.dialects.moequant import Moequant
 from moequant.dialects.w4afp8 import W4aFp8
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError, unknown_name
 
 REGISTRY: dict[str, Dialect] = {
     d.name: d
@@ -46,7 +46,7 @@ def get_dialect(name: str) -> Dialect:
         UnsupportedError: there is no such dialect; the message lists all.
     """
     if name not in REGISTRY:
-        raise UnsupportedError(f"unknown dialect {name!r}; use one of: {', '.join(REGISTRY)}")
+        raise UnsupportedError(unknown_name("dialect", name, REGISTRY))
     return REGISTRY[name]
 
 

@@ -340,16 +340,18 @@ def _block(weights: Mapping[str, Any], where: str) -> Block | None:
     """The rows and columns that share a scale; None for blocks, whose size the format fixes.
 
     Raises:
-        CheckpointError: `group_size` is no positive whole number where there are groups.
+        CheckpointError: `group_size` is no positive whole number where there are groups, or there
+            is one where there are none.
     """
-    strategy = _argument(weights, "strategy")
-    if strategy == "tensor":
-        return WHOLE, WHOLE
-    if strategy == "channel":
-        return 1, WHOLE
+    strategy, size = _argument(weights, "strategy"), weights.get("group_size")
     if strategy not in ("group", "tensor_group"):
-        return None
-    size = weights.get("group_size")
+        # compressed-tensors writes -1 for a scale a row.
+        if size not in (None, 0, -1):
+            raise CheckpointError(
+                f"{where}.weights.group_size is {show(size)}, but strategy {show(strategy)} has no "
+                "groups; correct config.json: leave group_size out, or say strategy group"
+            )
+        return {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE)}.get(str(strategy))
     if type(size) is not int or size < 1:
         raise CheckpointError(
             f"{where}.weights.group_size is {show(size)}, but must be a positive whole number with "

@@ -40,7 +40,8 @@ from typing import TYPE_CHECKING, Any
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
-from moequant.dialects.names import expert_block
+from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm
+from moequant.dialects.modelopt_names import KeptInSglang, KeptInVllm
 from moequant.dialects.schemes import MODELOPT
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
@@ -69,14 +70,6 @@ _UNREAD = {
 
 _Algorithm = tuple[str, "Mapping[str, object]", str]
 """`quant_algo`, what is said of `group_size` by config key, and the config key of both."""
-
-# SGLang matches these against any part of the last component of a module's name.
-SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-# Engines merge these, and look up the merged module.
-_MERGED = {
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-}
 
 
 class ModelOpt(Dialect):
@@ -128,9 +121,9 @@ class ModelOpt(Dialect):
         """As Dialect.
 
         A module is kept if consecutive components of its name are listed, or if a pattern with `*`
-        matches the name or one component. NVFP4 is supported if every config group says that
-        activations are not quantized; with `weights_only` they do not matter, and other formats are
-        read too.
+        matches the name or one component; or likewise for the layer into which engines merge it.
+        NVFP4 is supported if every config group says that activations are not quantized; with
+        `weights_only` they do not matter, and other formats are read too.
         """
         algorithm_of = _algorithms_but_kept(config)
         quantizes_activations = _quantizes_activations(config)
@@ -188,11 +181,16 @@ class _Kept:
         self._pattern = re.compile("|".join(patterns)) if patterns else None
 
     def __contains__(self, module: str) -> bool:
-        parts = module.split(".")
+        # An entry may name the layer into which engines merge a module.
+        names = {module, merged_in_vllm(module), merged_in_sglang(module)}
+        return any(map(self._has, names))
+
+    def _has(self, name: str) -> bool:
+        parts = name.split(".")
         runs = combinations(range(len(parts) + 1), 2)
         if any(".".join(parts[start:stop]) in self._names for start, stop in runs):
             return True
-        return self._pattern is not None and any(map(self._pattern.match, (module, *parts)))
+        return self._pattern is not None and any(map(self._pattern.match, (name, *parts)))
 
 
 def _algorithms(config: Mapping[str, Any]) -> Callable[[str], _Algorithm | None]:
@@ -322,27 +320,13 @@ def _check_kept_names(formats: Iterable[str], kept: Iterable[str]) -> None:
     Raises:
         UnsupportedError: an engine would; the message names both modules.
     """
-    asked: dict[str, str] = {}
-    for module in formats:
-        parent, _, leaf = module.rpartition(".")
-        block = expert_block(module)
-        names = [block] if block else [module, f"{parent}.{_MERGED.get(leaf, leaf)}"]
-        for name in names:
-            asked.setdefault(name, module)
-    leaves = {name.rpartition(".")[2]: name for name in asked}
-    for name in kept:
-        tail = name.rpartition(".")[2]
-        taken = next((other for other in asked if _vllm_keeps(other, name)), None)
-        if taken is None and tail in SGLANG_PARTS:
-            taken = next((other for leaf, other in leaves.items() if tail in leaf), None)
-        if taken is not None:
-            raise UnsupportedError(
-                f"{asked[taken]} is converted and {name} is kept, but in the dialect modelopt "
-                f"engines would treat {taken} as kept because of that name; convert both, keep "
-                "both, or choose the dialect compressed-tensors"
-            )
-
-
-def _vllm_keeps(module: str, name: str) -> bool:
-    """Whether vLLM skips `module` if `name` is listed; for experts it matches either way."""
-    return name in module or ("experts" in module and module in name)
+    names = [*kept]
+    for listed in (KeptInVllm(names), KeptInSglang(names)):
+        for module in formats:
+            entry = listed.entry_for(module)
+            if entry is not None:
+                raise UnsupportedError(
+                    f"{module} is converted and {entry} is kept, but in the dialect modelopt "
+                    f"engines would treat {module} as kept because of that name; convert both, "
+                    "keep both, or choose the dialect compressed-tensors"
+                )

@@ -76,7 +76,7 @@ class EvaluatedModel:
             returned = folder / f"layer-{index}.bin"
 
             def advance(ids: Tensor, index: int = index) -> None:
-                progress.advance(ids.numel(), f"layer {index + 1} of {layers}")
+                progress.advance(ids.numel(), f"layer {index + 1}/{layers}")
 
             with self.model.layer(index):
                 run_layer(

@@ -29,6 +29,7 @@ from moequant.formats.int4 import Int4
 from moequant.formats.lossless import requantize_losslessly
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.formats.mxfp8 import Mxfp8
+from moequant.formats.names import format_name, unknown_format
 from moequant.formats.nvfp4 import Nvfp4
 from moequant.formats.plain import Bf16, Fp16, Fp32, plain_weight
 from moequant.formats.squares import TILE_ROWS, sum_of_squares
@@ -77,15 +78,18 @@ def get_format(name: str) -> Format:
         UnsupportedError: there is no such format; the message lists all.
     """
     if name not in REGISTRY:
-        raise UnsupportedError(f"unknown format {name!r}; use one of: {', '.join(REGISTRY)}")
+        raise UnsupportedError(unknown_format(name, REGISTRY))
     return REGISTRY[name]
 
 
 def quantize(w: Tensor, format: str, *, name: str = "weight", **options: str) -> QuantizedWeight:
-    """Quantize [..., N, K] to the format called `format`; see `Format.quantize`."""
+    """Quantize [..., N, K] to the format called `format`; see `Format.quantize`.
+
+    The format may have any of the names of `format_name`.
+    """
     if not isinstance(w, Tensor):
         raise UnsupportedError(f"{name} is {type(w).__name__}, but must be a tensor [..., N, K]")
-    return get_format(format).quantize(w, options, name=name)
+    return get_format(format_name(format, REGISTRY)).quantize(w, options, name=name)
 
 
 def dequantize(q: QuantizedWeight) -> Tensor:
@@ -220,6 +224,7 @@ __all__ = [
     "dtype_text",
     "effective_weight",
     "float_tiles",
+    "format_name",
     "get_format",
     "plain_weight",
     "quantize",
@@ -231,4 +236,5 @@ __all__ = [
     "sum_of_squares",
     "tile_bytes",
     "tile_rows",
+    "unknown_format",
 ]

@@ -123,7 +123,7 @@ def load_model(
     experts = {}
     for layer in layers:
         experts[layer] = experts_of_layer(reader, layer, backend=backend, activations=activations)
-        report.advance(sizes[layer], f"layer {layer}")
+        report.advance(sizes[layer], reader.converted.moe.whereabouts(layer))
     model = _build(
         _without_experts(class_, reader.converted, layers),
         config,

@@ -44,6 +44,11 @@ class Model:
     layers: tuple[int, ...]
     places: Mapping[str, Place]
 
+    def whereabouts(self, name: str) -> str:
+        """Where work on a tensor or weight is, as of `MoeConfig`; its name if in no layer."""
+        role = self.roles.get(name) or self.architecture.classify(name)
+        return name if role.layer is None else self.moe.whereabouts(role.layer)
+
 
 def read_model(
     config: Mapping[str, Any],

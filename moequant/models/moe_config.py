@@ -53,3 +53,8 @@ class MoeConfig:
         if projection == "down":
             return self.hidden, self.intermediate
         return self.intermediate, self.hidden
+
+    def whereabouts(self, layer: int) -> str:
+        """Where work on a layer is, for people, who count from one: "layer 3/48"."""
+        # Layers for multi-token prediction follow the last one.
+        return f"layer {layer + 1}/{max(self.layers, layer + 1)}"

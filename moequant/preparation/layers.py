@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from moequant.errors import UnsupportedError
+from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats import get_format, stack
 from moequant.runtime.activations import NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, TARGETS
@@ -95,7 +95,7 @@ def check_target(target: str) -> None:
         UnsupportedError: it is none of TARGETS.
     """
     if target not in TARGETS:
-        raise UnsupportedError(f"unknown target {target!r}; use one of: {', '.join(TARGETS)}")
+        raise UnsupportedError(unknown_name("target", target, TARGETS))
 
 
 def backends_for(format: str, target: str, activations: str | None = None) -> list[Backend]:
@@ -188,7 +188,8 @@ def write_layer(
                 writer = _open_writer(path, named, converted.moe.experts)
             for name, tensor in named.items():
                 writer.write_bytes(name, expert * tensor.nbytes, tensor_bytes(tensor.contiguous()))
-            progress.advance(sum(t.nbytes for t in named.values()), f"layer {layer}")
+            where = converted.moe.whereabouts(layer)
+            progress.advance(sum(t.nbytes for t in named.values()), where)
         assert writer is not None, "a layer has experts"
         size, sha256 = writer.finish()
     except BaseException:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats.blocks import block_amax, expand_blocks
 from moequant.formats.elements import (
     E4M3_MAX,
@@ -131,9 +131,7 @@ def quantize_activations(
             not a multiple of the scheme's groups.
     """
     if scheme not in SCHEMES:
-        raise UnsupportedError(
-            f"unknown activation scheme {scheme!r}; use one of: {', '.join(SCHEMES)}"
-        )
+        raise UnsupportedError(unknown_name("activation scheme", scheme, SCHEMES))
     if scheme in _DYNAMIC_OF and static_scale is None:
         raise UnsupportedError(
             f"{scheme} needs static_scale; give it, or use {_DYNAMIC_OF[scheme]}, which computes a "

@@ -80,7 +80,10 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
         lines = [f"{subject} {asked}:"]
         lines += [f"  {name}: {reason or 'runs it'}" for name, reason in reasons.items()]
     if workload.activations in GROUPS:
-        lines.append('activations="none" runs the same weights without quantized activations')
+        lines.append(
+            'activations="none" runs the same weights without quantized activations; where a '
+            "command has it, --activations none"
+        )
     return "\n".join(lines)
 
 

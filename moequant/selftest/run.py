@@ -16,7 +16,7 @@ import torch
 
 from moequant._version import __version__
 from moequant.device import usable_device
-from moequant.errors import UnsupportedError
+from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats import RUNNABLE, get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
@@ -154,7 +154,7 @@ def selftest(
 def _backends(name: str | None, place: torch.device) -> list[Backend]:
     known = backends()
     if name is not None and name not in known:
-        raise UnsupportedError(f"there is no backend {name!r}; use one of: {', '.join(known)}")
+        raise UnsupportedError(unknown_name("backend", name, known))
     if name == REFERENCE and place.type == "cpu":
         raise UnsupportedError(
             f"{REFERENCE} on a CPU is what the others are compared with; name another backend, or "

@@ -152,19 +152,33 @@ class Checkpoint:
         return self.read_all([(name, rows)], arena)[0]
 
     def read_all(
-        self, ranges: Sequence[tuple[str, slice | None]], arena: Arena | None = None
+        self,
+        ranges: Sequence[tuple[str, slice | None]],
+        arena: Arena | None = None,
+        *,
+        gap_bytes: int = 0,
     ) -> list[Tensor]:
-        """As `read` for each; ranges that are adjacent in a file are read in one call."""
+        """As `read` for each; ranges that follow one another in a file are read in one call.
+
+        Args:
+            ranges: names of tensors and rows, as of `read`.
+            arena: as of `read`.
+            gap_bytes: read up to this many bytes between two ranges rather than read twice: of a
+                file on the hub, each call is a request.
+        """
         arena = arena or Arena()
         found: list[Tensor] = []
         runs: list[tuple[TensorRange, list[memoryview]]] = []
-        end = None
+        end: tuple[str, int] | None = None
         for name, rows in ranges:
             where = self.locate(name, rows)
             info = where.info
             found.append(arena.empty(info.shape, dtype=DTYPES[info.dtype]))
-            if (info.file, info.start) != end:
+            gap = info.start - end[1] if end is not None and end[0] == info.file else -1
+            if not 0 <= gap <= gap_bytes:
                 runs.append((where, []))
+            elif gap:
+                runs[-1][1].append(memoryview(bytearray(gap)))
             runs[-1][1].append(tensor_bytes(found[-1]))
             end = info.file, info.stop
         for first, buffers in runs:

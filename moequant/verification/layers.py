@@ -124,7 +124,7 @@ def check_layers(
         else:
             found = _measure(run, converted, layer, batch, experts, serving)
             _judge(found, run.findings)
-        run.progress.advance(expert_bytes, f"layer {layer}")
+        run.progress.advance(expert_bytes, moe.whereabouts(layer))
         return found
 
     checks = [run.pool.submit(check, layer).result() for layer in layers]

@@ -178,7 +178,7 @@ def _check_layer(
                 difference = compare_tensors(file.read(name, expert), tensor)
                 if difference is not None:
                     return f"{name} of expert {expert}: {difference}"
-            progress.advance(entry.bytes // moe.experts, f"layer {layer}")
+            progress.advance(entry.bytes // moe.experts, moe.whereabouts(layer))
     except MoequantError as error:
         return str(error).removeprefix(f"{folder / entry.file}: ")
     if digest.hexdigest() != entry.originals_sha256:

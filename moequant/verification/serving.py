@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.device import usable_device
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import MoequantError, UnsupportedError, unknown_name
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.backends import Workload, backends
 from moequant.runtime.packing import scheme_of
@@ -132,9 +132,7 @@ def serving_on(
             f"backend {backend!r}; run at least one layer, or leave device and backend out"
         )
     if backend is not None and backend not in backends():
-        raise UnsupportedError(
-            f"there is no backend {backend!r}; use one of: {', '.join(backends())}"
-        )
+        raise UnsupportedError(unknown_name("backend", backend, backends()))
     return Serving(device=usable_device(device), backend=backend)
 
 

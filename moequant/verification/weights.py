@@ -88,6 +88,7 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
     expected, progress = run.expected, run.progress
     comparison = _Comparison(run, quantizer)
     own, biases = threading.local(), expected.biases()
+    whereabouts = expected.model.whereabouts
 
     def check(item: Unit | TensorInfo) -> _Result:
         result = _Result()
@@ -95,7 +96,7 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
             if item.name in biases:
                 check_bias(run.source, item)
             comparison.check_copy(item, result)
-            progress.advance(item.size_bytes, item.name)
+            progress.advance(item.size_bytes, whereabouts(item.name))
             return result
         if item.is_plain:
             comparison.check_dequantized(item, result)
@@ -103,7 +104,7 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
             arena = own.__dict__.setdefault("arena", Arena(quantizer.allocate))
             comparison.check_quantized(item, arena, result)
             arena.clear()
-        progress.advance(item.source_bytes, item.name)
+        progress.advance(item.source_bytes, whereabouts(item.name))
         return result
 
     checks = WeightChecks()

@@ -172,9 +172,13 @@ def test_tokens_are_a_list_of_numbers(tokens):
 @pytest.mark.parametrize(
     ("option", "value", "known"),
     [
-        ("--routing", "uniform,hot", "'hot' is not one of uniform, skewed, one-expert"),
-        ("--activations", "fp8", "'fp8' is not one of format, none, fp8_token"),
-        ("--format", "fp4", "'fp4' is not one of fp8_block"),
+        (
+            "--routing",
+            "uniform,hot",
+            "unknown routing 'hot'; use one of: uniform, skewed, one-expert",
+        ),
+        ("--activations", "fp8", "unknown scheme of activations 'fp8'; use one of: format, none"),
+        ("--format", "fp4", "unknown format 'fp4'; use one of: fp8_block"),
     ],
 )
 def test_an_unknown_name_is_wrong_usage(option, value, known):

@@ -14,7 +14,8 @@ from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
 from moequant.cli import cli
 from moequant.storage.headers import read_header
 
-PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, RECORDED = DOCS / "commands.md", DOCS / "quick-start.md"
 VARIES = (
     (r"\d+\.\d s, [\d.]+ [kMG]B/s", "TIME"),
     (r"^peak memory .*", "PEAK"),  # by cores
@@ -22,9 +23,9 @@ VARIES = (
 )
 
 
-def shown():
-    """Commands of the page, and what it shows of each."""
-    for block in re.findall(r"^```\n(\$ .*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+def shown(page=PAGE):
+    """Commands of a page, and what it shows of each."""
+    for block in re.findall(r"^```\n(\$ .*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, output = part.partition("\n")
             yield command, output
@@ -74,13 +75,36 @@ def test_what_the_page_shows_of_the_demo_is_what_is_printed(tmp_path, monkeypatc
 
 
 def test_what_the_page_shows_of_formats_is_what_is_printed():
-    (page,) = (output for command, output in shown() if command == "moequant formats")
-    # Of a line with dots, the page leaves out any number of lines; devices are a machine's.
-    printed = CliRunner().invoke(cli, ["formats"]).output.partition("cuda ")[0].splitlines()
-    for part in page.rstrip().split("\n...\n"):
-        lines = part.removesuffix("\n...").splitlines()
-        at = printed.index(lines[0])
-        assert printed[at : at + len(lines)] == lines
+    pages = [page for page in shown() if page[0].startswith("moequant formats")]
+    assert [command for command, _ in pages] == ["moequant formats", "moequant formats --backends"]
+    for command, page in pages:
+        printed = CliRunner().invoke(cli, shlex.split(command)[1:]).output
+        # Of a line with dots, the page leaves out any number of lines; devices are a machine's.
+        found = printed.partition("cuda ")[0].splitlines()
+        for part in page.rstrip().split("\n...\n"):
+            lines = part.removesuffix("\n...").splitlines()
+            at = found.index(lines[0])
+            assert found[at : at + len(lines)] == lines
+
+
+def test_the_recorded_quick_start_is_what_commands_print(tmp_path, monkeypatch):
+    """In the order of the page, in one folder, but for what a machine decides."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    commands = [*shown(RECORDED)]
+    assert [c.split()[1] for c, _ in commands] == [
+        "demo", "convert", "convert", "convert", "verify", "check", "prepare",
+    ]  # fmt: skip
+    for command, output in commands:
+        done = CliRunner().invoke(cli, shlex.split(command)[1:])
+        assert done.exit_code == 0, command
+        found, wanted = settled(done.output), settled(output)
+        if command == "moequant demo":  # errors of layers depend on a machine's arithmetic
+            error = slice(0, wanted.index("layer error"))
+            found, wanted = ([row[error] for row in t.splitlines()] for t in (found, wanted))
+        if command.startswith("moequant verify"):  # likewise
+            found, wanted = (text.split("layer ")[0] for text in (found, wanted))
+        assert found == wanted, command
 
 
 @pytest.mark.usefixtures("folder")

@@ -82,7 +82,15 @@ def test_one_quantizer_converts_by_default_and_others_say_why_not(document, run,
 
 def test_people_see_every_name(run):
     shown = run("formats").stdout
-    assert all(name in shown for name in [*FORMATS, *DIALECTS, *BACKENDS])
+    assert all(name in shown for name in [*FORMATS, *DIALECTS])
+    options = {name for format in FORMATS for name in options_of_format(format)}
+    assert all(name in shown for name in options)
+
+
+def test_backends_are_another_page(run):
+    shown = run("formats", "--backends").stdout
+    assert all(name in shown for name in BACKENDS)
+    assert "column_order" not in shown
     words = " ".join(shown.split())
     said = "no: needs a CUDA device; compiled, never run"
     assert f"deepgemm_fp4 mxfp4 mxfp8 128, 128 {said}" in words

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
+import click
 import pytest
 
 from moequant import __version__, conversion
 from moequant.cli import cli, main
+from moequant.conversion import shipped_recipes
 
 
 @pytest.fixture
@@ -43,6 +48,45 @@ def test_every_command_has_help(run, command):
     result = run(*([command] if command else []), "--help")
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage: ")
+
+
+def commands(group=cli, name="moequant"):
+    """Every command that does something, by the words that call it."""
+    for word, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{name} {word}")
+        else:
+            yield f"{name} {word}", command
+
+
+@pytest.mark.parametrize(("called", "command"), list(commands()))
+def test_help_ends_with_examples_whose_options_and_names_there_are(called, command):
+    title, *examples = command.epilog.removeprefix("\b\n").splitlines()
+    assert title == "Examples:"
+    assert examples
+    for example in examples:
+        words = shlex.split(example.partition(" > ")[0])
+        assert " ".join(words).startswith("moequant ")
+        group, *rest = words[1:]
+        found = cli.commands[group]
+        if isinstance(found, click.Group):
+            found, rest = found.commands[rest[0]], rest[1:]
+        # As `found.main` does before it calls the command: it refuses unknown options and names.
+        context = found.make_context(called, rest)
+        if recipe := context.params.get("recipe"):
+            assert recipe in (*shipped_recipes(), "mine.toml")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_switched_on_as_the_page_says(shell):
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    assert f"_MOEQUANT_COMPLETE={shell}_source moequant" in page
+    environment = {**os.environ, "_MOEQUANT_COMPLETE": f"{shell}_source"}
+    script = [sys.executable, "-c", "import sys; sys.argv[0] = 'moequant'; "
+              "from moequant.cli import main; main()"]  # fmt: skip
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    # click asks bash for its version first; where there is none of the shell, it still answers.
+    assert "_MOEQUANT_COMPLETE" in done.stdout
 
 
 def test_commands_are_these():

@@ -45,6 +45,19 @@ def test_bars_on_a_terminal_show_bytes_and_what_is_worked_on(watch, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_rate_of_a_bar_is_that_of_the_whole_task(watch):
+    """As a summary's: what is fast or slow at the end changes it as little as it should."""
+    terminal = watch()
+    with Output().progress() as progress:
+        progress.start("converting", 4_000_000_000)
+        progress._bar.start_t -= 1000  # began long ago
+        progress.advance(1_000_000_000, "layer 1/2")
+        progress.advance(1_000_000_000, "layer 2/2")
+        progress._bar.refresh()
+        shown = terminal.getvalue()
+    assert shown.endswith("2.00MB/s, layer 2/2]")
+
+
 def test_nothing_is_drawn_before_the_task_starts(watch):
     terminal = watch()
     with Output().progress():

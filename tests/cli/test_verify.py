@@ -145,7 +145,7 @@ def test_layers_run_on_the_backend_that_is_named(run, source, converted):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--backend", "cutlass"), "there is no backend 'cutlass'"),
+        (("--backend", "cutlass"), "unknown backend 'cutlass'"),
         (("--backend", "deepgemm"), "backend 'deepgemm' does not run nvfp4"),
         (("--device", "tpux"), "device 'tpux' cannot be used"),
     ],

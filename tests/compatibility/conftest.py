@@ -47,6 +47,7 @@ def planted(converted, tmp_path):
             _change(path, tensors)
         return path
 
+    plant.original = converted
     return plant
 
 

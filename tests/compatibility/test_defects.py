@@ -142,11 +142,9 @@ def test_an_input_scale_of_an_expert_without_tokens_breaks_blackwell(planted, ch
     ("format", "leaf", "value", "word"),
     [
         ("nvfp4", "weight_scale", torch.nan, "NaN"),
-        ("nvfp4", "weight_scale", 0.0, "all zero"),
         ("nvfp4", "weight_global_scale", torch.inf, "infinite"),
         ("nvfp4", "weight_global_scale", 0.0, "all zero"),
         ("fp8_block", "weight_scale_inv", torch.nan, "NaN"),
-        ("fp8_block", "weight_scale_inv", 0.0, "all zero"),
         ("mxfp4", "weight_scale", 255, "NaN"),
         ("w4a8", "weight_scale", torch.inf, "infinite"),
     ],
@@ -160,6 +158,67 @@ def test_a_scale_that_is_no_positive_number_breaks_every_engine(
         assert against(engines, key)["bad-weight-scales"] == (name,)
         (said,) = [s for s in engines[key].against if s.rule == "bad-weight-scales"]
         assert f"{name} ({word})" in said.text
+
+
+@pytest.mark.parametrize(
+    ("format", "dialect", "leaf"),
+    [
+        ("nvfp4", "compressed-tensors", "weight_scale"),
+        ("nvfp4", "modelopt", "weight_scale_2"),
+        ("fp8_block", "fp8", "weight_scale_inv"),
+        ("w4a8", "compressed-tensors", "weight_scale"),
+    ],
+)
+def test_scales_of_zero_decode_to_zeros_which_may_be_right(planted, check, format, dialect, leaf):
+    name = f"{EXPERT}.down_proj"
+    engines = check(planted(format, dialect, tensors=put(f"{name}.{leaf}", 0.0)), gpu="h100")
+    untouched = check(planted.original(format, dialect), gpu="h100")
+    for key in ("transformers", "vllm", "sglang", "moequant"):
+        assert engines[key].loads == untouched[key].loads
+        assert against(engines, key) == against(untouched, key)
+    assert notes(engines, "vllm")["zero-weight-scales"] == (name,)
+
+
+@pytest.mark.parametrize(
+    ("format", "dialect"),
+    [("fp8_block", "fp8"), ("nvfp4", "compressed-tensors"), ("nvfp4", "modelopt")],
+)
+def test_one_of_merged_layers_in_another_form_breaks_what_merges_them(
+    planted, check, format, dialect
+):
+    """k_proj stays in BF16 and is listed, beside q_proj and v_proj in FP8 or FP4."""
+    at = "model.layers.1.self_attn"
+    changed = tuple(f"{at}.{leaf}" for leaf in ("q_proj", "v_proj"))
+    donor = f"{EXPERT}.up_proj"
+
+    def quantize(tensors):
+        for module in changed:
+            del tensors[f"{module}.weight"]
+            for name in [n for n in tensors if n.startswith(f"{donor}.")]:
+                tensors[name.replace(donor, module)] = tensors[name].clone()
+
+    engines = check(planted(format, dialect, tensors=quantize, config=without(*changed)))
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {f"mixed-merged-{key}": (f"{at}.k_proj",)}
+        assert "(beside q_proj in" in engines[key].against[0].text
+    assert engines["moequant"].loads, "it reads experts alone"
+    assert "mixed-merged" not in "".join(against(engines, "transformers"))
+
+
+def test_a_dense_mlp_whose_gate_alone_is_quantized_breaks_what_merges_it(planted, check):
+    at = "model.layers.0.mlp"
+
+    def quantize(tensors):
+        shape = tensors[f"{at}.gate_proj.weight"].shape
+        tensors[f"{at}.gate_proj.weight"] = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        tensors[f"{at}.gate_proj.weight_scale_inv"] = torch.ones(shape[0] // 128, shape[1] // 128)
+
+    path = planted(
+        "fp8_block", model_type="deepseek_v3", tensors=quantize, config=without(f"{at}.gate_proj")
+    )
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {f"mixed-merged-{key}": (f"{at}.up_proj",)}
 
 
 def test_a_lost_scale_is_an_initial_one_in_vllm(planted, check):

@@ -98,6 +98,49 @@ def test_modelopt(listed, name, vllm, sglang):
     assert asked("modelopt", {"exclude_modules": [*listed]}, name) == (vllm, sglang)
 
 
+QKV = "model.layers.3.self_attn.qkv_proj"
+QUERY = "model.layers.3.self_attn.q_proj"
+LATENT = "model.layers.3.self_attn.q_a_proj"
+GATE = "model.layers.3.mlp.gate_proj"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "key", "listed", "name", "vllm", "sglang"),
+    [
+        # Both engines look up the merged layer in Model-Optimizer's list.
+        ("modelopt", "ignore", QKV, QUERY, False, False),
+        ("modelopt", "ignore", "model.layers.3.mlp.gate_up_proj", GATE, False, False),
+        ("modelopt", "ignore", "model.layers.3.self_attn*", QUERY, False, False),
+        # SGLang takes a short entry for one component, or for the whole name.
+        ("modelopt", "ignore", "mlp.gate_up_proj", GATE, False, True),
+        ("modelopt", "ignore", "gate_up_proj", GATE, False, False),
+        # vLLM does not find a part of the name of a layer that it merges.
+        ("modelopt", "ignore", "mlp.gate_proj", GATE, True, False),
+        # A router's name is the beginning of a merged layer's.
+        ("modelopt", "ignore", "model.layers.3.mlp.gate", GATE, False, True),
+        ("modelopt", "ignore", "model.layers.3.self_attn.fused_qkv_a_proj", LATENT, False, True),
+        ("modelopt", "ignore", "model.layers.9.self_attn.q_a_proj", LATENT, True, False),
+        ("fp8", "modules_to_not_convert", QKV, QUERY, False, True),
+        ("compressed-tensors", "ignore", QKV, QUERY, False, True),
+        ("compressed-tensors", "ignore", "re:.*qkv_proj", QUERY, False, True),
+    ],
+)
+def test_a_list_may_name_the_layer_into_which_an_engine_merges_others(
+    dialect, key, listed, name, vllm, sglang
+):
+    config = ct("Linear") if dialect == "compressed-tensors" else {}
+    assert asked(dialect, config | {key: [listed]}, name) == (vllm, sglang)
+
+
+def test_the_reader_of_modelopt_takes_merged_names_too():
+    from moequant.dialects import get_dialect
+
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [QKV]}
+    format_of = get_dialect("modelopt").reader(config, weights_only=True)
+    assert format_of(QUERY) is None
+    assert format_of(LINEAR) == format_of(EXPERT) == "nvfp4"
+
+
 def test_other_dialects_are_read_as_their_readers_do():
     assert lookups("gpt-oss", {}) == lookups("moequant", {}) == {}
     assert lookups("modelopt", {"quantized_layers": {LINEAR: {"quant_algo": "NVFP4"}}}) == {}

@@ -285,13 +285,13 @@ class Steps(SilentProgress):
     """Notes how much was to be done, and was done of what."""
 
     def __init__(self):
-        self.total, self.done = 0, {}
+        self.total, self.done = 0, []
 
     def start(self, description, total, *, unit="bytes"):
         self.total += total
 
     def advance(self, done, current):
-        self.done[current] = self.done.get(current, 0) + done
+        self.done.append((current, done))
 
 
 def test_small_units_are_written_together_and_told_one_by_one(
@@ -311,5 +311,9 @@ def test_small_units_are_written_together_and_told_one_by_one(
     # Codes and scales of gate and up, or of down.
     assert sum(written) == sum(2 * len(unit.weights) for unit in units)
     assert len(written) < len(units) / 2
-    assert steps.done == {item.name: item.source_bytes for item in result.plan.items}
-    assert sum(steps.done.values()) == steps.total
+    where = result.plan.model.whereabouts
+    assert sorted(steps.done) == sorted((where(i.name), i.source_bytes) for i in result.plan.items)
+    assert sum(done for _, done in steps.done) == steps.total
+    layers = [current for current, _ in steps.done if current.startswith("layer ")]
+    assert layers == sorted(layers)
+    assert set(layers) == {"layer 1/2", "layer 2/2"}

@@ -40,13 +40,34 @@ def test_no_codes_are_fetched_and_of_large_scales_only_the_beginning(hub, conver
     headers = [entry for entry in sent if entry["first"] == 0]
     scales = [entry for entry in sent if entry["first"] > 0]
     assert len(headers) == len([*converted.glob("*.safetensors")])
-    # 3 layers x 2 experts x 3 projections, each with block scales and a global scale.
-    assert len(scales) <= 3 * 2 * 3 * 2
+    # 3 layers x 2 experts x 3 projections, each with block scales; the global scales of a shard
+    # follow one another.
+    assert len(scales) <= 3 * 2 * 3 + len(headers)
     assert all(entry["bytes"] <= 4096 for entry in scales)
     codes = 512 * 512 // 2
     assert max(entry["bytes"] for entry in scales) < codes / 16
     weights = sum(path.stat().st_size for path in converted.glob("*.safetensors"))
     assert sum(entry["bytes"] for entry in scales) < weights / 50
+
+
+def test_scales_that_lie_near_each_other_are_one_request(hub, make_checkpoint, tmp_path):
+    """safetensors sorts tensors by dtype, so that the FP32 scales of a shard follow one another."""
+    from safetensors.torch import load_file, save_file
+
+    source = make_checkpoint(experts=32, hidden=128, intermediate=128, vocabulary=64)
+    convert(source, tmp_path / "out", format="fp8_block")
+    shutil.copytree(tmp_path / "out", hub.folder, dirs_exist_ok=True)
+    for path in hub.folder.glob("*.safetensors"):
+        save_file(load_file(path), path, metadata={"format": "pt"})
+    hub.asked()
+    done = hub.run("check", hub.id, "--engine", "vllm")
+    assert done.code == 0, done.err
+    sent = [entry for entry in hub.asked() if entry["file"].endswith(".safetensors")]
+    # 2 layers x 32 experts x 3 projections have 192 scales; without its header, a shard has one
+    # range of them.
+    assert len([entry for entry in sent if entry["first"] > 0]) <= len(
+        [*hub.folder.glob("*.safet*s")]
+    )
 
 
 def test_a_defect_on_the_hub_is_found_by_its_scales(hub, converted, tmp_path):

@@ -239,7 +239,7 @@ def test_a_layer_of_odd_sizes_is_the_first_that_a_format_has():
 
 
 def test_a_backend_or_device_that_is_none_is_refused():
-    with pytest.raises(UnsupportedError, match="there is no backend 'fast'; use one of: sm90"):
+    with pytest.raises(UnsupportedError, match="unknown backend 'fast'; use one of: sm90"):
         selftest("cpu", backend="fast")
     with pytest.raises(UnsupportedError, match="cannot be used"):
         selftest("cuda:99")

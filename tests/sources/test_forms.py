@@ -379,6 +379,24 @@ def test_a_group_size_that_is_no_size_is_refused(make_form, tmp_path, size):
         convert(source, tmp_path / "out", format="bf16")
 
 
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [
+        ("float-quantized, channels", "channel"),
+        ("float-quantized, tensor", "tensor"),
+        ("float-quantized, blocks", "block"),
+    ],
+)
+@pytest.mark.parametrize("size", [128, 64, "128", [32]])
+def test_a_group_size_without_groups_is_refused(make_form, tmp_path, form, strategy, size):
+    """As compressed-tensors refuses it: either the size or the strategy is wrong."""
+    source = make_form(form, path=tmp_path / "source").path
+    restate(source, {"group_size": size})
+    said = rf"group_0\.weights\.group_size is .*, but strategy '{strategy}' has no groups"
+    with pytest.raises(CheckpointError, match=said):
+        convert(source, tmp_path / "out", format="bf16")
+
+
 def test_rows_by_their_group_size_are_read(make_form, read_tensors, tmp_path):
     """compressed-tensors takes a size of -1 without a strategy for one scale a row."""
     name = "pack-quantized, groups of 32"

@@ -337,6 +337,27 @@ def test_tensors_and_rows_that_follow_one_another_are_read_in_one_call(
         assert same(tensor, tensors[name] if rows is None else tensors[name][rows]), name
 
 
+def test_small_gaps_between_ranges_are_read_along(
+    checkpoint: Checkpoint, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 0 and 3 of [7, 3] BF16 have two rows of 6 bytes each between them."""
+    ranges = [("BF16", slice(0, 1)), ("BF16", slice(3, 4)), ("BF16", slice(1, 2))]
+    read_into = FixedFile.read_into
+    calls: list[int] = []
+
+    def spy(self: FixedFile, start: int, *into: memoryview) -> None:
+        calls.append(sum(view.nbytes for view in into))
+        read_into(self, start, *into)
+
+    monkeypatch.setattr(FixedFile, "read_into", spy)
+    for gap_bytes, sizes in ((11, [6, 6, 6]), (12, [6 + 12 + 6, 6])):
+        calls.clear()
+        found = checkpoint.read_all(ranges, gap_bytes=gap_bytes)
+        assert calls == sizes
+        for (name, rows), tensor in zip(ranges, found, strict=True):
+            assert same(tensor, tensors[name][rows])
+
+
 def test_no_rows_are_an_empty_tensor(checkpoint: Checkpoint) -> None:
     assert checkpoint.read("BF16", slice(4, 4)).shape == (0, 3)
     assert checkpoint.read("BF16.empty", slice(0, 0)).shape == (0, 3)

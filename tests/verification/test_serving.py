@@ -144,7 +144,7 @@ def test_the_limit_is_that_of_the_activations(format):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"backend": "cutlass"}, r"there is no backend 'cutlass'; use one of: .*naive_batched"),
+        ({"backend": "cutlass"}, r"unknown backend 'cutlass'; use one of: .*naive_batched"),
         (
             {"backend": "sm90_fp8_block"},
             r"(?s)'sm90_fp8_block' does not run fp8_block .* CUDA device",

@@ -1,0 +1,49 @@
+"""What engines call the modules of a checkpoint: linear layers that they merge, renamed models.
+
+Engines look up the merged layer in a quantization_config, so a list may name it. Sources: vLLM
+0.33.0, `packed_modules_mapping` of its models; SGLang 0.5.23, models/deepseek_v2.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moequant.dialects.names import is_expert
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MERGED = {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+}
+_LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
+_MERGED_IN_VLLM = _MERGED | dict.fromkeys(_LATENT, "fused_qkv_a_proj")
+_MERGED_IN_SGLANG = _MERGED | dict.fromkeys(_LATENT, "fused_qkv_a_proj_with_mqa")
+
+# vLLM renames the language model of a vision model, and plain names in lists with it.
+_RENAMED = ("model.language_model.", "language_model.model.")
+
+
+def in_vllm(name: str) -> str:
+    """A module's name in vLLM, apart from merged layers."""
+    here, there = _RENAMED
+    return there + name.removeprefix(here) if name.startswith(here) else name
+
+
+def merged_in_vllm(module: str) -> str:
+    """The layer into which vLLM merges a linear layer; itself if into none, as an expert's."""
+    return _merged(module, _MERGED_IN_VLLM)
+
+
+def merged_in_sglang(module: str) -> str:
+    """The layer into which SGLang merges a linear layer; itself if into none, as an expert's."""
+    return _merged(module, _MERGED_IN_SGLANG)
+
+
+def _merged(module: str, merged: Mapping[str, str]) -> str:
+    parent, dot, leaf = module.rpartition(".")
+    return module if is_expert(module) else f"{parent}{dot}{merged.get(leaf, leaf)}"
