@@ -11,6 +11,7 @@ from moequant.verification.report import (
     Report,
     WeightCheck,
 )
+from moequant.verification.verified import note_verified
 
 __all__ = [
     "FormatSummary",
@@ -21,5 +22,6 @@ __all__ = [
     "Report",
     "WeightCheck",
     "check_integrity",
+    "note_verified",
     "verify",
 ]

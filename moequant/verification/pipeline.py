@@ -18,7 +18,6 @@ from moequant.quantizers import choose_quantizer
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
-from moequant.storage.disk import sha256_of
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
 from moequant.verification.expectation import Verification, expect_by_config, expect_by_record
@@ -36,6 +35,7 @@ from moequant.verification.report import Report
 from moequant.verification.serving import serving_on
 from moequant.verification.stored import existing_directory, read_stored
 from moequant.verification.structure import check_shards, check_sidecars, check_structure
+from moequant.verification.verified import digests_of
 from moequant.verification.weights import check_weights
 from moequant.weights.converted import ConvertedCheckpoint
 from moequant.weights.source_model import read_source, source_config
@@ -106,6 +106,8 @@ def verify(
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
     findings = Findings()
+    # Before anything is checked: what changes meanwhile then has another digest than these.
+    record_sha256, manifests = digests_of(path)
     stored = read_stored(path, findings)
     check_recorded_statistics(stored.record or {}, measured, path, scales)
     try:
@@ -135,7 +137,8 @@ def verify(
         source=str(against),
         architecture=model.architecture.name,
         architecture_by=model.architecture.origin,
-        record_sha256=sha256_of(path / RECORD_FILE) if stored.record is not None else None,
+        record_sha256=record_sha256,
+        manifests_sha256=manifests,
         counts={
             "tensors": len(tensors),
             "bytes": sum(info.size_bytes for info in tensors.values()),

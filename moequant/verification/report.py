@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -248,6 +248,7 @@ class Report(Outcome):
         errors: errors by role, layer and projection, and of each expert.
         record_sha256: SHA-256 of moequant.json, in hex, which has the digests of all files; None if
             there is none.
+        manifests_sha256: SHA-256 of the manifest of each prepared folder, by its target.
         requantization_errors: for a quantized source, the errors by kind of weight.
         layers: the layers that were run.
         prepared: targets whose prepared folder was found and checked.
@@ -264,6 +265,7 @@ class Report(Outcome):
     worst_weights: tuple[WeightCheck, ...] = ()
     errors: tuple[GroupErrors, ...] = ()
     record_sha256: str | None = None
+    manifests_sha256: Mapping[str, str] = field(default_factory=dict)
     requantization_errors: tuple[RequantizationError, ...] = ()
     layers: tuple[LayerCheck, ...] = ()
     prepared: tuple[str, ...] = ()
@@ -283,6 +285,7 @@ class Report(Outcome):
             "requantization_errors": [error.to_json() for error in self.requantization_errors],
             "layers": [layer.to_json() for layer in self.layers],
             "prepared": list(self.prepared),
+            "manifests_sha256": dict(self.manifests_sha256),
         }
 
 
