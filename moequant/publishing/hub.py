@@ -117,8 +117,11 @@ class Destination:
             yield
         # The errors of its transports (httpx, xet) have no common base class.
         except Exception as error:
-            kind = UnreachableError if is_unreachable(error) else MoequantError
-            raise kind(f"{self.repo_id}: {self._explain(error)}") from error
+            # What goes wrong in one of its threads comes as a RuntimeError.
+            cause = error.__cause__ if isinstance(error, RuntimeError) else None
+            found = cause if isinstance(cause, Exception) else error
+            kind = UnreachableError if is_unreachable(found) else MoequantError
+            raise kind(f"{self.repo_id}: {self._explain(found)}") from error
 
     def _explain(self, error: Exception) -> str:
         from huggingface_hub import errors
@@ -152,7 +155,7 @@ class Destination:
         # Its messages have several lines, with addresses and headers.
         said = shorten(str(error), _MAX_MESSAGE, placeholder=" ...")
         return (
-            f"the hub refused: {type(error).__name__}: {said}; correct what it names, then run the "
+            f"not published: {type(error).__name__}: {said}; correct what it names, then run the "
             "same command again: what was sent is not sent again"
         )
 

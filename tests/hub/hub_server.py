@@ -32,6 +32,7 @@ Settings, by repository unless said otherwise:
     damaged     files of which the last byte is sent wrong
     writer      who does not send this token may not write
     spoiled     files that a commit stores with another last byte
+    cut         large files, by sha256:DIGEST, of which no upload is answered
 
 A large file that is sent to the hub has the name sha256:DIGEST in `kill`.
 """
@@ -330,6 +331,9 @@ class Upload:
                 if struck == name and entry["bytes"] >= size / 2:
                     given.pop("kill")
                     os.kill(pid, signal)
+        if name in given.get("cut", ()):
+            self.handler.close_connection = True
+            return
         partial.replace(whole)
         self.handler.send_content(200, b"", {})
 

@@ -259,6 +259,20 @@ def test_without_a_network_it_is_told_in_one_sentence(empty, verified, offline):
     assert f"Error: {empty.id}: {message}" in refused.error
 
 
+def test_a_connection_that_breaks_is_told_so_and_the_same_command_continues(empty, verified):
+    first, *_, last = map(digest, shards(verified))
+    empty.set(cut=[f"sha256:{last}"])
+    lost = push(empty, verified)
+    assert lost.code == 3
+    assert f"Error: {empty.id}: the hub cannot be reached; check the connection" in lost.error
+    empty.set()
+    sent, _ = empty.uploaded()
+    assert {first, last} <= {*sent}
+    done = push(empty, verified)
+    assert done.code == 0, done.err
+    assert empty.uploaded()[0] == [last]
+
+
 def test_front_matter_that_the_hub_refuses_ends_it_before_anything_is_sent(empty, source, tmp_path):
     own = Path(shutil.copytree(source, tmp_path / "own"))
     (own / "README.md").write_text("---\nlicense: no-such-license\n---\n")
