@@ -13,6 +13,7 @@ from moequant import convert
 from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
 from moequant.cli import cli
 from moequant.storage.headers import read_header
+from moequant.verification import note_verified, verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 VARIES = (
@@ -75,8 +76,13 @@ def test_what_the_page_shows_of_the_demo_is_what_is_printed(tmp_path, monkeypatc
 
 def test_what_the_page_shows_of_formats_is_what_is_printed():
     (page,) = (output for command, output in shown() if command == "moequant formats")
-    # Of a line with dots, the page leaves out any number of lines; devices are a machine's.
-    printed = CliRunner().invoke(cli, ["formats"]).output.partition("cuda ")[0].splitlines()
+    # Devices are a machine's.
+    check_parts(page, CliRunner().invoke(cli, ["formats"]).output.partition("cuda ")[0])
+
+
+def check_parts(page, output):
+    """Check the parts of a page between lines of dots, which stand for any number of lines."""
+    printed = output.splitlines()
     for part in page.rstrip().split("\n...\n"):
         lines = part.removesuffix("\n...").splitlines()
         at = printed.index(lines[0])
@@ -84,17 +90,27 @@ def test_what_the_page_shows_of_formats_is_what_is_printed():
 
 
 @pytest.mark.usefixtures("folder")
+def test_what_the_page_shows_of_push_is_what_is_printed():
+    convert("moequant-demo/source", "out", format="nvfp4")
+    note_verified(verify("out", against="moequant-demo/source", layers=0))
+    (shown_push,) = (c for c in shown() if c[0].startswith("moequant push"))
+    done = CliRunner().invoke(cli, shlex.split(shown_push[0])[1:])
+    assert done.exit_code == 0
+    check_parts(shown_push[1], done.output)
+
+
+@pytest.mark.usefixtures("folder")
 def test_what_the_page_shows_of_verify_is_what_is_printed():
     convert("moequant-demo/source", "out", format="nvfp4")
     right, wrong, whole = (c for c in shown() if c[0].startswith("moequant verify"))
 
-    def verify(command):
+    def run(command):
         return CliRunner().invoke(cli, shlex.split(command)[1:])
 
     # What the last table says of layers that were run, a machine's arithmetic decides.
-    assert verify(right[0]).output.split("layer ")[0] == right[1].split("layer ")[0]
-    assert verify(whole[0]).output == whole[1]
+    assert run(right[0]).output.split("layer ")[0] == right[1].split("layer ")[0]
+    assert run(whole[0]).output == whole[1]
     (shard,) = Path("out").glob("*.safetensors")
     flip(shard, "model.layers.1.mlp.experts.3.up_proj.weight_scale")
-    done = verify(wrong[0])
+    done = run(wrong[0])
     assert (done.exit_code, done.output) == (5, wrong[1])
