@@ -48,5 +48,5 @@ def test_every_command_has_help(run, command):
 def test_commands_are_these():
     assert list(cli.commands) == [
         "convert", "calibrate", "evaluate", "inspect", "check", "prepare", "verify", "push",
-        "recipes", "generate", "warm-up", "selftest", "tune", "bench", "demo",
+        "formats", "recipes", "generate", "warm-up", "selftest", "tune", "bench", "demo",
     ]  # fmt: skip

@@ -46,6 +46,7 @@ import os
 import re
 import sys
 import threading
+import time
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -330,11 +331,16 @@ class Upload:
                 pid, struck, signal = given.get("kill", (0, "", 0))
                 if struck == name and entry["bytes"] >= size / 2:
                     given.pop("kill")
+                    # Files sent at the same time arrive first, so that what is kept is no chance.
+                    until = time.monotonic() + 5
+                    while len([*whole.parent.glob("*.*")]) > 1 and time.monotonic() < until:
+                        time.sleep(0.01)
                     os.kill(pid, signal)
         if name in given.get("cut", ()):
             self.handler.close_connection = True
             return
         partial.replace(whole)
+        entry["whole"] = True
         self.handler.send_content(200, b"", {})
 
     def commit(self, repository, lines, given):
