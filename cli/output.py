@@ -14,6 +14,7 @@ import click
 
 from moequant.cli.tables import table_lines
 from moequant.progress import SilentProgress
+from moequant.storage.sizes import size as size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,16 +162,6 @@ def origin_of(checkpoint: Checkpoint) -> dict[str, str | None]:
     if not isinstance(folder, HubFolder):
         return {"repository": None, "commit": None}
     return {"repository": folder.repository.repo_id, "commit": folder.repository.commit}
-
-
-def size(size_bytes: int) -> str:
-    """A number of bytes as text, in decimal units as on the hub: 4.5 GB."""
-    value = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.95:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def count(number: int, noun: str) -> str:

@@ -76,7 +76,8 @@ def command(
     """Check CONVERTED against SOURCE: structure, weights, prepared files, layers.
 
     With --integrity, check without the source that its files are unchanged since they were written.
-    The exit code is 5 if a check fails; the reasons are printed.
+    The exit code is 5 if a check fails; the reasons are printed. What is right against SOURCE is
+    noted in CONVERTED, for `moequant push`.
     """
     options.check_one_given({"--against SOURCE": source, "--integrity": integrity or None})
     out = Output(as_json=as_json, quiet=quiet)
@@ -115,7 +116,20 @@ def command(
         raise FailedResult(
             NumericsError(_explain(out, report, f"against {against}")), report.to_json()
         )
+    if not isinstance(report, IntegrityReport) and report.record_sha256 is not None:
+        _note(out, report)
     out.result(report.to_json(), _show_integrity if source is None else _show)
+
+
+def _note(out: Output, report: Report) -> None:
+    """Note that the checkpoint was verified; where it may not be written, that is no failure."""
+    from moequant.errors import MoequantError
+    from moequant.verification import note_verified
+
+    try:
+        note_verified(report)
+    except MoequantError as error:
+        out.warn(f"{error}; moequant push needs the note that it was verified")
 
 
 def _show_integrity(out: Output, report: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from moequant.formats import QuantizedWeight, dequantize, quantize
     from moequant.preparation import PreparationResult, prepare
+    from moequant.publishing import PushResult, push
     from moequant.runtime import FusedExperts, load_experts
     from moequant.verification import Report, verify
 else:
@@ -40,6 +41,7 @@ else:
         ),
         "formats": ("QuantizedWeight", "dequantize", "quantize"),
         "preparation": ("PreparationResult", "prepare"),
+        "publishing": ("PushResult", "push"),
         "runtime": ("FusedExperts", "load_experts"),
         "verification": ("Report", "verify"),
     }
@@ -66,6 +68,7 @@ __all__ = [
     "NonFiniteError",
     "NumericsError",
     "PreparationResult",
+    "PushResult",
     "QuantizedWeight",
     "Recipe",
     "RecipeError",
@@ -76,6 +79,7 @@ __all__ = [
     "dequantize",
     "load_experts",
     "prepare",
+    "push",
     "quantize",
     "verify",
 ]

@@ -65,7 +65,7 @@ class StatisticsError(MoequantError):
 
 
 class DataError(MoequantError):
-    """Text or token ids for calibration that cannot be used."""
+    """Text or token ids for calibration, or figures of an evaluation, that cannot be used."""
 
     exit_code = 6
 

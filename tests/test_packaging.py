@@ -49,6 +49,7 @@ ORDER = [
     "calibration",
     "evaluation",
     "verification",
+    "publishing",
     "selftest",
     "benchmarks",
     "cli",
@@ -193,6 +194,7 @@ def test_public_names_are_these():
         "NonFiniteError",
         "NumericsError",
         "PreparationResult",
+        "PushResult",
         "QuantizedWeight",
         "Recipe",
         "RecipeError",
@@ -203,6 +205,7 @@ def test_public_names_are_these():
         "dequantize",
         "load_experts",
         "prepare",
+        "push",
         "quantize",
         "verify",
     ]

@@ -301,7 +301,7 @@ def _fetch_range(url: str, start: int, stop: int) -> tuple[list[Mapping[str, str
                 return answers, bytes(content)
             except Exception as error:
                 broken = error
-        if attempt == _RETRIES or not _is_unreachable(broken):
+        if attempt == _RETRIES or not is_unreachable(broken):
             break
         time.sleep(2**attempt)
     assert broken is not None
@@ -315,7 +315,7 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
         yield
     # The errors of its transports (requests, httpx, xet) have no common base class.
     except Exception as error:
-        kind = UnreachableError if _is_unreachable(error) else CheckpointError
+        kind = UnreachableError if is_unreachable(error) else CheckpointError
         raise kind(f"{repo_id}: {_explain(error, repo_id, revision)}") from error
 
 
@@ -331,7 +331,7 @@ def is_unavailable(error: CheckpointError) -> bool:
     return isinstance(error, UnreachableError) or isinstance(error.__cause__, no_access)
 
 
-def _is_unreachable(error: Exception) -> bool:
+def is_unreachable(error: Exception) -> bool:
     """Whether no answer came at all: not an answer with an error, nor a fault of this machine."""
     from huggingface_hub import errors
 

@@ -4,20 +4,24 @@ from moequant.verification.integrity import check_integrity
 from moequant.verification.pipeline import verify
 from moequant.verification.report import (
     FormatSummary,
+    GroupErrors,
     IntegrityReport,
     LayerCheck,
     Problem,
     Report,
     WeightCheck,
 )
+from moequant.verification.verified import note_verified
 
 __all__ = [
     "FormatSummary",
+    "GroupErrors",
     "IntegrityReport",
     "LayerCheck",
     "Problem",
     "Report",
     "WeightCheck",
     "check_integrity",
+    "note_verified",
     "verify",
 ]

@@ -25,6 +25,7 @@ from moequant.storage.files import (
     WORK_FOLDER,
 )
 from moequant.storage.folder import UNFINISHED, is_inner_name
+from moequant.storage.model_card import card_is_of
 from moequant.storage.reader import FixedFile
 from moequant.verification.findings import Findings, cut
 from moequant.verification.report import IntegrityReport
@@ -41,7 +42,7 @@ _KEYS = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
 """Keys of moequant.json that the report repeats."""
 
 
-class _Recorded(NamedTuple):
+class RecordedFile(NamedTuple):
     """The record's entry of a file; a size of None is not recorded."""
 
     file: str
@@ -52,6 +53,7 @@ class _Recorded(NamedTuple):
 def check_integrity(
     converted: str | Path,
     *,
+    prepared: bool = True,
     workers: int = DEFAULT_WORKERS,
     progress: Progress | None = None,
 ) -> IntegrityReport:
@@ -59,6 +61,7 @@ def check_integrity(
 
     Args:
         converted: directory of a checkpoint that moequant converted.
+        prepared: whether prepared folders are checked, too.
         workers: number of files read in parallel.
         progress: receives the progress.
 
@@ -79,7 +82,9 @@ def check_integrity(
     findings = Findings()
     if is_unfinished(path):
         findings.add("files", WORK_FOLDER, f"{UNFINISHED}; it will replace this checkpoint")
-    recorded = [*_recorded(record, findings), *_recorded_prepared(path, findings)]
+    recorded = [*recorded_files(record, findings)]
+    if prepared:
+        recorded += recorded_prepared(path, findings)
     files = _open_files(path, recorded, findings)
     known = {entry.file for entry in recorded}
     check_nothing_added(path, known, "not recorded; engines may read it: remove it", findings)
@@ -102,7 +107,7 @@ def check_integrity(
     )
 
 
-def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Recorded]:
+def recorded_files(record: Mapping[str, Any], findings: Findings) -> Iterator[RecordedFile]:
     """Every recorded file; invalid entries become problems."""
     source = record.get("source")
     tables = {
@@ -117,11 +122,11 @@ def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Record
         for file, entry in table.items():
             match entry if is_inner_name(file) else None:
                 case str():  # of sidecar files only the digest is recorded
-                    yield _Recorded(file, None, entry)
+                    yield RecordedFile(file, None, entry)
                 case {"bytes": size, "sha256": str(digest)} if (
                     type(size) is int and len(entry) == 2
                 ):
-                    yield _Recorded(file, size, digest)
+                    yield RecordedFile(file, size, digest)
                 case _:
                     message = f"{file!r}: {entry!r} is no entry"
                     findings.add("record", f"{RECORD_FILE}.{key}", message)
@@ -131,7 +136,7 @@ def _recorded(record: Mapping[str, Any], findings: Findings) -> Iterator[_Record
             findings.add("record", f"{RECORD_FILE}.files", f"lacks {file}")
 
 
-def _recorded_prepared(path: Path, findings: Findings) -> Iterator[_Recorded]:
+def recorded_prepared(path: Path, findings: Findings) -> Iterator[RecordedFile]:
     """Kernel-ready files, by the manifest of each target."""
     for folder in prepared_folders(path):
         try:
@@ -141,12 +146,12 @@ def _recorded_prepared(path: Path, findings: Findings) -> Iterator[_Recorded]:
             continue
         for layer in manifest.layers.values():
             file = str(PurePosixPath(PREPARED_FOLDER, folder.name, layer.file))
-            yield _Recorded(file, layer.bytes, layer.sha256)
+            yield RecordedFile(file, layer.bytes, layer.sha256)
 
 
 def _open_files(
-    path: Path, recorded: list[_Recorded], findings: Findings
-) -> list[tuple[_Recorded, FixedFile]]:
+    path: Path, recorded: list[RecordedFile], findings: Findings
+) -> list[tuple[RecordedFile, FixedFile]]:
     """The files that exist with the recorded size; others need not be read."""
     files = []
     for entry in recorded:
@@ -165,7 +170,7 @@ def _open_files(
 
 
 def _check_digest(
-    opened: tuple[_Recorded, FixedFile], progress: Progress
+    opened: tuple[RecordedFile, FixedFile], progress: Progress
 ) -> tuple[str, str] | None:
     """The file's name and what is wrong with its contents; None if nothing is."""
     entry, file = opened
@@ -176,6 +181,7 @@ def _check_digest(
             progress.advance(len(chunk), entry.file)
     except CheckpointError as error:
         return entry.file, str(error).removeprefix(f"{file.path}: ")
-    if digest.hexdigest() != entry.sha256:
-        return entry.file, f"SHA-256 is {digest.hexdigest()}, but {entry.sha256} is recorded"
+    found = digest.hexdigest()
+    if found != entry.sha256 and not card_is_of(file.path, entry.sha256):
+        return entry.file, f"SHA-256 is {found}, but {entry.sha256} is recorded"
     return None

@@ -35,6 +35,7 @@ from moequant.verification.report import Report
 from moequant.verification.serving import serving_on
 from moequant.verification.stored import existing_directory, read_stored
 from moequant.verification.structure import check_shards, check_sidecars, check_structure
+from moequant.verification.verified import digests_of
 from moequant.verification.weights import check_weights
 from moequant.weights.converted import ConvertedCheckpoint
 from moequant.weights.source_model import read_source, source_config
@@ -105,6 +106,8 @@ def verify(
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
     findings = Findings()
+    # Before anything is checked: what changes meanwhile then has another digest than these.
+    record_sha256, manifests = digests_of(path)
     stored = read_stored(path, findings)
     check_recorded_statistics(stored.record or {}, measured, path, scales)
     try:
@@ -134,6 +137,8 @@ def verify(
         source=str(against),
         architecture=model.architecture.name,
         architecture_by=model.architecture.origin,
+        record_sha256=record_sha256,
+        manifests_sha256=manifests,
         counts={
             "tensors": len(tensors),
             "bytes": sum(info.size_bytes for info in tensors.values()),
@@ -193,6 +198,7 @@ def _compare(run: Verification, report: Report, layers: Layers, serving: Serving
         },
         formats=weights.summaries(),
         worst_weights=tuple(weights.worst),
+        errors=weights.groups(),
         requantization_errors=tuple(weights.requantization_errors),
         prepared=prepared,
         layers=check_layers(run, converted, chosen, serving),

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     Headers = Mapping[str, Mapping[str, TensorInfo]]
 
 
-# Notes and model cards may be added; no engine reads them.
-_NOTES = (".md", ".png", ".jpg")
+NOTES = (".md", ".png", ".jpg", ".svg", ".html")
+"""Suffixes of files that may be added to a checkpoint, because no engine reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,5 +212,5 @@ def check_nothing_added(path: Path, known: Set[str], message: str, findings: Fin
         findings.add("sidecars", str(path), str(error))
         return
     for file in sorted(found, key=lambda file: natural_key(str(file))):
-        if str(file) not in known and file.suffix not in _NOTES:
+        if str(file) not in known and file.suffix not in NOTES:
             findings.add("sidecars", str(file), message)

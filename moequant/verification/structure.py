@@ -11,6 +11,7 @@ from moequant.errors import MoequantError
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import sidecar_files
+from moequant.storage.model_card import CARD_FILE, card_is_of
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
 from moequant.verification.stored import check_nothing_added
@@ -125,10 +126,12 @@ def check_sidecars(
     copied_files, sidecars = copied_sidecars(source), sidecar_files(source.path)
     for file in sidecars:
         # A model card speaks of one checkpoint; other tools write their own.
-        if not by_moequant and file == Path("README.md"):
+        if not by_moequant and file == Path(CARD_FILE):
             continue
         copied = (path / file).is_file()
         same = copied and filecmp.cmp(source.path / file, path / file, shallow=False)
+        if copied and not same and file == Path(CARD_FILE):
+            same = card_is_of(path / file, sha256_of(source.path / file))
         if file not in copied_files:
             if same:
                 findings.add(

@@ -13,6 +13,7 @@ from moequant import convert
 from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
 from moequant.cli import cli
 from moequant.storage.headers import read_header
+from moequant.verification import note_verified, verify
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, RECORDED = DOCS / "commands.md", DOCS / "quick-start.md"
@@ -79,12 +80,7 @@ def test_what_the_page_shows_of_formats_is_what_is_printed():
     assert [command for command, _ in pages] == ["moequant formats", "moequant formats --backends"]
     for command, page in pages:
         printed = CliRunner().invoke(cli, shlex.split(command)[1:]).output
-        # Of a line with dots, the page leaves out any number of lines; devices are a machine's.
-        found = printed.partition("cuda ")[0].splitlines()
-        for part in page.rstrip().split("\n...\n"):
-            lines = part.removesuffix("\n...").splitlines()
-            at = found.index(lines[0])
-            assert found[at : at + len(lines)] == lines
+        check_parts(page, printed.partition("cuda ")[0])  # devices are a machine's
 
 
 def test_the_recorded_quick_start_is_what_commands_print(tmp_path, monkeypatch):
@@ -107,18 +103,37 @@ def test_the_recorded_quick_start_is_what_commands_print(tmp_path, monkeypatch):
         assert found == wanted, command
 
 
+def check_parts(page, output):
+    """Check the parts of a page between lines of dots, which stand for any number of lines."""
+    printed = output.splitlines()
+    for part in page.rstrip().split("\n...\n"):
+        lines = part.removesuffix("\n...").splitlines()
+        at = printed.index(lines[0])
+        assert printed[at : at + len(lines)] == lines
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_the_page_shows_of_push_is_what_is_printed():
+    convert("moequant-demo/source", "out", format="nvfp4")
+    note_verified(verify("out", against="moequant-demo/source", layers=0))
+    (shown_push,) = (c for c in shown() if c[0].startswith("moequant push"))
+    done = CliRunner().invoke(cli, shlex.split(shown_push[0])[1:])
+    assert done.exit_code == 0
+    check_parts(shown_push[1], done.output)
+
+
 @pytest.mark.usefixtures("folder")
 def test_what_the_page_shows_of_verify_is_what_is_printed():
     convert("moequant-demo/source", "out", format="nvfp4")
     right, wrong, whole = (c for c in shown() if c[0].startswith("moequant verify"))
 
-    def verify(command):
+    def run(command):
         return CliRunner().invoke(cli, shlex.split(command)[1:])
 
     # What the last table says of layers that were run, a machine's arithmetic decides.
-    assert verify(right[0]).output.split("layer ")[0] == right[1].split("layer ")[0]
-    assert verify(whole[0]).output == whole[1]
+    assert run(right[0]).output.split("layer ")[0] == right[1].split("layer ")[0]
+    assert run(whole[0]).output == whole[1]
     (shard,) = Path("out").glob("*.safetensors")
     flip(shard, "model.layers.1.mlp.experts.3.up_proj.weight_scale")
-    done = verify(wrong[0])
+    done = run(wrong[0])
     assert (done.exit_code, done.output) == (5, wrong[1])

@@ -8,8 +8,9 @@ import pytest
 
 @pytest.fixture
 def copy(converted, tmp_path):
-    """The converted checkpoint, to be damaged."""
-    return shutil.copytree(converted, tmp_path / "copy")
+    """The converted checkpoint, not verified yet, to be damaged."""
+    ignore = shutil.ignore_patterns(".moequant-verified.json")
+    return shutil.copytree(converted, tmp_path / "copy", ignore=ignore)
 
 
 def test_right_conversion_exits_0_with_its_errors(run, source, converted):
@@ -161,3 +162,20 @@ def test_integrity_runs_no_layers(run, converted, option):
     result = run("verify", converted, "--integrity", *option)
     assert result.exit_code == 2
     assert f"{option[0]} needs --against" in result.stderr
+
+
+def test_what_is_right_against_its_source_is_noted_for_push(run, source, copy):
+    note = copy / ".moequant-verified.json"
+    assert run("verify", copy, "--integrity").exit_code == 0
+    assert not note.exists()
+    result = run("verify", copy, "--against", source, "--layers", "0", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    noted = json.loads(note.read_text())["report"]["record_sha256"]
+    assert noted == result.document["record_sha256"]
+
+
+def test_a_note_that_cannot_be_written_is_a_warning(run, source, copy):
+    (copy / ".moequant-verified.json").mkdir()
+    result = run("verify", copy, "--against", source, "--layers", "0")
+    assert result.exit_code == 0
+    assert "moequant push needs the note that it was verified" in result.stderr

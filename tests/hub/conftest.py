@@ -83,6 +83,12 @@ class Hub:
         """What was sent of this repository since the last call: file, first byte, bytes."""
         return [e for e in self._hub.ask({"take": "log"}) if e["repository"] == self.id]
 
+    def uploaded(self) -> tuple[list[str], list[dict[str, Any]]]:
+        """Large files that were sent since then, by digest, and commits and what else was made."""
+        asked = self.asked()
+        sent = [e["sent"].removeprefix("sha256:") for e in asked if "sent" in e]
+        return sent, [e for e in asked if "commit" in e or "created" in e]
+
     def run(
         self, *arguments: object, kill: str = "", signal: int = SIGKILL, **environment: str
     ) -> Done:

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face hub that downloads need, on two ports: the hub and its CDN.
+"""The part of the Hugging Face hub that down- and uploads need, on two ports: hub and CDN.
 
 Run as a program with a folder: every folder OWNER/NAME in it is a repository of one commit. It
 prints its address, then answers each JSON request on a line of stdin, {"set": {...}} or
@@ -8,6 +8,10 @@ As on the hub, a large file (*.safetensors) is redirected to another host, which
 token; files have a digest as ETag, the hub's own answer for a large one as X-Linked-Etag; refusals
 say why in X-Error-Code; ranges are served of both. Only what is asked for is read, so that files
 may be sparse. The digest of a large file is what NAME.sha256 beside it says, else computed.
+
+Files to be uploaded are asked for (preupload), large ones sent by the LFS protocol, and all are
+committed. What was sent of large files stays, also without a commit, as on the hub. A card with the
+license no-such-license is refused.
 
 Settings, by repository unless said otherwise:
 
@@ -26,16 +30,23 @@ Settings, by repository unless said otherwise:
     kill        [pid, file, signal]: send that process the signal when half of the file was sent,
                 headers apart
     damaged     files of which the last byte is sent wrong
+    writer      who does not send this token may not write
+    spoiled     files that a commit stores with another last byte
+    cut         large files, by sha256:DIGEST, of which no upload is answered
+
+A large file that is sent to the hub has the name sha256:DIGEST in `kill`.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
 import re
 import sys
 import threading
+import time
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,6 +57,8 @@ CHUNK_BYTES = 1 << 16
 HEADER_BYTES = 1 << 17
 """Requests for no more are for headers."""
 ROOT = Path(sys.argv[1])
+SENT = ROOT / ".sent"
+"""What was sent, committed or not, by repository and digest."""
 settings: dict[str, dict] = {}
 log: list[dict] = []
 
@@ -70,6 +83,11 @@ def files_of(repository):
     return sorted(name for name in found if not name.endswith(".sha256"))
 
 
+def git_hash_of(path):
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0%s" % (len(data), data)).hexdigest()  # noqa: S324
+
+
 def is_large(file):
     return file.endswith(".safetensors")
 
@@ -85,6 +103,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.answer()
+
+    def do_POST(self):
+        Upload(self).post()
+
+    def do_PUT(self):
+        Upload(self).put()
 
     def answer(self):
         path = unquote(urlsplit(self.path).path).lstrip("/")
@@ -118,7 +142,8 @@ class Handler(BaseHTTPRequestHandler):
             size = (ROOT / repository / file).stat().st_size
             size = given.get("sizes", {}).get(file, size)
             entry = {"rfilename": file, "path": file, "type": "file", "size": size}
-            git_hash = digest_of(ROOT / repository / file)[:40]
+            place = ROOT / repository / file
+            git_hash = digest_of(place)[:40] if is_large(file) else git_hash_of(place)
             entry |= {"blobId": git_hash, "oid": git_hash}
             if is_large(file):
                 sha256 = digest_of(ROOT / repository / file)
@@ -144,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         commit = {"X-Repo-Commit": given.get("commit", COMMIT)}
         if not is_large(file):
-            self.send_file(repository, file, {**commit, "ETag": f'"{digest_of(path)[:40]}"'})
+            self.send_file(repository, file, {**commit, "ETag": f'"{git_hash_of(path)}"'})
             return
         linked = {
             "X-Linked-Etag": f'"{given.get("changed", {}).get(file) or digest_of(path)}"',
@@ -215,8 +240,151 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
+
+    def send_json(self, document, status=200):
+        content = json.dumps(document).encode()
+        self.send_content(status, content, {"Content-Type": "application/json"})
+
+
+class Upload:
+    """One request of an upload."""
+
+    def __init__(self, handler):
+        self.handler = handler
+        self.path = unquote(urlsplit(handler.path).path).lstrip("/")
+
+    def post(self):
+        body = b"".join(self.body())
+        if self.path == "api/validate-yaml":
+            refused = b"license: no-such-license" in body
+            errors = [{"message": '"license" must be one of mit, other'}] if refused else []
+            self.handler.send_json({"errors": errors, "warnings": []}, 400 if errors else 200)
+            return
+        document = None if "/commit/" in self.path else json.loads(body)
+        repository = self.repository(document)
+        given = settings.get(repository, {})
+        token = self.handler.headers.get("Authorization", "").removeprefix("Bearer ")
+        if given.get("writer") not in (None, token):
+            self.handler.refuse(403 if token else 401, "")
+        elif self.path == "api/repos/create":
+            self.create(repository, document.get("visibility"))
+        elif "/branch/" in self.path:
+            branch = self.path.partition("/branch/")[2]
+            settings.setdefault(repository, {}).setdefault("revisions", []).append(branch)
+            self.handler.send_json({})
+        elif "/preupload/" in self.path:
+            self.preupload(document)
+        elif self.path.endswith("/objects/batch"):
+            self.batch(repository, document)
+        elif "/commit/" in self.path:
+            self.commit(repository, body.splitlines(), given)
+        else:
+            self.handler.refuse(404, "Unknown")
+
+    def repository(self, document):
+        if self.path == "api/repos/create":
+            return f"{document['organization']}/{document['name']}"
+        path = self.path.removeprefix("api/models/").partition(".git/")[0]
+        return "/".join(path.split("/")[:2])
+
+    def create(self, repository, visibility):
+        exists = (ROOT / repository).is_dir()
+        (ROOT / repository).mkdir(parents=True, exist_ok=True)
+        if not exists:
+            log.append({"repository": repository, "created": visibility})
+        url = f"http://127.0.0.1:{hub.server_address[1]}/{repository}"
+        self.handler.send_json({"url": url}, 409 if exists else 200)
+
+    def preupload(self, document):
+        files = [
+            {"path": f["path"], "uploadMode": "lfs" if is_large(f["path"]) else "regular",
+             "shouldIgnore": False}
+            for f in document["files"]
+        ]  # fmt: skip
+        self.handler.send_json({"files": files})
+
+    def batch(self, repository, document):
+        objects = []
+        for wanted in document["objects"]:
+            oid = wanted["oid"]
+            url = f"http://localhost:{cdn.server_address[1]}/{repository}/objects/{oid}"
+            actions = (
+                {} if (SENT / repository / oid).exists() else {"actions": {"upload": {"href": url}}}
+            )
+            objects.append({"oid": oid, "size": wanted["size"], **actions})
+        self.handler.send_json({"transfer": "basic", "objects": objects})
+
+    def put(self):
+        repository, _, oid = self.path.partition("/objects/")
+        name, given = f"sha256:{oid}", settings.get(repository, {})
+        entry = {"repository": repository, "sent": name, "bytes": 0}
+        log.append(entry)
+        size = int(self.handler.headers.get("Content-Length", 0))
+        whole = SENT / repository / oid
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        partial = whole.with_suffix(f".{threading.get_ident()}")
+        with partial.open("wb") as file:
+            for part in self.body():
+                entry["bytes"] += file.write(part)
+                pid, struck, signal = given.get("kill", (0, "", 0))
+                if struck == name and entry["bytes"] >= size / 2:
+                    given.pop("kill")
+                    # Files sent at the same time arrive first, so that what is kept is no chance.
+                    until = time.monotonic() + 5
+                    while len([*whole.parent.glob("*.*")]) > 1 and time.monotonic() < until:
+                        time.sleep(0.01)
+                    os.kill(pid, signal)
+        if name in given.get("cut", ()):
+            self.handler.close_connection = True
+            return
+        partial.replace(whole)
+        entry["whole"] = True
+        self.handler.send_content(200, b"", {})
+
+    def commit(self, repository, lines, given):
+        entry = {"repository": repository, "added": [], "deleted": []}
+        entry["branch"] = self.path.partition("/commit/")[2]
+        for line in map(json.loads, lines):
+            value = line["value"]
+            path = ROOT / repository / value.get("path", "")
+            if line["key"] == "header":
+                entry["commit"] = value["summary"]
+                continue
+            if line["key"] == "deletedFile":
+                path.unlink()
+                entry["deleted"].append(value["path"])
+                continue
+            if line["key"] == "file":
+                data = base64.b64decode(value["content"])
+            else:
+                data = (SENT / repository / value["oid"]).read_bytes()
+            if value["path"] in given.get("spoiled", ()):
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            entry["added"].append(value["path"])
+        log.append(entry)
+        url = f"http://127.0.0.1:{hub.server_address[1]}/{repository}/commit/{COMMIT}"
+        self.handler.send_json({"commitUrl": url, "commitOid": COMMIT})
+
+    def body(self):
+        """The parts of a request's body, with or without its length given before."""
+        stream = self.handler.rfile
+        if self.handler.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(stream.readline(), 16):
+                yield stream.read(size)
+                stream.readline()
+            stream.readline()
+            return
+        left = int(self.handler.headers.get("Content-Length", 0))
+        while left:
+            part = stream.read1(min(left, CHUNK_BYTES))
+            if not part:
+                raise ConnectionError("whoever sends is gone")
+            left -= len(part)
+            yield part
 
 
 class Server(ThreadingHTTPServer):
@@ -236,5 +404,6 @@ for line in sys.stdin:
     request = json.loads(line)
     if "set" in request:
         settings.update(request["set"])
-    taken, log[:] = list(log), []
+    taken = list(log) if "take" in request else []
+    del log[: len(taken)]
     print(json.dumps(taken), flush=True)
