@@ -4,6 +4,7 @@ from moequant.verification.integrity import check_integrity
 from moequant.verification.pipeline import verify
 from moequant.verification.report import (
     FormatSummary,
+    GroupErrors,
     IntegrityReport,
     LayerCheck,
     Problem,
@@ -13,6 +14,7 @@ from moequant.verification.report import (
 
 __all__ = [
     "FormatSummary",
+    "GroupErrors",
     "IntegrityReport",
     "LayerCheck",
     "Problem",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moequant.conversion import merged_errors
-from moequant.verification.report import FormatSummary, Problem, WeightCheck
+from moequant.verification.report import FormatSummary, GroupErrors, Problem, WeightCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from moequant.conversion import RequantizationError
+    from moequant.models import TensorRole
     from moequant.verification.report import Check
 
 KEPT_PROBLEMS = 50
@@ -57,20 +59,29 @@ def cut(text: str) -> str:
 
 
 class WeightChecks:
-    """Errors of weights: sums by format, and the worst ones."""
+    """Errors of weights: sums by format and by layer, one number an expert, and the worst ones.
 
-    def __init__(self) -> None:
+    Args:
+        roles: the role of every weight, by its name.
+    """
+
+    def __init__(self, roles: Mapping[str, TensorRole]) -> None:
         self.worst: list[WeightCheck] = []
         """The worst weights, worst first."""
         self.requantization_errors: list[RequantizationError] = []
         """The requantization errors by kind."""
+        self._roles = roles
         self._by_format: dict[str, _Sum] = {}
+        self._groups: dict[tuple[TensorRole, str], _Group] = {}
 
     def add(self, check: WeightCheck) -> None:
         """Add the error of one weight."""
         worst = sorted([*self.worst, check], key=lambda c: (_rank(c), c.name), reverse=True)
         self.worst = worst[:KEPT_WEIGHTS]
         self._by_format.setdefault(check.format, _Sum(check)).add(check)
+        role = self._roles[check.name]
+        key = replace(role, expert=None), check.format
+        self._groups.setdefault(key, _Group()).add(check, role.expert)
 
     def add_requantization_errors(self, errors: Iterable[RequantizationError]) -> None:
         """Add requantization errors."""
@@ -79,6 +90,42 @@ class WeightChecks:
     def summaries(self) -> tuple[FormatSummary, ...]:
         """One summary per format."""
         return tuple(total.summary() for total in self._by_format.values())
+
+
+    def groups(self) -> tuple[GroupErrors, ...]:
+        """The errors by role, layer and projection."""
+        return tuple(group.errors(*key) for key, group in self._groups.items())
+
+
+class _Group:
+    """Errors of the weights of one role, layer, projection and format."""
+
+    def __init__(self) -> None:
+        self._signal = self._noise = 0.0
+        self._count = 0
+        self._experts: dict[int, float] = {}
+
+    def add(self, check: WeightCheck, expert: int | None) -> None:
+        self._count += 1
+        self._signal += check.signal**2
+        self._noise += check.noise**2
+        if expert is not None:
+            self._experts[expert] = check.relative_error
+
+    def errors(self, role: TensorRole, format: str) -> GroupErrors:
+        total = WeightCheck(
+            name="", format=format, signal=math.sqrt(self._signal), noise=math.sqrt(self._noise)
+        )
+        found = map(self._experts.get, range(max(self._experts, default=-1) + 1))
+        return GroupErrors(
+            role=role.role,
+            layer=role.layer,
+            projection=role.projection,
+            format=format,
+            weights=self._count,
+            relative_error=total.relative_error,
+            experts=tuple(e if e is not None and math.isfinite(e) else None for e in found),
+        )
 
 
 class _Sum:

@@ -18,6 +18,7 @@ from moequant.quantizers import choose_quantizer
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
+from moequant.storage.disk import sha256_of
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
 from moequant.verification.expectation import Verification, expect_by_config, expect_by_record
@@ -134,6 +135,7 @@ def verify(
         source=str(against),
         architecture=model.architecture.name,
         architecture_by=model.architecture.origin,
+        record_sha256=sha256_of(path / RECORD_FILE) if stored.record is not None else None,
         counts={
             "tensors": len(tensors),
             "bytes": sum(info.size_bytes for info in tensors.values()),
@@ -193,6 +195,7 @@ def _compare(run: Verification, report: Report, layers: Layers, serving: Serving
         },
         formats=weights.summaries(),
         worst_weights=tuple(weights.worst),
+        errors=weights.groups(),
         requantization_errors=tuple(weights.requantization_errors),
         prepared=prepared,
         layers=check_layers(run, converted, chosen, serving),

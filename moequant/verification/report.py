@@ -123,6 +123,38 @@ class FormatSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupErrors:
+    """The errors of the weights of one role, layer and projection.
+
+    Attributes:
+        role: role of the weights, in the architecture table.
+        layer: their layer; None where they have none.
+        projection: gate, up or down; None where they are not of an expert.
+        format: the format they were converted into.
+        weights: how many were measured.
+        relative_error: of all together.
+        experts: of routed experts, the relative error of each, by its index; None where it was not
+            measured or is not finite. Empty for other roles.
+    """
+
+    role: str
+    layer: int | None
+    projection: str | None
+    format: str
+    weights: int
+    relative_error: float
+    experts: tuple[float | None, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys; errors of experts with four significant digits."""
+        return {
+            **asdict(self),
+            "relative_error": _finite(self.relative_error),
+            "experts": [None if e is None else float(f"{e:.4g}") for e in self.experts],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerCheck:
     """The result of running one expert layer.
 
@@ -213,6 +245,9 @@ class Report(Outcome):
         counts: numbers of tensors and weights that were checked.
         formats: errors by format.
         worst_weights: the weights of largest relative error, worst first.
+        errors: errors by role, layer and projection, and of each expert.
+        record_sha256: SHA-256 of moequant.json, in hex, which has the digests of all files; None if
+            there is none.
         requantization_errors: for a quantized source, the errors by kind of weight.
         layers: the layers that were run.
         prepared: targets whose prepared folder was found and checked.
@@ -227,6 +262,8 @@ class Report(Outcome):
     counts: Mapping[str, int]
     formats: tuple[FormatSummary, ...] = ()
     worst_weights: tuple[WeightCheck, ...] = ()
+    errors: tuple[GroupErrors, ...] = ()
+    record_sha256: str | None = None
     requantization_errors: tuple[RequantizationError, ...] = ()
     layers: tuple[LayerCheck, ...] = ()
     prepared: tuple[str, ...] = ()
@@ -242,6 +279,7 @@ class Report(Outcome):
             "counts": dict(self.counts),
             "formats": [summary.to_json() for summary in self.formats],
             "worst_weights": [weight.to_json() for weight in self.worst_weights],
+            "errors": [group.to_json() for group in self.errors],
             "requantization_errors": [error.to_json() for error in self.requantization_errors],
             "layers": [layer.to_json() for layer in self.layers],
             "prepared": list(self.prepared),

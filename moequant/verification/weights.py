@@ -106,7 +106,7 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
         progress.advance(item.source_bytes, item.name)
         return result
 
-    checks = WeightChecks()
+    checks = WeightChecks(expected.model.roles)
     progress.start("weights", sum(info.size_bytes for info in run.source.tensors.values()))
     for result in run.pool.map(check, (*expected.copies, *expected.items)):
         run.findings.extend(result.problems)
