@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moequant.calibration import CalibrationPlan, CalibrationResult
-    from moequant.statistics import Statistics
 
 
 @click.command("calibrate", short_help="Measure what a model's experts multiply, over text.")
@@ -150,21 +149,7 @@ def _describe(result: CalibrationResult) -> dict[str, Any]:
         "disk_bytes": plan.disk_bytes,
         "resumed_layers": result.resumed_layers,
         "seconds": round(result.seconds, 3),
-        "layers": [] if found is None else [_describe_layer(found, n) for n in found.layers],
-    }
-
-
-def _describe_layer(found: Statistics, layer: int) -> dict[str, Any]:
-    """What the experts of a layer saw, and whose statistics are mostly the layer's."""
-    seen = [found.tokens(layer, expert) for expert in range(found.record.experts)]
-    few = [e for e, tokens in enumerate(seen) if 0 < tokens < found.record.prior_tokens]
-    return {
-        "layer": layer,
-        "tokens": seen,
-        "unrouted": [e for e, tokens in enumerate(seen) if not tokens],
-        "mostly_pooled": few,
-        "hidden_amax": found.amax_of_layer(layer, "up"),
-        "intermediate_amax": found.amax_of_layer(layer, "down"),
+        "layers": [] if found is None else [found.coverage(n) for n in found.layers],
     }
 
 

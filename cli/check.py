@@ -13,7 +13,7 @@ from moequant.cli.output import Output, count, origin_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moequant.compatibility import CompatibilityReport, EngineReport, Said
+    from moequant.compatibility import CompatibilityReport, EngineReport
     from moequant.storage.checkpoint import Checkpoint
 
 _LOADS = {True: "yes", False: "no", None: "not known"}
@@ -98,64 +98,11 @@ def _refusal(engine: EngineReport) -> str:
 def _describe(
     checkpoint: Checkpoint, report: CompatibilityReport, gpu: str | None
 ) -> dict[str, Any]:
-    examined, facts = report.examined, report.examined.facts
     return {
         "path": str(checkpoint.path),
         **origin_of(checkpoint),
-        "architecture": examined.architecture.name,
-        "architecture_by": examined.architecture.origin,
-        "expert_layers": list(examined.layers),
-        "experts": examined.moe.experts,
-        "hidden": examined.moe.hidden,
-        "intermediate": examined.moe.intermediate,
-        "dialect": facts.dialect,
-        "formats": [*facts.experts, *sorted(facts.formats - {*facts.experts})],
-        "static_activations": facts.static,
-        "scales_read_in_layers": list(examined.layers_read),
-        "tp": report.tp,
-        "ep": report.ep,
+        **report.to_json(),
         "gpu": gpu,
-        "defects": [
-            {"id": d.id, "names": list(d.names), "detail": d.detail, "engines": sorted(d.engines)}
-            for d in facts.defects
-        ],
-        "engines": [_describe_engine(engine) for engine in report.engines],
-    }
-
-
-def _describe_engine(engine: EngineReport) -> dict[str, Any]:
-    return {
-        "key": engine.key,
-        "engine": engine.verdict.engine,
-        "version": engine.verdict.version,
-        "loads": engine.loads,
-        "known": engine.verdict.known,
-        "tp": list(engine.tp),
-        "tp_with_ep": list(engine.tp_with_ep),
-        "why": [_describe_said(said) for said in engine.against],
-        "cautions": [_describe_said(said) for said in engine.remarks],
-        "gpus": [
-            {
-                "names": list(gpu.names),
-                "capability": list(gpu.capability),
-                "loads": gpu.loads,
-                "kernels": gpu.kernels,
-                "lacking": list(gpu.lacking),
-                "why": [said.rule for said in gpu.against],
-                "cautions": [said.rule for said in gpu.remarks],
-            }
-            for gpu in engine.gpus
-        ],
-    }
-
-
-def _describe_said(said: Said) -> dict[str, Any]:
-    return {
-        "rule": said.rule,
-        "text": said.text,
-        "next": said.next,
-        "source": said.source,
-        "names": list(said.names),
     }
 
 

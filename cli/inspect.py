@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,12 +10,11 @@ from moequant.cli import inspect_prepared, options
 from moequant.cli.output import Output, count, origin_of, ranges, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from moequant.models import Architecture, MoeConfig, TensorRole
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
-    from moequant.weights.converted import ConvertedCheckpoint
 
 
 @click.command("inspect", short_help="Show what a checkpoint contains.")
@@ -57,13 +55,14 @@ def command(
 def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -> dict[str, Any]:
     from moequant.models import ROUTED_EXPERTS, find_architecture
     from moequant.weights.converted import described_architectures
+    from moequant.weights.sizes import roles_of, size_by_role
     from moequant.weights.source_model import seen_as_source
 
     own = described_architectures(checkpoint.path, file)
     converted = seen_as_source(checkpoint, own)
     architecture = find_architecture(checkpoint.config, own, names=checkpoint.tensors)
     moe = architecture.read_config(checkpoint.config)
-    rows = list(_rows(checkpoint.tensors.values(), architecture, converted))
+    rows = list(roles_of(checkpoint.tensors.values(), architecture, converted))
     document: dict[str, Any] = {
         "path": str(checkpoint.path),
         **origin_of(checkpoint),
@@ -81,40 +80,11 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
         "bytes": sum(info.size_bytes for info, _, _ in rows),
         "dialect": converted and converted.dialect.name,
         "formats": sorted({format for _, _, format in rows if format}),
-        "groups": _groups(rows),
+        "groups": size_by_role(rows),
     }
     if with_tensors:
         document["tensor_list"] = [_describe_tensor(*row, architecture, moe) for row in rows]
     return document
-
-
-_Row = tuple["TensorInfo", "TensorRole", "str | None"]
-"""A tensor, its role, and the format of the weight it is part of."""
-
-
-def _rows(
-    infos: Iterable[TensorInfo], architecture: Architecture, converted: ConvertedCheckpoint | None
-) -> Iterator[_Row]:
-    for info in infos:
-        part = None if converted is None else converted.part_of(info.name)
-        yield info, *(part or (architecture.classify(info.name), None))
-
-
-def _groups(rows: Iterable[_Row]) -> list[dict[str, Any]]:
-    """Counts, dtypes and bytes by role and format."""
-    members: dict[tuple[str, str | None], list[TensorInfo]] = defaultdict(list)
-    for info, role, format in rows:
-        members[role.role, format].append(info)
-    return [
-        {
-            "role": role,
-            "format": format,
-            "tensors": len(infos),
-            "dtypes": sorted({info.dtype for info in infos}),
-            "bytes": sum(info.size_bytes for info in infos),
-        }
-        for (role, format), infos in members.items()
-    ]
 
 
 def _describe_tensor(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.checkpoint_facts import Examined, examine
 from moequant.compatibility.facts import Placement
@@ -43,6 +43,18 @@ class GpuReport:
     against: tuple[Said, ...]
     remarks: tuple[Said, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys; rules by their ids."""
+        return {
+            "names": list(self.names),
+            "capability": list(self.capability),
+            "loads": self.loads,
+            "kernels": self.kernels,
+            "lacking": list(self.lacking),
+            "why": [said.rule for said in self.against],
+            "cautions": [said.rule for said in self.remarks],
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
@@ -75,6 +87,21 @@ class EngineReport:
         loading = [gpu for gpu in self.gpus if gpu.loads is not False]
         return _once(*(gpu.remarks for gpu in loading))
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys."""
+        return {
+            "key": self.key,
+            "engine": self.verdict.engine,
+            "version": self.verdict.version,
+            "loads": self.loads,
+            "known": self.verdict.known,
+            "tp": list(self.tp),
+            "tp_with_ep": list(self.tp_with_ep),
+            "why": [_describe(said) for said in self.against],
+            "cautions": [_describe(said) for said in self.remarks],
+            "gpus": [gpu.to_json() for gpu in self.gpus],
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompatibilityReport:
@@ -91,6 +118,34 @@ class CompatibilityReport:
     engines: tuple[EngineReport, ...]
     tp: int
     ep: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys, fit for a JSON document."""
+        examined, facts = self.examined, self.examined.facts
+        return {
+            "architecture": examined.architecture.name,
+            "architecture_by": examined.architecture.origin,
+            "expert_layers": list(examined.layers),
+            "experts": examined.moe.experts,
+            "hidden": examined.moe.hidden,
+            "intermediate": examined.moe.intermediate,
+            "dialect": facts.dialect,
+            "formats": [*facts.experts, *sorted(facts.formats - {*facts.experts})],
+            "static_activations": facts.static,
+            "scales_read_in_layers": list(examined.layers_read),
+            "tp": self.tp,
+            "ep": self.ep,
+            "defects": [
+                {
+                    "id": defect.id,
+                    "names": list(defect.names),
+                    "detail": defect.detail,
+                    "engines": sorted(defect.engines),
+                }
+                for defect in facts.defects
+            ],
+            "engines": [engine.to_json() for engine in self.engines],
+        }
 
 
 def check_checkpoint(
@@ -175,6 +230,10 @@ def _sizes(
         if any(report.loads for report in reports):
             loading.append(ranks)
     return tuple(loading)
+
+
+def _describe(said: Said) -> dict[str, Any]:
+    return {**asdict(said), "names": list(said.names)}
 
 
 def _any(loads: Iterator[bool | None]) -> bool | None:

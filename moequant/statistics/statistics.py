@@ -123,6 +123,29 @@ class Statistics:
         self._check(layer, expert)
         return int(self._layer(layer)[f"layers.{layer}.tokens"][expert])
 
+    def coverage(self, layer: int) -> dict[str, Any]:
+        """What the experts of a layer saw, and whose statistics are mostly the layer's.
+
+        Returns:
+            `layer`; `tokens` of each expert; `unrouted`, the experts without any, and
+            `mostly_pooled`, those with fewer than `prior_tokens`; the largest magnitudes of both
+            inputs.
+
+        Raises:
+            StatisticsError: as `tokens`.
+        """
+        seen = [self.tokens(layer, expert) for expert in range(self.record.experts)]
+        return {
+            "layer": layer,
+            "tokens": seen,
+            "unrouted": [e for e, tokens in enumerate(seen) if not tokens],
+            "mostly_pooled": [
+                e for e, tokens in enumerate(seen) if 0 < tokens < self.record.prior_tokens
+            ],
+            "hidden_amax": self.amax_of_layer(layer, "up"),
+            "intermediate_amax": self.amax_of_layer(layer, "down"),
+        }
+
     def input_mean_square(
         self, layer: int, expert: int, projection: str, *, measured: bool = False
     ) -> Tensor:

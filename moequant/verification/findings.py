@@ -91,7 +91,6 @@ class WeightChecks:
         """One summary per format."""
         return tuple(total.summary() for total in self._by_format.values())
 
-
     def groups(self) -> tuple[GroupErrors, ...]:
         """The errors by role, layer and projection."""
         return tuple(group.errors(*key) for key, group in self._groups.items())
