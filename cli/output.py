@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.progress import SilentProgress
+from moequant.units import count as count
+from moequant.units import ranges as ranges
+from moequant.units import size as size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -156,32 +159,6 @@ def origin_of(checkpoint: Checkpoint) -> dict[str, str | None]:
     if not isinstance(folder, HubFolder):
         return {"repository": None, "commit": None}
     return {"repository": folder.repository.repo_id, "commit": folder.repository.commit}
-
-
-def size(size_bytes: int) -> str:
-    """A number of bytes as text, in decimal units as on the hub: 4.5 GB."""
-    value = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.95:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
-def count(number: int, noun: str) -> str:
-    """A number of things as text: 1 shard, 2 shards."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers as text: 0, 3-5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
 def show_requantization_errors(out: Output, errors: Iterable[Mapping[str, Any]]) -> None:

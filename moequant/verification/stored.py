@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     Headers = Mapping[str, Mapping[str, TensorInfo]]
 
 
-# Notes and model cards may be added; no engine reads them.
-_NOTES = (".md", ".png", ".jpg")
+# Notes, model cards and reports may be added; no engine reads them.
+_NOTES = (".md", ".png", ".jpg", ".html")
 
 
 @dataclass(frozen=True, kw_only=True)
