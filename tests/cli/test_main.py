@@ -47,6 +47,6 @@ def test_every_command_has_help(run, command):
 
 def test_commands_are_these():
     assert list(cli.commands) == [
-        "convert", "calibrate", "evaluate", "inspect", "check", "prepare", "verify", "formats",
-        "recipes", "generate", "warm-up", "selftest", "tune", "bench", "demo",
+        "convert", "calibrate", "evaluate", "inspect", "check", "prepare", "verify", "report",
+        "formats", "recipes", "generate", "warm-up", "selftest", "tune", "bench", "demo",
     ]  # fmt: skip
