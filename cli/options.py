@@ -103,6 +103,14 @@ def folder_option(what: str) -> Callable[[_Command], _Command]:
     )  # fmt: skip
 
 
+def results_option(flag: str, *, name: str, help: str) -> Callable[[_Command], _Command]:
+    """Saved results of another command; may be given several times."""
+    return click.option(
+        flag, name, multiple=True, metavar="FILE.json", help=f"{help} May be given several times.",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )  # fmt: skip
+
+
 def plot_option(drawn: str) -> Callable[[_Command], _Command]:
     """Option --plot, whose help says what is drawn."""
     return click.option(

@@ -14,7 +14,9 @@ import click
 
 from moequant.cli.tables import table_lines
 from moequant.progress import SilentProgress
-from moequant.storage.sizes import size as size
+from moequant.units import count as count
+from moequant.units import ranges as ranges
+from moequant.units import size as size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -162,22 +164,6 @@ def origin_of(checkpoint: Checkpoint) -> dict[str, str | None]:
     if not isinstance(folder, HubFolder):
         return {"repository": None, "commit": None}
     return {"repository": folder.repository.repo_id, "commit": folder.repository.commit}
-
-
-def count(number: int, noun: str) -> str:
-    """A number of things as text: 1 shard, 2 shards."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers as text: 0, 3-5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
 def show_requantization_errors(out: Output, errors: Iterable[Mapping[str, Any]]) -> None:

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command("push", short_help="Publish a verified checkpoint on the Hugging Face hub.")
+@click.command(
+    "push",
+    short_help="Publish a verified checkpoint on the Hugging Face hub.",
+    epilog=options.examples(
+        "moequant push qwen3-nvfp4 me/Qwen3-30B-A3B-NVFP4 --dry-run",
+        "moequant push qwen3-nvfp4 me/Qwen3-30B-A3B-NVFP4 --private",
+    ),
+)
 @click.argument("converted", type=options.DIRECTORY)
 @click.argument("repo_id", metavar="REPO_ID")
 @click.option("--revision", metavar="BRANCH", help="Branch to publish in; created if missing.")

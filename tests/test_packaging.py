@@ -32,6 +32,7 @@ ORDER = [
     "progress",
     "device",
     "svg",
+    "units",
     "storage",
     "formats",
     "quantizers",
@@ -49,6 +50,7 @@ ORDER = [
     "calibration",
     "evaluation",
     "verification",
+    "reporting",
     "publishing",
     "selftest",
     "benchmarks",
@@ -315,6 +317,7 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     files = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
+    wanted.add("moequant/reporting/style.css")
     wanted |= {f"moequant/compatibility/{name}.toml" for name in ("rules", "kernels")}
     sources = [p for kind in ("cu", "cuh") for p in (ROOT / "kernels").rglob(f"*.{kind}")]
     wanted |= {f"moequant/{p.relative_to(ROOT).as_posix()}" for p in sources}

@@ -12,7 +12,7 @@ from moequant.publishing.metadata import merged_metadata
 from moequant.publishing.quality import quality_table
 from moequant.publishing.reproduce import RECIPE_FILE, conversion_command, recipe_file
 from moequant.storage.model_card import mark_of
-from moequant.storage.sizes import size
+from moequant.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

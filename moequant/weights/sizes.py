@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from moequant.weights.encoded import EncodedInfo
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from moequant.models import Architecture, TensorRole
     from moequant.storage.headers import TensorInfo
     from moequant.weights.converted import ConvertedCheckpoint
+    from moequant.weights.source_model import SourceModel
 
     Row = tuple[TensorInfo, TensorRole, str | None]
 
@@ -31,6 +34,20 @@ def roles_of(
     for info in infos:
         part = None if converted is None else converted.part_of(info.name)
         yield info, *(part or (architecture.classify(info.name), None))
+
+
+def roles_in(tensors: Mapping[str, TensorInfo], found: SourceModel) -> Iterator[Row]:
+    """As `roles_of`, of a checkpoint that was read as a source."""
+    parts: dict[str, tuple[TensorRole, str | None]] = {}
+    for weight in found.weights.values():
+        if isinstance(weight, EncodedInfo):
+            role = found.model.roles[weight.name]
+            parts |= {part.name: (role, weight.format) for part in weight.parts}
+    architecture = found.model.architecture
+    for info in found.dropped:
+        parts[info.name] = architecture.classify(f"{info.name.rpartition('.')[0]}.weight"), None
+    for name, info in tensors.items():
+        yield info, *(parts.get(name) or (architecture.classify(name), None))
 
 
 def size_by_role(rows: Iterable[Row]) -> list[dict[str, Any]]:

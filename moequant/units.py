@@ -1,0 +1,34 @@
+"""Sizes, counts and ranges of numbers as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def size(size_bytes: int) -> str:
+    """A number of bytes as text, in decimal units as on the hub: 4.5 GB."""
+    value = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.95:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things as text: 1 shard, 2 shards."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Sorted numbers as text: 0, 3-5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
