@@ -28,6 +28,7 @@ _REMOTE_BYTES = 4096
 """What is read of a scale on the hub: a converter that writes NaN writes nothing else."""
 _AT_ONCE = 16
 _E8M0_NAN = 255
+_FP8 = "fp8_tensor"
 # How far vLLM lets the global scales of gate and up be apart without a word: torch.allclose.
 _CLOSE = 1e-5
 
@@ -61,7 +62,9 @@ def scale_defects(
     with ThreadPoolExecutor(_AT_ONCE, "moequant-scales") as pool:
         read = [*pool.map(lambda module: _read(checkpoint, module, dialect), wanted)]
     yield from _wrong("bad-weight-scales", [(r.module.name, r.weight) for r in read])
-    yield from _wrong("bad-input-scales", [(r.module.name, r.input) for r in read])
+    for id, fp8 in (("bad-input-scales", False), ("bad-fp8-input-scales", True)):
+        own = [r for r in read if (r.module.stated == _FP8) is fp8]
+        yield from _wrong(id, [(r.module.name, r.input) for r in own])
     yield from _unequal(read)
 
 
@@ -107,11 +110,12 @@ def _read(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> _Read:
         weight = weight or _wrong_values(values, whole=values.shape == info.shape)
         if encoding.format.has_global_scale and values.numel() == 1:
             global_scale = values.float().item()
-    name = dialect.input_scale_name(module.name) if dialect.input_scale else None
-    of_input = None if name is None else checkpoint.tensors.get(name)
     wrong_input = ""
-    if of_input is not None:
-        wrong_input = _wrong_values(_values(checkpoint, of_input), whole=True)
+    for name in dialect.input_scale_specs(module.name, module.stated):
+        if (of_input := checkpoint.tensors.get(name)) is not None:
+            # The largest of a layer counts, so that one of FP8 may be 0.
+            whole = module.stated != _FP8
+            wrong_input = _wrong_values(_values(checkpoint, of_input), whole=whole)
     return _Read(module=module, weight=weight, input=wrong_input, global_scale=global_scale)
 
 

@@ -71,8 +71,10 @@ MODELS = {
         )
     ),
 }
-LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel")
+LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel", "fp8_tensor")
 """Formats that transformers 5.23 loads right; nvfp4 it loads without the global scale."""
+STATIC = {"fp8_tensor": 0.25}
+"""Static scales of activations, of formats that come with them."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,9 @@ def converted(sources, tmp_path_factory):
     def make(model, format):
         if (model, format) not in made:
             folder = tmp_path_factory.mktemp(f"{model}-{format}") / "out"
-            made[model, format] = convert(sources[model], folder, format=format).output
+            scale = STATIC.get(format)
+            result = convert(sources[model], folder, format=format, activation_scales=scale)
+            made[model, format] = result.output
         return made[model, format]
 
     return make
@@ -117,6 +121,10 @@ def loaded(sources, converted):
             model, report = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.bfloat16, output_loading_info=True, **decode
             )
+            if format in STATIC:
+                # It does not use them, and says so.
+                unused = {name.rpartition(".")[2] for name in report.pop("unexpected_keys")}
+                assert unused == {"input_scale"}
             assert not any(report.values()), report
             models[name, format] = model
         return models[name, format]
@@ -130,8 +138,12 @@ def experts_of(model, layer):
     return block, block.experts.gate_up_proj, block.experts.down_proj
 
 
+def opened(path):
+    return ConvertedCheckpoint.open(path, quantized_activations=True)
+
+
 def decoded(path, layer, expert, projection):
-    return dequantize(ConvertedCheckpoint.open(path).read_expert(layer, expert, projection))
+    return dequantize(opened(path).read_expert(layer, expert, projection))
 
 
 @pytest.mark.parametrize("format", LOADED)
@@ -139,7 +151,7 @@ def decoded(path, layer, expert, projection):
 def test_from_pretrained_loads_our_weights_exactly(converted, loaded, name, format):
     path = converted(name, format)
     model = loaded(name, format)
-    layers = ConvertedCheckpoint.open(path).expert_layers()
+    layers = opened(path).expert_layers()
     assert layers
     for layer in layers:
         _, gate_up, down = experts_of(model, layer)
@@ -204,7 +216,7 @@ def test_the_runtime_equals_transformers_own_block(converted, loaded, name, form
     `dequantize`. They are the same numbers but for w4a8, whose products BF16 has to round.
     """
     path = converted(name, format)
-    layer = ConvertedCheckpoint.open(path).expert_layers()[0]
+    layer = opened(path).expert_layers()[0]
     gate_up, down = decoded_by_libraries(path, layer, format, lambda: loaded(name, format))
     hidden = torch.randn(9, 256, generator=torch.Generator().manual_seed(1))
     theirs, ids, weights = run_block(loaded(name, None), layer, hidden, gate_up, down)
