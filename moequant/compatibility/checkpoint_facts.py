@@ -18,6 +18,7 @@ from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects
 from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError
+from moequant.formats import STATIC_SCHEMES
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS, find_architecture
 from moequant.weights.source_model import (
     find_source_dialect,
@@ -140,7 +141,7 @@ def _of_modules(
         "formats": frozenset(m.stated for m in others),
         "ragged": any(_is_ragged(m) for m in modules if m.quantized and m.group != ROUTER),
         "static": any(
-            activations_of(m.name) == "nvfp4_static" for m in modules if m.group == ROUTED_EXPERTS
+            activations_of(m.name) in STATIC_SCHEMES for m in modules if m.group == ROUTED_EXPERTS
         ),
         "shared_apart": bool(routed)
         and any(

@@ -13,7 +13,7 @@ from moequant.compatibility.facts import Defect
 from moequant.compatibility.lookup import lacks_linear_target, lookups
 from moequant.compatibility.modules import CODE_DTYPES, MTP, ROUTER
 from moequant.compatibility.rules import ENGINES
-from moequant.formats import get_format
+from moequant.formats import STATIC_SCHEMES, get_format
 from moequant.formats.base import WHOLE
 from moequant.models import ROUTED_EXPERTS
 
@@ -53,9 +53,9 @@ def header_defects(
     yield from _mixed_merged(modules, architecture)
     yield from _one("ragged-merged-rows", _ragged_merged_rows(modules, architecture))
     yield from _one("missing-weight-scales", _missing_scales(modules, dialect))
-    yield from _one(
-        "missing-input-scales", _missing_input_scales(modules, tensors, dialect, config)
-    )
+    missing = [*_missing_input_scales(modules, tensors, dialect, config)]
+    yield from _one("missing-input-scales", (m.name for m in missing if m.stated == "nvfp4"))
+    yield from _one("missing-fp8-input-scales", (m.name for m in missing if m.stated != "nvfp4"))
     routers = (m.name for m in modules if m.group == ROUTER and m.quantized)
     yield from _one("quantized-router", routers)
     biases = (
@@ -200,13 +200,14 @@ def _missing_input_scales(
     tensors: Mapping[str, TensorInfo],
     dialect: Dialect,
     config: Mapping[str, Any],
-) -> Iterator[str]:
+) -> Iterator[Module]:
     activations_of: Callable[[str], str | None] = dialect.activations_reader(config)
     for module in modules:
         if (
             module.group == ROUTED_EXPERTS
             and module.quantized
-            and activations_of(module.name) == "nvfp4_static"
-            and dialect.input_scale_name(module.name) not in tensors
+            and module.stated is not None
+            and activations_of(module.name) in STATIC_SCHEMES
+            and not tensors.keys() >= dialect.input_scale_specs(module.name, module.stated).keys()
         ):
-            yield module.name
+            yield module

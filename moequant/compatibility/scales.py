@@ -35,6 +35,7 @@ _E8M0_NAN = 255
 _ZERO = "all zero"
 _DIVISOR = ".weight_global_scale"
 """compressed-tensors' global scale, by which weights are divided; all others multiply."""
+_FP8 = "fp8_tensor"
 # How far vLLM lets the global scales of gate and up be apart without a word: torch.allclose.
 _CLOSE = 1e-5
 
@@ -81,7 +82,9 @@ def scale_defects(
     zero = tuple(r.module.name for r in read if r.is_zero and not r.weight)
     if zero:
         yield Defect(id="zero-weight-scales", names=zero)
-    yield from _wrong("bad-input-scales", [(r.module.name, r.input) for r in read])
+    for id, fp8 in (("bad-input-scales", False), ("bad-fp8-input-scales", True)):
+        own = [r for r in read if (r.module.stated == _FP8) is fp8]
+        yield from _wrong(id, [(r.module.name, r.input) for r in own])
     yield from _unequal(read)
 
 
@@ -128,9 +131,8 @@ def _scales_of(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> list
     assert module.stated is not None
     suffixes = dialect.encodings[module.stated].suffixes[1:]
     found = [module.parts[s] for s in suffixes if s in module.parts and s != "weight_shape"]
-    name = dialect.input_scale_name(module.name) if dialect.input_scale else None
-    of_input = None if name is None else checkpoint.tensors.get(name)
-    return found if of_input is None else [*found, of_input]
+    names = dialect.input_scale_specs(module.name, module.stated)
+    return [*found, *(checkpoint.tensors[n] for n in names if n in checkpoint.tensors)]
 
 
 def _look_at(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> dict[str, _Seen]:
@@ -179,13 +181,15 @@ def _judged(
     module: Module, dialect: Dialect, scales: Iterable[TensorInfo], seen: Mapping[str, _Seen]
 ) -> _Read:
     assert module.stated is not None
-    input_name = dialect.input_scale_name(module.name) if dialect.input_scale else None
+    input_names = dialect.input_scale_specs(module.name, module.stated)
     has_global_scale = dialect.encodings[module.stated].format.has_global_scale
     weight, of_input, global_scale, is_zero = "", "", None, False
     for info in scales:
         one = seen[info.name]
-        if info.name == input_name:
-            of_input = one.wrong
+        if info.name in input_names:
+            # The largest of a layer counts, so that one of FP8 may be 0.
+            if one.wrong != _ZERO or module.stated != _FP8:
+                of_input = of_input or one.wrong
             continue
         if one.wrong == _ZERO and not info.name.endswith(_DIVISOR):
             is_zero = True

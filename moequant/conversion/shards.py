@@ -123,7 +123,7 @@ def _stored(
     """Last name component, safetensors dtype and shape of the tensors of a converted weight."""
     specs = dialect.encoding(format).specs("weight", shape)
     if static:
-        specs |= dialect.input_scale_specs("weight")
+        specs |= dialect.input_scale_specs("weight", format)
     return tuple(
         (name.removeprefix("weight."), dtype_name(spec.dtype), spec.shape)
         for name, spec in specs.items()

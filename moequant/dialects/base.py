@@ -9,13 +9,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.encodings import Plain
 from moequant.dialects.names import kept_blocks
 from moequant.errors import UnsupportedError
-from moequant.formats import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,9 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.dialects.encodings import Encoding
+    from moequant.dialects.input_scale import InputScale
     from moequant.dialects.schemes import Scheme
     from moequant.dialects.tensors import Block
-    from moequant.formats import QuantizedWeight
+    from moequant.formats import QuantizedWeight, TensorSpec
 
 _PLAIN = Plain()
 
@@ -43,10 +41,6 @@ class Dialect:
     """By name, the quantized formats it knows; some are read-only."""
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` of config.json in this dialect."""
-    input_scale: ClassVar[str | None] = None
-    """Last name component of static scales of activations; None where it has none."""
-    input_scale_shape: ClassVar[tuple[int, ...]] = ()
-    """Of the tensor with a static scale of activations."""
     config_keys: ClassVar[tuple[str, ...]] = ()
     """Keys at the top of config.json that speak of its quantization too."""
     stacks: ClassVar[bool] = False
@@ -95,8 +89,8 @@ class Dialect:
         Raises:
             UnsupportedError: the dialect has none for that format.
         """
-        if not self.schemes[format].static_activations:
-            able = [name for name, s in self.schemes.items() if s.static_activations]
+        if self.input_scale(format) is None:
+            able = [name for name, s in self.schemes.items() if s.input_scale is not None]
             which = f"only for {', '.join(able)}" if able else "for no format"
             raise UnsupportedError(
                 f"{module}: the dialect {self.name} has static scales of activations {which}, and "
@@ -121,13 +115,21 @@ class Dialect:
         found = self._encoding(module, format).specs(module, shape)
         if static:
             self.check_static(module, format)
-            found |= self.input_scale_specs(module)
+            found |= self.input_scale_specs(module, format)
         return found
 
-    def input_scale_specs(self, module: str) -> dict[str, TensorSpec]:
-        """Dtype and shape of the tensor with the static scale of a module's input, by name."""
-        spec = TensorSpec(dtype=torch.float32, shape=self.input_scale_shape)
-        return {self.input_scale_name(module): spec}
+    def input_scale(self, format: str) -> InputScale | None:
+        """How static scales of the inputs of weights in `format` are stored; None if not at all."""
+        scheme = self.schemes.get(format)
+        return None if scheme is None else scheme.input_scale
+
+    def input_scale_specs(self, module: str, format: str) -> dict[str, TensorSpec]:
+        """Dtype and shape of the tensor with the static scale of a module's input, by name.
+
+        Empty where the dialect has none for the format.
+        """
+        found = self.input_scale(format)
+        return {} if found is None else {found.name_of(module): found.spec}
 
     def to_disk(
         self,
@@ -154,8 +156,9 @@ class Dialect:
         found = self._encoding(module, q.format).encode(module, q, consume=consume)
         if input_scale is not None:
             self.check_static(module, q.format)
-            stored = self.stored_input_scale(input_scale).reshape(self.input_scale_shape)
-            found[self.input_scale_name(module)] = stored
+            scale = self.input_scale(q.format)
+            assert scale is not None
+            found[scale.name_of(module)] = scale.stored(input_scale)
         return found
 
     def from_disk(
@@ -313,8 +316,9 @@ class Dialect:
             quantization_config: of config.json, completed.
 
         Returns:
-            A function from a module's name to "nvfp4_static" or "mxfp4", where the config says that
-            its input is quantized so; else None, and `reader` says whether it is supported.
+            A function from a module's name to "nvfp4_static", "fp8_static" or "mxfp4", where the
+            config says that its input is quantized so; else None, and `reader` says whether it is
+            supported.
 
         Raises:
             CheckpointError: a field has the wrong type.
@@ -324,18 +328,6 @@ class Dialect:
     def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
         """As `activations_reader`."""
         return lambda module: None
-
-    def input_multiplier(self, stored: Tensor) -> Tensor:
-        """The static scale of activations, which multiplies, of a tensor of `input_scale`."""
-        return stored
-
-    def stored_input_scale(self, multiplier: Tensor) -> Tensor:
-        """What a tensor of `input_scale` holds of a static scale; inverse of `input_multiplier`."""
-        return multiplier
-
-    def input_scale_name(self, module: str) -> str:
-        """Name of the tensor with the static scale of a module's input."""
-        return f"{module}.{self.input_scale}"
 
 
 class Unquantized(Dialect):

@@ -42,8 +42,6 @@ from moequant.formats.base import WHOLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from torch import Tensor
-
     from moequant.dialects.schemes import Scheme
     from moequant.dialects.tensors import Block
 
@@ -69,8 +67,10 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     """The quantization arguments of weights, which follow from the format."""
     format = scheme.encoding.format
     rows, columns = format.block
-    if rows > 1:
-        blocks: dict[str, Any] = {"strategy": "block", "block_structure": [rows, columns]}
+    if rows == WHOLE:
+        blocks: dict[str, Any] = {"strategy": "tensor"}
+    elif rows > 1:
+        blocks = {"strategy": "block", "block_structure": [rows, columns]}
     elif columns == WHOLE:
         blocks = {"strategy": "channel"}
     else:
@@ -102,20 +102,24 @@ def _input_activations(scheme: Scheme) -> dict[str, Any] | None:
 
 
 _FOUR_BITS = {"num_bits": 4, "type": "float", "symmetric": True}
-_FOUR_BIT_ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "nvfp4-pack-quantized": (
+_STATED_ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nvfp4": (
         "nvfp4_static",
         # Scales of groups are computed, the global scale is not.
         {**_FOUR_BITS, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
     ),
-    "mxfp4-pack-quantized": (
+    "mxfp4": (
         "mxfp4",
         {**_FOUR_BITS, "strategy": "group", "group_size": 32, "dynamic": True},
     ),
+    "fp8_tensor": (
+        "fp8_static",
+        {**_FOUR_BITS, "num_bits": 8, "strategy": "tensor", "dynamic": False},
+    ),
 }
-"""By the library's name of the weights' encoding, the scheme of FP4 activations and its arguments.
+"""By format of the weights, a scheme of activations that it does not imply, and its arguments.
 
-What llm-compressor's presets NVFP4 and MXFP4 write.
+What llm-compressor's presets NVFP4, MXFP4 and FP8 write.
 """
 
 _STATIC = " with static scales of activations"
@@ -140,8 +144,6 @@ class CompressedTensors(Dialect):
     summary = "vLLM, and in part SGLang and transformers; what llm-compressor writes"
     methods = ("compressed-tensors", "compressed_tensors")
     schemes = COMPRESSED_TENSORS
-    input_scale = "input_global_scale"
-    input_scale_shape = (1,)
 
     def _config(
         self,
@@ -200,10 +202,10 @@ class CompressedTensors(Dialect):
         return block_of
 
     def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect: NVFP4 with a static global scale, and MXFP4."""
+        """As Dialect: NVFP4 with a static global scale, MXFP4, and FP8 with a static scale."""
         groups = _Groups(config)
         schemes = {
-            where: _four_bit_activations(group, config, where)
+            where: _stated_activations(group, config, where)
             for where, group in groups.by_place.items()
         }
 
@@ -212,14 +214,6 @@ class CompressedTensors(Dialect):
             return None if where is None else schemes[where]
 
         return activations_of
-
-    def input_multiplier(self, stored: Tensor) -> Tensor:
-        """As Dialect; the files hold divisors."""
-        return stored.reciprocal()
-
-    def stored_input_scale(self, multiplier: Tensor) -> Tensor:
-        """As Dialect; as `weight_global_scale`, the reciprocal rounded to float32."""
-        return multiplier.reciprocal()
 
 
 class _Groups:
@@ -276,7 +270,8 @@ def _group(kind: str, targets: list[str]) -> dict[str, Any]:
     scheme = COMPRESSED_TENSORS[kind.removesuffix(_STATIC)]
     activations = _input_activations(scheme)
     if kind.endswith(_STATIC):
-        activations = {**_FOUR_BIT_ACTIVATIONS[_name(scheme)][1], **_scale_dtype(scheme)}
+        stated = _STATED_ACTIVATIONS[scheme.encoding.format.name][1]
+        activations = {**stated, **_scale_dtype(scheme)}
     return {
         "targets": targets,
         "format": _name(scheme),
@@ -329,7 +324,9 @@ def _format_of_group(
             # Those that are read-only take more widths of groups, and dtypes of scales.
             return max(matching, key=lambda name: schemes[name].encoding.read_only)
         differences = {name: f"weights{difference}" for name, difference in by_weights.items()}
-    name, difference = next(iter(differences.items()))
+    # Of a format with these weights, if there is one.
+    listed = sorted(differences.items(), key=lambda item: str(item[1]).startswith("weights"))
+    name, difference = listed[0]
     return UnsupportedError(
         f"{where}.{difference}, unlike {name} in moequant; use a release in a form that "
         "docs/conversion.md lists, or the unquantized one"
@@ -360,21 +357,25 @@ def _block(weights: Mapping[str, Any], where: str) -> Block | None:
     return 1, size
 
 
-def _four_bit_activations(
+def _stated_activations(
     group: Mapping[str, Any], config: Mapping[str, Any], where: str
 ) -> str | None:
-    """The scheme of a group's activations where weights and activations are FP4; else None.
+    """The scheme of a group's activations if it is one of _STATED_ACTIVATIONS; else None.
 
     Raises:
         CheckpointError: a field has the wrong type.
     """
     stated = group.get("format") or config.get("format")
-    found = mapping_field(group, "input_activations", where)
-    outputs = mapping_field(group, "output_activations", where)
-    if not isinstance(stated, str) or stated not in _FOUR_BIT_ACTIVATIONS or outputs:
-        return None
-    scheme, wanted = _FOUR_BIT_ACTIVATIONS[stated]
-    return scheme if _difference(found, wanted) is None else None
+    weights, found, outputs = (
+        mapping_field(group, part, where)
+        for part in ("weights", "input_activations", "output_activations")
+    )
+    for format, (scheme, wanted) in _STATED_ACTIVATIONS.items():
+        of_weights = COMPRESSED_TENSORS[format]
+        same_weights = _weights_difference(weights, of_weights) is None
+        if not outputs and stated in of_weights.names and same_weights:
+            return scheme if _difference(found, wanted) is None else None
+    return None
 
 
 def _weights_difference(weights: Mapping[str, Any], scheme: Scheme) -> str | None:

@@ -79,7 +79,6 @@ class ModelOpt(Dialect):
     summary = "vLLM and SGLang; what NVIDIA Model-Optimizer writes"
     methods = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
     schemes = MODELOPT
-    input_scale = "input_scale"
 
     def _config(
         self,

@@ -37,7 +37,6 @@ class Moequant(Dialect):
     summary = "only moequant's own runtime, for checkpoints that no engine loads"
     methods = ("moequant",)
     schemes = MOEQUANT
-    input_scale = "input_scale"
 
     def _config(
         self,

@@ -11,6 +11,7 @@
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 | Int4Signed | I8 [N, K/2] | FP32 [N, K/128] | |
 | Fp8Channels | E4M3 [N, K] | FP32 [N, 1] | |
+| Fp8Tensors | E4M3 [N, K] | FP32 [1] | |
 
 Read-only: Fp8BlocksFlexible, as Fp8Blocks with either name of the scale, also four-dimensional;
 Int4Groups, as Int4Packed with groups of any size.
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from moequant.dialects.encodings import Encoding
+from moequant.dialects.input_scale import InputScale
 from moequant.dialects.names import is_expert
 from moequant.dialects.tensors import (
     check_columns,
@@ -68,14 +70,18 @@ class Scheme:
             one that is written first; none where another rule decides.
         strategies: of compressed-tensors, other strategies of weights with which sources are read.
         any_group: of compressed-tensors, whether groups of any size are read.
-        static_activations: whether static scales of activations are written beside it.
+        input_scale: the tensor with a static scale of its input; None where there is none.
     """
 
     encoding: Encoding
     names: tuple[object, ...] = ()
     strategies: tuple[str, ...] = ()
     any_group: bool = False
-    static_activations: bool = False
+    input_scale: InputScale | None = None
+
+
+_MULTIPLIER = InputScale(suffix="input_scale")
+"""As Model-Optimizer writes it."""
 
 
 def _by_format(*schemes: Scheme) -> dict[str, Scheme]:
@@ -348,7 +354,7 @@ class Int4Groups(Int4Packed):
 
 
 class Fp8Channels(Encoding):
-    """`fp8_channel`: E4M3 codes, one scale per row, [N, 1] or [N], or a single one.
+    """`fp8_channel`: E4M3 codes, one scale per row, [N, 1] or [N], or a single one for all rows.
 
     Args:
         scales: names of the scale; exactly one must be present.
@@ -367,6 +373,31 @@ class Fp8Channels(Encoding):
         if block is not None:
             check_stated(name, scale, shape, block)
         return scale.reshape(-1, 1).expand(N, 1)
+
+
+class Fp8Tensors(Encoding):
+    """`fp8_tensor`: E4M3 codes and one scale, [1]; other writers' may be [].
+
+    A weight without rows or columns has a scale of 1 here, and none in memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("fp8_tensor", "weight", "weight_scale", scales=_FLOATS)
+
+    def _read_scale(
+        self, tensors: _Tensors, names: Sequence[str], shape: _Shape, block: Block | None
+    ) -> Tensor:
+        if block is not None:
+            stored = read_tensor(tensors, names[0], *self._scale_dtypes)
+            check_stated(names[0], stored, shape, block)
+        scale = self._scale(tensors, names[0], (1,), ())
+        return scale.reshape(1, 1)[: shape[0], : shape[1]]
+
+    def _specs(self, parts: Mapping[str, TensorSpec], shape: _Shape) -> tuple[TensorSpec, ...]:
+        return parts["qdata"], TensorSpec(dtype=torch.float32, shape=(1,))
+
+    def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
+        return q.qdata, q.scale.reshape(1) if q.scale.numel() else torch.ones(1)
 
 
 class Fp8BlocksFlexible(Encoding):
@@ -417,15 +448,20 @@ FP8_UE8M0 = _by_format(
 
 COMPRESSED_TENSORS = _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale"), names=("float-quantized",)),
-    Scheme(encoding=Nvfp4Packed(), names=("nvfp4-pack-quantized",), static_activations=True),
+    Scheme(
+        encoding=Nvfp4Packed(),
+        names=("nvfp4-pack-quantized",),
+        input_scale=InputScale(suffix="input_global_scale", shape=(1,), divides=True),
+    ),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed"), names=("mxfp4-pack-quantized",)),
     Scheme(encoding=Int4Packed(), names=("pack-quantized",)),
-    Scheme(
-        encoding=Fp8Channels("weight_scale", read_only=False),
-        names=("float-quantized",),
-        strategies=("tensor",),
-    ),
+    Scheme(encoding=Fp8Channels("weight_scale", read_only=False), names=("float-quantized",)),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight"), names=("mxfp8-quantized",)),
+    Scheme(
+        encoding=Fp8Tensors(),
+        names=("float-quantized",),
+        input_scale=InputScale(suffix="input_scale", shape=(1,)),
+    ),
     Scheme(
         encoding=Int4Groups(),
         names=("pack-quantized",),
@@ -443,7 +479,7 @@ W4AFP8 = _by_format(
 GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 
 MODELOPT = _by_format(
-    Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4"), static_activations=True),
+    Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4"), input_scale=_MULTIPLIER),
     Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
     Scheme(encoding=Fp8BlocksFlexible(), names=("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight", read_only=True), names=("MXFP8",)),
@@ -464,7 +500,10 @@ MOEQUANT = _by_format(
     *(Scheme(encoding=Encoding(name, "weight_codes", "weight_scale")) for name in CONVERTIBLE)
 ) | _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale", codes="weight_fp8", ragged=True)),
-    Scheme(encoding=Nvfp4Packed(), static_activations=True),
+    Scheme(encoding=Nvfp4Packed(), input_scale=_MULTIPLIER),
+    Scheme(
+        encoding=Encoding("fp8_tensor", "weight_codes", "weight_scale"), input_scale=_MULTIPLIER
+    ),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight_fp8")),
     Scheme(encoding=Int4Packed()),

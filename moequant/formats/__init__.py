@@ -70,6 +70,11 @@ WRITABLE: dict[str, Format] = {
 RUNNABLE: dict[str, Format] = {n: f for n, f in REGISTRY.items() if "run" in f.uses}
 """Formats that `FusedExperts` runs."""
 
+STATIC_SCHEMES: frozenset[str] = frozenset(
+    f.static_activations for f in REGISTRY.values() if f.static_activations is not None
+)
+"""Schemes of activations whose scales come with the weights."""
+
 
 def get_format(name: str) -> Format:
     """The format called `name`.
@@ -116,11 +121,11 @@ def row_tiles(
     Args:
         q: the weight.
         multiple: every tile but the last has a multiple of this many rows, which must be a multiple
-            of the block's rows; by default the block's rows.
+            of the block's rows, unless all rows share one; by default the fewest.
     """
     N, K = q.shape
-    block_n = get_format(q.format).block[0]
-    step = tile_rows(K, multiple or block_n)
+    format = get_format(q.format)
+    block_n, step = format.block[0], tile_rows(K, multiple or format.tile_multiple)
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         yield (
@@ -211,6 +216,7 @@ __all__ = [
     "CONVERTIBLE",
     "REGISTRY",
     "RUNNABLE",
+    "STATIC_SCHEMES",
     "WRITABLE",
     "Format",
     "QuantizedWeight",

@@ -173,6 +173,8 @@ class Format:
     scale_dtype: ClassVar[torch.dtype]
     has_global_scale: ClassVar[bool] = False
     """Whether the weights of a fused set (gate and up of an expert) share an FP32 scale."""
+    shares_scale: ClassVar[bool] = False
+    """Whether their only scale is one number, which they share."""
     activations: ClassVar[str]
     """Activations of the format's GEMM: "fp8_group128", "fp8_token" or "none" (weight-only)."""
     static_activations: ClassVar[str | None] = None
@@ -214,6 +216,11 @@ class Format:
     def is_plain(self) -> bool:
         """Whether the format is an unquantized dtype."""
         return self.element.dtype in SOURCE_DTYPES
+
+    @property
+    def tile_multiple(self) -> int:
+        """Tiles of rows have a multiple of this many: 1 where all rows share a scale."""
+        return 1 if self.block[0] == WHOLE else self.block[0]
 
     def block_of(self, q: QuantizedWeight) -> tuple[int, int]:
         """Rows and columns of a weight [..., N, K] that share a scale."""
@@ -294,9 +301,9 @@ class Format:
     ) -> list[QuantizedWeight]:
         """Quantize weights that engines fuse, such as gate and up of one expert.
 
-        They share a global scale if the format has one; otherwise the result equals `quantize` of
-        each weight. Arguments and errors as `quantize`, with one name and one mean square per
-        weight; all weights have the same leading dimensions.
+        They share a global scale if the format has one, or their scale if `shares_scale`; otherwise
+        the result equals `quantize` of each weight. Arguments and errors as `quantize`, with one
+        name and one mean square per weight; all weights have the same leading dimensions.
         """
         resolved = self.resolve_options(options)
         for w, name in zip(weights, names, strict=True):
@@ -310,9 +317,10 @@ class Format:
             )
         weights = [w.detach() for w in weights]
         importances = self.importances(weights, resolved, mean_squares, names=names)
-        global_scale = self.global_scale(weights, resolved) if self.has_global_scale else None
+        shares = self.has_global_scale or self.shares_scale
+        shared = self.global_scale(weights, resolved) if shares else None
         return [
-            self._quantize_in_tiles(w, resolved, global_scale, importance)
+            self._quantize_in_tiles(w, resolved, shared, importance)
             for w, importance in zip(weights, importances, strict=True)
         ]
 
@@ -361,7 +369,8 @@ class Format:
 
     def workspace_bytes(self, shape: Sequence[int]) -> int:
         """Upper bound of the temporary memory of `quantize` for one weight [N, K]."""
-        tile_bytes = tile_rows(shape[-1], self.block[0]) * shape[-1] * torch.float32.itemsize
+        rows = tile_rows(shape[-1], self.tile_multiple)
+        tile_bytes = rows * shape[-1] * torch.float32.itemsize
         magnitudes = math.prod(shape) * torch.float32.itemsize  # in check_values
         return max(magnitudes, _TILE_COPIES * tile_bytes)
 
@@ -377,7 +386,7 @@ class Format:
         Batches are not tiled: they come from callers on a GPU, where launches cost more than
         memory.
         """
-        rows = tile_rows(w.shape[-1], self.block[0])
+        rows = tile_rows(w.shape[-1], self.tile_multiple)
         parts = []
         for tile in [w] if w.ndim > 2 else torch.split(w, rows):
             codes, scale = self._quantize(
@@ -386,17 +395,21 @@ class Format:
             parts.append((codes if self.codes_per_byte == 1 else pack_nibbles(codes), scale))
         qdata, scale = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return QuantizedWeight(
-            format=self.name, qdata=qdata, scale=scale, global_scale=global_scale, shape=w.shape
+            format=self.name,
+            qdata=qdata,
+            scale=parts[0][1] if self.shares_scale else scale,
+            global_scale=global_scale if self.has_global_scale else None,
+            shape=w.shape,
         )
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
-        """The float32 scale [...] that a fused set shares, from the largest magnitude.
+        """The float32 scale [...] that a fused set shares, global or not, by the largest magnitude.
 
         Args:
             weights: [..., N, K] finite, with the same leading dimensions.
             options: every option with its value.
         """
-        raise NotImplementedError(f"{self.name} has no global scale")
+        raise NotImplementedError(f"{self.name} has no scale that weights share")
 
     def _quantize(
         self,
@@ -410,7 +423,7 @@ class Format:
         Args:
             w: [..., N, K] of a supported shape.
             options: every option with its value.
-            global_scale: [...] float32, if the format has one.
+            global_scale: [...] float32, if the format has one, or `shares_scale`.
             importance: [K] float32, if `search` is "weighted".
         """
         raise UnsupportedError(f"{self.name} is read-only; convert to another format")

@@ -69,15 +69,19 @@ class Fp8Block(Format):
         w = w.clamp(-E4M3_FLOAT32_MAX, E4M3_FLOAT32_MAX)
         N, K = w.shape[-2:]
         block = min(self.block[0], max(N, 1)), min(self.block[1], max(K, 1))
-        amax = block_amax(w, block)
-        scale = divide(amax, E4M3_MAX)
-        if options.get("scale") == "power_of_two":
-            scale = power_of_two(ceil_exponent_of(scale))
-        scale = torch.where(amax == 0, 1.0, scale.clamp(min=FLOAT32_TINY))
+        scale = self.scale_of(block_amax(w, block), options)
         if importance is not None:
             factors = SEARCH_FACTORS[options["scale"]]
             scale = _least_squares(w, scale, importance, block=block, factors=factors)
         return encode_e4m3(w / expand_blocks(scale, block, w.shape)), scale
+
+    @staticmethod
+    def scale_of(amax: Tensor, options: Mapping[str, str]) -> Tensor:
+        """The scale of weights with this largest magnitude, float32 of any shape."""
+        scale = divide(amax, E4M3_MAX)
+        if options.get("scale") == "power_of_two":
+            scale = power_of_two(ceil_exponent_of(scale))
+        return torch.where(amax == 0, 1.0, scale.clamp(min=FLOAT32_TINY))
 
 
 def _least_squares(

@@ -3,6 +3,8 @@
 | from | to | condition | how |
 |---|---|---|---|
 | any | itself | no global scale, or one that all weights can share | codes and scales stay |
+| fp8_tensor | itself | the weights have one scale | codes and scales stay |
+| fp8_tensor | fp8_channel | | codes stay |
 | mxfp4 | nvfp4 | exponents of nonzero groups differ by at most 17 | codes stay |
 | int4 | w4a8 | groups of 128 columns, and scales that are BF16 numbers | codes stay |
 
@@ -49,12 +51,17 @@ def requantize_losslessly(
         format: name of a format.
 
     Returns:
-        Weights that decode to exactly the same numbers and share a global scale if the format has
-        one; None if the format cannot represent them all, or no rule covers the two formats.
+        Weights that decode to exactly the same numbers and share what the format makes them share;
+        None if the format cannot represent them all, or no rule covers the two formats.
     """
     found = {q.format for q in weights}
+    if found == {"fp8_tensor"} and format in found:
+        shared = all(torch.equal(q.scale, weights[0].scale) for q in weights)
+        return list(weights) if shared else None
     if found == {format}:
         return _with_one_global_scale(weights)
+    if found == {"fp8_tensor"} and format == "fp8_channel":
+        return [replace(q, format=format, scale=q.scale.expand(len(q.qdata), 1)) for q in weights]
     if found == {"mxfp4"} and format == "nvfp4":
         return _mxfp4_as_nvfp4(weights)
     if found == {"int4"} and format == "w4a8":

@@ -26,12 +26,11 @@ from torch import nn
 from moequant.act_fn import ActFn
 from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import dequantize
+from moequant.formats import STATIC_SCHEMES, dequantize
 from moequant.integrations.decoding import use_static_cache, why_not_static
 from moequant.integrations.library import import_transformers
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.runtime.activations import NVFP4_STATIC
 from moequant.runtime.inputs import HIDDEN_DTYPES
 from moequant.runtime.load import open_reader
 
@@ -379,9 +378,10 @@ def _other_tensors(
     modules = [module for module, format in formats.items() if format is not None]
     parts = {n for m in modules for n in converted.tensor_names(m, cast("str", formats[m]))}
     parts |= {
-        converted.dialect.input_scale_name(m)
+        name
         for m in modules
-        if converted.activations_of(m) == NVFP4_STATIC
+        if converted.activations_of(m) in STATIC_SCHEMES
+        for name in converted.dialect.input_scale_specs(m, cast("str", formats[m]))
     }
     tensors = dict(reader.read_tensors([name for name in names if name not in parts]))
     for module, q in reader.read_modules(modules):

@@ -107,7 +107,7 @@ def amax(source: Source) -> Function:
 
 
 def fp8_scaled(format: Format, source: Source, options: Mapping[str, str]) -> Function:
-    """E4M3 with a FP32 scale for blocks of rows and columns, or of whole rows."""
+    """E4M3 with a FP32 scale for blocks of rows and columns, of whole rows, or a given one."""
     rule = options.get("scale", "float32")
     weighted = options.get("search") == WEIGHTED
     block_rows, block_columns = format.block
@@ -178,7 +178,10 @@ def fp8_scaled(format: Format, source: Source, options: Mapping[str, str]) -> Fu
         maxima = [one.get().reduce("umax") for one in found.values()]
         block_max = maxima[0].umax(maxima[1])
         largest.set(largest.get().umax(block_max))
-        scale = _fp8_scale(source.float(block_max).bitcast("i32"), rule)
+        if format.shares_scale:
+            scale = f.parameter("global_scale")
+        else:
+            scale = _fp8_scale(source.float(block_max).bitcast("i32"), rule)
         if weighted:
             scale = least_squares(scale, top, bottom, left, right)
         f.store(scale, f.parameter("scale"), block_index.get())

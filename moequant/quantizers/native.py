@@ -241,7 +241,7 @@ class _Task:
         return self._magnitude(bits)
 
     def fill(self, global_scale: float) -> float:
-        """Write codes and scales for a global scale (0 for none); returns the largest magnitude."""
+        """Write codes and scales for a shared scale (0 for none); returns the largest magnitude."""
         count = scratch_count(self._format, self._scale.shape[-1])
         scratch = torch.empty(count, dtype=torch.float32) if count else None
         result = Operand(self._qdata, self._scale, global_scale=global_scale)
@@ -256,12 +256,13 @@ class _Task:
         return self._magnitude(bits)
 
     def result(self, global_scale: Tensor | None) -> QuantizedWeight:
-        """The weight that `fill` wrote last."""
+        """The weight that `fill` wrote last, with the scale that the set shares, if it does."""
+        own = self._format.shares_scale or global_scale is None
         return QuantizedWeight(
             format=self._format.name,
             qdata=self._qdata,
             scale=self._scale,
-            global_scale=global_scale,
+            global_scale=None if own else global_scale,
             shape=self._w.shape,
         )
 
@@ -287,14 +288,14 @@ def _run(
     """Quantize a fused set, each weight with the kernels for its storage.
 
     Finding the largest weight takes a third of the time, and powers of two rarely change from
-    expert to expert. So if the last two sets of these shapes had the same global scale, this one is
-    quantized with it, and again if its own largest weight needs another scale.
+    expert to expert. So if the last two sets of these shapes shared the same scale, this one is
+    quantized with it, and again if its own largest weight needs another one.
     """
     tasks = [
         _Task(own, w, format, name, empty, importance)
         for own, w, name, importance in zip(kernels, weights, names, importances, strict=True)
     ]
-    if not format.has_global_scale:
+    if not (format.has_global_scale or format.shares_scale):
         for task in tasks:
             task.fill(0.0)
         return [task.result(None) for task in tasks]
@@ -314,7 +315,7 @@ def _run(
 
 @lru_cache(maxsize=1 << 12)
 def _global_scale(format: Format, options: tuple[tuple[str, str], ...], largest: float) -> float:
-    """The global scale for weights with this largest magnitude.
+    """The scale that weights with this largest magnitude share.
 
     Cached, because a dozen torch operations on one number take a tenth of the quantizer's time, and
     the largest weights of a model's experts have few distinct values.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.formats import STATIC_SCHEMES
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import Workload
 from moequant.runtime.backends.stacked import name_input_scales, projections, room
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
     from moequant.weights.encoded import EncodedWeight
 
+_STATIC_OF = {"format": STATIC_SCHEMES, NVFP4: frozenset({NVFP4_STATIC})}
+"""By choice of activations, the schemes of a checkpoint whose static scales it takes."""
 _ON_HOST_BYTES = 1 << 14
 """Tensors up to this size are read to the host: shapes, global scales, the scales of FP8 blocks.
 Those of all experts go to the device together."""
@@ -137,13 +140,12 @@ class LayerReader:
     def _input_scales(
         self, layer: int, experts: Sequence[int], activations: str
     ) -> dict[str, Tensor]:
-        """Static global scales by field of `ExpertWeights`, where config.json and caller want them.
+        """Static scales by field of `ExpertWeights`, where config.json and caller want them.
 
         They are read from the portable files, also for a prepared layer.
         """
-        if activations not in ("format", NVFP4):
-            return {}
-        if self.converted.activations_of_experts(layer) != NVFP4_STATIC:
+        wanted = _STATIC_OF.get(activations)
+        if wanted is None or self.converted.activations_of_experts(layer) not in wanted:
             return {}
         scales = self.converted.read_input_scales(layer, experts)
         return {name: scale.to(self.device) for name, scale in scales.items()}

@@ -91,5 +91,6 @@ _DEFINITIONS = {
     "w4a8": (_INT4, (1, 128)),
     "fp8_channel": (_E4M3, (1, 1 << 30)),
     "mxfp8": (_E4M3, (1, 32)),
+    "fp8_tensor": (_E4M3, (1 << 30, 1 << 30)),
 }
 """Value of every code, float64, and rows and columns that share a scale."""

@@ -22,7 +22,7 @@ from moequant.conversion import (
 )
 from moequant.dialects import UNQUANTIZED, find_dialect
 from moequant.errors import MoequantError, RecipeError
-from moequant.formats import REGISTRY, get_format
+from moequant.formats import STATIC_SCHEMES, get_format
 from moequant.models import CONVERTIBLE_ROLES, ROUTED_EXPERTS, biases_of
 from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.verification.differences import differences
@@ -197,7 +197,7 @@ def expect_by_config(
         dialect = UNQUANTIZED if plain else find_dialect(quantization_config)
         format_of, activations_of = readers(dialect, quantization_config or {})
         formats = _formats(original, stored, format_of)
-        scaled = {name for name in formats if _is_static(activations_of(_module(name)))}
+        scaled = {name for name in formats if activations_of(_module(name)) in STATIC_SCHEMES}
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))
         return None
@@ -232,7 +232,11 @@ def expect_by_config(
                 model.architecture, model.moe, dialect, name.removesuffix(".weight"), format
             ).values()
         )
-        | {dialect.input_scale_name(_module(name)) for name in scaled},
+        | {
+            scale
+            for name in scaled
+            for scale in dialect.input_scale_specs(_module(name), formats[name])
+        },
         static=frozenset(map(_module, scaled)),
         config=_foreign_config(source.config, stored.config),
     )
@@ -274,11 +278,6 @@ def _formats(
 def _module(name: str) -> str:
     """The module of a weight."""
     return name.removesuffix(".weight")
-
-
-def _is_static(activations: str | None) -> bool:
-    """Whether a scheme of activations has a static scale."""
-    return activations in {format.static_activations for format in REGISTRY.values()} - {None}
 
 
 def is_matrix(info: WeightInfo) -> bool:

@@ -199,7 +199,7 @@ class _Comparison:
             if q.global_scale is not None:
                 scales[weight.info.name] = q.global_scale.item()
             if weight.module in self.run.expected.static:
-                self._check_input_scale(weight.module, wanted, result)
+                self._check_input_scale(weight.module, unit.format, wanted, result)
             squares = quantizer.compare(before, q)
             name, is_nearest = weight.info.name, unit.rounding is None
             self._judge(name, before, q, reference, squares, result, is_nearest=is_nearest)
@@ -212,14 +212,14 @@ class _Comparison:
             result.add(next(iter(scales)), f"global scales differ within a fused set: {listed}")
 
     def _check_input_scale(
-        self, module: str, wanted: Mapping[str, Tensor], result: _Result
+        self, module: str, format: str, wanted: Mapping[str, Tensor], result: _Result
     ) -> None:
         """Compare the static scale of a weight's input, or where none is known, check it."""
         dialect, files = self.run.expected.dialect, self.run.stored.checkpoint
-        name = dialect.input_scale_name(module)
+        (name,) = dialect.input_scale_specs(module, format)
         try:
             if name not in wanted:
-                check_static_scale(read_input_scale(files, dialect, module).item(), name)
+                check_static_scale(read_input_scale(files, dialect, module, format).item(), name)
             elif self._is_stored(name, *self.run.expected.tensors[name]) and (
                 difference := compare_tensors(files.read(name), wanted[name])
             ):

@@ -148,7 +148,7 @@ class ConvertedCheckpoint:
         return next(iter(found))
 
     def read_input_scales(self, layer: int, experts: Sequence[int]) -> dict[str, Tensor]:
-        """Static global scales of NVFP4 activations, which multiply, of some experts of a layer.
+        """Static scales of activations, which multiply, of some experts of a layer.
 
         Gate and up have the same input; of their scales the larger counts, as in vLLM.
 
@@ -170,7 +170,9 @@ class ConvertedCheckpoint:
 
     def _input_scale(self, layer: int, expert: int, projection: str) -> Tensor:
         module = self.expert_module(layer, expert, projection)
-        return read_input_scale(self.checkpoint, self.dialect, module)
+        format = self.format_of(module)
+        assert format is not None, module
+        return read_input_scale(self.checkpoint, self.dialect, module, format)
 
     def tensor_names(self, module: str, format: str) -> list[str]:
         """The tensors on disk that hold a converted module, alone or with others."""
@@ -310,25 +312,33 @@ def readers(
     return lambda m: format_of(m) if activations_of(m) is None else of_weights(m), activations_of
 
 
-def read_input_scale(checkpoint: Checkpoint, dialect: Dialect, module: str) -> Tensor:
+def read_input_scale(checkpoint: Checkpoint, dialect: Dialect, module: str, format: str) -> Tensor:
     """The static scale of a module's input, which multiplies: [] float32.
+
+    Args:
+        checkpoint: where it lies.
+        dialect: the checkpoint's, which has such scales beside `format`.
+        module: the module of a weight.
+        format: the weight's.
 
     Raises:
         CheckpointError: it is missing, or is not one floating-point number.
     """
-    name = dialect.input_scale_name(module)
+    scale = dialect.input_scale(format)
+    assert scale is not None, (module, format)
+    name = scale.name_of(module)
     if name not in checkpoint.tensors:
         raise CheckpointError(
-            f"{name}: not there, but config.json says that activations have a static global "
-            'scale; calibrate the checkpoint again, or choose "none" for activations'
+            f"{name}: not there, but config.json says that activations have a static scale; "
+            'calibrate the checkpoint again, or choose "none" for activations'
         )
     stored = checkpoint.read(name)
     if stored.numel() != 1 or not stored.is_floating_point():
         raise CheckpointError(
-            f"{name}: {stored.dtype} of shape {list(stored.shape)}, but a global scale is one "
+            f"{name}: {stored.dtype} of shape {list(stored.shape)}, but a static scale is one "
             "floating-point number; fetch the checkpoint again"
         )
-    return dialect.input_multiplier(stored.float().reshape(()))
+    return scale.multiplier(stored).reshape(())
 
 
 def described_architectures(path: Path, file: str | Path | None = None) -> tuple[Architecture, ...]:

@@ -270,10 +270,12 @@ def test_kernels_name_engines_formats_and_our_own_backends():
 @pytest.mark.parametrize("gpu", [*GPUS])
 def test_every_engine_that_loads_a_format_has_a_kernel_for_it_or_says_so(gpu):
     for dialect, format in PAIRS:
-        checkpoint = facts(dialect, format, model_type=model_of(dialect))
-        for key, engine in ENGINES.items():
-            if loads(checkpoint, key):
-                assert kernels_on(checkpoint, engine, Placement(capability=GPUS[gpu])) is not None
+        for static in (False, True):
+            checkpoint = facts(dialect, format, model_type=model_of(dialect), static=static)
+            placement = Placement(capability=GPUS[gpu])
+            for key, engine in ENGINES.items():
+                if loads(checkpoint, key):
+                    assert kernels_on(checkpoint, engine, placement) is not None
 
 
 def test_scales_of_some_layers_are_read_where_asked(converted):

@@ -20,11 +20,16 @@ from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify
 
 DIALECTS = ("compressed-tensors", "modelopt", "moequant")
-NAMES = {
-    "compressed-tensors": "input_global_scale", "modelopt": "input_scale",
-    "moequant": "input_scale",
-}  # fmt: skip
-SHAPES = {"compressed-tensors": (1,), "modelopt": (), "moequant": ()}
+STORED = {
+    ("nvfp4", "compressed-tensors"): ("input_global_scale", (1,)),
+    ("nvfp4", "modelopt"): ("input_scale", ()),
+    ("nvfp4", "moequant"): ("input_scale", ()),
+    ("fp8_tensor", "compressed-tensors"): ("input_scale", (1,)),
+    ("fp8_tensor", "moequant"): ("input_scale", ()),
+}
+"""Name and shape of the tensor by format and dialect."""
+LARGEST = {"nvfp4": 448 * 6, "fp8_tensor": 448}
+"""What a scale of 1 holds."""
 EXPERTS, LAYERS, PRIOR = 4, 2, 8
 F32 = np.float32
 
@@ -45,12 +50,12 @@ def stats(source, measure, tmp_path_factory):
     return measure(source, tmp_path_factory.mktemp("s") / "stats", amax=magnitudes)
 
 
-def wanted_scale(layer, expert, projection):
-    """The multiplier, by the definitions: amax drawn toward the layer's largest, over 448 * 6."""
+def wanted_scale(layer, expert, projection, format="nvfp4"):
+    """The multiplier, by the definitions: amax drawn toward the layer's largest, over LARGEST."""
     name = "intermediate" if projection == "down" else "hidden"
     tokens, own = 30 * expert, magnitudes(layer, name).double()
     amax = F32((tokens * own[expert] + PRIOR * own.max()) / (tokens + PRIOR))
-    return F32(amax / F32(448 * 6))
+    return F32(amax / F32(LARGEST[format]))
 
 
 def tensors(folder):
@@ -79,21 +84,23 @@ def every_projection():
                 yield layer, expert, projection
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("format", "dialect"), STORED)
 def test_each_expert_gets_the_scale_of_its_statistics_and_down_its_own(
-    source, stats, tmp_path, dialect
+    source, stats, tmp_path, format, dialect
 ):
-    out = tmp_path / "out"
-    settings = {"format": "nvfp4", "dialect": dialect, "statistics": stats}
-    convert(source, out, activation_scales="statistics", **settings)
+    out, (name, shape) = tmp_path / "out", STORED[format, dialect]
+    settings = {"format": format, "dialect": dialect}
+    convert(source, out, activation_scales="statistics", statistics=stats, **settings)
     found = tensors(out)
     for place in every_projection():
-        stored = found.pop(f"{module(*place)}.{NAMES[dialect]}")
-        wanted = wanted_scale(*place)
-        wanted = F32(1) / wanted if dialect == "compressed-tensors" else wanted
-        assert (stored.dtype, tuple(stored.shape)) == (torch.float32, SHAPES[dialect])
+        stored = found.pop(f"{module(*place)}.{name}")
+        wanted = wanted_scale(*place, format)
+        wanted = F32(1) / wanted if name == "input_global_scale" else wanted
+        assert (stored.dtype, tuple(stored.shape)) == (torch.float32, shape)
         assert stored.item() == wanted, place
     # All else is as without.
+    if format == "nvfp4":
+        settings["statistics"] = stats
     convert(source, tmp_path / "weight-only", **settings)
     plain = tensors(tmp_path / "weight-only")
     assert found.keys() == plain.keys()
@@ -103,34 +110,106 @@ def test_each_expert_gets_the_scale_of_its_statistics_and_down_its_own(
     assert report.method == "bytes"
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_our_runtime_reads_them_back_as_multipliers_and_runs_w4a4(source, stats, tmp_path, dialect):
+@pytest.mark.parametrize(("format", "dialect"), STORED)
+def test_our_runtime_reads_them_back_as_multipliers_and_runs_with_them(
+    source, stats, tmp_path, format, dialect
+):
     out = tmp_path / "out"
     convert(
         source,
         out,
-        format="nvfp4",
+        format=format,
         dialect=dialect,
         statistics=stats,
         activation_scales="statistics",
     )
     experts = load_experts(out, 1)
-    assert experts.packed().workload.activations == "nvfp4_static"
+    scheme = {"nvfp4": "nvfp4_static", "fp8_tensor": "fp8_static"}[format]
+    assert experts.packed().workload.activations == scheme
     of = {"w13_input_scale": "gate", "w2_input_scale": "down"}
     for name, projection in of.items():
-        wanted = torch.tensor([wanted_scale(1, e, projection) for e in range(EXPERTS)])
-        # compressed-tensors stores a divisor: two roundings to float32.
-        tolerance = 2.0**-23 if dialect == "compressed-tensors" else 0
+        wanted = torch.tensor([wanted_scale(1, e, projection, format) for e in range(EXPERTS)])
+        # Of nvfp4, compressed-tensors stores a divisor: two roundings to float32.
+        divides = STORED[format, dialect][0] == "input_global_scale"
+        tolerance = 2.0**-23 if divides else 0
         assert torch.allclose(getattr(experts, name), wanted, rtol=tolerance, atol=0)
     call = torch.randn(3, 256), torch.full((3, 2), 0.5), torch.tensor([[0, 1]] * 3)
     assert not torch.equal(experts(*call), load_experts(out, 1, activations="none")(*call))
     shown = CliRunner().invoke(cli, ["inspect", str(out), "--json"])
     document = json.loads(shown.stdout)
-    assert (document["formats"], document["dialect"]) == (["nvfp4"], dialect)
+    assert (document["formats"], document["dialect"]) == ([format], dialect)
     groups = {g["role"]: g for g in document["groups"] if g["format"]}
     assert groups.keys() == {"routed_experts"}
-    # Codes, scales, global scale and the scale of the input.
-    assert groups["routed_experts"]["tensors"] == 4 * EXPERTS * LAYERS * 3
+    # Codes, scales, of nvfp4 the global scale, and the scale of the input.
+    parts = 4 if format == "nvfp4" else 3
+    assert groups["routed_experts"]["tensors"] == parts * EXPERTS * LAYERS * 3
+
+
+def test_fp8_experts_multiply_activations_that_the_largest_scale_of_the_layer_quantized(
+    source, stats, tmp_path
+):
+    out = tmp_path / "out"
+    settings = {"statistics": stats, "activation_scales": "statistics"}
+    convert(source, out, format="fp8_tensor", **settings)
+    experts, plain = load_experts(out, 1), load_experts(out, 1, activations="none")
+    hidden = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    largest = max(wanted_scale(1, e, "gate", "fp8_tensor") for e in range(EXPERTS))
+    rounded = (hidden / float(largest)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    weights, ids = torch.full((3, 2), 0.5), torch.tensor([[0, 1]] * 3)
+    got = experts(hidden, weights, ids).double()
+    # Only the input is rounded in what it is compared with; the intermediate is far from its
+    # scale's ends, and loses at most a sixteenth of each number.
+    near = plain(rounded * float(largest), weights, ids).double()
+    assert (got - near).norm() < 2.0**-4 * near.norm()
+    assert not torch.equal(got, plain(hidden, weights, ids).double())
+
+
+def test_engines_that_need_scales_of_fp8_activations_are_warned_of_without(source):
+    checkpoint = Checkpoint.open(source)
+    for scale in (None, 0.5):
+        warnings = plan_checkpoint(
+            checkpoint, Recipe.for_format("fp8_tensor", activation_scales=scale)
+        ).warnings
+        found = [w for w in warnings if "only if activations have one, too" in w]
+        assert len(found) == (0 if scale else 2), warnings  # vLLM's and SGLang's
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_verify_finds_a_changed_scale_of_fp8_activations(source, stats, tmp_path, statistics):
+    out, name = tmp_path / "out", f"{module(1, 3, 'down')}.input_scale"
+    given = {"statistics": stats} if statistics else {}
+    scale = "statistics" if statistics else 0.5
+    convert(source, out, format="fp8_tensor", activation_scales=scale, **given)
+    assert verify(out, against=source, **given).ok
+    change(out, name, 3.0)
+    problems = verify(out, against=source, **given).problems
+    assert name in {problem.name for problem in problems if problem.check == "weights"}
+
+
+def test_fp8_without_a_record_is_checked_by_its_range(source, tmp_path):
+    out, name = tmp_path / "out", f"{module(0, 1, 'gate')}.input_scale"
+    convert(source, out, format="fp8_tensor", activation_scales=0.5)
+    (out / "moequant.json").unlink()
+    report = verify(out, against=source)
+    assert (report.ok, report.method) == (True, "bounds"), report.problems
+    change(out, name, -1.0)
+    (problem,) = verify(out, against=source).problems
+    assert problem.name == name
+    assert "the static scale of its input is -1, but" in problem.message
+
+
+def test_an_fp8_output_is_a_source_again(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out, format="fp8_tensor", activation_scales=0.5)
+    again = convert(out, tmp_path / "again", format="fp8_tensor", activation_scales=2.0)
+    (error,) = again.requantization_errors
+    assert error.exact == error.weights
+    one, other = tensors(out), tensors(tmp_path / "again")
+    for name, tensor in one.items():
+        if name.endswith("input_scale"):
+            assert (tensor.item(), other[name].item()) == (0.5, 2.0)
+        else:
+            assert same(tensor, other[name]), name
 
 
 def test_sglang_is_warned_of_only_without_scales(source):
@@ -243,7 +322,7 @@ def test_rules_that_make_no_sense_are_refused(source, tmp_path, line, given, mes
 
 def test_a_format_whose_activations_have_no_static_scale_is_refused(source, tmp_path):
     for format in ("mxfp4", "bf16"):
-        with pytest.raises(RecipeError, match=f"only beside nvfp4, not {format}; remove them"):
+        with pytest.raises(RecipeError, match=f"beside nvfp4, fp8_tensor, not {format}; remove"):
             convert(source, tmp_path / "out", format=format, activation_scales=1.0)
 
 

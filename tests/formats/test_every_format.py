@@ -39,6 +39,7 @@ NOT_IDEMPOTENT = {
     ("fp8_block", "float32", "none"): "448 * scale / 448 may be one ulp off; see test_fp8_block",
     ("fp8_block", "float32", "weighted"): "as without a search",
     ("fp8_channel", "float32"): "448 * scale / 448 may be one ulp off",
+    ("fp8_tensor", "float32"): "448 * scale / 448 may be one ulp off",
     ("w4a8", "none"): "dequantized groups no longer ask for the step they were given",
     ("w4a8", "weighted"): "dequantized groups no longer ask for the step they were given",
     ("w4a8", "mse"): "dequantized groups no longer ask for the step they were given",
@@ -113,11 +114,11 @@ def quantized(fmt: Format, w: Tensor, options: Mapping[str, str] | None = None) 
 
 
 def requantize(fmt: Format, q: QuantizedWeight, options: dict[str, str]) -> QuantizedWeight:
-    """Quantize what `q` decodes to, under the global scale it has."""
+    """Quantize what `q` decodes to, under the global scale it has, or the one of all weights."""
     return fmt._quantize_in_tiles(
         fmt.dequantize(q),
         fmt.resolve_options(options),
-        q.global_scale,
+        q.scale[..., 0, 0] if fmt.shares_scale else q.global_scale,
         importance(options, q.shape[-1]),
     )
 
@@ -159,8 +160,8 @@ def test_a_weight_quantized_in_tiles_equals_the_same_quantized_whole(
     w = normal(600, 4096) * torch.exp2(torch.arange(600) % 7 - 3)[:, None].bfloat16()
     w[130:140] = 0
     # Several tiles, the last incomplete; a batch goes whole.
-    assert 600 // tile_rows(4096, fmt.block[0]) > 2
-    assert 600 % tile_rows(4096, fmt.block[0]) > 0
+    assert 600 // tile_rows(4096, fmt.tile_multiple) > 2
+    assert 600 % tile_rows(4096, fmt.tile_multiple) > 0
     assert_same_bytes(quantized(fmt, w, options), quantized(fmt, w[None], options)[0])
 
 
@@ -376,6 +377,7 @@ HALF_STEP = {
     "mxfp4": half_step_e2m1,
     "fp8_channel": half_step_e4m3,
     "mxfp8": half_step_e4m3,
+    "fp8_tensor": half_step_e4m3,
 }
 
 
@@ -459,7 +461,7 @@ def test_the_default_dtype_of_torch_changes_no_byte(fmt: Format, options: dict[s
 
 
 @every_option
-def test_a_fused_set_shares_its_global_scale_and_nothing_else(
+def test_a_fused_set_shares_a_scale_that_the_format_has_one_of_and_nothing_else(
     fmt: Format, options: dict[str, str]
 ) -> None:
     gate, up = normal(2, 8, 256), normal(2, 16, 256, seed=1)
@@ -471,14 +473,16 @@ def test_a_fused_set_shares_its_global_scale_and_nothing_else(
         mean_squares=mean_squares(options, [gate, up]),
     )
     alone = [quantized(fmt, w, options) for w in (gate, up)]
-    if not fmt.has_global_scale:
+    if not (fmt.has_global_scale or fmt.shares_scale):
         assert_same_bytes(fused[0], alone[0])
         assert_same_bytes(fused[1], alone[1])
         return
-    assert fused[0].global_scale is not None
-    assert torch.equal(fused[0].global_scale, fused[1].global_scale)
-    larger = torch.maximum(alone[0].global_scale, alone[1].global_scale)
-    assert torch.equal(fused[0].global_scale, larger)
+    shared = [
+        q.global_scale if fmt.has_global_scale else q.scale[..., 0, 0] for q in (*fused, *alone)
+    ]
+    larger = torch.maximum(*shared[2:])
+    assert torch.equal(shared[0], larger)
+    assert torch.equal(shared[1], larger)
     for w, q in zip((gate, up), fused, strict=True):
         again = fmt._quantize_in_tiles(
             w.float(), fmt.resolve_options(options), larger, importance(options, w.shape[-1])

@@ -72,8 +72,10 @@ MODELS = {
     ),
 }
 UE8M0 = "fp8-ue8m0"
-LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel")
+LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel", "fp8_tensor")
 """Formats that transformers 5.23 loads right; nvfp4 it loads without the global scale."""
+STATIC = {"fp8_tensor": 0.25}
+"""Static scales of activations, of formats that come with them."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,14 @@ def converted(sources, tmp_path_factory):
         key = model, format, dialect
         if key not in made:
             folder = tmp_path_factory.mktemp(f"{model}-{format}") / "out"
-            made[key] = convert(sources[model], folder, format=format, dialect=dialect).output
+            result = convert(
+                sources[model],
+                folder,
+                format=format,
+                dialect=dialect,
+                activation_scales=STATIC.get(format),
+            )
+            made[key] = result.output
         return made[key]
 
     return make
@@ -120,6 +129,10 @@ def loaded(sources, converted):
             model, report = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.bfloat16, output_loading_info=True, **decode
             )
+            if format in STATIC:
+                # It does not use them, and says so.
+                unused = {name.rpartition(".")[2] for name in report.pop("unexpected_keys")}
+                assert unused == {"input_scale"}
             assert not any(report.values()), report
             models[key] = model
         return models[key]
@@ -133,8 +146,12 @@ def experts_of(model, layer):
     return block, block.experts.gate_up_proj, block.experts.down_proj
 
 
+def opened(path):
+    return ConvertedCheckpoint.open(path, quantized_activations=True)
+
+
 def decoded(path, layer, expert, projection):
-    return dequantize(ConvertedCheckpoint.open(path).read_expert(layer, expert, projection))
+    return dequantize(opened(path).read_expert(layer, expert, projection))
 
 
 WAYS = [*((format, None) for format in LOADED), ("fp8_block", UE8M0), ("mxfp4", UE8M0)]
@@ -145,7 +162,7 @@ WAYS = [*((format, None) for format in LOADED), ("fp8_block", UE8M0), ("mxfp4", 
 def test_from_pretrained_loads_our_weights_exactly(converted, loaded, name, format, dialect):
     path = converted(name, format, dialect)
     model = loaded(name, format, dialect)
-    layers = ConvertedCheckpoint.open(path).expert_layers()
+    layers = opened(path).expert_layers()
     assert layers
     for layer in layers:
         _, gate_up, down = experts_of(model, layer)
@@ -210,7 +227,7 @@ def test_the_runtime_equals_transformers_own_block(converted, loaded, name, form
     `dequantize`. They are the same numbers but for w4a8, whose products BF16 has to round.
     """
     path = converted(name, format)
-    layer = ConvertedCheckpoint.open(path).expert_layers()[0]
+    layer = opened(path).expert_layers()[0]
     gate_up, down = decoded_by_libraries(path, layer, format, lambda: loaded(name, format))
     hidden = torch.randn(9, 256, generator=torch.Generator().manual_seed(1))
     theirs, ids, weights = run_block(loaded(name, None), layer, hidden, gate_up, down)

@@ -276,7 +276,7 @@ FORMS = {
             FOUR_BITS | BYTE_SCALE | {"strategy": "group", "group_size": 32},
         ),
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8", "fp8_tensor"),
     ),
     "float-quantized, blocks": Form(
         lambda shape, generator: renamed(fp8_block(shape, generator)),
@@ -304,7 +304,7 @@ FORMS = {
     "float-quantized, tensor": Form(
         partial(fp8_channel, per_tensor=True, scale_dtype=torch.bfloat16),
         group_of("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-        "fp8_channel",
+        "fp8_tensor",
         ("fp8_channel",),
     ),
     "pack-quantized, W4AFP8": Form(
@@ -347,7 +347,7 @@ FORMS = {
             "modules_to_not_convert": FP8_KEPT,
         },
         "mxfp4",
-        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8"),
+        ("bf16", "mxfp4", "nvfp4", "fp8_block", "fp8_channel", "mxfp8", "fp8_tensor"),
     ),
     "fp8, one scale": Form(
         fp8_tensor,

@@ -86,7 +86,7 @@ def test_every_form_becomes_every_format(make_form, forms, tmp_path, name, forma
         decoded = dequantize(converted.read(weight.removesuffix(".weight"))).double()
         if format in form.exact:
             # Codes times free FP32 scales are more than float32 holds, here and in the source.
-            rounded = form.format == "fp8_channel"
+            rounded = form.format in ("fp8_channel", "fp8_tensor")
             assert torch.equal(decoded, numbers.float().double() if rounded else numbers), weight
         else:
             # Codes drawn evenly are no normal weights: half a step of E2M1 or INT4 at most.

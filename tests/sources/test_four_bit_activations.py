@@ -166,8 +166,8 @@ def test_experts_that_differ_in_their_activations_are_prepared_weight_only(make,
     ("tensor", "message"),
     [
         (None, r'experts.1.up_proj.input_global_scale: not there, .*choose "none" for activ'),
-        (torch.ones(2), r"torch.float32 of shape \[2\], but a global scale is one"),
-        (torch.tensor([100]), r"torch.int64 of shape \[1\], but a global scale is one"),
+        (torch.ones(2), r"torch.float32 of shape \[2\], but a static scale is one"),
+        (torch.tensor([100]), r"torch.int64 of shape \[1\], but a static scale is one"),
         (torch.zeros(1), r"gate_up_input_scale\[1\] is inf, but each must be from"),
         (torch.tensor([-4.0]), None),  # the larger multiplier, of gate, counts
     ],

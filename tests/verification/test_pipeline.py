@@ -281,7 +281,7 @@ def test_one_flipped_bit_of_a_scale_is_named(source, converted, format):
     flip(folder, scale)
     found = problems(verify(folder, against=source, layers=0), "weights")
     assert list(found) == [scale]
-    assert "element [0, 0]" in found[scale]
+    assert "element [0" in found[scale]
     assert "1 of" in found[scale]
 
 

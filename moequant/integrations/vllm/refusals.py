@@ -70,7 +70,7 @@ def check_blocks(name: str, format: str, sizes: RankSizes) -> None:
     Raises:
         UnsupportedError: it does.
     """
-    block = max(size for size in get_format(format).block if size < WHOLE)
+    block = max((size for size in get_format(format).block if size < WHOLE), default=1)
     if sizes.tp_size == 1 or sizes.intermediate % block == 0:
         return
     whole = sizes.intermediate * sizes.tp_size

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects import find_dialect, get_dialect
+from moequant.formats import STATIC_SCHEMES
 from moequant.runtime.activations import MXFP4, MXFP8, NVFP4, NVFP4_STATIC
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from moequant.dialects import Dialect
     from moequant.dialects.encodings import Encoding
+    from moequant.dialects.input_scale import InputScale
     from moequant.runtime.activations import ActivationsChoice
 
 _CHOICES: dict[str, ActivationsChoice] = {NVFP4_STATIC: NVFP4, MXFP4: MXFP4, MXFP8: MXFP8}
@@ -43,18 +45,25 @@ class ExpertScheme:
 
     @property
     def has_input_scales(self) -> bool:
-        """Whether the checkpoint has static global scales of activations."""
-        return self.stated == NVFP4_STATIC
+        """Whether the checkpoint has static scales of activations."""
+        return self.stated in STATIC_SCHEMES
 
     def choose(self, asked: ActivationsChoice) -> ActivationsChoice:
         """What "format" stands for, where config.json says more than the format; else as asked."""
         if asked != "format" or self.stated is None:
             return asked
-        return _CHOICES[self.stated]
+        # With static scales, the format's own choice takes them.
+        return _CHOICES.get(self.stated, asked)
 
     def uses_input_scales(self, asked: ActivationsChoice) -> bool:
         """Whether the static scales belong to the weights for these activations."""
-        return self.has_input_scales and self.choose(asked) == NVFP4
+        takes = NVFP4 if self.stated == NVFP4_STATIC else "format"
+        return self.has_input_scales and self.choose(asked) == takes
+
+    @property
+    def input_scale(self) -> InputScale | None:
+        """The tensor with a static scale of an expert's input; None where there is none."""
+        return self.dialect.input_scale(self.format) if self.has_input_scales else None
 
 
 def scheme_of(config: Mapping[str, Any], *, activations: str | None = None) -> ExpertScheme:

@@ -69,9 +69,8 @@ class SingleExperts(StoredExperts):
         """What a weight [N, K] and its activations have in the files, by suffix."""
         specs = self.scheme.encoding.specs(self.name, (N, K))
         named = dict(zip(self.scheme.encoding.suffixes, specs.values(), strict=True))
-        if self.scheme.has_input_scales:
-            assert self.scheme.dialect.input_scale is not None
-            named[self.scheme.dialect.input_scale] = TensorSpec(dtype=torch.float32, shape=())
+        if self.scheme.input_scale is not None:
+            named[self.scheme.input_scale.suffix] = TensorSpec(dtype=torch.float32, shape=())
         return named
 
     def _add(
@@ -118,7 +117,8 @@ class SingleExperts(StoredExperts):
         weight_loader: Callable[..., object],
     ) -> Callable[..., object]:
         """The loader of vLLM for one parameter, which gets tensors as they must be."""
-        is_input_scale = parameter.partition("_")[2] == self.scheme.dialect.input_scale
+        scale = self.scheme.input_scale
+        is_input_scale = scale is not None and parameter.partition("_")[2] == scale.suffix
 
         @wraps(weight_loader)
         def load(
@@ -166,6 +166,8 @@ class SingleExperts(StoredExperts):
             for module in (f"{self.name}, {name} of this rank's expert {e}",)
         ]
         global_scale = None
+        if scale.ndim == 1:  # one for each matrix
+            scale = torch.stack([q.scale for q in decoded]).to(codes.device)
         for e, q in enumerate(decoded):
             _put(codes[e], q.qdata)
             _put(scale[e], q.scale)
@@ -182,11 +184,10 @@ class SingleExperts(StoredExperts):
 
     def _input_scales(self, layer: nn.Module) -> dict[str, Tensor]:
         """Static scales [E], which multiply; of gate's and up's the larger, as `load_experts`."""
-        dialect = self.scheme.dialect
-        stored = {
-            group: getattr(layer, f"{group}_{dialect.input_scale}") for group in ("w13", "w2")
-        }
-        scales = {group: dialect.input_multiplier(value.data) for group, value in stored.items()}
+        scale = self.scheme.input_scale
+        assert scale is not None
+        stored = {group: getattr(layer, f"{group}_{scale.suffix}") for group in ("w13", "w2")}
+        scales = {group: scale.multiplier(value.data) for group, value in stored.items()}
         return {
             "gate_up_input_scale": scales["w13"].amax(1),
             "down_input_scale": scales["w2"].contiguous(),

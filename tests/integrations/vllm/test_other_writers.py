@@ -13,6 +13,7 @@ from moequant.runtime import load_experts
 _BLOCK = "model.layers.{}.mlp.experts."
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 _STATIC = {**_FP4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _MXFP4 = {**_FP4, "strategy": "group", "group_size": 32, "dynamic": True}
 
 
@@ -47,23 +48,30 @@ def group_of(config):
 
 
 def quantize_activations(config):
-    group_of(config).update(input_activations=_STATIC)
+    of_fp8 = group_of(config)["weights"]["num_bits"] == 8
+    group_of(config).update(input_activations=_FP8 if of_fp8 else _STATIC)
     if config["quant_method"] == "modelopt":
         config.update(quant_algo="NVFP4")
 
 
-@pytest.fixture(params=[("compressed-tensors", "input_global_scale"), ("modelopt", "input_scale")])
+@pytest.fixture(
+    params=[
+        ("nvfp4", "compressed-tensors", "input_global_scale"),
+        ("nvfp4", "modelopt", "input_scale"),
+        ("fp8_tensor", "compressed-tensors", "input_scale"),
+    ]
+)
 def static(request, converted, tmp_path):
-    """NVFP4 with static global scales of activations."""
-    dialect, scale = request.param
-    ours = converted("nvfp4", dialect)
+    """A format with static scales of activations."""
+    format, dialect, scale = request.param
+    ours = converted(format, dialect)
     return rewritten(ours, tmp_path / "x", config=quantize_activations, scale=scale)
 
 
 def test_static_scales_of_activations_are_used(engine, static):
     layer, expected = engine.loaded(static), load_experts(static, 0)
     experts = layer.quant_method.experts
-    assert experts.packed().workload.activations == "nvfp4_static"
+    assert experts.packed().workload.activations in ("nvfp4_static", "fp8_static")
     found, wanted = experts.weights.input_scales(), expected.weights.input_scales()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in found)
