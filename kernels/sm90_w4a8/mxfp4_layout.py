@@ -105,7 +105,8 @@ def _scale_words(qdata: Tensor, scale: Tensor, projection: str) -> Tensor:
 
 def _largest_of_spans(exponent: Tensor) -> Tensor:
     """Of exponents [E, N, blocks, 4] of groups, the largest of each block's span [E, N, blocks]."""
-    of_spans = whole_blocks(exponent.amax(-1), SPAN).unflatten(-1, (-1, SPAN)).amax(-1)
+    blocks = whole_blocks(exponent.amax(-1), SPAN)
+    of_spans = blocks.view(*blocks.shape[:2], -1, SPAN).amax(-1)
     return of_spans.repeat_interleave(SPAN, -1)[..., : exponent.shape[2]]
 
 
@@ -120,8 +121,8 @@ def _check_distances(octaves: Tensor, projection: str) -> None:
     furthest = octaves.flatten(1).amax(1)
     expert = int((furthest >= _LARGEST).nonzero()[0])
     raise UnsupportedError(
-        f"{projection} of expert {expert}: the scales of {SPAN * PANEL_COLUMNS} columns of a row lie "
-        f"{int(furthest[expert])} octaves apart, but FP8 products take at most {_LARGEST - 1}; "
+        f"{projection} of expert {expert}: the scales of {SPAN * PANEL_COLUMNS} columns of a row "
+        f"lie {int(furthest[expert])} octaves apart, but FP8 products take at most {_LARGEST - 1}; "
         'load the experts with backend="triton", or with activations="none"'
     )
 

@@ -18,7 +18,6 @@ from moequant.quantizers import choose_quantizer
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
-from moequant.storage.disk import sha256_of
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
 from moequant.verification.expectation import Verification, expect_by_config, expect_by_record

@@ -91,6 +91,6 @@ def test_completion_is_switched_on_as_the_page_says(shell):
 
 def test_commands_are_these():
     assert list(cli.commands) == [
-        "convert", "calibrate", "evaluate", "inspect", "check", "prepare", "verify", "report", "push",
-        "formats", "recipes", "generate", "warm-up", "selftest", "tune", "bench", "demo",
+        "convert", "calibrate", "evaluate", "inspect", "check", "prepare", "verify", "report",
+        "push", "formats", "recipes", "generate", "warm-up", "selftest", "tune", "bench", "demo",
     ]  # fmt: skip
