@@ -168,7 +168,7 @@ class Tilings(ABC):
         default = self.default(problem)
         at = self.rows.index(default.rows)
         found = [default]
-        for rows in self.rows[max(at - 1, 0) : at + 2]:
+        for rows in self.rows[max(at - 1, 0) : at + 3]:  # larger ones may suit skewed routing
             splits = {8: (1, 2, 4), 16: (1, 2)}.get(rows, (1,))
             found += [Tiling(rows=rows, split13=a, split2=b) for a in splits for b in splits]
             gathers = (False, True) if rows in self.gather_rows else (False,)

@@ -3,8 +3,8 @@
 //   y[r, n] = x_scale[r] * sum over k of  w_scale[e, n, k / 128] * x[r, k] * w[e, n, k]
 //
 // for the rows r of expert e. w is E4M3: an INT4 code, or an MXFP4 code times the power of two by which the scale of
-// its 32 columns differs from w_scale. The tensor cores sum the products of 128 k, which are added up in float32,
-// times their scale. A bias is added behind. ACTIVATED: out is an activation function of y; GATED: n runs over gate
+// its 32 columns differs from w_scale. The tensor cores sum the products of 128 k, or of SPAN times as many in tiles of
+// more than 64 rows; these sums are added up in float32, times their scale. A bias is added behind. ACTIVATED: out is an activation function of y; GATED: n runs over gate
 // and up rows, and it is act(gate) * up. Out is bfloat16.
 //
 // Weights are the M of WGMMA and come from registers, tokens are its N, a multiple of 8: a thread reads its packed

@@ -38,6 +38,7 @@ class FakeLayer:
     """A layer whose calls take 100 us, or what `us` says of a tiling; two formats have tilings."""
 
     us = {}  # noqa: RUF012
+    skewed_us = {}  # noqa: RUF012
     asked = []  # noqa: RUF012
 
     def __init__(self, shape, format, backend, device, *, activations):
@@ -55,9 +56,10 @@ class FakeLayer:
             self.tuner = {"w4a8": self.tuner["w4a8"], "mxfp4": mxfp4}
         self.tuner = self.tuner.get(format)
 
-    def times_us(self, tokens, tilings):
-        self.asked.append((self.shape, tokens, tilings))
-        return {tiling: self.us.get((tokens, tiling), 100.0) for tiling in tilings}
+    def times_us(self, tokens, tilings, routing="uniform"):
+        self.asked.append((self.shape, tokens, routing))
+        us = self.skewed_us if routing == "skewed" else self.us
+        return {tiling: us.get((tokens, tiling), 100.0) for tiling in tilings}
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,7 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(FakeLayer, "us", {})
+    monkeypatch.setattr(FakeLayer, "skewed_us", {})
     monkeypatch.setattr(FakeLayer, "asked", [])
     tables._tables.cache_clear()
     yield FakeLayer
@@ -110,6 +113,18 @@ def test_a_tiling_that_is_faster_by_less_than_runs_differ_is_not_kept(fake):
     assert FAMILY.choose(problem(1)) == before
 
 
+def test_of_tilings_as_fast_as_the_fastest_the_best_with_skewed_routing_is_kept(fake):
+    before, *others = FAMILY.candidates(problem(1))
+    wide, slow = others[:2]
+    fake.us = {(1, wide): 100.9, (1, slow): 101.2}
+    fake.skewed_us = {(1, wide): 60.0, (1, slow): 10.0}
+    (cell,) = tune_fp8({"small": SMALL}, [1])["cells"]
+    assert Tiling(**cell["before"]["tiling"]) == before
+    assert Tiling(**cell["after"]["tiling"]) == wide
+    assert (cell["after"]["time_us"], cell["after"]["skewed_us"]) == (100.9, 60.0)
+    assert cell["tried"][-1] == {"tiling": vars(slow), "time_us": 101.2, "skewed_us": None}
+
+
 def test_the_tiling_that_a_table_gives_is_what_others_have_to_beat(fake):
     table = Tiling(rows=32, split13=4)
     assert table not in FAMILY.candidates(problem(1))
@@ -143,9 +158,12 @@ def test_a_table_is_extended(fake, tmp_path, named):
         [1, 512],
     ]
     assert shapes[0]["tilings"][0]["time_us"] == 100.0
-    assert [(shape, M) for shape, M, _ in fake.asked] == [
-        (SMALL, 1), (SMALL, 512), (OTHER, 1), (OTHER, 512),
-    ]  # fmt: skip
+    assert fake.asked == [
+        (shape, M, routing)
+        for shape in (SMALL, OTHER)
+        for M in (1, 512)
+        for routing in ("uniform", "skewed")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +204,10 @@ def test_a_broken_table_of_the_users_is_tuned_again(fake):
 def test_what_was_found_before_an_error_is_in_the_table(fake, monkeypatch):
     timed = FakeLayer.times_us
 
-    def fails(self, tokens, tilings):
+    def fails(self, tokens, tilings, routing="uniform"):
         if tokens == 64:
             raise NumericsError("wrong")
-        return timed(self, tokens, tilings)
+        return timed(self, tokens, tilings, routing)
 
     faster = other_than(1, FAMILY.default(problem(1)))
     fake.us = {(1, faster): 10.0}
