@@ -1,9 +1,10 @@
 """Find the fastest tiling of kernels for layers, and keep it for every later call.
 
 Candidates take turns, as contenders of `bench experts` do. Of those as fast as the fastest with
-uniform routing, but for what runs differ, the one that is fastest with skewed routing is kept: tiles
-of more rows often cost nothing with the one, and save a third with the other. The tiling that calls
-have now stays unless another is faster by more than runs differ. Each is checked before it is timed.
+uniform routing, but for what runs differ, the one that is fastest with skewed routing is kept:
+tiles of more rows often cost nothing with the one, and save a third with the other. The tiling that
+calls have now stays unless another is faster by more than runs differ. Each is checked before it is
+timed.
 """
 
 from __future__ import annotations
@@ -235,6 +236,6 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
 
 
 def _fastest(now: Any, us: Mapping[Any, float]) -> Any:
-    """The tiling that is kept: `now`, unless it is not timed, or slower by more than runs differ."""
+    """The tiling that is kept: `now`, unless it is not timed or slower by more than runs differ."""
     best = min(us, key=us.__getitem__)
     return now if now in us and us[best] >= _MARGIN * us[now] else best
