@@ -104,8 +104,10 @@ def numbers(codes, words):
     byte = codes.int() & 0xFF
     out = torch.stack([values[byte & 15], values[byte >> 4]], -1).flatten(-2)
     for group in range(out.shape[-1] // 32):
-        exponent = ((words[..., group // 4] >> 8 * (group % 4)) & 0xFF) - 127
-        out[..., 32 * group : 32 * group + 32] *= (2.0 ** exponent.double())[..., None]
+        exponent = ((words[..., group // 4] >> 8 * (group % 4)) & 0xFF).long() - 127
+        # By its bits: pow on a GPU is good to two ulp.
+        power = ((exponent + 1023) << 52).view(torch.float64)
+        out[..., 32 * group : 32 * group + 32] *= power[..., None]
     return out
 
 
@@ -152,14 +154,17 @@ def by_pair(weights, hidden, topk_weights, ids):
 @pytest.mark.parametrize(("act_fn", "biases"), [(SILU, False), (SWIGLUOAI, True), (RELU2, False)])
 def test_a_layer_is_its_experts_weighted(sm100_library, act_fn, biases):
     """The same values are rounded, but for exp, which is good to a few ulp of float32, and the
-    order of sums: no code is expected to differ, and a result in bfloat16 rarely, by 2**-8.
+    order of sums: no code is expected to differ, and a result in bfloat16 rarely, by 2**-8. The two
+    of a token are added in float32, which a GPU may round once less: 2**-23 of the largest.
     """
     sm100_library()
     weights, call = weights_of(act_fn, biases), call_of()
     want = by_pair(weights, *call)
+    largest = want.abs().amax(1, keepdim=True)
     for got in (run_experts(pack(weights), *call), run_batches(weights, call)):
-        assert ((got - want).abs() <= 2**-8 * want.abs().amax(1, keepdim=True)).all()
-        assert (got == want).float().mean() > 0.9
+        difference = (got - want).abs()
+        assert (difference <= 2**-8 * largest).all()
+        assert (difference <= 2**-23 * largest).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("biases", [False, True])
