@@ -45,9 +45,12 @@ class Model:
     places: Mapping[str, Place]
 
     def whereabouts(self, name: str) -> str:
-        """Where work on a tensor or weight is, as of `MoeConfig`; its name if in no layer."""
-        role = self.roles.get(name) or self.architecture.classify(name)
-        return name if role.layer is None else self.moe.whereabouts(role.layer)
+        """Where work on a tensor or weight is, as of `MoeConfig`; its name if in no layer.
+
+        Parts of a weight that is stored quantized are where the weight is.
+        """
+        role = self.roles.get(name) or self.roles.get(f"{name.rpartition('.')[0]}.weight")
+        return name if role is None or role.layer is None else self.moe.whereabouts(role.layer)
 
 
 def read_model(

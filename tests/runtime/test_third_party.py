@@ -131,6 +131,6 @@ def test_of_two_backends_with_the_same_name_the_first_is_used(layers, install, m
 
 def test_moequant_formats_lists_a_backend_that_fails(install):
     install(undecided="Undecided")
-    shown = CliRunner().invoke(cli, ["formats"])
+    shown = CliRunner().invoke(cli, ["formats", "--backends"])
     assert shown.exit_code == 0
     assert "no: cannot say whether it runs this: RuntimeError('driver is gone')" in shown.stdout

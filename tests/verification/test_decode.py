@@ -18,6 +18,7 @@ ELEMENTS = {
     "mxfp4": lambda codes: codes.view(ml_dtypes.float4_e2m1fn),
     "w4a8": lambda codes: codes.astype(ml_dtypes.int4),
     "fp8_channel": lambda codes: codes.view(ml_dtypes.float8_e4m3fn),
+    "fp8_tensor": lambda codes: codes.view(ml_dtypes.float8_e4m3fn),
     "mxfp8": lambda codes: codes.view(ml_dtypes.float8_e4m3fn),
 }
 
