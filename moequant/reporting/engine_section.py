@@ -116,7 +116,8 @@ def _defects(defects: Iterable[Mapping[str, Any]]) -> Markup:
 
 def _defect(defect: Mapping[str, Any]) -> Iterator[str]:
     yield element("b", f"{defect['id']}: ")
-    yield f"{shortened(defect['detail'])}; "
+    if defect["detail"]:
+        yield f"{shortened(defect['detail'])}; "
     for name in defect["names"][:_NAMES_SHOWN]:
         yield code(name)
         yield " "
