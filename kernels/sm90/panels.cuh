@@ -3,6 +3,18 @@
 
 #include "sm90/bf16_output.cuh"
 
+// The stages that a warpgroup reads.
+struct Stages {
+  const Worker& at;
+  int group;
+  __device__ __forceinline__ void await(const Ring& ring) const {
+    barrier_wait(at.base + OFF_FULL + ring.stage * 8, ring.parity);
+    see_copies();
+  }
+  __device__ __forceinline__ const u8* panel(u32 stage) const { return at.smem + OFF_W + stage * W_BYTES + group * PANEL_BYTES; }
+  __device__ __forceinline__ u32 x(u32 stage) const { return at.base + OFF_X + stage * X_BYTES; }
+};
+
 // Start loading the two panels of a unit for a stage to `to`; `bar` expects them and the tokens.
 __device__ __forceinline__ void load_panels(const u8* w, const Unit& unit, int k, u32 to, int rank, u32 bar) {
   const bool second = unit.n * 2 + 1 < PANELS;

@@ -119,18 +119,6 @@ struct Factors {
   __device__ __forceinline__ static float of_one(float2 of, int block, int) { return block ? of.y : of.x; }
 };
 
-// The stages that a warpgroup reads.
-struct Stages {
-  const Worker& at;
-  int group;
-  __device__ __forceinline__ void await(const Ring& ring) const {
-    barrier_wait(at.base + OFF_FULL + ring.stage * 8, ring.parity);
-    see_copies();
-  }
-  __device__ __forceinline__ const u8* panel(u32 stage) const { return at.smem + OFF_W + stage * W_BYTES + group * PANEL_BYTES; }
-  __device__ __forceinline__ u32 x(u32 stage) const { return at.base + OFF_X + stage * X_BYTES; }
-};
-
 // The sums of a unit of at most 48 rows: half a block of weights, 64 rows x 64 k, is decoded while another is multiplied.
 // Not of a pair, whose release amid products has ptxas wait for each of them.
 template <int ACC>

@@ -53,18 +53,6 @@ __device__ __forceinline__ void promote(float (&to)[ACC], float (&d)[ACC], float
   }
 }
 
-// The stages that a warpgroup reads.
-struct Stages {
-  const Worker& at;
-  int group;
-  __device__ __forceinline__ void await(const Ring& ring) const {
-    barrier_wait(at.base + OFF_FULL + ring.stage * 8, ring.parity);
-    see_copies();
-  }
-  __device__ __forceinline__ const u8* panel(u32 stage) const { return at.smem + OFF_W + stage * W_BYTES + group * PANEL_BYTES; }
-  __device__ __forceinline__ u64 x(u32 stage) const { return descriptor(at.base + OFF_X + stage * X_BYTES); }
-};
-
 // d = 64 weight rows x ACC * 2 tokens over 128 k; returns the scales of d.
 template <int ACC>
 __device__ __forceinline__ float2 start(float (&d)[ACC], u32 (&a)[16], const Packed& packed, u64 x) {
@@ -93,7 +81,7 @@ __device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at,
   if (at.k_begin < at.k_end) await_stage();  // a part of a short K may be empty
   for (int k = at.k_begin; k < at.k_end; ++k) {
     const u32 s = ring.stage;
-    const u64 x = stages.x(s);
+    const u64 x = descriptor(stages.x(s));
     by[0] = start(d[0], a[0], packed, x);
     packed.load(stages.panel(s), 1);
     by[1] = start(d[1], a[1], packed, x);
@@ -125,7 +113,7 @@ __device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at,
     const u32 s = ring.stage;
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const float2 by = start(d, a, packed, stages.x(s));
+      const float2 by = start(d, a, packed, descriptor(stages.x(s)));
       if (block == 0) {
         packed.load(stages.panel(s), 1);
       } else {
@@ -164,7 +152,7 @@ __device__ __forceinline__ void multiply_span(
     pin(d);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      const u64 x = stages.x(ring[i].stage);
+      const u64 x = descriptor(stages.x(ring[i].stage));
       // What comes behind: the next stage of the span, the second block, or the next span.
       const bool more = i + 1 < COUNT, ends = !more && block == 1;
       const int next = more ? i + 1 : ends ? COUNT : 0, next_block = more ? block : 1 - block;
