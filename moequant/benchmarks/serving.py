@@ -47,7 +47,7 @@ from moequant.progress import SilentProgress
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from moequant.progress import Progress
     from moequant.runtime.activations import ActivationsChoice
@@ -123,6 +123,7 @@ def bench_serving(
     *,
     folder: Path | None = None,
     progress: Progress | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Time every engine with every checkpoint.
 
@@ -132,6 +133,7 @@ def bench_serving(
         measure: what to measure.
         folder: where to generate; by default the folder for temporary files.
         progress: receives every engine.
+        keep: receives the document after every engine, with what was timed until then.
 
     Returns:
         The document; see the module. Engines that failed are in it, with the reason.
@@ -146,24 +148,34 @@ def bench_serving(
     with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
         place = Path(name)
         found = _run_or_raise("machine", {"device": measure.device}, place, measure)
+        rows: list[dict[str, Any]] = []
+        document = {
+            "measured": datetime.now(UTC).date().isoformat(),
+            "method": METHOD,
+            **found,
+            "batches": list(measure.batches),
+            "prefill_tokens": measure.prefill_tokens,
+            "steps": measure.steps,
+            "activations": measure.activations,
+            "tensor_parallel": measure.tensor_parallel,
+            "checkpoints": rows,
+        }
         formats = random_source.formats if random_source is not None else ()
         count = (len(checkpoints) + len(formats)) * len(measure.engines)
         report.start("timing", count, unit="engines")
-        rows = []
         for label, path in _checkpoints(checkpoints, random_source, place, measure):
-            rows.append(_bench(label, path, place, measure, found["read_tb_per_s"], report))
+            floor_s = _floor_s(path, measure, found["read_tb_per_s"])
+            floor_ms = {str(batch): seconds * 1e3 for batch, seconds in floor_s.items()}
+            engines: list[dict[str, Any]] = []
+            rows.append({"name": label, "floor_ms": floor_ms, "engines": engines})
+            for engine in measure.engines:
+                timed = _time(engine, path, place, measure)
+                engines.append({"engine": engine, **_figures(timed, floor_s, measure)})
+                report.advance(1, f"{engine}, {label}")
+                if keep is not None:
+                    keep(document)
         report.finish()
-    return {
-        "measured": datetime.now(UTC).date().isoformat(),
-        "method": METHOD,
-        **found,
-        "batches": list(measure.batches),
-        "prefill_tokens": measure.prefill_tokens,
-        "steps": measure.steps,
-        "activations": measure.activations,
-        "tensor_parallel": measure.tensor_parallel,
-        "checkpoints": rows,
-    }
+    return document
 
 
 def failures(document: Mapping[str, Any]) -> list[str]:
@@ -228,24 +240,12 @@ def _checkpoints(
         yield f"{model}, {format}", path
 
 
-def _bench(
-    name: str, path: Path, place: Path, measure: ServingMeasure, rate: float, progress: Progress
-) -> dict[str, Any]:
-    floor = StepFloor(path)
-    context = mean_context(measure.steps)
-    floor_s = {
+def _floor_s(path: Path, measure: ServingMeasure, rate: float) -> dict[int, float]:
+    """Seconds of the floor of a step at `rate` TB/s, by batch."""
+    floor, context = StepFloor(path), mean_context(measure.steps)
+    return {
         batch: floor.step(batch, context).total / rate / 1e12 / measure.tensor_parallel
         for batch in measure.batches
-    }
-    engines = []
-    for engine in measure.engines:
-        found = _time(engine, path, place, measure)
-        engines.append({"engine": engine, **_figures(found, floor_s, measure)})
-        progress.advance(1, f"{engine}, {name}")
-    return {
-        "name": name,
-        "floor_ms": {str(batch): seconds * 1e3 for batch, seconds in floor_s.items()},
-        "engines": engines,
     }
 
 
@@ -255,9 +255,10 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         checkpoint=str(path.resolve()),
         device=measure.device,
         activations=measure.activations,
-        max_batch=max(*measure.batches, PREFILL_PROMPTS),
+        batches=tuple(measure.batches),
         max_tokens=max_tokens(measure.steps, measure.prefill_tokens),
         prefill_tokens=measure.prefill_tokens,
+        prefill_prompts=PREFILL_PROMPTS,
         attention_backend=measure.attention_backend,
         tensor_parallel=measure.tensor_parallel,
         expert_parallel=measure.expert_parallel,

@@ -36,9 +36,10 @@ class Setup:
         checkpoint: a folder.
         device: "cuda", or "cpu" for transformers and moequant.
         activations: of our experts, see `FusedExperts`.
-        max_batch: most sequences at once.
+        batches: numbers of sequences that are decoded at once.
         max_tokens: most tokens of a sequence, prompt and answer.
         prefill_tokens: most tokens of prompts in one step.
+        prefill_prompts: their number.
         attention_backend: of vLLM; None for its choice.
         tensor_parallel: number of GPUs, in vLLM only.
         expert_parallel: whether these divide experts, and not their rows.
@@ -47,9 +48,10 @@ class Setup:
     checkpoint: str
     device: str
     activations: ActivationsChoice
-    max_batch: int
+    batches: Sequence[int]
     max_tokens: int
     prefill_tokens: int
+    prefill_prompts: int
     attention_backend: str | None
     tensor_parallel: int
     expert_parallel: bool
@@ -90,7 +92,9 @@ class Vllm(Engine):
             dtype="bfloat16",
             max_model_len=setup.max_tokens,
             max_num_batched_tokens=max(setup.prefill_tokens, setup.max_tokens),
-            max_num_seqs=setup.max_batch,
+            max_num_seqs=max(*setup.batches, setup.prefill_prompts),
+            # The batches that are timed, of those that vLLM would capture: it starts sooner.
+            compilation_config={"cudagraph_capture_sizes": sorted(set(setup.batches))},
             # Otherwise a prompt that comes twice would be read once.
             enable_prefix_caching=False,
             seed=0,

@@ -184,9 +184,9 @@ def test_a_process_that_is_given_up_ends_with_those_it_started(models, tmp_path,
     )
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     setup = {
-        "checkpoint": "", "device": "cuda", "activations": "format", "max_batch": 1,
-        "max_tokens": 1, "prefill_tokens": 8, "attention_backend": None, "tensor_parallel": 1,
-        "expert_parallel": False,
+        "checkpoint": "", "device": "cuda", "activations": "format", "batches": [1],
+        "max_tokens": 1, "prefill_tokens": 8, "prefill_prompts": 8, "attention_backend": None,
+        "tensor_parallel": 1, "expert_parallel": False,
     }  # fmt: skip
     found, log = run_step("engine", {"engine": "vllm", "setup": setup}, tmp_path, timeout_s=10)
     assert found == {"error": "it did not end within 10 s"}

@@ -1,13 +1,16 @@
 """Small models whose experts decide their logits, converted, and run in vLLM and transformers.
 
 Engines run in processes of their own, by one_engine.py. Checkpoints, and what engines said of them,
-are kept in MOEQUANT_ENGINES_DIR, if that is set, so that several runs of the tests share them.
+are kept in MOEQUANT_ENGINES_DIR, if that is set, so that several runs of the tests share them, and
+several processes of one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ import torch
 HERE = Path(__file__).parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _SECONDS = 240
-_SETTINGS = {
+SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",
@@ -87,6 +90,18 @@ def _config(model):
     )  # fmt: skip
 
 
+def _make_once(path, make):
+    """Call make(other) if there is no `path`, and rename what it makes; one process at a time."""
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            partial = path.with_name(f"{path.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            partial.rename(path)
+    return path
+
+
 @dataclass(frozen=True)
 class Engines:
     """Checkpoints, and what engines say of them, under a folder; made when they are asked for."""
@@ -95,10 +110,10 @@ class Engines:
 
     def source(self, model):
         """A model of transformers in BF16, with random weights."""
-        from transformers import AutoModelForCausalLM
 
-        path = self.folder / model
-        if not (path / "config.json").exists():
+        def make(path):
+            from transformers import AutoModelForCausalLM
+
             torch.manual_seed(0)
             built = AutoModelForCausalLM.from_config(_config(model), dtype=torch.bfloat16)
             for name, parameter in built.named_parameters():
@@ -107,39 +122,50 @@ class Engines:
                     std = 0.1 if "experts" in name else 0.2 if "gate" in name else 0.05
                     torch.nn.init.normal_(parameter, std=std)
             built.save_pretrained(path)
-        return path
+
+        return _make_once(self.folder / model, make)
 
     def converted(self, model, format, dialect):
         """The model in a format and dialect."""
         from moequant.conversion import convert
 
-        path = self.folder / f"{model}.{format}.{dialect}"
-        if not path.exists():
-            convert(self.source(model), path, format=format, dialect=dialect)
-        return path
+        source = self.source(model)
+        return _make_once(
+            self.folder / f"{model}.{format}.{dialect}",
+            lambda path: convert(source, path, format=format, dialect=dialect),
+        )
 
     def dequantized(self, model, format, dialect):
         """That in BF16 again."""
         from moequant.conversion import convert
 
-        path = self.folder / f"{model}.{format}.{dialect}.bf16"
-        if not path.exists():
-            convert(self.converted(model, format, dialect), path, format="bf16")
-        return path
+        converted = self.converted(model, format, dialect)
+        return _make_once(
+            self.folder / f"{model}.{format}.{dialect}.bf16",
+            lambda path: convert(converted, path, format="bf16"),
+        )
+
+    def said(self, checkpoint, *arguments):
+        """Where `vllm` keeps what an engine says, beside its log."""
+        name = "_".join([checkpoint.name, *arguments]).replace("/", "").replace('"', "")
+        return self.folder / f"{name}.pt"
 
     def vllm(self, checkpoint, *arguments):
         """What vLLM says of a checkpoint, and its log: by one_engine.py with `arguments`."""
-        name = "_".join([checkpoint.name, *arguments]).replace("/", "").replace('"', "")
-        out, log = self.folder / f"{name}.pt", self.folder / f"{name}.log"
-        if not out.exists():
+        out = self.said(checkpoint, *arguments)
+        log = out.with_suffix(".log")
+
+        def run(path):
             plugins = {"VLLM_PLUGINS": "moequant" if "--moequant" in arguments else ""}
-            command = [sys.executable, HERE / "one_engine.py", checkpoint, out, *arguments]
+            command = [sys.executable, HERE / "one_engine.py", checkpoint, path, *arguments]
             with log.open("w") as file:
                 done = subprocess.run(
-                    [str(part) for part in command], env={**os.environ, **_SETTINGS, **plugins},
+                    [str(part) for part in command], env={**os.environ, **SETTINGS, **plugins},
                     stdout=file, stderr=subprocess.STDOUT, timeout=_SECONDS, check=False,
                 )  # fmt: skip
             assert done.returncode == 0, log.read_text()[-4000:]
+
+        _make_once(out, run)
         return torch.load(out), log.read_text()
 
     def transformers(self, checkpoint, ids, *, experts=None):
