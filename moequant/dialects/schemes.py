@@ -397,7 +397,7 @@ class Fp8Tensors(Encoding):
         return parts["qdata"], TensorSpec(dtype=torch.float32, shape=(1,))
 
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
-        return q.qdata, q.scale.reshape(1) if q.scale.numel() else torch.ones(1)
+        return q.qdata, q.scale.reshape(1) if q.scale.numel() else q.scale.new_ones(1)
 
 
 class Fp8BlocksFlexible(Encoding):

@@ -449,7 +449,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @cache
 def _bits_of(number: float, dtype: torch.dtype, bits: torch.dtype) -> int:
-    return int(torch.tensor(number).to(dtype).view(bits).item())
+    return int(torch.tensor(number, dtype=torch.float32).to(dtype).view(bits).item())
 
 
 # The weights of a model have a handful of shapes.

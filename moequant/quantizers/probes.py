@@ -130,7 +130,9 @@ def _encoded(format: str) -> Iterator[QuantizedWeight]:
             qdata=_pattern(qdata.dtype, qdata.shape, turn),
             scale=_pattern(scale.dtype, scale.shape, turn),
             # Not a power of two, so that products are rounded.
-            global_scale=torch.tensor(0.003) if "global_scale" in specs else None,
+            global_scale=torch.tensor(0.003, dtype=torch.float32)
+            if "global_scale" in specs
+            else None,
             shape=torch.Size(_SHAPE),
         )
 

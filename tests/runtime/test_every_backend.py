@@ -136,6 +136,32 @@ def test_a_layout_is_lossless_and_packs_expert_by_expert(layers, layout, extra, 
     assert held or "static" in extra
 
 
+@pytest.mark.parametrize("act_fn", [SILU, RELU2], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"biases": True}, {"static": True}], ids=str)
+@every_layout
+def test_a_layout_packs_the_same_bytes_whatever_torchs_default_dtype_is(
+    layers, layout, extra, act_fn
+):
+    for format in STATIC if "static" in extra else RUNNABLE:
+        weights = weights_of(layers, format, act_fn, **extra)
+        try:
+            wanted = layout.pack(weights)
+        except UnsupportedError:
+            continue
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            packed = layout.pack(weights)
+            back = layout.unpack(packed, workload_of(weights, "none")).tensors()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        parts = weights.tensors()
+        for found, expected in ((packed, wanted), (back, parts)):
+            assert found.keys() == expected.keys()
+            for name, tensor in found.items():
+                assert tensor.dtype == expected[name].dtype
+                assert torch.equal(bytes_of(tensor), bytes_of(expected[name]))
+
+
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(
     "act_fn", [SILU, SWIGLUOAI, SITU, RELU2, ActFn(name="gelu", gated=False)], ids=str

@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +52,10 @@ VERSIONS = tuple(_load_stand_ins().VERSIONS) if find_spec("vllm") is None else (
 @pytest.fixture(scope="module", params=VERSIONS)
 def engine(request):
     """vLLM, or stand-ins of a version; `engine.layer(...)` makes a layer of routed experts."""
-    made = _real_vllm() if request.param is None else StandIns(request.param)
+    if request.param is None:
+        made = request.getfixturevalue("real_vllm")
+    else:
+        made = StandIns(request.param)
     from moequant.integrations.vllm import register
 
     register()
@@ -61,9 +63,10 @@ def engine(request):
     made.remove()
 
 
-@cache
-def _real_vllm():
-    return RealVllm()
+@pytest.fixture(scope="session")
+def real_vllm(tmp_path_factory):
+    """vLLM itself; its one rank is initialized once in a process."""
+    return RealVllm(tmp_path_factory.mktemp("vllm") / "ranks")
 
 
 class Engine:
@@ -124,10 +127,16 @@ class Engine:
     def loaded_runner(self, checkpoint, **arguments):
         """What runs that layer."""
         config = json.loads((checkpoint / "config.json").read_text())
-        runner = self._runner(config["quantization_config"], **arguments)
-        layer = self._layer_of(runner)
-        fill(layer, checkpoint, config, arguments.get("tp", (1, 0)), arguments.get("ep", (1, 0)))
-        layer.quant_method.process_weights_after_loading(layer)
+        shares = [arguments.get(name, (1, 0)) for name in ("tp", "ep")]
+        # As vLLM makes, fills and packs layers: the model's dtype is torch's default meanwhile.
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            runner = self._runner(config["quantization_config"], **arguments)
+            layer = self._layer_of(runner)
+            fill(layer, checkpoint, config, *shares)
+            layer.quant_method.process_weights_after_loading(layer)
+        finally:
+            torch.set_default_dtype(torch.float32)
         return runner
 
 
@@ -170,7 +179,7 @@ class StandIns(Engine):
 
 
 class RealVllm(Engine):
-    def __init__(self):
+    def __init__(self, store):
         from vllm import __version__
 
         self.real, self.version = True, __version__.partition("+")[0]
@@ -178,7 +187,8 @@ class RealVllm(Engine):
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
         with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-            init_distributed_environment(1, 0, "tcp://127.0.0.1:29617", 0, backend="gloo")
+            # By a file: parallel processes of the suite would want the same port.
+            init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
             initialize_model_parallel(1, 1)
 
     @contextmanager
