@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output, size
+from moequant.cli.output import Output, size, write_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -73,11 +72,7 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
 )
-@click.option(
-    "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
-    callback=options.check_written_file,
-    help="Also write the document that --json prints, after every layer.",
-)  # fmt: skip
+@options.kept_document_option("layer")
 @options.json_option
 def command(
     shape: str,
@@ -98,8 +93,6 @@ def command(
     Times are medians of CUDA-graph replays. They are compared with a floor: the time this GPU needs
     for the same bytes and operations at its measured peak rates.
     """
-    from moequant.storage.disk import replace_file
-
     out = Output(as_json=as_json)
     names = [name for name in against.split(",") if name]
     from moequant.benchmarks.experts import Measure, bench_experts
@@ -120,8 +113,7 @@ def command(
         for document in bench_experts(shapes, measure, device=device, progress=progress):
             # After every layer, so that an interruption costs no more than one.
             if output is not None:
-                data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-                replace_file(output, data)
+                write_document(output, document)
     out.result(document, _show)
 
 

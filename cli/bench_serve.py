@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import click
 from moequant.cli import options
 from moequant.cli.bench_experts import parse_tokens
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output
+from moequant.cli.output import Output, write_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     help="Where to time; vLLM is timed on cuda only.",
 )  # fmt: skip
 @options.folder_option("Where to write models of random weights.")
+@options.kept_document_option("engine")
 @options.plot_option("the share of the floor")
 @options.json_option
 def command(
@@ -89,6 +91,7 @@ def command(
     expert_parallel: bool,
     device: str,
     folder: Path | None,
+    output: Path | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -124,7 +127,11 @@ def command(
         timeout_s=timeout,
     )
     with out.progress() as progress:
-        document = bench_serving(models, source, measure, folder=folder, progress=progress)
+        # After every engine, so that an interruption costs no more than one.
+        keep = None if output is None else partial(write_document, output)
+        document = bench_serving(
+            models, source, measure, folder=folder, progress=progress, keep=keep
+        )
     if plot is not None:
         replace_file(plot, plot_serving(document).encode())
     failed = failures(document)

@@ -111,6 +111,15 @@ def results_option(flag: str, *, name: str, help: str) -> Callable[[_Command], _
     )  # fmt: skip
 
 
+def kept_document_option(part: str) -> Callable[[_Command], _Command]:
+    """Option --output of a command that takes long: `part` says after what it is written."""
+    return click.option(
+        "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
+        callback=check_written_file,
+        help=f"Also write the document that --json prints, after every {part}.",
+    )  # fmt: skip
+
+
 def plot_option(drawn: str) -> Callable[[_Command], _Command]:
     """Option --plot, whose help says what is drawn."""
     return click.option(

@@ -20,6 +20,7 @@ from moequant.units import size as size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint
@@ -145,6 +146,17 @@ def _bars_disabled() -> bool:
 def print_document(document: Mapping[str, Any]) -> None:
     """Print a JSON document on stdout; a command prints only one."""
     click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON document to a file, which is replaced as a whole.
+
+    Raises:
+        MoequantError: the file cannot be written.
+    """
+    from moequant.storage.disk import replace_file
+
+    replace_file(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def printable(text: str) -> str:

@@ -127,7 +127,14 @@ def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
         activations="fp8_token", attention_backend="TRITON_ATTN", tensor_parallel=2,
         expert_parallel=True,
     )  # fmt: skip
-    (row,) = bench_serving([models[1]], None, measure)["checkpoints"]
+    kept = []
+    document = bench_serving(
+        [models[1]], None, measure, keep=lambda found: kept.append(json.dumps(found))
+    )
+    assert kept[-1] == json.dumps(document)
+    counts = [[len(row["engines"]) for row in json.loads(k)["checkpoints"]] for k in kept]
+    assert counts == [[1], [2]]
+    (row,) = document["checkpoints"]
     alone, plugged = row["engines"]
     assert (alone["version"], alone["experts"]) == ("0.22.1", "'MARLIN' Mxfp4 MoE")
     assert plugged["experts"] == "sm90_w4a16"

@@ -142,7 +142,7 @@ def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path)
         ("pipe", "exists and is not a file; choose another name"),
     ],
 )
-@pytest.mark.parametrize("command", [("bench", "experts"), ("tune",)])
+@pytest.mark.parametrize("command", [("bench", "experts"), ("bench", "serve"), ("tune",)])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path, command, given, why
 ):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from moequant.benchmarks import serving
@@ -29,6 +31,7 @@ DOCUMENT = {
         }
     ],
 }
+INTERRUPTED = {"engine": "transformers"}
 FAILED = {"engine": "vllm", "error": "vLLM is not installed", "log": "..."}
 
 
@@ -38,13 +41,18 @@ def measured(monkeypatch):
     asked = {}
 
     def measured(*engines):
-        def bench(models, source, measure, *, folder, progress):
+        def bench(models, source, measure, *, folder, progress, keep):
             asked.update(models=models, source=source, measure=measure)
             (row,) = DOCUMENT["checkpoints"]
-            return {
-                **DOCUMENT,
-                "checkpoints": [{**row, "engines": [*row["engines"], *engines]}],
-            }
+            timed = []
+            document = {**DOCUMENT, "checkpoints": [{**row, "engines": timed}]}
+            for engine in (*row["engines"], *engines):
+                if engine is INTERRUPTED:
+                    raise KeyboardInterrupt
+                timed.append(engine)
+                if keep is not None:
+                    keep(document)
+            return document
 
         monkeypatch.setattr(serving, "bench_serving", bench)
         return asked
@@ -82,6 +90,24 @@ def test_an_engine_that_failed_is_named_and_the_exit_code_is_1(run, measured):
     document = run("bench", "serve", "a-model", "--json").document
     assert document["error"]["message"] == "not timed: vllm with a-model"
     assert document["checkpoints"][0]["engines"][1] == FAILED
+
+
+def test_what_was_timed_is_kept_when_the_command_is_interrupted(run, measured, tmp_path):
+    measured(FAILED, INTERRUPTED)
+    kept = tmp_path / "serve.json"
+    result = run("bench", "serve", "a-model", "--output", kept)
+    assert result.exit_code not in (0, 1, 2)
+    document = json.loads(kept.read_text())
+    (row,) = document.pop("checkpoints")
+    assert [engine["engine"] for engine in row["engines"]] == ["moequant", "vllm"]
+    assert document == {name: DOCUMENT[name] for name in DOCUMENT if name != "checkpoints"}
+
+
+def test_the_file_holds_what_json_prints(run, measured, tmp_path):
+    measured()
+    kept = tmp_path / "serve.json"
+    printed = run("bench", "serve", "a-model", "--json", "--output", kept).document
+    assert json.loads(kept.read_text()) == printed
 
 
 def test_options_say_what_to_measure(run, measured):
