@@ -36,6 +36,9 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """For a machine without network, and without FlashInfer."""
+# vLLM runs the format with static scales of activations alone. FP8 rounds numbers of 2**-6 to 448
+# alike, so one scale does for all inputs.
+_STATIC = {"fp8_tensor": 1.0}
 _SIZES = {
     "vocab_size": 2048,
     "hidden_size": 1024,
@@ -87,7 +90,19 @@ def _config(model):
         moe_intermediate_size=512, n_routed_experts=16, num_experts_per_tok=4, n_shared_experts=1,
         n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=256, kv_lora_rank=512,
         qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_nextn_predict_layers=0,
+        # Fields of the release, which vLLM reads and transformers takes for granted.
+        topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True,
     )  # fmt: skip
+
+
+def _std(model, name):
+    """Experts are large beside attention; routers are wide, so that few ids flip.
+
+    A sigmoid would make 1 of many of a wide router's scores.
+    """
+    if "experts" in name:
+        return 0.1
+    return 0.2 if "gate" in name and model != "deepseek_v3" else 0.05
 
 
 def _make_once(path, make):
@@ -118,9 +133,10 @@ class Engines:
             built = AutoModelForCausalLM.from_config(_config(model), dtype=torch.bfloat16)
             for name, parameter in built.named_parameters():
                 if parameter.ndim > 1:
-                    # Experts large beside attention, and routers wide, so that few ids flip.
-                    std = 0.1 if "experts" in name else 0.2 if "gate" in name else 0.05
-                    torch.nn.init.normal_(parameter, std=std)
+                    torch.nn.init.normal_(parameter, std=_std(model, name))
+            for name, buffer in built.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    torch.nn.init.normal_(buffer, std=0.05)
             built.save_pretrained(path)
 
         return _make_once(self.folder / model, make)
@@ -132,7 +148,9 @@ class Engines:
         source = self.source(model)
         return _make_once(
             self.folder / f"{model}.{format}.{dialect}",
-            lambda path: convert(source, path, format=format, dialect=dialect),
+            lambda path: convert(
+                source, path, format=format, dialect=dialect, activation_scales=_STATIC.get(format)
+            ),
         )
 
     def dequantized(self, model, format, dialect):
