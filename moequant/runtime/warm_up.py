@@ -84,15 +84,29 @@ def warm_up(
         UnsupportedError: no backend runs the experts.
     """
     report = progress or SilentProgress()
-    representative = {experts.kernels_for(M, topk): M for M in sorted(set(tokens), reverse=True)}
-    representative.pop(None, None)
-    chosen = sorted(representative.values())
+    chosen = distinct_calls(experts, tokens, topk)
     report.start("compiling", len(chosen), unit="kernel sets")
     for M in chosen:
         _call(experts, M, topk, dtype)
         report.advance(1, f"{M} tokens")
     report.finish()
     return chosen
+
+
+def distinct_calls(experts: FusedExperts, tokens: Iterable[int], topk: int) -> list[int]:
+    """The least M of `tokens` for each set of kernels; none where the backend compiles nothing.
+
+    Args:
+        experts: on the device they will run on.
+        tokens: numbers of tokens.
+        topk: T.
+
+    Raises:
+        UnsupportedError: no backend runs the experts.
+    """
+    least = {experts.kernels_for(M, topk): M for M in sorted(set(tokens), reverse=True)}
+    least.pop(None, None)
+    return sorted(least.values())
 
 
 def _call(experts: FusedExperts, tokens: int, topk: int, dtype: torch.dtype) -> None:

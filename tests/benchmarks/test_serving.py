@@ -153,7 +153,9 @@ def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
         assert options["enable_prefix_caching"] is False
     assert "quantization" not in first
     assert second["quantization"] == "moequant"
-    assert second["additional_config"] == {"moequant": {"activations": "fp8_token"}}
+    assert second["additional_config"] == {
+        "moequant": {"activations": "fp8_token", "warm_up": "skip"}
+    }
 
 
 @pytest.mark.parametrize(

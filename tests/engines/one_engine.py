@@ -44,7 +44,9 @@ def run(given):
 
     config = json.loads((given.checkpoint / "config.json").read_text())
     vocabulary = config["vocab_size"]
-    own = {"quantization": "moequant", "additional_config": {"moequant": given.options}}
+    # Once is enough to see it work: many sizes are compiled, and few are run.
+    options = {"warm_up": "full" if given.graphs else "skip", **given.options}
+    own = {"quantization": "moequant", "additional_config": {"moequant": options}}
     engine = LLM(
         model=str(given.checkpoint),
         skip_tokenizer_init=True,

@@ -17,6 +17,7 @@ experts are given to `FusedExperts`.
     name.py         what vLLM calls it
     versions.py     the versions of vLLM, and what differs between them
     method.py       the method of a layer: parameters, packing, and the call
+    warm_up.py      kernels of all sizes of calls, compiled before the server is ready
 
 Written for vLLM 0.22.1 and 0.33.0; docs/serving.md says what was run.
 """

@@ -29,6 +29,7 @@ from moequant.integrations.vllm.refusals import check_biases, check_blocks
 from moequant.integrations.vllm.single import SingleExperts
 from moequant.integrations.vllm.stored import RankSizes
 from moequant.integrations.vllm.versions import activation_numbers
+from moequant.integrations.vllm.warm_up import warm_up_smaller
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.backends import Workload
 from moequant.runtime.packing import scheme_of
@@ -68,6 +69,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.dummy = dummy
         self.stored: StoredExperts | None = None
         self.experts: FusedExperts | None = None
+        self._called = False
         self.act_fn = act_fn_of(moe.activation.value, activation_numbers(moe))
         check_biases(
             name,
@@ -180,12 +182,13 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             shared_experts_input: likewise.
         """
         assert self.experts is not None, f"{self.name}: not loaded"
-        out: Tensor = self.experts(
-            x,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-        )
+        call, on_input = (x, topk_weights, topk_ids), layer.apply_router_weight_on_input
+        if not self._called:
+            self._called = True
+            warm_up_smaller(
+                self.experts, self.options.warm_up, *call, apply_router_weight_on_input=on_input
+            )
+        out: Tensor = self.experts(*call, apply_router_weight_on_input=on_input)
         return out
 
     def _check_backend(self, sizes: RankSizes, device: torch.device) -> None:

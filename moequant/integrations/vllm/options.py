@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME
 from moequant.runtime.packing import ACTIVATIONS
+from moequant.runtime.warm_up import MODES
 
 if TYPE_CHECKING:
     from moequant.runtime.activations import ActivationsChoice
+    from moequant.runtime.warm_up import Mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +25,13 @@ class Options:
     Attributes:
         backend: name of a backend of moequant; None for the best that runs the experts.
         activations: as for `FusedExperts`; "format" is what the checkpoint says.
+        warm_up: the sizes of calls whose kernels are compiled before the server is ready; see
+            `tokens_of`.
     """
 
     backend: str | None = None
     activations: ActivationsChoice = "format"
+    warm_up: Mode = "full"
 
 
 def read_options(additional_config: object) -> Options:
@@ -51,4 +56,9 @@ def read_options(additional_config: object) -> Options:
         raise UnsupportedError(
             f"{where}: activations is {activations!r}, but must be one of {', '.join(ACTIVATIONS)}"
         )
-    return Options(backend=backend, activations=activations)
+    warm_up = options.get("warm_up", "full")
+    if warm_up not in MODES:
+        raise UnsupportedError(
+            f"{where}: warm_up is {warm_up!r}, but must be one of {', '.join(MODES)}"
+        )
+    return Options(backend=backend, activations=activations, warm_up=warm_up)
