@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moequant.conversion import Recipe
+
 AT = "model.layers.0.mlp"
 EXPERT = f"{AT}.experts.1"
 
@@ -128,14 +130,116 @@ def test_a_missing_input_scale_breaks_blackwell(planted, check, dialect):
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0])
 def test_an_input_scale_of_an_expert_without_tokens_breaks_blackwell(planted, check, value):
-    name = f"{EXPERT}.gate_proj"
-    path = planted(
-        "nvfp4", tensors=put(f"{name}.input_global_scale", value), activation_scales=0.01
-    )
+    name = f"{EXPERT}.gate_proj.input_global_scale"
+    path = planted("nvfp4", tensors=put(name, value), activation_scales=0.01)
     engines = check(path, gpu="b200")
     for key in ("vllm", "sglang"):
         assert against(engines, key) == {"bad-input-scales": (name,)}
+        assert f"{name} ({value:g})" in engines[key].against[0].text
     assert check(path, gpu="h100")["vllm"].loads
+
+
+def every_scale(leaf, value, layer=0, leaves=("gate_proj", "up_proj", "down_proj")):
+    """The scales of inputs of all experts of a layer, and a change that replaces them."""
+    at = f"model.layers.{layer}.mlp.experts"
+    names = [f"{at}.{expert}.{one}.{leaf}" for expert in range(4) for one in leaves]
+    return names, lambda tensors: [put(name, value)(tensors) for name in names]
+
+
+def test_a_missing_scale_of_fp8_inputs_is_1_in_vllm_and_sglang_and_stops_moequant(planted, check):
+    lost = f"{EXPERT}.down_proj"
+    path = planted("fp8_tensor", tensors=drop(f"{lost}.input_scale"), activation_scales=0.01)
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads
+        assert notes(engines, key) == {"missing-fp8-input-scales": (lost,)}
+    assert against(engines, "moequant") == {"missing-fp8-input-scales-own": (lost,)}
+    assert engines["transformers"].loads
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_scale_of_fp8_inputs_that_is_not_finite_breaks_its_layer(planted, check, value):
+    name = f"{EXPERT}.down_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, value), activation_scales=0.01))
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"bad-fp8-input-scales": (name,)}
+        assert f"{name} ({value:g})" in engines[key].against[0].text
+    assert against(engines, "moequant") == {"bad-fp8-input-scales-own": (name,)}
+    assert engines["transformers"].loads, "it does not read them"
+
+
+@pytest.mark.parametrize("value", [0.0, -0.01])
+def test_scales_of_fp8_inputs_that_are_not_positive_in_a_whole_layer_break_it(
+    planted, check, value
+):
+    names, change = every_scale("input_scale", value, leaves=("down_proj",))
+    engines = check(planted("fp8_tensor", tensors=change, activation_scales=0.01))
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"bad-fp8-input-scales": tuple(names)}
+        assert f"{names[0]} ({value:g}) and 3 more" in engines[key].against[0].text
+    assert against(engines, "moequant") == {"bad-fp8-input-scales-own": tuple(names)}
+
+
+def test_a_scale_of_0_of_one_expert_s_fp8_inputs_does_not_count(planted, check):
+    name = f"{EXPERT}.down_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, 0.0), activation_scales=0.01))
+    for key in ("vllm", "sglang", "moequant"):
+        assert engines[key].loads
+        rule = "zero-fp8-input-scales" + ("-own" if key == "moequant" else "")
+        assert notes(engines, key) == {rule: (name,)}
+        (said,) = [said for said in engines[key].remarks if said.rule == rule]
+        assert f"{name} (0)" in said.text
+
+
+@pytest.mark.parametrize("value", [-0.01, -torch.inf])
+def test_a_negative_scale_of_one_expert_s_fp8_inputs_stops_moequant_alone(planted, check, value):
+    name = f"{EXPERT}.down_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, value), activation_scales=0.01))
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads
+        assert notes(engines, key) == {"unused-fp8-input-scales": (name,)}
+    assert against(engines, "moequant") == {"unused-fp8-input-scales-own": (name,)}
+
+
+def test_gate_and_up_with_different_scales_of_their_input_stop_vllm(planted, check):
+    name = f"{EXPERT}.gate_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, 0.02), activation_scales=0.01))
+    assert against(engines, "vllm") == {"gate-up-input-scales": (name,)}
+    assert "(0.02 and 0.01)" in engines["vllm"].against[0].text
+    assert engines["moequant"].loads, "it takes the larger"
+
+
+@pytest.mark.parametrize(("value", "loads"), [(torch.nan, False), (0.01, True)])
+def test_scales_of_fp8_inputs_are_read_of_model_optimizer_too(planted, check, value, loads):
+    name = f"{EXPERT}.down_proj.input_scale"
+
+    def as_model_optimizer(tensors):
+        for scale in [n for n in tensors if n.endswith("weight_scale")]:
+            tensors[scale] = tensors[scale][0, 0].clone()
+        names, _ = every_scale("input_scale", 0.01)
+        tensors |= {n: torch.tensor(0.01) for n in names} | {name: torch.tensor(value)}
+
+    engines = check(planted("fp8_channel", tensors=as_model_optimizer, config=of_model_optimizer))
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads is loads
+        assert against(engines, key) == ({} if loads else {"bad-fp8-input-scales": (name,)})
+    assert [*against(engines, "moequant")] == ["modelopt-sources-own"]
+
+
+def test_scales_of_inputs_of_w4afp8_are_read_by_the_names_of_its_releases(planted, check):
+    """`experts.E.w2.input_scale` beside `experts.E.down_proj.weight`, as DeepSeek-R1-W4AFP8."""
+    names, _ = every_scale("input_scale", 0.25, leaves=("w1", "w2", "w3"))
+    name = f"{EXPERT}.w2.input_scale"
+
+    def calibrated(tensors):
+        tensors |= {n: torch.tensor([0.25]) for n in names} | {name: torch.tensor([torch.inf])}
+
+    rules = ({"roles": ["routed_experts"], "format": "w4a8"},
+             {"roles": ["attention"], "format": "fp8_block"})  # fmt: skip
+    recipe = Recipe.model_validate({"rules": rules})
+    engines = check(planted(None, "w4afp8", tensors=calibrated, recipe=recipe))
+    assert against(engines, "sglang") == {"bad-fp8-input-scales": (name,)}
+    assert engines["moequant"].loads, "it computes scales of its own"
 
 
 @pytest.mark.parametrize(
