@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from moequant.compatibility.rules import ENGINES, rules
 from moequant.conversion import Recipe
 
 AT = "model.layers.0.mlp"
@@ -136,7 +139,10 @@ def test_an_input_scale_of_an_expert_without_tokens_breaks_blackwell(planted, ch
     for key in ("vllm", "sglang"):
         assert against(engines, key) == {"bad-input-scales": (name,)}
         assert f"{name} ({value:g})" in engines[key].against[0].text
-    assert check(path, gpu="h100")["vllm"].loads
+    on_hopper = check(path, gpu="h100")
+    for key in ("vllm", "sglang"):
+        assert on_hopper[key].loads
+        assert notes(on_hopper, key) == {"bad-input-scales-before-blackwell": (name,)}
 
 
 def every_scale(leaf, value, layer=0, leaves=("gate_proj", "up_proj", "down_proj")):
@@ -183,9 +189,9 @@ def test_scales_of_fp8_inputs_that_are_not_positive_in_a_whole_layer_break_it(
 def test_a_scale_of_0_of_one_expert_s_fp8_inputs_does_not_count(planted, check):
     name = f"{EXPERT}.down_proj.input_scale"
     engines = check(planted("fp8_tensor", tensors=put(name, 0.0), activation_scales=0.01))
-    for key in ("vllm", "sglang", "moequant"):
+    said = dict.fromkeys(("vllm", "sglang"), "zero-fp8-input-scales")
+    for key, rule in {**said, "moequant": "zero-fp8-input-scales-own"}.items():
         assert engines[key].loads
-        rule = "zero-fp8-input-scales" + ("-own" if key == "moequant" else "")
         assert notes(engines, key) == {rule: (name,)}
         (said,) = [said for said in engines[key].remarks if said.rule == rule]
         assert f"{name} (0)" in said.text
@@ -375,10 +381,11 @@ def test_an_incomplete_ignore_breaks_every_engine(planted, check, format, dialec
     engines = check(path, gpu="h100")
     assert against(engines, "vllm") == {"plain-linears-vllm": (lost,)}
     assert against(engines, "sglang") == {"plain-linears-sglang": (lost,)}
-    rule = f"plain-linears{'-fp8' if dialect == 'fp8' else ''}-transformers"
+    fp8 = dialect == "fp8"
+    rule = "plain-linears-fp8-transformers" if fp8 else "plain-linears-transformers"
     assert against(engines, "transformers")[rule] == (lost,)
     # Where it has no FP8 kernels it dequantizes what is quantized, and leaves the rest.
-    assert check(path, gpu="a100")["transformers"].loads == (dialect == "fp8")
+    assert check(path, gpu="a100")["transformers"].loads == fp8
     assert engines["moequant"].loads, "it reads experts alone"
 
 
@@ -453,7 +460,10 @@ def test_a_quantized_layer_that_a_list_keeps_breaks_vllm_and_sglang(planted, che
         tensors[f"{kept}.weight"] = tensors[f"{kept}.weight"].to(torch.float8_e4m3fn)
         tensors[f"{kept}.weight_scale_inv"] = torch.ones(2, 2)
 
-    engines = check(planted("fp8_block", model_type="deepseek_v3", tensors=quantize))
+    path = planted("fp8_block", model_type="deepseek_v3", tensors=quantize)
+    engines = check(path)
+    of_transformers = against(check(path, gpu="h100"), "transformers")
+    assert ("unmatched-linears-fp8-transformers" in of_transformers) is (layer == 1)
     for key in ("vllm", "sglang"):
         said = against(engines, key) if layer == 1 else notes(engines, key)
         assert said == {"unmatched-linears" if layer == 1 else "unmatched-mtp": (kept,)}
@@ -509,6 +519,7 @@ def test_a_short_name_in_modelopts_list_keeps_more_in_vllm(planted, check):
     engines = check(planted("nvfp4", "modelopt", config=shorten))
     assert "unmatched-experts-vllm" in against(engines, "vllm")
     assert not engines["vllm"].loads
+    assert "unmatched-experts-own" in against(engines, "moequant")
 
 
 def test_a_ragged_layer_before_one_that_is_merged_with_it_breaks_vllm_and_sglang(planted, check):
@@ -547,3 +558,43 @@ def test_scales_of_which_only_the_first_rows_were_read_are_not_called_zero():
     assert _wrong_values(zeros, whole=True) == "all zero"
     assert not _wrong_values(zeros, whole=False)
     assert _wrong_values(zeros.fill_(float("nan")), whole=False) == "NaN"
+
+
+def test_a_layer_left_in_bf16_misses_its_scales_in_transformers_where_it_has_fp8_kernels(
+    planted, check
+):
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    modules = [f"{AT}.experts.{expert}.{leaf}" for expert in range(4) for leaf in leaves]
+    path = planted("fp8_block", tensors=plain(*modules))
+    said = against(check(path, gpu="h100"), "transformers")
+    assert {*said["plain-experts-fp8-transformers"]} == {*modules}
+    assert check(path, gpu="a100")["transformers"].loads, "it dequantizes what is quantized"
+
+
+@pytest.mark.parametrize(
+    ("module", "rule"),
+    [
+        ("model.layers.1.self_attn.o_proj", "unmatched-linears-transformers"),
+        ("model.layers.1.mlp.gate", "quantized-router-transformers"),
+    ],
+)
+def test_codes_of_a_kept_module_and_of_a_router_become_random_weights_in_transformers(
+    planted, check, module, rule
+):
+    """The module stays in the list of kept ones, or is a router, which is never looked up."""
+    donor = f"{EXPERT}.down_proj"
+
+    def quantize(tensors):
+        del tensors[f"{module}.weight"]
+        for name in [n for n in tensors if n.startswith(f"{donor}.")]:
+            tensors[name.replace(donor, module)] = tensors[name].clone()
+
+    engines = check(planted("mxfp4", tensors=quantize))
+    assert against(engines, "transformers")[rule] == (module,)
+
+
+def test_every_rule_about_a_defect_is_planted_here():
+    text = Path(__file__).read_text()
+    for rule in rules():
+        ids = (rule.id, *(rule.id.removesuffix(key) + "{key}" for key in ENGINES))
+        assert not rule.defect or any(f'"{id}"' in text for id in ids), rule.id
