@@ -137,6 +137,13 @@ class Dialect:
         found = self.input_scale(format)
         return {} if found is None else {found.name_of(module): found.spec}
 
+    def module_of_scale(self, name: str) -> str:
+        """The module of the weight to which a calibrated scale of activations belongs, by name."""
+        module, _, suffix = name.rpartition(".")
+        scales = (scheme.input_scale for scheme in self.schemes.values())
+        own = next((s for s in scales if s is not None and s.suffix == suffix and s.leaves), None)
+        return module if own is None else own.module_of(module)
+
     def to_disk(
         self,
         module: str,

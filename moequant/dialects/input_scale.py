@@ -38,6 +38,12 @@ class InputScale:
         parent, dot, leaf = module.rpartition(".")
         return f"{parent}{dot}{dict(self.leaves).get(leaf, leaf)}.{self.suffix}"
 
+    def module_of(self, module: str) -> str:
+        """The module of the weight beside which it lies, by its own name without the suffix."""
+        parent, dot, leaf = module.rpartition(".")
+        weights = {own: weight for weight, own in self.leaves}
+        return f"{parent}{dot}{weights.get(leaf, leaf)}"
+
     def is_usable(self, stored: float) -> bool:
         """Whether a number, as stored, stands for a scale that is positive and finite."""
         scale = self.multiplier(torch.tensor(stored)).item()
