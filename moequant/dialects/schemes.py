@@ -514,9 +514,7 @@ MOEQUANT = _by_format(
 ) | _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale", codes="weight_fp8", ragged=True)),
     Scheme(encoding=Nvfp4Packed(), input_scale=_MULTIPLIER),
-    Scheme(
-        encoding=Encoding("fp8_tensor", "weight_codes", "weight_scale"), input_scale=_OF_FP8
-    ),
+    Scheme(encoding=Encoding("fp8_tensor", "weight_codes", "weight_scale"), input_scale=_OF_FP8),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight_fp8")),
     Scheme(encoding=Int4Packed()),

@@ -177,6 +177,12 @@ def _errors(facts: CardFacts) -> Iterator[str]:
                     for one in report.layers
                 ],
             )  # fmt: skip
+            for one in report.layers:
+                if one.activations_not_measured is not None:
+                    yield (
+                        f"Layer {one.layer} with activations: not measured, because "
+                        f"{one.activations_not_measured}."
+                    )
     yield from recorded
 
 

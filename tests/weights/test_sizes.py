@@ -1,4 +1,4 @@
-"""Sizes by role and format: of `inspect` and the model card, and of the report, which must agree."""
+"""Sizes by role and format: of `inspect` and the model card, and of the report: they agree."""
 
 from __future__ import annotations
 
