@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from moequant.compatibility.modules import Module
     from moequant.dialects import Dialect
+    from moequant.dialects.input_scale import InputScale
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
 
@@ -35,9 +37,11 @@ _E8M0_NAN = 255
 _ZERO = "all zero"
 _DIVISOR = ".weight_global_scale"
 """compressed-tensors' global scale, by which weights are divided; all others multiply."""
-_FP8 = "fp8_tensor"
 # How far vLLM lets the global scales of gate and up be apart without a word: torch.allclose.
 _CLOSE = 1e-5
+# And those of inputs, in absolute terms; it takes 1 for one that was not loaded yet.
+_CLOSE_INPUTS = 1e-5
+_NOT_LOADED = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +51,12 @@ class _Read:
     Attributes:
         module: the module.
         weight: what is wrong with its scales, in words; empty if nothing is.
-        input: likewise, of the scale of its input.
         is_zero: whether a scale that multiplies is all zero, and so is the weight.
         global_scale: as stored; None without one.
     """
 
     module: Module
     weight: str = ""
-    input: str = ""
     is_zero: bool = False
     global_scale: float | None = None
 
@@ -82,10 +84,11 @@ def scale_defects(
     zero = tuple(r.module.name for r in read if r.is_zero and not r.weight)
     if zero:
         yield Defect(id="zero-weight-scales", names=zero)
-    for id, fp8 in (("bad-input-scales", False), ("bad-fp8-input-scales", True)):
-        own = [r for r in read if (r.module.stated == _FP8) is fp8]
-        yield from _wrong(id, [(r.module.name, r.input) for r in own])
     yield from _unequal(read)
+    inputs = [i for m in wanted for i in _inputs(m, dialect, scales_of[m.name], seen)]
+    yield from _of_experts([i for i in inputs if not i.scale.of_layer])
+    yield from _of_layers([i for i in inputs if i.scale.of_layer])
+    yield from _unequal_inputs([i for i in inputs if i.scale.of_layer])
 
 
 def _wrong(id: str, found: Sequence[tuple[str, str]]) -> Iterator[Defect]:
@@ -116,6 +119,82 @@ def _unequal(read: Sequence[_Read]) -> Iterator[Defect]:
         # What vLLM takes for equal, SGLang does not.
         names = tuple(name for name, _ in different)
         yield Defect(id=id, names=names, detail=different[0][1], engines=frozenset({"SGLang"}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Input:
+    """The static scale of a module's input.
+
+    Attributes:
+        name: the tensor.
+        module: the module.
+        scale: what it may be.
+        stored: the number in it; NaN for one that is not a single number.
+        shown: the same in words.
+    """
+
+    name: str
+    module: Module
+    scale: InputScale
+    stored: float
+    shown: str
+
+
+def _inputs(
+    module: Module, dialect: Dialect, scales: Iterable[TensorInfo], seen: Mapping[str, _Seen]
+) -> Iterator[_Input]:
+    assert module.stated is not None
+    scale = dialect.input_scale(module.stated)
+    for info in scales:
+        if scale is None or info.name != scale.name_of(module.name):
+            continue
+        number = seen[info.name].number
+        shown = f"shape {list(info.shape)}" if number is None else f"{number:g}"
+        stored = math.nan if number is None else number
+        yield _Input(name=info.name, module=module, scale=scale, stored=stored, shown=shown)
+
+
+def _of_experts(inputs: Iterable[_Input]) -> Iterator[Defect]:
+    """The defects of scales of which each counts."""
+    wrong = [(i.name, i.shown) for i in inputs if not i.scale.is_usable(i.stored)]
+    yield from _wrong("bad-input-scales", wrong)
+
+
+def _of_layers(inputs: Iterable[_Input]) -> Iterator[Defect]:
+    """The defects of scales of which the largest of a layer counts; NaN counts as the largest."""
+    layers: dict[tuple[int | None, bool], list[_Input]] = defaultdict(list)
+    for one in inputs:
+        # Gate and up have one input.
+        layers[one.module.role.layer, one.module.role.projection == "down"].append(one)
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for together in layers.values():
+        largest = max((i.stored for i in together), key=lambda x: (math.isnan(x), x))
+        decides = not together[0].scale.is_usable(largest)
+        for one in together:
+            id = None if one.scale.is_usable(one.stored) else "unused-fp8-input-scales"
+            if one.stored == 0:
+                id = "zero-fp8-input-scales"
+            if decides and (one.stored == largest or not math.isfinite(one.stored)):
+                id = "bad-fp8-input-scales"
+            if id is not None:
+                found[id].append((one.name, one.shown))
+    for id, wrong in found.items():
+        yield from _wrong(id, wrong)
+
+
+def _unequal_inputs(inputs: Iterable[_Input]) -> Iterator[Defect]:
+    """Experts whose gate and up have different scales of their one input."""
+    pairs: dict[tuple[int | None, int | None], dict[str | None, _Input]] = defaultdict(dict)
+    for one in inputs:
+        pairs[one.module.role.layer, one.module.role.expert][one.module.role.projection] = one
+    found = []
+    for pair in pairs.values():
+        gate, up = pair.get("gate"), pair.get("up")
+        if gate is None or up is None or _NOT_LOADED in (gate.stored, up.stored):
+            continue
+        if abs(gate.stored - up.stored) > _CLOSE_INPUTS:
+            found.append((gate.name, f"{gate.shown} and {up.shown}"))
+    yield from _wrong("gate-up-input-scales", found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,23 +262,18 @@ def _judged(
     assert module.stated is not None
     input_names = dialect.input_scale_specs(module.name, module.stated)
     has_global_scale = dialect.encodings[module.stated].format.has_global_scale
-    weight, of_input, global_scale, is_zero = "", "", None, False
+    weight, global_scale, is_zero = "", None, False
     for info in scales:
-        one = seen[info.name]
         if info.name in input_names:
-            # The largest of a layer counts, so that one of FP8 may be 0.
-            if one.wrong != _ZERO or module.stated != _FP8:
-                of_input = of_input or one.wrong
             continue
+        one = seen[info.name]
         if one.wrong == _ZERO and not info.name.endswith(_DIVISOR):
             is_zero = True
         else:
             weight = weight or one.wrong
         if has_global_scale and one.number is not None:
             global_scale = one.number
-    return _Read(
-        module=module, weight=weight, input=of_input, is_zero=is_zero, global_scale=global_scale
-    )
+    return _Read(module=module, weight=weight, is_zero=is_zero, global_scale=global_scale)
 
 
 def _wrong_values(values: Tensor, *, whole: bool) -> str:

@@ -13,6 +13,7 @@ from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.encodings import Plain
 from moequant.dialects.names import kept_blocks
 from moequant.errors import UnsupportedError
+from moequant.formats import get_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -89,8 +90,13 @@ class Dialect:
         Raises:
             UnsupportedError: the dialect has none for that format.
         """
-        if self.input_scale(format) is None:
-            able = [name for name, s in self.schemes.items() if s.input_scale is not None]
+        # Some are only read: engines quantize the inputs of other formats by them.
+        able = [
+            name
+            for name in self.carried
+            if get_format(name).static_activations and self.input_scale(name) is not None
+        ]
+        if format not in able:
             which = f"only for {', '.join(able)}" if able else "for no format"
             raise UnsupportedError(
                 f"{module}: the dialect {self.name} has static scales of activations {which}, and "
@@ -130,6 +136,13 @@ class Dialect:
         """
         found = self.input_scale(format)
         return {} if found is None else {found.name_of(module): found.spec}
+
+    def module_of_scale(self, name: str) -> str:
+        """The module of the weight to which a calibrated scale of activations belongs, by name."""
+        module, _, suffix = name.rpartition(".")
+        scales = (scheme.input_scale for scheme in self.schemes.values())
+        own = next((s for s in scales if s is not None and s.suffix == suffix and s.leaves), None)
+        return module if own is None else own.module_of(module)
 
     def to_disk(
         self,

@@ -3,8 +3,8 @@
 `quant_algo` says the format, as in MODELOPT of schemes.py, or MIXED_PRECISION, with one for each
 module in `quantized_layers`. Codes are `weight`, U8 [N, K/2] for NVFP4; `weight_scale` is E4M3
 [N, K/16], and `weight_scale_2` FP32 [], a multiplier, where compressed-tensors stores its
-reciprocal. Of scales of activations only those of NVFP4 are read, and only to run experts:
-`input_scale` FP32 [], a multiplier. Older releases have only hf_quant_config.json, whose
+reciprocal. Scales of activations, `input_scale` FP32 [], a multiplier, are read of NVFP4 to run
+experts; those of FP8 are only checked. Older releases have only hf_quant_config.json, whose
 `quantization` has the same fields, with `exclude_modules` in place of `ignore`.
 
 Decisions, each with the failure it prevents:

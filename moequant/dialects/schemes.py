@@ -82,6 +82,8 @@ class Scheme:
 
 _MULTIPLIER = InputScale(suffix="input_scale")
 """As Model-Optimizer writes it."""
+_OF_FP8 = InputScale(suffix="input_scale", of_layer=True)
+"""The same, of inputs in FP8."""
 
 
 def _by_format(*schemes: Scheme) -> dict[str, Scheme]:
@@ -460,7 +462,7 @@ COMPRESSED_TENSORS = _by_format(
     Scheme(
         encoding=Fp8Tensors(),
         names=("float-quantized",),
-        input_scale=InputScale(suffix="input_scale", shape=(1,)),
+        input_scale=InputScale(suffix="input_scale", shape=(1,), of_layer=True),
     ),
     Scheme(
         encoding=Int4Groups(),
@@ -472,7 +474,14 @@ COMPRESSED_TENSORS = _by_format(
 """By `format`, which says what the library calls the encoding."""
 
 W4AFP8 = _by_format(
-    Scheme(encoding=Int4Signed()),
+    Scheme(
+        encoding=Int4Signed(),
+        input_scale=InputScale(
+            suffix="input_scale",
+            of_layer=True,
+            leaves=(("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")),
+        ),
+    ),
     Scheme(encoding=Fp8Blocks("weight_scale_inv")),
 )
 
@@ -480,7 +489,11 @@ GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 
 MODELOPT = _by_format(
     Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4"), input_scale=_MULTIPLIER),
-    Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
+    Scheme(
+        encoding=Fp8Channels("weight_scale"),
+        names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+        input_scale=_OF_FP8,
+    ),
     Scheme(encoding=Fp8BlocksFlexible(), names=("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight", read_only=True), names=("MXFP8",)),
 )
@@ -501,9 +514,7 @@ MOEQUANT = _by_format(
 ) | _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale", codes="weight_fp8", ragged=True)),
     Scheme(encoding=Nvfp4Packed(), input_scale=_MULTIPLIER),
-    Scheme(
-        encoding=Encoding("fp8_tensor", "weight_codes", "weight_scale"), input_scale=_MULTIPLIER
-    ),
+    Scheme(encoding=Encoding("fp8_tensor", "weight_codes", "weight_scale"), input_scale=_OF_FP8),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight_fp8")),
     Scheme(encoding=Int4Packed()),

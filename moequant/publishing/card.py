@@ -167,7 +167,7 @@ def _errors(facts: CardFacts) -> Iterator[str]:
         if report.layers:
             yield (
                 "Outputs of expert layers for random inputs, `||y - y_source|| / ||y_source||`, "
-                "without and with the quantized activations of the format:"
+                "without quantized activations, and with them as engines quantize them:"
             )
             yield table(
                 [">layer", "format", ">error", ">with activations"],
@@ -177,6 +177,12 @@ def _errors(facts: CardFacts) -> Iterator[str]:
                     for one in report.layers
                 ],
             )  # fmt: skip
+            for one in report.layers:
+                if one.activations_not_measured is not None:
+                    yield (
+                        f"Layer {one.layer} with activations: not measured, because "
+                        f"{one.activations_not_measured}."
+                    )
     yield from recorded
 
 

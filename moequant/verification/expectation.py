@@ -6,7 +6,7 @@ Otherwise another tool wrote the checkpoint, and config.json gives the format of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion import (
@@ -68,7 +68,7 @@ class Expectation:
         tensors: dtype and shape, as in a header, of every tensor that is known in advance.
         possible: names of tensors whose dtype and shape the dialect checks when it decodes them.
         config: the expected config.json.
-        static: modules whose input has a static scale.
+        activations: by module, the scheme of its input where its format does not imply it.
     """
 
     plan: Plan | None
@@ -80,7 +80,12 @@ class Expectation:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
     config: Mapping[str, Any]
-    static: frozenset[str] = frozenset()
+    activations: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def static(self) -> frozenset[str]:
+        """Modules whose input has a static scale."""
+        return frozenset(m for m, scheme in self.activations.items() if scheme in STATIC_SCHEMES)
 
     @property
     def model(self) -> Model:
@@ -180,7 +185,12 @@ def expect_by_record(
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
         config=converted_config(source.config, plan.quantization_config),
-        static=frozenset(w.module for unit in plan.units if unit.is_static for w in unit.weights),
+        activations={
+            weight.module: scheme
+            for unit in plan.units
+            if unit.is_static and (scheme := get_format(unit.format).static_activations)
+            for weight in unit.weights
+        },
     )
 
 
@@ -197,7 +207,10 @@ def expect_by_config(
         dialect = UNQUANTIZED if plain else find_dialect(quantization_config)
         format_of, activations_of = readers(dialect, quantization_config or {})
         formats = _formats(original, stored, format_of)
-        scaled = {name for name in formats if activations_of(_module(name)) in STATIC_SCHEMES}
+        activations = {
+            _module(name): scheme for name in formats if (scheme := activations_of(_module(name)))
+        }
+        scaled = {n for n in formats if activations.get(_module(n)) in STATIC_SCHEMES}
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))
         return None
@@ -237,7 +250,7 @@ def expect_by_config(
             for name in scaled
             for scale in dialect.input_scale_specs(_module(name), formats[name])
         },
-        static=frozenset(map(_module, scaled)),
+        activations=activations,
         config=_foreign_config(source.config, stored.config),
     )
 

@@ -73,6 +73,14 @@ def test_figures_are_those_of_the_files_and_of_the_report(converted, report):
     assert f"| SHA-256 of moequant.json | {report.record_sha256} |" in card
 
 
+def test_what_was_not_measured_is_said_and_why(converted, report):
+    (layer,) = report.layers
+    layer = replace(layer, quantized_activations_error=None, activations_not_measured="no scale")
+    card = plan_push(converted, REPO, verification=replace(report, layers=(layer,))).card
+    assert cells(card, str(layer.layer)) == ["0", "nvfp4", percent(layer.layer_error), "-"]
+    assert "Layer 0 with activations: not measured, because no scale." in card
+
+
 def test_the_card_is_one_that_the_hub_s_library_reads(converted, report):
     plan = plan_push(converted, REPO, verification=report, base_model="them/it")
     data = ModelCard(plan.card).data
