@@ -235,17 +235,21 @@ def _quality(facts: CardFacts) -> Iterator[str]:
 def _serving(facts: CardFacts) -> Iterator[str]:
     yield "## Serve it"
     yield table(
-        ["engine", "loads it", "known from"],
-        [(e.engine, _LOADS[e.loads], _KNOWN.get(e.known, "")) for e in facts.engines],
+        ["engine", "loads it", "known from", "tensor-parallel ranks"],
+        [
+            (e.engine, _LOADS[e.loads], _KNOWN.get(e.known, ""), ", ".join(map(str, e.tp)) or "-")
+            for e in facts.engines
+        ],
     )
     yield (
         "By the rules of `moequant check`: *a test* loads such files with that engine on a CPU; "
-        "*its sources* were read, and it was not run; *a try* was made once."
+        "*its sources* were read, and it was not run; *a try* was made once. A model larger than a "
+        "GPU needs several ranks: `--tensor-parallel-size N` of vLLM, `--tp-size N` of SGLang."
     )
     for engine in facts.engines:
-        if engine.command is not None:
-            yield f"{engine.engine}:"
-            yield code_block(engine.language, engine.command)
+        for gpus, command in engine.commands.items():
+            yield f"{engine.engine} on {gpus}:" if gpus else f"{engine.engine}:"
+            yield code_block(engine.language, command)
     remarks = [f"* {e.engine}: {text}" for e in facts.engines for text in e.remarks]
     if remarks:
         yield "\n".join(remarks)

@@ -90,6 +90,21 @@ def test_only_engines_that_load_it_have_a_command_and_it_says_how_that_is_known(
     assert "* transformers 5.23: transformers 5.23 loads NVFP4 experts without" in card
 
 
+def test_options_that_an_engine_needs_are_in_its_command(source, make_checkpoint, tmp_path):
+    command = f"python -m sglang.launch_server --model-path {REPO} --moe-runner-backend"
+    convert(source, tmp_path / "whole", format="mxfp4", dialect="fp8-ue8m0")
+    card = plan_push(tmp_path / "whole", REPO).card
+    assert f"SGLang 0.5.23:\n\n```shell\n{command} flashinfer_mxfp4\n```" in card
+    odd = make_checkpoint(layers=1, experts=2, vocabulary=64, intermediate=192)
+    convert(odd, tmp_path / "odd", format="mxfp4", dialect="fp8-ue8m0")
+    card = plan_push(tmp_path / "odd", REPO, revision="mxfp4").card
+    command = command.replace("--moe", "--revision mxfp4 --moe")
+    gpus = "h100, h200, gh200, rtx5090, rtxpro6000, gb10"
+    assert f"SGLang 0.5.23 on {gpus}:\n\n```shell\n{command} marlin\n```" in card
+    gpus = "b200, gb200, b300, gb300"
+    assert f"SGLang 0.5.23 on {gpus}:\n\n```shell\n{command} flashinfer_mxfp4\n```" in card
+
+
 def test_an_unverified_checkpoint_has_no_errors_and_is_not_called_verified(copy):
     plan = plan_push(copy, REPO)
     assert plan.not_verified == (
