@@ -6,11 +6,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.conversion.reproduce import (
+    ARCHITECTURE_FILE,
+    RECIPE_FILE,
+    architecture_file,
+    conversion_command,
+    recipe_file,
+)
 from moequant.formats import CONVERTIBLE
 from moequant.publishing.markdown import code_block, table
 from moequant.publishing.metadata import merged_metadata
 from moequant.publishing.quality import quality_table
-from moequant.publishing.reproduce import RECIPE_FILE, conversion_command, recipe_file
 from moequant.storage.model_card import mark_of
 from moequant.units import size
 
@@ -269,10 +275,11 @@ def _making(facts: CardFacts) -> Iterator[str]:
     record = facts.record
     yield "## How it was made"
     yield code_block("shell", conversion_command(record, facts.base_model or "SOURCE", facts.name))
-    recipe = recipe_file(record)
-    if recipe is not None:
-        yield f"with this {RECIPE_FILE}:"
-        yield code_block("toml", recipe)
+    files = {RECIPE_FILE: recipe_file(record), ARCHITECTURE_FILE: architecture_file(record)}
+    for name, text in files.items():
+        if text is not None:
+            yield f"with this {name}:"
+            yield code_block("toml", text)
     yield table(["", ""], [row for row in _provenance(facts) if row[1]])
     yield (
         "`moequant.json` has the SHA-256 of every file. `moequant verify DIRECTORY --integrity` "
