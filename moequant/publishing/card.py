@@ -14,7 +14,7 @@ from moequant.conversion.reproduce import (
     recipe_file,
 )
 from moequant.formats import CONVERTIBLE
-from moequant.publishing.markdown import code_block, table
+from moequant.publishing.markdown import code_block, link, table
 from moequant.publishing.metadata import merged_metadata
 from moequant.publishing.quality import quality_table
 from moequant.storage.model_card import mark_of
@@ -265,10 +265,10 @@ def _pictures(facts: CardFacts) -> Iterator[str]:
     if facts.report is not None or facts.pictures:
         yield "## Report"
     if facts.report is not None:
-        yield f"[{facts.report}]({facts.report}) is a page to download and open in a browser."
+        yield f"{link(facts.report, facts.report)} is a page to download and open in a browser."
     for picture in facts.pictures:
         name = picture.rpartition("/")[2].rpartition(".")[0]
-        yield f"![{name}]({picture})"
+        yield f"!{link(name, picture)}"
 
 
 def _making(facts: CardFacts) -> Iterator[str]:
