@@ -80,15 +80,11 @@ def command(
     quiet: bool,
     **settings: Any,
 ) -> None:
-    r"""Publish CONVERTED as REPO_ID, owner/name, with a model card around the source's own.
+    """Publish CONVERTED as REPO_ID, owner/name, with a model card around the source's own.
 
     CONVERTED must have passed `moequant verify CONVERTED --against SOURCE`. The same command
     continues an interrupted upload. A token that may write is taken from `hf auth login` or
     HF_TOKEN.
-
-    \b
-    moequant push qwen3-nvfp4 me/Qwen3-30B-A3B-NVFP4 --dry-run
-    moequant push qwen3-nvfp4 me/Qwen3-30B-A3B-NVFP4 --private --quality figures.json
     """
     out = Output(as_json=as_json, quiet=quiet)
     if workers is not None:
