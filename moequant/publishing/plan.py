@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ REPORT_FOLDER = "moequant-report"
 """Folder of a report and of pictures in the repository."""
 PICTURES = (".png", ".jpg", ".jpeg", ".svg")
 """Suffixes of pictures."""
+# Fewer names than git takes: they are parts of commands in the card.
+_BRANCH = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|[./](?![./]|$))*")
 _PAGES = (".html", ".htm")
 
 
@@ -90,10 +93,15 @@ def plan_push(
         CheckpointError: no converted checkpoint of moequant, a file of it is missing, or another
             cannot be read.
         DataError: `quality` has no figures of the checkpoint.
-        MoequantError: `repo_id` or `base_model` is no id; or a picture is none.
+        MoequantError: `repo_id` or `base_model` is no id; `revision` is no name of a branch; or a
+            page or picture is none.
         UnsupportedError: an unknown architecture or quantization.
     """
     check_repo_id(repo_id)
+    if revision is not None and not _BRANCH.fullmatch(revision):
+        raise MoequantError(
+            f"{revision!r}: no name of a branch; give letters, digits and . _ - / with --revision"
+        )
     if base_model is not None:
         check_repo_id(base_model)
     path = existing_directory(converted)
@@ -135,7 +143,10 @@ def plan_push(
         card=card,
         left_out=tuple(left_out(path, files)),
         not_verified=not_verified,
-        warnings=tuple(_warnings(source_card, base)),
+        warnings=(
+            *_warnings(source_card, base, {file.name for file in files}),
+            *_no_prepared(path, asked=include_prepared, found=bool(targets)),
+        ),
     )
 
 
@@ -235,7 +246,13 @@ def _published_name(file: Path) -> str:
     return file.stem + {".htm": ".html", ".jpeg": ".jpg"}.get(suffix, suffix)
 
 
-def _warnings(card: SourceCard, base_model: str | None) -> list[str]:
+def _no_prepared(path: Path, *, asked: bool, found: bool) -> list[str]:
+    if not asked or found:
+        return []
+    return [f"{path}: no prepared folder, so none is published; make one with moequant prepare"]
+
+
+def _warnings(card: SourceCard, base_model: str | None, published: set[str]) -> list[str]:
     warnings = list(card.warnings)
     if base_model is None:
         warnings.append(
@@ -246,5 +263,11 @@ def _warnings(card: SourceCard, base_model: str | None) -> list[str]:
         warnings.append(
             "the source's model card names no license, so the card names none; check under which "
             "terms it may be published"
+        )
+    link = card.metadata.get("license_link")
+    if isinstance(link, str) and "://" not in link and link.removeprefix("./") not in published:
+        warnings.append(
+            f"the source's model card links to its license, {link}, but the checkpoint has no such "
+            "file; put it into the source and convert again"
         )
     return warnings

@@ -191,10 +191,46 @@ def test_what_the_card_lacks_is_a_warning(converted):
     ]
 
 
+@pytest.mark.parametrize(
+    ("link", "missing"),
+    [
+        ("LICENSE", True),
+        ("./tokenizer.json", False),
+        ("https://them.org/LICENSE", False),
+        (3, False),
+    ],
+)
+def test_a_link_to_a_license_that_is_not_there_is_a_warning(copy, link, missing):
+    (copy / "README.md").write_text(
+        f"---\nlicense: other\nlicense_name: theirs\nlicense_link: {link}\n---\n# It\n"
+    )
+    said = [w for w in plan_push(copy, REPO, base_model="them/it").warnings if "links to" in w]
+    assert bool(said) is missing
+    assert all(f"its license, {link}, but the checkpoint has no such file" in w for w in said)
+
+
+def test_prepared_folders_that_are_not_there_are_a_warning(converted):
+    said = plan_push(converted, REPO, include_prepared=True).warnings
+    assert [w for w in said if "no prepared folder, so none is published" in w]
+
+
 @pytest.mark.parametrize("repo_id", ["", "it", "me/it/that", "me/it that", "../it", "me/--it"])
 def test_what_is_no_id_is_refused(converted, repo_id):
     with pytest.raises(MoequantError, match="no id of a repository on the hub; write owner/name"):
         plan_push(converted, repo_id)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a;b", "-a", "a..b", "a//b", "a/", "a.", "ä", "a\n"])
+def test_what_is_no_branch_is_refused(converted, name):
+    with pytest.raises(MoequantError, match="no name of a branch; give letters, digits"):
+        plan_push(converted, REPO, revision=name)
+
+
+@pytest.mark.parametrize("name", ["main", "v1.0", "fp8/e8m0-2", "refs/pr/1"])
+def test_a_branch_is_named_in_commands(converted, name):
+    assert (
+        f"vllm serve {REPO} --revision {name}\n" in plan_push(converted, REPO, revision=name).card
+    )
 
 
 def test_a_checkpoint_of_another_tool_is_refused(copy, source):
