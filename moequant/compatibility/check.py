@@ -33,6 +33,7 @@ class GpuReport:
         lacking: sentences about formats without a kernel.
         against: what fails there, or would.
         remarks: differences other than the weights.
+        options: options that the engine's server needs there.
     """
 
     names: tuple[str, ...]
@@ -42,6 +43,7 @@ class GpuReport:
     lacking: tuple[str, ...]
     against: tuple[Said, ...]
     remarks: tuple[Said, ...]
+    options: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys; rules by their ids."""
@@ -53,6 +55,7 @@ class GpuReport:
             "lacking": list(self.lacking),
             "why": [said.rule for said in self.against],
             "cautions": [said.rule for said in self.remarks],
+            "options": list(self.options),
         }
 
 
@@ -86,6 +89,15 @@ class EngineReport:
         """What differs, of all GPUs on which it loads; each rule once."""
         loading = [gpu for gpu in self.gpus if gpu.loads is not False]
         return _once(*(gpu.remarks for gpu in loading))
+
+    @property
+    def options(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """The names of the GPUs on which it loads, by the options that its server needs there."""
+        found: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for gpu in self.gpus:
+            if gpu.loads:
+                found[gpu.options] = (*found.get(gpu.options, ()), *gpu.names)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys."""
@@ -215,6 +227,7 @@ def _on_gpus(
             lacking=tuple(lacking),
             against=verdict.against,
             remarks=verdict.remarks,
+            options=verdict.options,
         )
 
 

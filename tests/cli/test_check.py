@@ -139,3 +139,20 @@ def test_a_regular_expression_that_could_match_for_hours_is_refused(run, convert
     result = run("check", path)
     assert result.exit_code == 3
     assert "takes hours" in result.stderr
+
+
+def test_the_options_that_an_engine_needs_are_printed_for_the_gpus_that_need_them(
+    run, make_checkpoint, tmp_path
+):
+    for size, name in ((256, "whole"), (192, "odd")):
+        source = make_checkpoint(intermediate=size)
+        convert(source, tmp_path / name, format="mxfp4", dialect="fp8-ue8m0")
+    asked = ("--engine", "sglang")
+    flashinfer, marlin = "--moe-runner-backend flashinfer_mxfp4", "--moe-runner-backend marlin"
+    whole = run("check", tmp_path / "whole", *asked)
+    assert f"\n  start it with {flashinfer}\n" in whole.stdout
+    odd = " ".join(run("check", tmp_path / "odd", *asked).stdout.split())
+    assert f" start it on h100, h200, gh200, rtx5090, rtxpro6000, gb10 with {marlin} " in odd
+    assert f" start it on b200, gb200, b300, gb300 with {flashinfer} " in odd
+    document = run("check", tmp_path / "odd", *asked, "--gpu", "h100", "--json").document
+    assert [gpu["options"] for gpu in engine(document, "sglang")["gpus"]] == [[marlin]]
