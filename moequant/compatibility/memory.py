@@ -74,26 +74,32 @@ def weight_sizes(
         moe: sizes of its expert layers.
         dialect: that of its quantized weights; None without any.
     """
-    suffixes = () if dialect is None else _suffixes(dialect)
+    suffixes = frozenset() if dialect is None else _suffixes(dialect)
+    stacks = dialect is not None and dialect.stacks
     totals = dict.fromkeys(WeightSizes.__dataclass_fields__, 0)
+    # Most weights have several tensors, and looking for their role takes the time.
+    shares: dict[str, str] = {}
     for name, info in tensors.items():
-        totals[_share_of(_weight_of(name, suffixes), architecture, moe)] += info.size_bytes
+        weight = _weight_of(name, suffixes, stacks=stacks)
+        if weight not in shares:
+            shares[weight] = _share_of(weight, architecture, moe)
+        totals[shares[weight]] += info.size_bytes
     return WeightSizes(**totals)
 
 
-def _suffixes(dialect: Dialect) -> tuple[str, ...]:
-    names = {s for e in dialect.encodings.values() for s in e.suffixes} | {*ACTIVATION_SCALES}
-    # What stacks experts joins them with an underscore to the name of the plain stack.
-    return tuple(f"_{name}" if dialect.stacks else f".{name}" for name in sorted(names))
+def _suffixes(dialect: Dialect) -> frozenset[str]:
+    """The last components of names of tensors that are parts of weights."""
+    own = (suffix for e in dialect.encodings.values() for suffix in e.suffixes)
+    return frozenset(own) | {*ACTIVATION_SCALES}
 
 
-def _weight_of(name: str, suffixes: tuple[str, ...]) -> str:
+def _weight_of(name: str, suffixes: frozenset[str], *, stacks: bool) -> str:
     """The name of the weight that a tensor is a part of."""
-    suffix = next((s for s in suffixes if name.endswith(s)), None)
-    if suffix is None:
-        return name
-    stem = name.removesuffix(suffix)
-    return f"{stem}.weight" if suffix.startswith(".") else stem
+    if stacks:  # an underscore joins them to the name of the plain stack
+        stem, _, suffix = name.rpartition("_")
+        return stem if suffix in suffixes else name
+    stem, _, leaf = name.rpartition(".")
+    return f"{stem}.weight" if leaf in suffixes else name
 
 
 def _share_of(name: str, architecture: Architecture, moe: MoeConfig) -> str:
