@@ -8,7 +8,7 @@ _module_path_match). transformers and moequant read the lists as `Dialect.reader
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.modules import ROUTER
@@ -114,12 +114,17 @@ def _fp8_vllm(listed: Iterable[str]) -> Lookup:
     kept = {in_vllm(name) for name in listed}
     blocks = [name for name in kept if "experts" in name]
 
+    # Once a layer, not once an expert: each asks a list with some names a layer.
+    @cache
+    def keeps(block: str) -> bool:
+        return any(block in entry for entry in blocks)
+
     def quantizes(module: Module) -> bool:
         name = in_vllm(module.name)
         block = expert_block(name)
         if block is None:
             return name not in kept and merged_in_vllm(name) not in kept
-        return not any(block in entry for entry in blocks)
+        return not keeps(block)
 
     return quantizes
 
@@ -127,13 +132,18 @@ def _fp8_vllm(listed: Iterable[str]) -> Lookup:
 def _fp8_sglang(listed: Iterable[str]) -> Lookup:
     bare = [name.removeprefix("model.").rstrip(".") for name in listed]
     kept = [*bare, *(f"model.{name}" for name in bare)]
+    blocks = [entry for entry in kept if "experts" in entry]
+
+    # Once a layer, not once an expert: each asks a list with some names a layer.
+    @cache
+    def keeps(name: str, *, is_block: bool) -> bool:
+        if any(f".{entry}." in f".{name}." for entry in kept):
+            return True
+        return is_block and any(name in entry for entry in blocks)
 
     def quantizes(module: Module) -> bool:
         block = expert_block(module.name)
-        name = module.name if block is None else block
-        if any(f".{entry}." in f".{name}." for entry in kept):
-            return False
-        return block is None or not any(name in entry for entry in kept if "experts" in entry)
+        return not keeps(block or module.name, is_block=block is not None)
 
     return quantizes
 

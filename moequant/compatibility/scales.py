@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import isinf, isnan
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,7 @@ _GAP_BYTES = _REMOTE_BYTES
 _CALL_BYTES = 1 << 20
 """Scales are read together up to this size."""
 _AT_ONCE = 16
+_READS_A_TASK = 256
 _E8M0_NAN = 255
 _ZERO = "all zero"
 _DIVISOR = ".weight_global_scale"
@@ -217,9 +219,9 @@ def _scales_of(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> list
 def _look_at(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> dict[str, _Seen]:
     """What each scale shows, by name; those that lie near each other are read together."""
     calls: list[list[tuple[TensorInfo, slice | None]]] = []
-    size, end = 0, ("", 0)
+    size, end, is_local = 0, ("", 0), checkpoint.is_local
     for info in sorted({info.name: info for info in scales}.values(), key=_place):
-        rows = None if checkpoint.is_local else _first_rows(info)
+        rows = None if is_local else _first_rows(info)
         part = checkpoint.locate(info.name, rows).info
         gap = part.start - end[1] if end[0] == info.file else -1
         if not 0 <= gap <= _GAP_BYTES or size + part.size_bytes > _CALL_BYTES:
@@ -228,19 +230,23 @@ def _look_at(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> dict[str, 
         calls[-1].append((info, rows))
         size, end = size + part.size_bytes, (info.file, part.stop)
 
-    def look(call: Sequence[tuple[TensorInfo, slice | None]]) -> dict[str, _Seen]:
-        ranges = [(info.name, rows) for info, rows in call]
-        read = checkpoint.read_all(ranges, gap_bytes=_GAP_BYTES)
-        return {
-            info.name: _Seen(
-                wrong=_wrong_values(values, whole=values.shape == info.shape),
-                number=values.float().item() if values.numel() == 1 else None,
-            )
-            for (info, _), values in zip(call, read, strict=True)
-        }
+    def look(calls: Sequence[Sequence[tuple[TensorInfo, slice | None]]]) -> dict[str, _Seen]:
+        found = {}
+        for call in calls:
+            ranges = [(info.name, rows) for info, rows in call]
+            read = checkpoint.read_all(ranges, gap_bytes=_GAP_BYTES)
+            for (info, _), values in zip(call, read, strict=True):
+                found[info.name] = _Seen(
+                    wrong=_wrong_values(values, whole=values.shape == info.shape),
+                    number=values.float().item() if values.numel() == 1 else None,
+                )
+        return found
 
+    # A thread takes longer to start on a task than to read a few scales of a disk.
+    each = _READS_A_TASK if is_local else 1
+    tasks = [calls[i : i + each] for i in range(0, len(calls), each)]
     with ThreadPoolExecutor(_AT_ONCE, "moequant-scales") as pool:
-        return {name: seen for found in pool.map(look, calls) for name, seen in found.items()}
+        return {name: seen for found in pool.map(look, tasks) for name, seen in found.items()}
 
 
 def _place(info: TensorInfo) -> tuple[str, int]:
@@ -280,9 +286,12 @@ def _wrong_values(values: Tensor, *, whole: bool) -> str:
     """What is wrong with scales, `whole` or their first rows, in words; empty if nothing is."""
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return "NaN" if bool((values.view(torch.uint8) == _E8M0_NAN).any()) else ""
-    numbers = values.float()
-    if bool(numbers.isnan().any()):
+    if not values.numel():
+        return ""
+    # The smallest and the largest say all: both are NaN where any is.
+    low, high = (end.item() for end in values.float().aminmax())
+    if isnan(low):
         return "NaN"
-    if bool(numbers.isinf().any()):
+    if isinf(low) or isinf(high):
         return "infinite"
-    return _ZERO if whole and numbers.numel() and not bool(numbers.any()) else ""
+    return _ZERO if whole and low == high == 0 else ""
