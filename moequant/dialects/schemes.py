@@ -5,6 +5,7 @@
 | Encoding | as in memory | as in memory, or E8M0 as U8 | FP32 [], the global scale, if any |
 | Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
 | Fp8BlocksE8m0 | E4M3 [N, K] | E8M0 [ceil(N/128), ceil(K/128)] | |
+| Fp8BlocksByRole | E4M3 [N, K] | of routed experts as Fp8Blocks, else as Fp8BlocksE8m0 | |
 | Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
 | Nvfp4Multiplied | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [], the global scale |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
@@ -147,6 +148,26 @@ class Fp8BlocksE8m0(Fp8Blocks):
         return dict(zip(self._names(module), (q.qdata, stored), strict=True))
 
 
+class Fp8BlocksByRole(Fp8BlocksE8m0):
+    """`fp8_block` with the scale as FP32 in routed experts, and as E8M0 elsewhere."""
+
+    def specs(self, module: str, shape: _Shape) -> dict[str, TensorSpec]:
+        """As Encoding."""
+        found = super().specs(module, shape)
+        if is_expert(module):
+            _, scale = self._names(module)
+            found[scale] = replace(found[scale], dtype=self.format.scale_dtype)
+        return found
+
+    def encode(
+        self, module: str, q: QuantizedWeight, *, consume: bool = False
+    ) -> dict[str, Tensor]:
+        """As Encoding; raises as Fp8BlocksE8m0, but not for an expert."""
+        if is_expert(module):
+            return dict(zip(self._names(module), (q.qdata, q.scale), strict=True))
+        return super().encode(module, q, consume=consume)
+
+
 class Nvfp4Packed(Encoding):
     """`nvfp4`: the global scale is stored as its reciprocal, a divisor.
 
@@ -237,11 +258,11 @@ class Mxfp4Blocks(Encoding):
         return q.qdata.reshape(*q.scale.shape, self.format.block[1] // 2), q.scale.view(torch.uint8)
 
 
-def mxfp4_signed(scale: str, *, read_only: bool = False) -> Encoding:
+def mxfp4_signed(scale: str) -> Encoding:
     """`mxfp4` as DeepSeek-V4 was released: codes I8, scales E8M0; unsigned bytes are read, too."""
     codes = (torch.int8, torch.uint8)
     scales = (torch.float8_e8m0fnu, torch.uint8)
-    return Encoding("mxfp4", "weight", scale, codes=codes, scales=scales, read_only=read_only)
+    return Encoding("mxfp4", "weight", scale, codes=codes, scales=scales)
 
 
 def e8m0_bytes(format: str, codes: str, *, read_only: bool = False) -> Encoding:
@@ -487,11 +508,8 @@ MODELOPT = _by_format(
 """By `quant_algo`."""
 
 DEEPSEEK_V4 = _by_format(
-    Scheme(
-        encoding=Encoding("fp8_block", "weight", "scale", scales=_BLOCK_SCALES, read_only=True),
-        names=("fp8",),
-    ),
-    Scheme(encoding=mxfp4_signed("scale", read_only=True), names=("fp4",)),
+    Scheme(encoding=Fp8BlocksByRole("scale"), names=("fp8",)),
+    Scheme(encoding=mxfp4_signed("scale"), names=("fp4",)),
 )
 """By `expert_dtype`."""
 
