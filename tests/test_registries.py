@@ -24,7 +24,10 @@ CARRIED = {
     "deepseek-v4": ({"fp8_block", "mxfp4"}, "DeepSeek-V4 was released in these alone"),
     "w4afp8": ({"w4a8", "fp8_block"}, "SGLang takes experts for INT4 and the rest for FP8 blocks"),
     "gpt-oss": ({"mxfp4"}, "gpt-oss was released in MXFP4 alone"),
-    "modelopt": ({"nvfp4"}, "its docstring says what engines read of the others, and where"),
+    "modelopt": (
+        {"nvfp4", "fp8_tensor"},
+        "its docstring says what engines read of the others, and where",
+    ),
 }
 """What a dialect carries, and why it does not carry every format."""
 

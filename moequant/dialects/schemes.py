@@ -12,7 +12,7 @@
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 | Int4Signed | I8 [N, K/2] | FP32 [N, K/128] | |
 | Fp8Channels | E4M3 [N, K] | FP32 [N, 1] | |
-| Fp8Tensors | E4M3 [N, K] | FP32 [1] | |
+| Fp8Tensors | E4M3 [N, K] | FP32 [1], in MODELOPT [] | |
 
 Read-only: Fp8BlocksFlexible, as Fp8Blocks with either name of the scale, also four-dimensional;
 Int4Groups, as Int4Packed with groups of any size.
@@ -397,13 +397,14 @@ class Fp8Channels(Encoding):
 
 
 class Fp8Tensors(Encoding):
-    """`fp8_tensor`: E4M3 codes and one scale, [1]; other writers' may be [].
+    """`fp8_tensor`: E4M3 codes and one scale, [1] or []; both are read.
 
     A weight without rows or columns has a scale of 1 here, and none in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shape: tuple[int, ...] = (1,)) -> None:
         super().__init__("fp8_tensor", "weight", "weight_scale", scales=_FLOATS)
+        self._shape = shape
 
     def _read_scale(
         self, tensors: _Tensors, names: Sequence[str], shape: _Shape, block: Block | None
@@ -415,10 +416,11 @@ class Fp8Tensors(Encoding):
         return scale.reshape(1, 1)[: shape[0], : shape[1]]
 
     def _specs(self, parts: Mapping[str, TensorSpec], shape: _Shape) -> tuple[TensorSpec, ...]:
-        return parts["qdata"], TensorSpec(dtype=torch.float32, shape=(1,))
+        return parts["qdata"], TensorSpec(dtype=torch.float32, shape=self._shape)
 
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
-        return q.qdata, q.scale.reshape(1) if q.scale.numel() else torch.ones(1)
+        scale = q.scale if q.scale.numel() else torch.ones(1)
+        return q.qdata, scale.reshape(self._shape)
 
 
 class Fp8BlocksFlexible(Encoding):
@@ -501,7 +503,8 @@ GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 
 MODELOPT = _by_format(
     Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4"), input_scale=_MULTIPLIER),
-    Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
+    Scheme(encoding=Fp8Tensors(shape=()), names=("FP8",), input_scale=_MULTIPLIER),
+    Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8_PER_CHANNEL_PER_TOKEN",)),
     Scheme(encoding=Fp8BlocksFlexible(), names=("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight", read_only=True), names=("MXFP8",)),
 )

@@ -78,6 +78,8 @@ def test_every_engine_has_a_word_about_every_pair(dialect, format):
         (written("gpt-oss", "mxfp4", some_kept=True), True, False, False),
         (written("modelopt", "nvfp4"), False, True, True),
         (written("modelopt", formats=["nvfp4"]), False, None, None),
+        (written("modelopt", "fp8_tensor", static=True), False, True, True),
+        (written("modelopt", "fp8_tensor"), False, False, False),
         (written("fp8-ue8m0", "fp8_block"), True, True, True),
         (written("fp8-ue8m0", "mxfp4"), True, False, True),
         (written("fp8-ue8m0", "mxfp4", hidden=144), True, False, False),

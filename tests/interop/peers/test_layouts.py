@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from moequant.compatibility import check_checkpoint
-from moequant.conversion import convert
+from moequant.conversion import Recipe, convert
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
+from moequant.runtime import load_experts
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.headers import DTYPES
 from moequant.verification import verify
@@ -37,7 +38,7 @@ READ = {
     "model_free_ptq FP8_BLOCK": ("fp8_block", "fp8_block", False, True, True),
     "model_free_ptq NVFP4A16": ("nvfp4", "nvfp4", False, False, False),
     "model_free_ptq MXFP4A16": ("mxfp4", "mxfp4", True, True, False),
-    "Model-Optimizer FP8_DEFAULT_CFG": ("fp8_channel", "fp8_channel", False, True, True),
+    "Model-Optimizer FP8_DEFAULT_CFG": ("fp8_tensor", "fp8_tensor", False, True, True),
     "Model-Optimizer FP8_PER_CHANNEL_PER_TOKEN_CFG": (
         "fp8_channel", "fp8_channel", False, False, False,
     ),
@@ -47,7 +48,7 @@ READ = {
     "Model-Optimizer NVFP4_DEFAULT_CFG": ("nvfp4", "nvfp4", False, True, True),
     "Model-Optimizer W4A16_NVFP4_CFG": ("nvfp4", "nvfp4", False, True, True),
     "Model-Optimizer MXFP8_DEFAULT_CFG": ("mxfp8", "mxfp8", False, True, None),
-    "Model-Optimizer mixed": ("nvfp4", "fp8_channel", False, True, True),
+    "Model-Optimizer mixed": ("nvfp4", "fp8_tensor", False, True, True),
 }  # fmt: skip
 APART = "model_free_ptq NVFP4A16"
 """Gives gate and up of an expert different global scales."""
@@ -127,3 +128,28 @@ def test_unpacked_integers_are_refused_by_name(tmp_path):
     path = write("llm-compressor W4AFP8", tmp_path / "theirs")
     with pytest.raises(UnsupportedError, match="format is 'int-quantized', but moequant reads"):
         check_checkpoint(Checkpoint.open(path))
+
+
+def test_fp8_with_activation_scales_is_written_as_model_optimizer_writes_it(
+    make_checkpoint, tmp_path
+):
+    """Of experts alone; theirs quantizes attention too."""
+    rule = {"roles": ["routed_experts"], "format": "fp8_tensor", "activation_scales": 0.5}
+    recipe = Recipe.model_validate({"rules": [rule], "output": {"dialect": "modelopt"}})
+    source = make_checkpoint(experts=2, layers=1, hidden=256, intermediate=128)
+    out = convert(source, tmp_path / "out", recipe=recipe).output
+    assert verify(out, against=source).ok
+    theirs = RECORDED["outputs"]["Model-Optimizer FP8_DEFAULT_CFG"]
+    ours = json.loads((out / "config.json").read_text())["quantization_config"]
+    said = theirs["quantization_config"]
+    assert said.keys() - ours.keys() == {"producer"}
+    assert all(ours[key] == said[key] for key in ours.keys() - {"ignore"})
+    assert {*said["ignore"]} - {*ours["ignore"]} == set()
+
+    checkpoint = Checkpoint.open(out)
+    of_experts = {n: s for n, s in theirs["tensors"].items() if ".experts." in n}
+    written = {n: [i.dtype, [*i.shape]] for n, i in checkpoint.tensors.items() if ".experts." in n}
+    assert written == of_experts
+    loaded = {e.key: e.loads for e in check_checkpoint(checkpoint).engines}
+    assert loaded == {"transformers": False, "vllm": True, "sglang": True, "moequant": True}
+    assert load_experts(out, 0).packed().workload.activations == "fp8_static"
