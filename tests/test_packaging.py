@@ -17,7 +17,6 @@ import pytest
 import moequant
 import moequant.conversion
 from moequant.dialects import REGISTRY as DIALECTS
-from moequant.dialects import SOURCES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -132,7 +131,7 @@ def test_verification_uses_public_names_of_conversion_alone():
 
 @pytest.mark.parametrize("layer", ["storage", "weights", "conversion", "verification"])
 def test_code_that_reads_and_writes_weights_names_no_dialect(layer):
-    dialects = {type(d).__module__ for d in (*DIALECTS.values(), *SOURCES.values())}
+    dialects = {type(d).__module__ for d in DIALECTS.values()}
     for name, path in MODULES.items():
         if name.startswith(f"moequant.{layer}."):
             named = {i if i in MODULES else i.rpartition(".")[0] for i in imports(path)}

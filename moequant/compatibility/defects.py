@@ -167,12 +167,12 @@ def _integer_experts(modules: Iterable[Module]) -> Iterator[str]:
 
 
 def _experts_scaled_by_row(modules: Iterable[Module]) -> Iterator[str]:
-    """Experts with a scale for each row, where the format may also have one for all."""
+    """Experts with a scale for each row, where engines have one for all."""
     for module in modules:
         if module.group == ROUTED_EXPERTS and module.quantized and module.stated is not None:
             scale = module.parts.get("weight_scale")
-            by_row = get_format(module.stated).block == (1, WHOLE)
-            if by_row and scale is not None and prod(scale.shape) > 1:
+            whole_rows = get_format(module.stated).block[1] == WHOLE
+            if whole_rows and scale is not None and prod(scale.shape) > 1:
                 yield module.name
 
 

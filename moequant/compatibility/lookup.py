@@ -51,7 +51,10 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
         kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
         return {"vLLM": _fp8_vllm(kept), "SGLang": _fp8_sglang(kept)}
     if dialect == "w4afp8":
-        return {"SGLang": lambda module: module.group != ROUTER}
+        return {"SGLang": _all_but_routers}
+    if dialect == "deepseek-v4":
+        # Each engine looks up names of its own, and builds routers unquantized.
+        return dict.fromkeys(("vLLM", "SGLang", "transformers", "moequant"), _all_but_routers)
     if dialect == "modelopt" and not mapping_field(config, "quantized_layers", _WHERE):
         kept = names_field(config, "ignore", _WHERE)
         kept = kept or names_field(config, "exclude_modules", _WHERE)
@@ -60,6 +63,10 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
             "SGLang": partial(_by_list, KeptInSglang(kept)),
         }
     return {}
+
+
+def _all_but_routers(module: Module) -> bool:
+    return module.group != ROUTER
 
 
 def _by_list(kept: KeptInVllm | KeptInSglang, module: Module) -> bool:

@@ -43,7 +43,9 @@ class Dialect:
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` of config.json in this dialect."""
     config_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys at the top of config.json that speak of its quantization too."""
+    """Fields of `quantization_config` that stand at the top of config.json too."""
+    architectures: ClassVar[tuple[str, ...]] = ()
+    """Names of the only architectures whose models engines load in it; empty for no such limit."""
     stacks: ClassVar[bool] = False
     """Whether the experts of a layer lie stacked in tensors that the architecture table names.
 
@@ -63,6 +65,12 @@ class Dialect:
     def carried(self) -> tuple[str, ...]:
         """The quantized formats it can write; every dialect also writes BF16."""
         return tuple(name for name, e in self.encodings.items() if not e.read_only)
+
+    @cached_property
+    def telling_suffixes(self) -> frozenset[str]:
+        """Suffixes of tensor names that only quantized weights have."""
+        every = {suffix for e in self.encodings.values() for suffix in e.suffixes}
+        return frozenset(every - {"weight"})
 
     def encoding(self, format: str) -> Encoding:
         """The encoding of a format that it knows."""

@@ -184,7 +184,7 @@ def expect_by_record(
         copies=tuple(copy.info for copy in plan.copies),
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
-        config=converted_config(source.config, plan.quantization_config),
+        config=converted_config(source.config, plan.quantization_config, plan.dialect),
         activations={
             weight.module: scheme
             for unit in plan.units
@@ -204,7 +204,7 @@ def expect_by_config(
     model, quantization_config = original.model, stored.config.get("quantization_config")
     try:
         plain = quantization_config is None and original.dialect is not None
-        dialect = UNQUANTIZED if plain else find_dialect(quantization_config)
+        dialect = UNQUANTIZED if plain else find_dialect(quantization_config, stored.tensors)
         format_of, activations_of = readers(dialect, quantization_config or {})
         formats = _formats(original, stored, format_of)
         activations = {
@@ -251,7 +251,7 @@ def expect_by_config(
             for scale in dialect.input_scale_specs(_module(name), formats[name])
         },
         activations=activations,
-        config=_foreign_config(source.config, stored.config),
+        config=_foreign_config(source.config, stored.config, dialect),
     )
 
 
@@ -318,9 +318,11 @@ def _without_misshapen(
     return fitting
 
 
-def _foreign_config(source: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _foreign_config(
+    source: Mapping[str, Any], found: Mapping[str, Any], dialect: Dialect
+) -> dict[str, Any]:
     """The source's config, with fields that other tools may change taken from `found`."""
-    wanted = converted_config(source, found.get("quantization_config") or {})
+    wanted = converted_config(source, found.get("quantization_config") or {}, dialect)
     # transformers 5 renamed this key.
     for old, new in (("torch_dtype", "dtype"), ("dtype", "torch_dtype")):
         if old in wanted and old not in found and new in found:

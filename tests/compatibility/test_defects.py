@@ -74,7 +74,9 @@ def test_fp8_of_model_optimizer_is_loaded_with_one_scale_and_not_with_one_for_ea
     for key in ("vllm", "sglang"):
         assert engines[key].loads is not rows
         assert ("modelopt-row-scales" in against(engines, key)) is rows
-    assert "modelopt-sources-own" in against(engines, "moequant")
+    # It does not take 1 for a scale of activations that is missing, as the engines do.
+    assert "missing-fp8-input-scales-own" in against(engines, "moequant")
+    assert ("modelopt-row-scales" in against(engines, "moequant")) is rows
     assert not engines["transformers"].loads
 
 
@@ -222,14 +224,14 @@ def test_scales_of_fp8_inputs_are_read_of_model_optimizer_too(planted, check, va
     def as_model_optimizer(tensors):
         for scale in [n for n in tensors if n.endswith("weight_scale")]:
             tensors[scale] = tensors[scale][0, 0].clone()
-        names, _ = every_scale("input_scale", 0.01)
+        names = [n for layer in (0, 1) for n in every_scale("input_scale", 0.01, layer)[0]]
         tensors |= {n: torch.tensor(0.01) for n in names} | {name: torch.tensor(value)}
 
     engines = check(planted("fp8_channel", tensors=as_model_optimizer, config=of_model_optimizer))
     for key in ("vllm", "sglang"):
         assert engines[key].loads is loads
         assert against(engines, key) == ({} if loads else {"bad-fp8-input-scales": (name,)})
-    assert [*against(engines, "moequant")] == ["modelopt-sources-own"]
+    assert against(engines, "moequant") == ({} if loads else {"bad-fp8-input-scales-own": (name,)})
 
 
 def test_scales_of_inputs_of_w4afp8_are_read_by_the_names_of_its_releases(planted, check):

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from moequant.dialects import SOURCES
+from moequant.dialects import REGISTRY
 from moequant.dialects.input_scale import InputScale
 
 SCALES = [
     (dialect, format)
-    for dialect in SOURCES.values()
+    for dialect in REGISTRY.values()
     for format, scheme in dialect.schemes.items()
     if scheme.input_scale is not None
 ]
