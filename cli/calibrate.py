@@ -131,11 +131,25 @@ def _show_plan(out: Output, plan: CalibrationPlan) -> None:
         {
             "model": f"{record.architecture}, {plan.last_layer + 1} layers, with experts: "
             f"{ranges(record.layers)}",
+            **_describe_unrun(plan),
             "data": describe_data(parts, chat_template=data.chat_template),
             "computed": describe_computation(record.run),
             **describe_needs(plan.memory.peak_bytes, plan.disk_bytes),
         }
     )
+
+
+def _describe_unrun(plan: CalibrationPlan) -> dict[str, str]:
+    """What is said of multi-token prediction, if the checkpoint has any."""
+    parts = []
+    if plan.uncalibrated:
+        parts.append(
+            f"experts of layers {ranges(plan.uncalibrated)}, which `convert` quantizes without "
+            "statistics"
+        )
+    if plan.kept_tensors:
+        parts.append(f"{count(plan.kept_tensors, 'other tensor')}, which it keeps")
+    return {"not run": f"multi-token prediction: {'; '.join(parts)}"} if parts else {}
 
 
 def _describe(result: CalibrationResult) -> dict[str, Any]:
@@ -146,6 +160,8 @@ def _describe(result: CalibrationResult) -> dict[str, Any]:
         "sha256": found and found.digest,
         "architecture": plan.record.architecture,
         "expert_layers": list(plan.record.layers),
+        "uncalibrated_layers": list(plan.uncalibrated),
+        "kept_prediction_tensors": plan.kept_tensors,
         "experts": plan.record.experts,
         "data": plan.record.data.model_dump(),
         "run": plan.record.run,

@@ -8,7 +8,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, count, origin_of
+from moequant.cli.output import Output, count, origin_of, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ def command(
 
     CHECKPOINT is a directory or the id of a repository on the Hugging Face hub. Reads config.json,
     headers and scales, and no weights. The exit code is 4 if an engine of --engine does not load
-    it, or if none does.
+    it, or has no room for its weights on --gpu, or if none does.
     """
     from moequant.compatibility import check_checkpoint
     from moequant.errors import UnsupportedError
@@ -77,7 +77,7 @@ def command(
     assert not isinstance(wanted, str)
     report = check_checkpoint(opened, own, engines=engine, gpu=gpu, tp=tp, ep=ep, layers=wanted)
     document = _describe(opened, report, gpu)
-    refused = [one for one in report.engines if one.loads is not True]
+    refused = [one for one in report.engines if not _runs(one, gpu)]
     if not refused or (engine is None and len(refused) < len(report.engines)):
         out.result(document, _show)
         return
@@ -91,15 +91,36 @@ def command(
     raise FailedResult(UnsupportedError(message), document)
 
 
+def _runs(engine: EngineReport, gpu: str | None) -> bool:
+    """Whether an engine loads a checkpoint, and its weights may fit into the GPU asked for."""
+    lacks_memory = gpu is not None and engine.memory is not None and engine.memory.fits is False
+    return engine.loads is True and not lacks_memory
+
+
 def _refusal(engine: EngineReport) -> str:
-    """One line about an engine that does not load a checkpoint."""
+    """One line about an engine that does not load a checkpoint, or has no room for it."""
     verdict = engine.verdict
     title = f"{verdict.engine} {verdict.version}"
     if engine.loads is None:
         return f"{title}: not known, no rule is about this"
+    if engine.loads:
+        assert engine.memory is not None
+        (gpu,) = engine.memory.gpus
+        return (
+            f"{title}: {_lack(engine.memory.weight_bytes, engine.memory.ranks, gpu.memory_bytes)}"
+        )
     sentences = [said.text for said in engine.against]
     sentences += [text for gpu in engine.gpus for text in gpu.lacking]
     return sentences[0]
+
+
+def _lack(weight_bytes: int, ranks: int, memory_bytes: int) -> str:
+    return f"{_on_each(weight_bytes, ranks)} of {size(memory_bytes)} do not fit"
+
+
+def _on_each(weight_bytes: int, ranks: int) -> str:
+    gpus = "1 GPU" if ranks == 1 else f"each of {ranks} GPUs"
+    return f"{size(weight_bytes)} of weights on {gpus}"
 
 
 def _describe(
@@ -144,6 +165,7 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
     for engine in report["engines"]:
         out.line()
         _show_engine(out, engine)
+        _show_memory(out, engine, report["gpu"])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -160,10 +182,52 @@ def _show_engine(out: Output, engine: Mapping[str, Any]) -> None:
         if len(ways) > 1 or way:
             where = ", ".join(names) if len(ways) > 1 or len(names) == 1 else "every GPU"
             out.folded(f"{where}: {way or 'no'}", indent=2)
+    options = _by_options(engine["gpus"])
+    for texts, names in options.items():
+        if texts:
+            where = f" on {', '.join(names)}" if len(options) > 1 else ""
+            out.folded(f"start it{where} with {' '.join(texts)}", indent=2)
     for kind, entries in (("why not", engine["why"]), ("note", engine["cautions"])):
         for said in entries:
             text = f"{kind} [{said['rule']}]: {said['text']} {said['next']}"
             out.folded(text.strip(), indent=2)
+
+
+def _show_memory(out: Output, engine: Mapping[str, Any], gpu: str | None) -> None:
+    """The weights of a rank; of a GPU that was asked for, what they leave, or from where on."""
+    memory = engine["memory"]
+    if memory is None:
+        return
+    if gpu is None:
+        text = _on_each(memory["weight_bytes"], memory["ranks"])
+    else:
+        (found,) = memory["gpus"]
+        text = _fit(found, memory) + _least(engine["fits_from"][gpu], found["fits"])
+    kv = memory["kv"]
+    text += "; KV cache: " + ("not known" if kv is None else f"{size(kv['token_bytes'])} a token")
+    out.folded(f"memory: {text}", indent=2)
+
+
+def _fit(gpu: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
+    weights, ranks = memory["weight_bytes"], memory["ranks"]
+    if gpu["fits"] is False:
+        return _lack(weights, ranks, gpu["memory_bytes"])
+    text = f"{_on_each(weights, ranks)} of {size(gpu['memory_bytes'])}"
+    if gpu["fits"] is None:
+        return f"{text} hardly fit"
+    text += f"; {size(gpu['left_bytes'])} left for KV cache, activations and the engine"
+    return text if gpu["tokens"] is None else f"{text}, at most {gpu['tokens']:,} tokens"
+
+
+def _least(fits_from: Mapping[str, int | None], fits: bool | None) -> str:
+    """The numbers of ranks from which on the weights fit."""
+    if fits:
+        return ""
+    ways = {"tp": "tp {0}", "tp_with_ep": "tp {0} and ep {0}"}
+    found = [way.format(fits_from[key]) for key, way in ways.items() if fits_from[key]]
+    return (
+        f"; they fit from {' or '.join(found)} on" if found else "; they fit at no number of ranks"
+    )
 
 
 def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -172,6 +236,15 @@ def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for gpu in gpus:
         ways.setdefault(_way(gpu), []).extend(gpu["names"])
     return ways
+
+
+def _by_options(gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[str]]:
+    """The GPUs that run a checkpoint, by the options that the engine's server needs there."""
+    options: dict[tuple[str, ...], list[str]] = {}
+    for gpu in gpus:
+        if gpu["loads"]:
+            options.setdefault(tuple(gpu["options"]), []).extend(gpu["names"])
+    return options
 
 
 def _way(gpu: Mapping[str, Any]) -> str:

@@ -105,7 +105,9 @@ def _run(source: Path, converted: Path, format: str, progress: Progress) -> dict
         "sqnr_db": report.formats[0].total.sqnr_db,
         "layer_error": max(layer.layer_error for layer in report.layers),
         "quantized_activations_error": max(
-            layer.quantized_activations_error for layer in report.layers
+            layer.quantized_activations_error
+            for layer in report.layers
+            if layer.quantized_activations_error is not None
         ),
         "path": str(converted),
         "prepared": str(prepared),

@@ -52,6 +52,14 @@ def _known_name(value: str, kind: str, known: Collection[str]) -> str:
 
         found = format_name(value, known)
         message = unknown_format(value, known)
+    elif kind == "GPU":
+        from moequant.compatibility import find_gpu
+        from moequant.errors import UnsupportedError
+
+        try:
+            return find_gpu(value).name
+        except UnsupportedError as error:
+            raise click.BadParameter(str(error)) from error
     else:
         found = next((name for name in known if name.lower() == value.lower()), value)
         message = unknown_name(kind, value, known)
@@ -293,7 +301,8 @@ gpu_option = _name_option(
     "--gpu",
     "moequant.compatibility:GPUS",
     "GPU",
-    help="GPU it is to run on, such as a100, rtx4090, h100 or b200.  [default: any]",
+    help="GPU it is to run on, such as a100, rtx4090, h100 or b200; also says whether the weights "
+    "fit.  [default: any]",
 )
 routing_option = _names_option(
     "--routing",

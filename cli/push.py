@@ -31,7 +31,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.argument("repo_id", metavar="REPO_ID")
 @click.option("--revision", metavar="BRANCH", help="Branch to publish in; created if missing.")
 @click.option(
-    "--private", is_flag=True, help="Create the repository as a private one, if it is missing."
+    "--private",
+    is_flag=True,
+    help="Create the repository as a private one; refuse one that exists and is public.",
 )
 @click.option(
     "--base-model",
@@ -45,7 +47,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Figures for the model card, as `moequant evaluate --json` prints them.",
 )
 @click.option(
-    "--report", type=_FILE, metavar="FILE", help="A page about it, published beside the card."
+    "--report", type=_FILE, metavar="FILE", help="An HTML page about it, published beside the card."
 )
 @click.option(
     "--picture",
@@ -78,15 +80,11 @@ def command(
     quiet: bool,
     **settings: Any,
 ) -> None:
-    r"""Publish CONVERTED as REPO_ID, owner/name, with a model card around the source's own.
+    """Publish CONVERTED as REPO_ID, owner/name, with a model card around the source's own.
 
     CONVERTED must have passed `moequant verify CONVERTED --against SOURCE`. The same command
     continues an interrupted upload. A token that may write is taken from `hf auth login` or
     HF_TOKEN.
-
-    \b
-    moequant push qwen3-nvfp4 me/Qwen3-30B-A3B-NVFP4 --dry-run
-    moequant push qwen3-nvfp4 me/Qwen3-30B-A3B-NVFP4 --private --quality figures.json
     """
     out = Output(as_json=as_json, quiet=quiet)
     if workers is not None:

@@ -213,6 +213,12 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
             ">runtime / bound": "{0[runtime_error]:.2g}",
         },
     )
+    for layer in report["layers"]:
+        if layer["activations_not_measured"] is not None:
+            out.line(
+                f"Layer {layer['layer']} with its activations ({layer['activations']}): not "
+                f"measured, because {layer['activations_not_measured']}."
+            )
     _table(
         out,
         [layer for layer in report["layers"] if layer["backend_error"] is not None],

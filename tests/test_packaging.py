@@ -17,7 +17,6 @@ import pytest
 import moequant
 import moequant.conversion
 from moequant.dialects import REGISTRY as DIALECTS
-from moequant.dialects import SOURCES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -132,7 +131,7 @@ def test_verification_uses_public_names_of_conversion_alone():
 
 @pytest.mark.parametrize("layer", ["storage", "weights", "conversion", "verification"])
 def test_code_that_reads_and_writes_weights_names_no_dialect(layer):
-    dialects = {type(d).__module__ for d in (*DIALECTS.values(), *SOURCES.values())}
+    dialects = {type(d).__module__ for d in DIALECTS.values()}
     for name, path in MODULES.items():
         if name.startswith(f"moequant.{layer}."):
             named = {i if i in MODULES else i.rpartition(".")[0] for i in imports(path)}
@@ -318,7 +317,8 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     files = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
     wanted.add("moequant/reporting/style.css")
-    wanted |= {f"moequant/compatibility/{name}.toml" for name in ("rules", "kernels")}
+    tables = ("rules", "kernels", "gpus", "attention")
+    wanted |= {f"moequant/compatibility/{name}.toml" for name in tables}
     sources = [p for kind in ("cu", "cuh") for p in (ROOT / "kernels").rglob(f"*.{kind}")]
     wanted |= {f"moequant/{p.relative_to(ROOT).as_posix()}" for p in sources}
     wanted |= {f"moequant/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.toml")}

@@ -21,9 +21,13 @@ from moequant.verification.decode import decode
 CARRIED = {
     "fp8": ({"fp8_block"}, "its consumers read FP8 blocks alone"),
     "fp8-ue8m0": ({"fp8_block", "mxfp4"}, "as fp8, and SGLang reads MXFP4 experts in it"),
+    "deepseek-v4": ({"fp8_block", "mxfp4"}, "DeepSeek-V4 was released in these alone"),
     "w4afp8": ({"w4a8", "fp8_block"}, "SGLang takes experts for INT4 and the rest for FP8 blocks"),
     "gpt-oss": ({"mxfp4"}, "gpt-oss was released in MXFP4 alone"),
-    "modelopt": ({"nvfp4"}, "its docstring says what engines read of the others, and where"),
+    "modelopt": (
+        {"nvfp4", "fp8_tensor"},
+        "its docstring says what engines read of the others, and where",
+    ),
 }
 """What a dialect carries, and why it does not carry every format."""
 

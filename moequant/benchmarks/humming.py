@@ -11,7 +11,7 @@ A call is
 
 The GEMMs are called as vLLM's HummingGroupedExperts calls them, its choice on Hopper, with the tile
 shapes that Humming's own rules choose. Names and arguments were read in the sources of version
-0.1.19. Nothing of this has been run on a GPU yet.
+0.1.19. MXFP4 with activations in FP8 was run on an H200, the other pairs were not.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from moequant.errors import MoequantError, UnsupportedError
 from moequant.integrations.expert_inputs import ExpertInputs
 from moequant.integrations.layerwise import LayerwiseModel
 from moequant.integrations.tokenizer import vocabulary_size
+from moequant.models import ROUTED_EXPERTS
 from moequant.progress import SilentProgress
 from moequant.statistics import PRIOR_TOKENS, Statistics, StatisticsRecord, StatisticsWriter
 from moequant.statistics.record import digest_names, moments_digest
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 65_536
 DEFAULT_WINDOW_TOKENS = 512
+_MTP = "mtp"
+"""The role of what architectures.toml names of multi-token prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,10 @@ class CalibrationPlan:
         output: the file of statistics.
         record: what it will say of itself, without digests.
         last_layer: the last layer that is run; none with experts comes after it.
+        uncalibrated: layers for multi-token prediction that the checkpoint has, with experts.
+            transformers has no modules to run them with.
+        kept_tensors: how many tensors of multi-token prediction the checkpoint has beside these
+            layers' own, such as `mtp.*`; they are not run either, and `convert` keeps them.
         memory: what it takes, in addition to the interpreter and libraries.
         disk_bytes: of the file, and of activations while it is written.
     """
@@ -61,6 +68,8 @@ class CalibrationPlan:
     output: Path
     record: StatisticsRecord
     last_layer: int
+    uncalibrated: tuple[int, ...]
+    kept_tensors: int
     memory: CalibrationMemory
     disk_bytes: int
 
@@ -217,6 +226,8 @@ class _Calibration:
             output=output,
             record=record,
             last_layer=last,
+            uncalibrated=_uncalibrated_layers(found),
+            kept_tensors=sum(role.role == _MTP for role in found.model.roles.values()),
             memory=memory_of(model, data, record, range(last + 1)),
             disk_bytes=_file_bytes(record) + kept,
         )
@@ -330,6 +341,13 @@ def _sparse_layers(source: SourceModel) -> tuple[int, ...]:
     """The layers with experts that a forward runs, without multi-token prediction."""
     model = source.model
     return tuple(layer for layer in model.layers if layer in model.moe.sparse_layers)
+
+
+def _uncalibrated_layers(source: SourceModel) -> tuple[int, ...]:
+    """The layers for multi-token prediction whose experts are in the checkpoint."""
+    optional = source.model.moe.optional_layers
+    held = {role.layer for role in source.model.roles.values() if role.role == ROUTED_EXPERTS}
+    return tuple(layer for layer in optional if layer in held)
 
 
 def _record(

@@ -8,7 +8,9 @@ from moequant.compatibility.check import (
 )
 from moequant.compatibility.checkpoint_facts import Examined, examine
 from moequant.compatibility.facts import Defect, Facts, Placement
-from moequant.compatibility.kernels import GPUS
+from moequant.compatibility.gpus import GPUS, Gpu, find_gpu
+from moequant.compatibility.kv_cache import KvCache
+from moequant.compatibility.memory import GpuMemory, Memory, WeightSizes
 from moequant.compatibility.rules import ENGINES, SERVING, Said, Verdict, judge, warnings_of
 
 __all__ = [
@@ -20,12 +22,18 @@ __all__ = [
     "EngineReport",
     "Examined",
     "Facts",
+    "Gpu",
+    "GpuMemory",
     "GpuReport",
+    "KvCache",
+    "Memory",
     "Placement",
     "Said",
     "Verdict",
+    "WeightSizes",
     "check_checkpoint",
     "examine",
+    "find_gpu",
     "judge",
     "warnings_of",
 ]

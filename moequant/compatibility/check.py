@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.checkpoint_facts import Examined, examine
 from moequant.compatibility.facts import Placement
-from moequant.compatibility.kernels import GPUS, kernels_on
+from moequant.compatibility.gpus import GPUS, find_gpu
+from moequant.compatibility.kernels import kernels_on
+from moequant.compatibility.kv_cache import kv_cache
+from moequant.compatibility.memory import memory_of
 from moequant.compatibility.rules import ENGINES, EngineInfo, Said, Verdict, judge
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from moequant.compatibility.facts import Facts
+    from moequant.compatibility.memory import Memory
     from moequant.models import Architecture
     from moequant.storage.checkpoint import Checkpoint
 
@@ -33,6 +38,7 @@ class GpuReport:
         lacking: sentences about formats without a kernel.
         against: what fails there, or would.
         remarks: differences other than the weights.
+        options: options that the engine's server needs there.
     """
 
     names: tuple[str, ...]
@@ -42,6 +48,7 @@ class GpuReport:
     lacking: tuple[str, ...]
     against: tuple[Said, ...]
     remarks: tuple[Said, ...]
+    options: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys; rules by their ids."""
@@ -53,6 +60,7 @@ class GpuReport:
             "lacking": list(self.lacking),
             "why": [said.rule for said in self.against],
             "cautions": [said.rule for said in self.remarks],
+            "options": list(self.options),
         }
 
 
@@ -67,6 +75,9 @@ class EngineReport:
         gpus: by compute capability.
         tp: numbers of tensor-parallel ranks at which it loads, up to 64, on some of these GPUs.
         tp_with_ep: numbers of ranks at which it loads with experts divided among all of them.
+        memory: weights and KV cache of a rank; None if it is not known how it divides weights.
+        fits_from: by GPU, the least of `tp` and of `tp_with_ep` at which the weights fit; None
+            where they fit at none.
     """
 
     key: str
@@ -75,6 +86,8 @@ class EngineReport:
     gpus: tuple[GpuReport, ...]
     tp: tuple[int, ...]
     tp_with_ep: tuple[int, ...]
+    memory: Memory | None = None
+    fits_from: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
 
     @property
     def against(self) -> tuple[Said, ...]:
@@ -86,6 +99,15 @@ class EngineReport:
         """What differs, of all GPUs on which it loads; each rule once."""
         loading = [gpu for gpu in self.gpus if gpu.loads is not False]
         return _once(*(gpu.remarks for gpu in loading))
+
+    @property
+    def options(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """The names of the GPUs on which it loads, by the options that its server needs there."""
+        found: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for gpu in self.gpus:
+            if gpu.loads:
+                found[gpu.options] = (*found.get(gpu.options, ()), *gpu.names)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys."""
@@ -100,6 +122,10 @@ class EngineReport:
             "why": [_describe(said) for said in self.against],
             "cautions": [_describe(said) for said in self.remarks],
             "gpus": [gpu.to_json() for gpu in self.gpus],
+            "memory": self.memory and self.memory.to_json(),
+            "fits_from": {
+                name: {"tp": tp, "tp_with_ep": both} for name, (tp, both) in self.fits_from.items()
+            },
         }
 
 
@@ -164,19 +190,23 @@ def check_checkpoint(
         checkpoint: an opened checkpoint.
         own: architectures that a user's file or a record describes.
         engines: keys of ENGINES; by default all.
-        gpu: a name of GPUS; by default every one.
+        gpu: a GPU, as `find_gpu` takes it; by default every one.
         tp: ranks of tensor parallelism.
         ep: ranks among which experts are divided; 1 without expert parallelism.
         layers: as for `examine`.
 
     Raises:
         CheckpointError: a malformed config, or an unreadable file.
-        UnsupportedError: an unknown architecture, dialect or scheme.
+        UnsupportedError: an unknown architecture, dialect, scheme or GPU.
     """
+    names = [*GPUS] if gpu is None else [find_gpu(gpu).name]
     examined = examine(checkpoint, own, layers=layers)
-    names = [gpu] if gpu is not None else [*GPUS]
     reports = (
-        _of_engine(examined.facts, key, engine, names, Placement(tp=tp, ep=ep))
+        _with_memory(
+            _of_engine(examined.facts, key, engine, names, Placement(tp=tp, ep=ep)),
+            partial(_memory, checkpoint, examined, engine, names),
+            Placement(tp=tp, ep=ep),
+        )
         for key, engine in ENGINES.items()
         if engines is None or key in engines
     )
@@ -198,11 +228,48 @@ def _of_engine(
     )
 
 
+def _memory(
+    checkpoint: Checkpoint,
+    examined: Examined,
+    engine: EngineInfo,
+    gpus: Sequence[str],
+    placement: Placement,
+) -> Memory | None:
+    kv = kv_cache(checkpoint.config, examined.moe.layers, placement.tp)
+    chosen = [GPUS[name] for name in gpus]
+    return memory_of(examined.sizes, examined.facts, engine, placement, kv, chosen)
+
+
+def _with_memory(
+    report: EngineReport, memory_at: Callable[[Placement], Memory | None], asked: Placement
+) -> EngineReport:
+    """The report, with the memory of a rank, and the ranks from which on the weights fit."""
+    memory = memory_at(asked)
+    if memory is None:
+        return report
+    placements = (
+        [Placement(tp=ranks) for ranks in report.tp],
+        [Placement(tp=ranks, ep=ranks) for ranks in report.tp_with_ep],
+    )
+    least: list[dict[str, int]] = []
+    for series in placements:
+        first: dict[str, int] = {}
+        for placement in series:
+            found = memory_at(placement)
+            assert found is not None
+            for gpu in found.gpus:
+                if gpu.fits:
+                    first.setdefault(gpu.name, placement.tp)
+        least.append(first)
+    fits_from = {gpu.name: (least[0].get(gpu.name), least[1].get(gpu.name)) for gpu in memory.gpus}
+    return replace(report, memory=memory, fits_from=fits_from)
+
+
 def _on_gpus(
     facts: Facts, key: str, engine: EngineInfo, gpus: Sequence[str], asked: Placement
 ) -> Iterator[GpuReport]:
-    for capability in dict.fromkeys(GPUS[name] for name in gpus):
-        names = tuple(name for name in gpus if GPUS[name] == capability)
+    for capability in dict.fromkeys(GPUS[name].capability for name in gpus):
+        names = tuple(name for name in gpus if GPUS[name].capability == capability)
         placement = Placement(tp=asked.tp, ep=asked.ep, capability=capability)
         (verdict,) = judge(facts, placement, [key])
         kernels = kernels_on(facts, engine, placement)
@@ -215,6 +282,7 @@ def _on_gpus(
             lacking=tuple(lacking),
             against=verdict.against,
             remarks=verdict.remarks,
+            options=verdict.options,
         )
 
 

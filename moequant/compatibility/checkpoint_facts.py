@@ -14,6 +14,7 @@ from moequant.compatibility.facts import (
     heads_in,
     kv_heads_in,
 )
+from moequant.compatibility.memory import WeightSizes, weight_sizes
 from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects
 from moequant.dialects import find_dialect
@@ -44,6 +45,7 @@ class Examined:
         moe: sizes of its expert layers.
         layers: its layers with experts.
         layers_read: those whose scales were read.
+        sizes: its bytes by how engines divide them.
     """
 
     facts: Facts
@@ -51,6 +53,7 @@ class Examined:
     moe: MoeConfig
     layers: tuple[int, ...]
     layers_read: tuple[int, ...]
+    sizes: WeightSizes
 
 
 def examine(
@@ -87,6 +90,7 @@ def examine(
         moe=moe,
         layers=sparse,
         layers_read=() if dialect is None or dialect.stacks else read,
+        sizes=weight_sizes(checkpoint.tensors, architecture, moe, dialect),
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from moequant.compatibility.modules import Module
     from moequant.dialects import Dialect
+    from moequant.dialects.input_scale import InputScale
     from moequant.models import Architecture
     from moequant.storage.headers import TensorInfo
 
@@ -54,8 +55,8 @@ def header_defects(
     yield from _one("ragged-merged-rows", _ragged_merged_rows(modules, architecture))
     yield from _one("missing-weight-scales", _missing_scales(modules, dialect))
     missing = [*_missing_input_scales(modules, tensors, dialect, config)]
-    yield from _one("missing-input-scales", (m.name for m in missing if m.stated == "nvfp4"))
-    yield from _one("missing-fp8-input-scales", (m.name for m in missing if m.stated != "nvfp4"))
+    for id, of_layer in (("missing-input-scales", False), ("missing-fp8-input-scales", True)):
+        yield from _one(id, (m.name for m, scale in missing if scale.of_layer is of_layer))
     routers = (m.name for m in modules if m.group == ROUTER and m.quantized)
     yield from _one("quantized-router", routers)
     biases = (
@@ -166,12 +167,12 @@ def _integer_experts(modules: Iterable[Module]) -> Iterator[str]:
 
 
 def _experts_scaled_by_row(modules: Iterable[Module]) -> Iterator[str]:
-    """Experts with a scale for each row, where the format may also have one for all."""
+    """Experts with a scale for each row, where engines have one for all."""
     for module in modules:
         if module.group == ROUTED_EXPERTS and module.quantized and module.stated is not None:
             scale = module.parts.get("weight_scale")
-            by_row = get_format(module.stated).block == (1, WHOLE)
-            if by_row and scale is not None and prod(scale.shape) > 1:
+            whole_rows = get_format(module.stated).block[1] == WHOLE
+            if whole_rows and scale is not None and prod(scale.shape) > 1:
                 yield module.name
 
 
@@ -200,14 +201,16 @@ def _missing_input_scales(
     tensors: Mapping[str, TensorInfo],
     dialect: Dialect,
     config: Mapping[str, Any],
-) -> Iterator[Module]:
+) -> Iterator[tuple[Module, InputScale]]:
+    """Modules whose input has a static scale by config.json and none in the files."""
     activations_of: Callable[[str], str | None] = dialect.activations_reader(config)
     for module in modules:
+        if module.group != ROUTED_EXPERTS or not module.quantized or module.stated is None:
+            continue
+        scale = dialect.input_scale(module.stated)
         if (
-            module.group == ROUTED_EXPERTS
-            and module.quantized
-            and module.stated is not None
+            scale is not None
             and activations_of(module.name) in STATIC_SCHEMES
-            and not tensors.keys() >= dialect.input_scale_specs(module.name, module.stated).keys()
+            and scale.name_of(module.name) not in tensors
         ):
-            yield module
+            yield module, scale

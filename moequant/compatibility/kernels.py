@@ -63,7 +63,7 @@ def kernels_on(
     for format in facts.experts:
         suiting = [
             kernel
-            for kernel in _table()[1]
+            for kernel in all_kernels()
             if kernel.engine == engine.name and kernel.suits(format, facts, refined=cut)
         ]
         if not suiting or placement.capability is None:
@@ -93,12 +93,11 @@ def _text(capability: tuple[int, int]) -> str:
 
 
 @cache
-def _table() -> tuple[dict[str, tuple[int, int]], Sequence[KernelPath]]:
+def all_kernels() -> Sequence[KernelPath]:
+    """Every kernel of kernels.toml."""
     data = get_data(__name__, "kernels.toml")
     assert data is not None
-    table = tomllib.loads(data.decode())
-    gpus = {entry["name"]: parse_capability(entry["capability"]) for entry in table["gpu"]}
-    return gpus, [_read(entry) for entry in table["kernel"]]
+    return [_read(entry) for entry in tomllib.loads(data.decode())["kernel"]]
 
 
 def _read(entry: Mapping[str, Any]) -> KernelPath:
@@ -106,12 +105,3 @@ def _read(entry: Mapping[str, Any]) -> KernelPath:
     lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
     high = parse_capability(entry["to"]) if "to" in entry else None
     return KernelPath(**{**own, **lists}, low=parse_capability(entry["from"]), high=high)
-
-
-GPUS: Mapping[str, tuple[int, int]] = _table()[0]
-"""Compute capability by the names that options take."""
-
-
-def all_kernels() -> Sequence[KernelPath]:
-    """Every kernel of kernels.toml."""
-    return _table()[1]

@@ -8,7 +8,7 @@ _module_path_match). transformers and moequant read the lists as `Dialect.reader
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.modules import ROUTER
@@ -51,7 +51,10 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
         kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
         return {"vLLM": _fp8_vllm(kept), "SGLang": _fp8_sglang(kept)}
     if dialect == "w4afp8":
-        return {"SGLang": lambda module: module.group != ROUTER}
+        return {"SGLang": _all_but_routers}
+    if dialect == "deepseek-v4":
+        # Each engine looks up names of its own, and builds routers unquantized.
+        return dict.fromkeys(("vLLM", "SGLang", "transformers", "moequant"), _all_but_routers)
     if dialect == "modelopt" and not mapping_field(config, "quantized_layers", _WHERE):
         kept = names_field(config, "ignore", _WHERE)
         kept = kept or names_field(config, "exclude_modules", _WHERE)
@@ -60,6 +63,10 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
             "SGLang": partial(_by_list, KeptInSglang(kept)),
         }
     return {}
+
+
+def _all_but_routers(module: Module) -> bool:
+    return module.group != ROUTER
 
 
 def _by_list(kept: KeptInVllm | KeptInSglang, module: Module) -> bool:
@@ -114,12 +121,17 @@ def _fp8_vllm(listed: Iterable[str]) -> Lookup:
     kept = {in_vllm(name) for name in listed}
     blocks = [name for name in kept if "experts" in name]
 
+    # Once a layer, not once an expert: each asks a list with some names a layer.
+    @cache
+    def keeps(block: str) -> bool:
+        return any(block in entry for entry in blocks)
+
     def quantizes(module: Module) -> bool:
         name = in_vllm(module.name)
         block = expert_block(name)
         if block is None:
             return name not in kept and merged_in_vllm(name) not in kept
-        return not any(block in entry for entry in blocks)
+        return not keeps(block)
 
     return quantizes
 
@@ -127,13 +139,18 @@ def _fp8_vllm(listed: Iterable[str]) -> Lookup:
 def _fp8_sglang(listed: Iterable[str]) -> Lookup:
     bare = [name.removeprefix("model.").rstrip(".") for name in listed]
     kept = [*bare, *(f"model.{name}" for name in bare)]
+    blocks = [entry for entry in kept if "experts" in entry]
+
+    # Once a layer, not once an expert: each asks a list with some names a layer.
+    @cache
+    def keeps(name: str, *, is_block: bool) -> bool:
+        if any(f".{entry}." in f".{name}." for entry in kept):
+            return True
+        return is_block and any(name in entry for entry in blocks)
 
     def quantizes(module: Module) -> bool:
         block = expert_block(module.name)
-        name = module.name if block is None else block
-        if any(f".{entry}." in f".{name}." for entry in kept):
-            return False
-        return block is None or not any(name in entry for entry in kept if "experts" in entry)
+        return not keeps(block or module.name, is_block=block is not None)
 
     return quantizes
 

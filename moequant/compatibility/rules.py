@@ -83,6 +83,8 @@ class Verdict:
         known: how it is known; None if unknown.
         against: what fails; empty if it loads.
         remarks: differences other than the weights.
+        options: options that its server needs to run it right, such as "--dtype bfloat16"; empty
+            if it does not load.
     """
 
     engine: str
@@ -91,6 +93,7 @@ class Verdict:
     known: Known | None
     against: tuple[Said, ...] = ()
     remarks: tuple[Said, ...] = ()
+    options: tuple[str, ...] = ()
 
     @property
     def why(self) -> tuple[str, ...]:
@@ -115,6 +118,7 @@ class EngineRule:
     why: str = ""
     next: str = ""
     caution: str = ""
+    options: tuple[str, ...] = ()
     dialects: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
@@ -230,7 +234,8 @@ def _verdict(facts: Facts, engine: EngineInfo, placement: Placement) -> Verdict:
     # weights are not divided in a way that nobody has looked at.
     is_divided = placement.tp > 1 or placement.ep > 1
     unknown = facts.described or (is_divided and engine.parallel == "unknown")
-    deciding = against or ([] if unknown else [rule for rule in holding if not rule.caution])
+    saying_yes = [rule for rule in holding if not rule.caution and not rule.options]
+    deciding = against or ([] if unknown else saying_yes)
     decisive = next(iter(deciding), None)
     return Verdict(
         engine=engine.name,
@@ -239,7 +244,13 @@ def _verdict(facts: Facts, engine: EngineInfo, placement: Placement) -> Verdict:
         known=None if decisive is None else decisive.known,
         against=tuple(rule.said(facts, engine, placement) for rule in against),
         remarks=tuple(rule.said(facts, engine, placement) for rule in remarks),
+        options=() if against else _options(holding),
     )
+
+
+def _options(holding: Iterable[EngineRule]) -> tuple[str, ...]:
+    """The options of rules, of each name the last."""
+    return tuple({text.split()[0]: text for rule in holding for text in rule.options}.values())
 
 
 def _happens(when: str, facts: Facts, placement: Placement) -> bool:
@@ -304,7 +315,7 @@ def _read(entry: Mapping[str, Any]) -> EngineRule:
     rule = EngineRule(**{k: v for k, v in {**entry, **lists, **capabilities}.items() if k in known})
     assert entry.keys() <= known | {"from", "to"}, entry
     assert bool(rule.why) != rule.loads, entry
-    assert rule.loads or not rule.caution, entry
+    assert rule.loads or not (rule.caution or rule.options), entry
     return rule
 
 

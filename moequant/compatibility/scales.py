@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import isinf, isnan
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from moequant.compatibility.modules import Module
     from moequant.dialects import Dialect
+    from moequant.dialects.input_scale import InputScale
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
 
@@ -31,13 +34,16 @@ _GAP_BYTES = _REMOTE_BYTES
 _CALL_BYTES = 1 << 20
 """Scales are read together up to this size."""
 _AT_ONCE = 16
+_READS_A_TASK = 256
 _E8M0_NAN = 255
 _ZERO = "all zero"
 _DIVISOR = ".weight_global_scale"
 """compressed-tensors' global scale, by which weights are divided; all others multiply."""
-_FP8 = "fp8_tensor"
 # How far vLLM lets the global scales of gate and up be apart without a word: torch.allclose.
 _CLOSE = 1e-5
+# And those of inputs, in absolute terms; it takes 1 for one that was not loaded yet.
+_CLOSE_INPUTS = 1e-5
+_NOT_LOADED = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +53,12 @@ class _Read:
     Attributes:
         module: the module.
         weight: what is wrong with its scales, in words; empty if nothing is.
-        input: likewise, of the scale of its input.
         is_zero: whether a scale that multiplies is all zero, and so is the weight.
         global_scale: as stored; None without one.
     """
 
     module: Module
     weight: str = ""
-    input: str = ""
     is_zero: bool = False
     global_scale: float | None = None
 
@@ -82,10 +86,11 @@ def scale_defects(
     zero = tuple(r.module.name for r in read if r.is_zero and not r.weight)
     if zero:
         yield Defect(id="zero-weight-scales", names=zero)
-    for id, fp8 in (("bad-input-scales", False), ("bad-fp8-input-scales", True)):
-        own = [r for r in read if (r.module.stated == _FP8) is fp8]
-        yield from _wrong(id, [(r.module.name, r.input) for r in own])
     yield from _unequal(read)
+    inputs = [i for m in wanted for i in _inputs(m, dialect, scales_of[m.name], seen)]
+    yield from _of_experts([i for i in inputs if not i.scale.of_layer])
+    yield from _of_layers([i for i in inputs if i.scale.of_layer])
+    yield from _unequal_inputs([i for i in inputs if i.scale.of_layer])
 
 
 def _wrong(id: str, found: Sequence[tuple[str, str]]) -> Iterator[Defect]:
@@ -119,6 +124,82 @@ def _unequal(read: Sequence[_Read]) -> Iterator[Defect]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Input:
+    """The static scale of a module's input.
+
+    Attributes:
+        name: the tensor.
+        module: the module.
+        scale: what it may be.
+        stored: the number in it; NaN for one that is not a single number.
+        shown: the same in words.
+    """
+
+    name: str
+    module: Module
+    scale: InputScale
+    stored: float
+    shown: str
+
+
+def _inputs(
+    module: Module, dialect: Dialect, scales: Iterable[TensorInfo], seen: Mapping[str, _Seen]
+) -> Iterator[_Input]:
+    assert module.stated is not None
+    scale = dialect.input_scale(module.stated)
+    for info in scales:
+        if scale is None or info.name != scale.name_of(module.name):
+            continue
+        number = seen[info.name].number
+        shown = f"shape {list(info.shape)}" if number is None else f"{number:g}"
+        stored = math.nan if number is None else number
+        yield _Input(name=info.name, module=module, scale=scale, stored=stored, shown=shown)
+
+
+def _of_experts(inputs: Iterable[_Input]) -> Iterator[Defect]:
+    """The defects of scales of which each counts."""
+    wrong = [(i.name, i.shown) for i in inputs if not i.scale.is_usable(i.stored)]
+    yield from _wrong("bad-input-scales", wrong)
+
+
+def _of_layers(inputs: Iterable[_Input]) -> Iterator[Defect]:
+    """The defects of scales of which the largest of a layer counts; NaN counts as the largest."""
+    layers: dict[tuple[int | None, bool], list[_Input]] = defaultdict(list)
+    for one in inputs:
+        # Gate and up have one input.
+        layers[one.module.role.layer, one.module.role.projection == "down"].append(one)
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for together in layers.values():
+        largest = max((i.stored for i in together), key=lambda x: (math.isnan(x), x))
+        decides = not together[0].scale.is_usable(largest)
+        for one in together:
+            id = None if one.scale.is_usable(one.stored) else "unused-fp8-input-scales"
+            if one.stored == 0:
+                id = "zero-fp8-input-scales"
+            if decides and (one.stored == largest or not math.isfinite(one.stored)):
+                id = "bad-fp8-input-scales"
+            if id is not None:
+                found[id].append((one.name, one.shown))
+    for id, wrong in found.items():
+        yield from _wrong(id, wrong)
+
+
+def _unequal_inputs(inputs: Iterable[_Input]) -> Iterator[Defect]:
+    """Experts whose gate and up have different scales of their one input."""
+    pairs: dict[tuple[int | None, int | None], dict[str | None, _Input]] = defaultdict(dict)
+    for one in inputs:
+        pairs[one.module.role.layer, one.module.role.expert][one.module.role.projection] = one
+    found = []
+    for pair in pairs.values():
+        gate, up = pair.get("gate"), pair.get("up")
+        if gate is None or up is None or _NOT_LOADED in (gate.stored, up.stored):
+            continue
+        if abs(gate.stored - up.stored) > _CLOSE_INPUTS:
+            found.append((gate.name, f"{gate.shown} and {up.shown}"))
+    yield from _wrong("gate-up-input-scales", found)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Seen:
     """What a scale shows: what is wrong with it, in words, and its number if it is a single one."""
 
@@ -138,9 +219,9 @@ def _scales_of(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> list
 def _look_at(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> dict[str, _Seen]:
     """What each scale shows, by name; those that lie near each other are read together."""
     calls: list[list[tuple[TensorInfo, slice | None]]] = []
-    size, end = 0, ("", 0)
+    size, end, is_local = 0, ("", 0), checkpoint.is_local
     for info in sorted({info.name: info for info in scales}.values(), key=_place):
-        rows = None if checkpoint.is_local else _first_rows(info)
+        rows = None if is_local else _first_rows(info)
         part = checkpoint.locate(info.name, rows).info
         gap = part.start - end[1] if end[0] == info.file else -1
         if not 0 <= gap <= _GAP_BYTES or size + part.size_bytes > _CALL_BYTES:
@@ -149,19 +230,23 @@ def _look_at(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> dict[str, 
         calls[-1].append((info, rows))
         size, end = size + part.size_bytes, (info.file, part.stop)
 
-    def look(call: Sequence[tuple[TensorInfo, slice | None]]) -> dict[str, _Seen]:
-        ranges = [(info.name, rows) for info, rows in call]
-        read = checkpoint.read_all(ranges, gap_bytes=_GAP_BYTES)
-        return {
-            info.name: _Seen(
-                wrong=_wrong_values(values, whole=values.shape == info.shape),
-                number=values.float().item() if values.numel() == 1 else None,
-            )
-            for (info, _), values in zip(call, read, strict=True)
-        }
+    def look(calls: Sequence[Sequence[tuple[TensorInfo, slice | None]]]) -> dict[str, _Seen]:
+        found = {}
+        for call in calls:
+            ranges = [(info.name, rows) for info, rows in call]
+            read = checkpoint.read_all(ranges, gap_bytes=_GAP_BYTES)
+            for (info, _), values in zip(call, read, strict=True):
+                found[info.name] = _Seen(
+                    wrong=_wrong_values(values, whole=values.shape == info.shape),
+                    number=values.float().item() if values.numel() == 1 else None,
+                )
+        return found
 
+    # A thread takes longer to start on a task than to read a few scales of a disk.
+    each = _READS_A_TASK if is_local else 1
+    tasks = [calls[i : i + each] for i in range(0, len(calls), each)]
     with ThreadPoolExecutor(_AT_ONCE, "moequant-scales") as pool:
-        return {name: seen for found in pool.map(look, calls) for name, seen in found.items()}
+        return {name: seen for found in pool.map(look, tasks) for name, seen in found.items()}
 
 
 def _place(info: TensorInfo) -> tuple[str, int]:
@@ -183,32 +268,30 @@ def _judged(
     assert module.stated is not None
     input_names = dialect.input_scale_specs(module.name, module.stated)
     has_global_scale = dialect.encodings[module.stated].format.has_global_scale
-    weight, of_input, global_scale, is_zero = "", "", None, False
+    weight, global_scale, is_zero = "", None, False
     for info in scales:
-        one = seen[info.name]
         if info.name in input_names:
-            # The largest of a layer counts, so that one of FP8 may be 0.
-            if one.wrong != _ZERO or module.stated != _FP8:
-                of_input = of_input or one.wrong
             continue
+        one = seen[info.name]
         if one.wrong == _ZERO and not info.name.endswith(_DIVISOR):
             is_zero = True
         else:
             weight = weight or one.wrong
         if has_global_scale and one.number is not None:
             global_scale = one.number
-    return _Read(
-        module=module, weight=weight, input=of_input, is_zero=is_zero, global_scale=global_scale
-    )
+    return _Read(module=module, weight=weight, is_zero=is_zero, global_scale=global_scale)
 
 
 def _wrong_values(values: Tensor, *, whole: bool) -> str:
     """What is wrong with scales, `whole` or their first rows, in words; empty if nothing is."""
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return "NaN" if bool((values.view(torch.uint8) == _E8M0_NAN).any()) else ""
-    numbers = values.float()
-    if bool(numbers.isnan().any()):
+    if not values.numel():
+        return ""
+    # The smallest and the largest say all: both are NaN where any is.
+    low, high = (end.item() for end in values.float().aminmax())
+    if isnan(low):
         return "NaN"
-    if bool(numbers.isinf().any()):
+    if isinf(low) or isinf(high):
         return "infinite"
-    return _ZERO if whole and numbers.numel() and not bool(numbers.any()) else ""
+    return _ZERO if whole and low == high == 0 else ""

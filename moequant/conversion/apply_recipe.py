@@ -61,12 +61,14 @@ def apply_recipe(
     fused: Iterable[Sequence[str]],
     statistics: Statistics | None = None,
     input_scales: InputScales | None = None,
+    *,
+    predictable: bool = False,
 ) -> Assignment:
     """Apply the recipe's rules to the convertible weights, and plain formats to quantized ones.
 
     `layer_count` is without layers for multi-token prediction; `fused` has the last name components
     of the linear layers of each fused set; `statistics` and `input_scales` are those of the routed
-    experts' inputs.
+    experts' inputs, and `predictable` says whether weights predict these.
 
     Raises:
         StatisticsError: nothing uses the statistics, or the scales; or a scale is missing.
@@ -109,6 +111,7 @@ def apply_recipe(
         roles=roles,
         statistics=statistics,
         input_scales=input_scales,
+        predictable=predictable,
     )
     units = [unit for group in groups if (unit := make(group))]
     check_used(units, statistics)
@@ -235,6 +238,7 @@ def _unit(
     roles: Mapping[str, TensorRole],
     statistics: Statistics | None,
     input_scales: InputScales | None,
+    predictable: bool,
 ) -> Unit | None:
     rules = [chosen[name] for name in names if name in chosen]
     if not rules:
@@ -243,7 +247,7 @@ def _unit(
     resolved = [
         (
             rule.format,
-            options_of(rule, own, statistics),
+            options_of(rule, own, statistics, predictable=predictable),
             rounding_of(rule, own, statistics),
             rule.activation_scales,
         )

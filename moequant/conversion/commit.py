@@ -85,7 +85,9 @@ def _stage(
         _copy(source.path / file, journal.staged / file, sha256)
     written = {
         INDEX_FILE: _encode(plan.index()),
-        CONFIG_FILE: _encode(converted_config(source.config, plan.quantization_config)),
+        CONFIG_FILE: _encode(
+            converted_config(source.config, plan.quantization_config, plan.dialect)
+        ),
     }
     record = _encode(_record(plan, shards, written, provenance))
     for file, data in {**written, RECORD_FILE: record}.items():

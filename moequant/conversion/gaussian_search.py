@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from moequant.conversion.units import Unit
+    from moequant.models import Architecture, Model
     from moequant.weights.source_model import SourceModel
     from moequant.weights.source_weights import WeightInfo
 
@@ -40,6 +41,30 @@ def with_predictions(units: Iterable[Unit], source: SourceModel) -> list[Unit]:
     ]
 
 
+def predicts_uncalibrated(model: Model) -> bool:
+    """Whether weights predict the inputs of routed experts in multi-token-prediction layers."""
+    try:
+        for layer in model.moe.optional_layers:
+            model.moe.act_fn_of(layer).check()
+    except UnsupportedError:
+        return False
+    return _unpredictable(model.architecture) is None
+
+
+def _unpredictable(architecture: Architecture) -> str | None:
+    """Why weights do not predict the inputs of an architecture's experts; None if they do."""
+    if architecture.expert_norm is None:
+        return (
+            "needs the norm in front of the experts, which the description of architecture "
+            f"{architecture.name!r} does not name (expert_norm)"
+        )
+    if architecture.stacked is not None and architecture.stacked.biased:
+        return (
+            f"does not consider the biases of experts, which architecture {architecture.name!r} has"
+        )
+    return None
+
+
 def _predicted(unit: Unit, source: SourceModel) -> PredictedInputs:
     model = source.model
     architecture, role = model.architecture, model.roles[unit.name]
@@ -48,17 +73,11 @@ def _predicted(unit: Unit, source: SourceModel) -> PredictedInputs:
             f'{unit.name}: search = "{GAUSSIAN}" predicts the inputs of routed experts only, and '
             f"this is {role.role}; give it a rule with another search"
         )
-    if architecture.expert_norm is None:
+    if reason := _unpredictable(architecture):
         raise UnsupportedError(
-            f'{unit.name}: search = "{GAUSSIAN}" needs the norm in front of the experts, which the '
-            f"description of architecture {architecture.name!r} does not name (expert_norm); "
-            "choose another search"
+            f'{unit.name}: search = "{GAUSSIAN}" {reason}; choose another search'
         )
-    if architecture.stacked is not None and architecture.stacked.biased:
-        raise UnsupportedError(
-            f'{unit.name}: search = "{GAUSSIAN}" does not consider the biases of experts, which '
-            f"architecture {architecture.name!r} has; choose another search"
-        )
+    assert architecture.expert_norm is not None, "or it is unpredictable"
     norm = architecture.expert_norm.tensor(role.layer)
     found, hidden = source.weights.get(norm), (model.moe.hidden,)
     if found is None or found.shape != hidden:

@@ -40,11 +40,6 @@ def output_dialect(recipe: Recipe, source: SourceModel, assigned: Assignment) ->
             )
         return UNQUANTIZED
     assert source.dialect is not None, "of a source with quantized weights"
-    if name is None and source.dialect.name not in DIALECTS:
-        raise RecipeError(
-            f"the recipe keeps weights in the dialect {source.dialect.name}, which is read-only; "
-            "give them a format, or bf16"
-        )
     return source.dialect if name is None else get_dialect(name)
 
 
@@ -82,6 +77,8 @@ def serving_dialects(architecture: Architecture) -> list[Dialect]:
 
 
 def _serves(dialect: Dialect, architecture: Architecture) -> bool:
+    if dialect.architectures and architecture.name not in dialect.architectures:
+        return False
     if architecture.dialects is None:
         return not dialect.stacks
     return dialect.name in architecture.dialects

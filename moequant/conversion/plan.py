@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moequant._version import __version__
 from moequant.compatibility import Verdict, warnings_of
 from moequant.conversion.apply_recipe import apply_recipe, keeping_units
-from moequant.conversion.gaussian_search import with_predictions
+from moequant.conversion.gaussian_search import predicts_uncalibrated, with_predictions
 from moequant.conversion.items import plan_items, unchanged_weights, unmatched
 from moequant.conversion.memory import MemoryBound
 from moequant.conversion.output_dialect import output_dialect
@@ -207,6 +207,7 @@ def make_plan(
         model.architecture.fused,
         statistics,
         input_scales,
+        predictable=predicts_uncalibrated(model),
     )
     units, warnings = with_predictions(assigned.units, source), assigned.warnings
     dialect = output_dialect(recipe, source, assigned)

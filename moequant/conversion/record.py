@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from moequant._version import __version__
 from moequant.conversion.recipe import Recipe, field_path
 from moequant.conversion.source_identity import content_digests, source_digests
-from moequant.dialects import SOURCES
+from moequant.dialects import REGISTRY as DIALECTS
 from moequant.errors import RecipeError, StatisticsError
 from moequant.progress import SilentProgress
 from moequant.storage.files import HF_QUANT_CONFIG_FILE, QUANT_CFG_FILE
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.conversion.plan import Plan
+    from moequant.dialects import Dialect
     from moequant.statistics import InputScales, Statistics
     from moequant.storage.checkpoint import Checkpoint
 
@@ -34,7 +35,7 @@ def copied_sidecars(source: Checkpoint) -> list[Path]:
 
 
 def converted_config(
-    config: Mapping[str, Any], quantization_config: Mapping[str, Any]
+    config: Mapping[str, Any], quantization_config: Mapping[str, Any], dialect: Dialect
 ) -> dict[str, Any]:
     """The source's config.json with the new `quantization_config`, or none if that is empty."""
     result = dict(config)
@@ -42,10 +43,11 @@ def converted_config(
     if isinstance(text_config, dict):
         result["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
     # What is said of the source's quantization is not true of ours.
-    for key in ("quantization_config", *(k for d in SOURCES.values() for k in d.config_keys)):
+    for key in ("quantization_config", *(k for d in DIALECTS.values() for k in d.config_keys)):
         result.pop(key, None)
     if quantization_config:
         result["quantization_config"] = dict(quantization_config)
+    result |= {k: quantization_config[k] for k in dialect.config_keys if k in quantization_config}
     return result
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moequant.conversion.units import Copy
+from moequant.dialects.names import is_expert
 from moequant.errors import CheckpointError
 from moequant.storage.headers import TensorInfo, bit_count, dtype_name
 from moequant.storage.writer import lay_out
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     _Tensor = tuple[str, str, tuple[int, ...]]
     """Name, or its last part, safetensors dtype and shape of a tensor to be written."""
+
+# Modules that stand for all others, because a dialect may store experts otherwise.
+_AN_EXPERT, _ANOTHER = "layers.0.experts.0.down_proj", "layers.0.down_proj"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +101,15 @@ def unit_outputs(unit: Unit, dialect: Dialect) -> list[_Tensor]:
             (f"{weight.module}.{suffix}", dtype, shape)
             for weight in unit.weights
             for suffix, dtype, shape in _stored(
-                dialect, unit.format, weight.info.shape, static=unit.is_static
+                dialect,
+                unit.format,
+                weight.info.shape,
+                expert=is_expert(weight.module),
+                static=unit.is_static,
             )
         ]
     shapes = [weight.info.shape for weight in unit.weights]
-    parts = [_stored(dialect, unit.format, shape, static=False) for shape in shapes]
+    parts = [_stored(dialect, unit.format, shape, expert=True, static=False) for shape in shapes]
     return [
         (
             unit.stack.name(suffix),
@@ -118,14 +126,16 @@ def _stored(
     format: str,
     shape: tuple[int, ...],
     *,
+    expert: bool,
     static: bool,
 ) -> tuple[_Tensor, ...]:
     """Last name component, safetensors dtype and shape of the tensors of a converted weight."""
-    specs = dialect.encoding(format).specs("weight", shape)
+    module = _AN_EXPERT if expert else _ANOTHER
+    specs = dialect.encoding(format).specs(module, shape)
     if static:
-        specs |= dialect.input_scale_specs("weight", format)
+        specs |= dialect.input_scale_specs(module, format)
     return tuple(
-        (name.removeprefix("weight."), dtype_name(spec.dtype), spec.shape)
+        (name.removeprefix(f"{module}."), dtype_name(spec.dtype), spec.shape)
         for name, spec in specs.items()
     )
 

@@ -2,12 +2,15 @@
 
 | rule of the recipe | with statistics of the weight | without |
 |---|---|---|
-| names no search | weighted, if the format has it | round to nearest |
-| search = "weighted" | weighted | round to nearest; refused if no statistics are given at all |
+| names no search | weighted, if the format has it | without data |
+| search = "weighted" | weighted | without data; refused if no statistics are given at all |
 | another search, or none | as named | as named |
 
-Statistics are of the inputs of routed experts, so shared experts, attention and layers that were
-not calibrated, such as those for multi-token prediction, have none.
+Statistics are of the inputs of routed experts of layers that a forward runs. Shared experts and
+attention have none, and are rounded to nearest without data. Layers for multi-token prediction have
+none either, because they cannot be calibrated: "without data" is for their routed experts the
+search "gaussian" where the format and the architecture have it, else round to nearest too. Codes
+without statistics are the nearest, and activations have no static scale.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.conversion.recipe import FROM_STATISTICS
+from moequant.conversion.rounding import GAUSSIAN
 from moequant.errors import RecipeError, StatisticsError
 from moequant.formats import get_format
 from moequant.formats.base import WEIGHTED
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 
     from moequant.conversion.recipe import Rule
     from moequant.conversion.rounding import GptqRounding
-    from moequant.conversion.units import Unit
+    from moequant.conversion.units import Unit, Weight
     from moequant.models import TensorRole
     from moequant.statistics import Statistics
 
@@ -33,9 +37,19 @@ _NEAREST = "none"
 
 
 def options_of(
-    rule: Rule, roles: Sequence[TensorRole], statistics: Statistics | None
+    rule: Rule,
+    roles: Sequence[TensorRole],
+    statistics: Statistics | None,
+    *,
+    predictable: bool = False,
 ) -> Mapping[str, str]:
     """The options for a fused set whose weights have these roles, as the table above says.
+
+    Args:
+        rule: the rule of the set.
+        roles: of its weights.
+        statistics: if there are any.
+        predictable: whether weights of this architecture predict the inputs of routed experts.
 
     Raises:
         RecipeError: the rule asks for a weighted search, and there are no statistics.
@@ -52,8 +66,16 @@ def options_of(
         return options
     named = "search" in rule.options or rule.options.get("scale_rule") == "mse"
     if not named or options["search"] == WEIGHTED:
-        measured = all(is_measured(role, statistics) for role in roles)
-        options["search"] = WEIGHTED if measured else _NEAREST
+        if all(is_measured(role, statistics) for role in roles):
+            options["search"] = WEIGHTED
+        elif (
+            predictable
+            and get_format(rule.format).has_gaussian_search
+            and all(_is_uncalibrated(role, statistics) for role in roles)
+        ):
+            options["search"] = GAUSSIAN
+        else:
+            options["search"] = _NEAREST
     return options
 
 
@@ -90,6 +112,14 @@ def is_measured(role: TensorRole, statistics: Statistics) -> bool:
         and role.expert is not None
         and role.projection in PROJECTIONS
     )
+
+
+def _is_uncalibrated(role: TensorRole, statistics: Statistics) -> bool:
+    """Whether the role is that of a routed expert in a layer for multi-token prediction.
+
+    Statistics have every other layer with experts: `Statistics.check_fits`.
+    """
+    return role.role == ROUTED_EXPERTS and role.layer not in statistics.layers
 
 
 def check_used(units: Iterable[Unit], statistics: Statistics | None) -> None:
@@ -141,10 +171,23 @@ def warnings_of_search(units: Sequence[Unit], statistics: Statistics | None) -> 
     if statistics is None:
         return
     nearest: dict[tuple[str, str], list[str]] = {}
+    uncalibrated: dict[tuple[str, str], list[Weight]] = {}
     for unit in units:
-        if not uses_statistics(unit):
-            for weight in unit.weights:
+        for weight in () if uses_statistics(unit) else unit.weights:
+            if weight.expert is not None and weight.expert[0] not in statistics.layers:
+                search = unit.options.get("search", _NEAREST)
+                uncalibrated.setdefault((unit.format, search), []).append(weight)
+            else:
                 nearest.setdefault((weight.role, unit.format), []).append(weight.info.name)
+    for (format, search), weights in uncalibrated.items():
+        layers = sorted({weight.expert[0] for weight in weights if weight.expert is not None})
+        how = f'scales by search = "{search}"' if search != _NEAREST else "scales without a search"
+        yield (
+            f"layers {', '.join(map(str, layers))}, for multi-token prediction, have no "
+            f"statistics, because `moequant calibrate` cannot run them: their {len(weights)} "
+            f"weights into {format}, such as {weights[0].info.name}, get {how}, and the nearest "
+            "codes"
+        )
     for (role, format), names in nearest.items():
         yield (
             f"{len(names)} weights of {role} into {format}, such as {names[0]}, do not use the "

@@ -7,6 +7,7 @@ the command line read.
 from __future__ import annotations
 
 from reprlib import repr as show
+from typing import TYPE_CHECKING
 
 from moequant.dialects.base import UNQUANTIZED, Dialect
 from moequant.dialects.compressed_tensors import CompressedTensors
@@ -20,6 +21,9 @@ from moequant.dialects.moequant import Moequant
 from moequant.dialects.w4afp8 import W4aFp8
 from moequant.errors import CheckpointError, UnsupportedError, unknown_name
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 REGISTRY: dict[str, Dialect] = {
     d.name: d
     for d in (
@@ -28,15 +32,12 @@ REGISTRY: dict[str, Dialect] = {
         GptOss(),
         ModelOpt(),
         Fp8Ue8m0(),
+        DeepseekV4(),
         W4aFp8(),
         Moequant(),
     )
 }
 """By name. The default dialect of a format is the first that supports it."""
-
-SOURCES: dict[str, Dialect] = {**REGISTRY, DeepseekV4.name: DeepseekV4()}
-"""By name, the dialects of quantized sources, some read-only. If two claim a config, the names of
-the tensors decide."""
 
 
 def get_dialect(name: str) -> Dialect:
@@ -62,8 +63,13 @@ def default_dialect(format: str) -> str:
     raise UnsupportedError(f"no dialect supports the format {format!r}")
 
 
-def find_dialect(quantization_config: object) -> Dialect:
+def find_dialect(quantization_config: object, names: Iterable[str] = ()) -> Dialect:
     """The dialect of a checkpoint, from the `quantization_config` of its config.json.
+
+    Args:
+        quantization_config: of config.json.
+        names: of its tensors, which decide where several dialects have such configs; without
+            them, it is the first.
 
     Raises:
         CheckpointError: `quantization_config` is not an object.
@@ -75,9 +81,12 @@ def find_dialect(quantization_config: object) -> Dialect:
             "moequant convert SOURCE OUTPUT --format NAME"
         )
     config = as_mapping(quantization_config, "quantization_config")
-    for dialect in REGISTRY.values():
-        if dialect.claims(config):
-            return dialect
+    claiming = [dialect for dialect in REGISTRY.values() if dialect.claims(config)]
+    if len(claiming) > 1:
+        leaves = {name.rpartition(".")[2] for name in names}
+        claiming = [d for d in claiming if leaves & d.telling_suffixes] + claiming
+    if claiming:
+        return claiming[0]
     raise UnsupportedError(
         f"quantization_config.quant_method is {show(config.get('quant_method'))}; moequant reads "
         f"{', '.join(REGISTRY)}"
@@ -86,7 +95,6 @@ def find_dialect(quantization_config: object) -> Dialect:
 
 __all__ = [
     "REGISTRY",
-    "SOURCES",
     "UNQUANTIZED",
     "Dialect",
     "default_dialect",

@@ -13,6 +13,7 @@ from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.encodings import Plain
 from moequant.dialects.names import kept_blocks
 from moequant.errors import UnsupportedError
+from moequant.formats import get_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,7 +43,9 @@ class Dialect:
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` of config.json in this dialect."""
     config_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys at the top of config.json that speak of its quantization too."""
+    """Fields of `quantization_config` that stand at the top of config.json too."""
+    architectures: ClassVar[tuple[str, ...]] = ()
+    """Names of the only architectures whose models engines load in it; empty for no such limit."""
     stacks: ClassVar[bool] = False
     """Whether the experts of a layer lie stacked in tensors that the architecture table names.
 
@@ -62,6 +65,12 @@ class Dialect:
     def carried(self) -> tuple[str, ...]:
         """The quantized formats it can write; every dialect also writes BF16."""
         return tuple(name for name, e in self.encodings.items() if not e.read_only)
+
+    @cached_property
+    def telling_suffixes(self) -> frozenset[str]:
+        """Suffixes of tensor names that only quantized weights have."""
+        every = {suffix for e in self.encodings.values() for suffix in e.suffixes}
+        return frozenset(every - {"weight"})
 
     def encoding(self, format: str) -> Encoding:
         """The encoding of a format that it knows."""
@@ -89,8 +98,13 @@ class Dialect:
         Raises:
             UnsupportedError: the dialect has none for that format.
         """
-        if self.input_scale(format) is None:
-            able = [name for name, s in self.schemes.items() if s.input_scale is not None]
+        # Some are only read: engines quantize the inputs of other formats by them.
+        able = [
+            name
+            for name in self.carried
+            if get_format(name).static_activations and self.input_scale(name) is not None
+        ]
+        if format not in able:
             which = f"only for {', '.join(able)}" if able else "for no format"
             raise UnsupportedError(
                 f"{module}: the dialect {self.name} has static scales of activations {which}, and "
@@ -130,6 +144,13 @@ class Dialect:
         """
         found = self.input_scale(format)
         return {} if found is None else {found.name_of(module): found.spec}
+
+    def module_of_scale(self, name: str) -> str:
+        """The module of the weight to which a calibrated scale of activations belongs, by name."""
+        module, _, suffix = name.rpartition(".")
+        scales = (scheme.input_scale for scheme in self.schemes.values())
+        own = next((s for s in scales if s is not None and s.suffix == suffix and s.leaves), None)
+        return module if own is None else own.module_of(module)
 
     def to_disk(
         self,

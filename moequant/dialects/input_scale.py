@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,32 @@ class InputScale:
         suffix: last component of its name.
         shape: [] or [1].
         divides: whether it holds a divisor, the reciprocal of the scale rounded to float32.
+        of_layer: whether engines take the largest of a layer for all of its experts, as of FP8
+            inputs, which are quantized before they go to experts; else each counts.
+        leaves: what the last component of a module's name is beside it, where that differs.
     """
 
     suffix: str
     shape: tuple[int, ...] = ()
     divides: bool = False
+    of_layer: bool = False
+    leaves: tuple[tuple[str, str], ...] = ()
 
     def name_of(self, module: str) -> str:
         """Its name beside the weight of `module`."""
-        return f"{module}.{self.suffix}"
+        parent, dot, leaf = module.rpartition(".")
+        return f"{parent}{dot}{dict(self.leaves).get(leaf, leaf)}.{self.suffix}"
+
+    def module_of(self, module: str) -> str:
+        """The module of the weight beside which it lies, by its own name without the suffix."""
+        parent, dot, leaf = module.rpartition(".")
+        weights = {own: weight for weight, own in self.leaves}
+        return f"{parent}{dot}{weights.get(leaf, leaf)}"
+
+    def is_usable(self, stored: float) -> bool:
+        """Whether a number, as stored, stands for a scale that is positive and finite."""
+        scale = self.multiplier(torch.tensor(stored)).item()
+        return 0 < scale < math.inf
 
     @property
     def spec(self) -> TensorSpec:

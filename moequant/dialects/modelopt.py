@@ -1,29 +1,31 @@
-"""The dialect of NVIDIA Model-Optimizer: NVFP4 for vLLM and SGLang; other formats are read-only.
+"""The dialect of NVIDIA Model-Optimizer: NVFP4 and FP8 for vLLM and SGLang; others are read-only.
 
 `quant_algo` says the format, as in MODELOPT of schemes.py, or MIXED_PRECISION, with one for each
 module in `quantized_layers`. Codes are `weight`, U8 [N, K/2] for NVFP4; `weight_scale` is E4M3
 [N, K/16], and `weight_scale_2` FP32 [], a multiplier, where compressed-tensors stores its
-reciprocal. Of scales of activations only those of NVFP4 are read, and only to run experts:
-`input_scale` FP32 [], a multiplier. Older releases have only hf_quant_config.json, whose
+reciprocal. FP8 is E4M3 with one `weight_scale` FP32 []. Scales of activations are only read to run
+experts: `input_scale` FP32 [], a multiplier. Older releases have only hf_quant_config.json, whose
 `quantization` has the same fields, with `exclude_modules` in place of `ignore`.
 
 Decisions, each with the failure it prevents:
 
 * `W4A16_NVFP4` without scales of activations. For NVFP4, vLLM 0.33 would use an uninitialized
   `input_scale`. With them `NVFP4`, and `input_scale` for every converted module.
+* `FP8` with scales of activations is what engines run. Without them they take 1 for experts, and of
+  other layers vLLM an uninitialized one; then no group has `input_activations`, for other readers.
 * No hf_quant_config.json: vLLM and SGLang read it only if config.json has no `quantization_config`.
 * `ignore` has the full name of every kept module, and none that is the beginning of a converted
   one's. vLLM also matches parts of names, so that `mlp.gate` would keep `mlp.gate_proj`.
 * No MLA projection is kept in some layers and converted in others. SGLang 0.5.23 compares only the
   last component of `q_a_proj` and similar names, in all layers.
 
-FP8 is not written. Its experts have one scale a matrix in engines, and static ones of activations;
-scales for each row and token, in compressed-tensors, are more exact. Of FP8 blocks, vLLM 0.33
-expects scales as `weight_scale_inv` for experts and as `weight_scale` [N/128, 1, K/128, 1] for
-other layers, SGLang `weight_scale_inv` for both; the dialect fp8 loads in all engines. Mixtures are
-not written either: compressed-tensors holds them in both engines, and of one without NVFP4 SGLang
-takes the experts for INT4. Neither engine loads MXFP4, or INT4 with FP8 activations, in this
-dialect.
+FP8 with scales by row and FP8 blocks are not written. vLLM and SGLang have no kernel for experts of
+the former. Of the latter, vLLM 0.33 expects scales as `weight_scale_inv` for experts and as
+`weight_scale` [N/128, 1, K/128, 1] for other layers, SGLang `weight_scale_inv` for both, and the
+dialect fp8 loads in all engines. Mixtures are not written either: FP8 attention needs static scales
+of its inputs, which calibration does not measure, and of a mixture without NVFP4 SGLang takes the
+experts for INT4; compressed-tensors holds mixtures in both engines. Neither engine loads MXFP4, or
+INT4 with FP8 activations, in this dialect.
 
 Sources: NVIDIA/Model-Optimizer 0.47, `torch/export/{quant_utils,convert_hf_config}.py`; vLLM 0.33
 `quantization/modelopt.py`; SGLang 0.5.23 `quantization/modelopt_quant.py`.
@@ -51,8 +53,17 @@ from moequant.storage.files import HF_QUANT_CONFIG_FILE
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-_WRITTEN, _WRITTEN_STATIC = "W4A16_NVFP4", "NVFP4"
-"""`quant_algo` without and with static scales of activations."""
+_WEIGHT_ONLY = {"nvfp4": "W4A16_NVFP4"}
+"""`quant_algo` of formats that are written without static scales of activations."""
+_STATIC = {"nvfp4": "NVFP4", "fp8_tensor": "FP8"}
+"""`quant_algo` of formats that are written with them."""
+_NUMBERS = {
+    "nvfp4": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+    "fp8_tensor": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
+"""What config groups say of weights, and of activations with static scales."""
+_SCHEMES = {"NVFP4": "nvfp4_static", "FP8": "fp8_static"}
+"""The scheme of activations by `quant_algo`, unless all config groups say that there is none."""
 _MIXED = "MIXED_PRECISION"
 _ALGORITHMS = {str(name): format for format, s in MODELOPT.items() for name in s.names}
 """The format of the weights by `quant_algo`."""
@@ -90,11 +101,13 @@ class ModelOpt(Dialect):
         """As Dialect; also refuses what an engine would treat as kept though it is converted."""
         _check_kept_names(formats, [*blocks, *others])
         _check_all_static(formats, static)
-        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        format = _only_format(formats)
+        algorithm = (_STATIC if static else _STATIC | _WEIGHT_ONLY)[format]
+        numbers = _NUMBERS[format]
         group = {"weights": numbers, **({"input_activations": {**numbers}} if static else {})}
         return {
             "quant_method": "modelopt",
-            "quant_algo": _WRITTEN_STATIC if static else _WRITTEN,
+            "quant_algo": algorithm,
             "config_groups": {"group_0": {"targets": ["Linear"], **group}},
             "ignore": sorted(blocks + others),
         }
@@ -121,8 +134,8 @@ class ModelOpt(Dialect):
 
         A module is kept if consecutive components of its name are listed, or if a pattern with `*`
         matches the name or one component; or likewise for the layer into which engines merge it.
-        NVFP4 is supported if every config group says that activations are not quantized; with
-        `weights_only` they do not matter, and other formats are read too.
+        NVFP4 and FP8 are supported if every config group says that activations are not quantized;
+        with `weights_only` they do not matter, and other formats are read too.
         """
         algorithm_of = _algorithms_but_kept(config)
         quantizes_activations = _quantizes_activations(config)
@@ -133,7 +146,8 @@ class ModelOpt(Dialect):
                 return None
             name, group_sizes, where = found
             format = _format_of_algorithm(module, name, group_sizes, where)
-            if weights_only or name == _WRITTEN or (name == "NVFP4" and not quantizes_activations):
+            is_weight_only = name in _SCHEMES and not quantizes_activations
+            if weights_only or is_weight_only or name in _WEIGHT_ONLY.values():
                 return format
             raise UnsupportedError(
                 f"{module}: {where}.quant_algo is {name}, which moequant reads only as a source; "
@@ -143,14 +157,13 @@ class ModelOpt(Dialect):
         return format_of
 
     def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """As Dialect: NVFP4, unless every config group says that activations are not quantized."""
+        """As Dialect: by the algorithm, unless every config group says that there is none."""
         algorithm_of = _algorithms_but_kept(config)
         quantizes_activations = _quantizes_activations(config)
 
         def activations_of(module: str) -> str | None:
             found = algorithm_of(module)
-            is_nvfp4 = found is not None and found[0] == "NVFP4"
-            return "nvfp4_static" if is_nvfp4 and quantizes_activations else None
+            return _SCHEMES.get(found[0]) if found is not None and quantizes_activations else None
 
         return activations_of
 
@@ -276,7 +289,7 @@ def _format_of_algorithm(
 
 
 def _quantizes_activations(config: Mapping[str, Any]) -> bool:
-    """Whether NVFP4 in `config` also quantizes activations; it does unless all groups say no.
+    """Whether `config` also quantizes activations; it does unless all groups say no.
 
     Raises:
         CheckpointError: a field has the wrong type.
@@ -295,6 +308,22 @@ def _config_groups(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     groups = mapping_field(config, "config_groups", _WHERE)
     keys = {f"{where}.{key_text(name)}": group for name, group in groups.items()}
     return {key: as_mapping(group, key) for key, group in keys.items()}
+
+
+def _only_format(formats: Mapping[str, str]) -> str:
+    """The format of all modules; NVFP4 if there are none.
+
+    Raises:
+        UnsupportedError: there are several; names a module of each.
+    """
+    modules = {format: module for module, format in formats.items()}
+    if len(modules) > 1:
+        examples = " and ".join(f"{module} in {format}" for format, module in modules.items())
+        raise UnsupportedError(
+            f"{examples}, but the dialect modelopt is written in one format; choose one, or the "
+            "dialect compressed-tensors, which holds mixtures in the same engines"
+        )
+    return next(iter(modules), "nvfp4")
 
 
 def _check_all_static(formats: Iterable[str], static: Collection[str]) -> None:

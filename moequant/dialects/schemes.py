@@ -5,13 +5,14 @@
 | Encoding | as in memory | as in memory, or E8M0 as U8 | FP32 [], the global scale, if any |
 | Fp8Blocks | E4M3 [N, K] | FP32 [ceil(N/128), ceil(K/128)] | |
 | Fp8BlocksE8m0 | E4M3 [N, K] | E8M0 [ceil(N/128), ceil(K/128)] | |
+| Fp8BlocksByRole | E4M3 [N, K] | of routed experts as Fp8Blocks, else as Fp8BlocksE8m0 | |
 | Nvfp4Packed | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [1], the reciprocal global scale |
 | Nvfp4Multiplied | U8 [N, K/2] | E4M3 [N, K/16] | FP32 [], the global scale |
 | Mxfp4Blocks | U8 [N, K/32, 16] | U8 [N, K/32], the E8M0 byte | |
 | Int4Packed | I32 [N, K/8], each code + 8 | BF16 [N, K/128] | I64 [2], the logical shape |
 | Int4Signed | I8 [N, K/2] | FP32 [N, K/128] | |
 | Fp8Channels | E4M3 [N, K] | FP32 [N, 1] | |
-| Fp8Tensors | E4M3 [N, K] | FP32 [1] | |
+| Fp8Tensors | E4M3 [N, K] | FP32 [1], in MODELOPT [] | |
 
 Read-only: Fp8BlocksFlexible, as Fp8Blocks with either name of the scale, also four-dimensional;
 Int4Groups, as Int4Packed with groups of any size.
@@ -82,6 +83,8 @@ class Scheme:
 
 _MULTIPLIER = InputScale(suffix="input_scale")
 """As Model-Optimizer writes it."""
+_OF_FP8 = InputScale(suffix="input_scale", of_layer=True)
+"""The same, of inputs in FP8."""
 
 
 def _by_format(*schemes: Scheme) -> dict[str, Scheme]:
@@ -145,6 +148,26 @@ class Fp8BlocksE8m0(Fp8Blocks):
                 "weights with scale = power_of_two, or choose the dialect fp8"
             )
         return dict(zip(self._names(module), (q.qdata, stored), strict=True))
+
+
+class Fp8BlocksByRole(Fp8BlocksE8m0):
+    """`fp8_block` with the scale as FP32 in routed experts, and as E8M0 elsewhere."""
+
+    def specs(self, module: str, shape: _Shape) -> dict[str, TensorSpec]:
+        """As Encoding."""
+        found = super().specs(module, shape)
+        if is_expert(module):
+            _, scale = self._names(module)
+            found[scale] = replace(found[scale], dtype=self.format.scale_dtype)
+        return found
+
+    def encode(
+        self, module: str, q: QuantizedWeight, *, consume: bool = False
+    ) -> dict[str, Tensor]:
+        """As Encoding; raises as Fp8BlocksE8m0, but not for an expert."""
+        if is_expert(module):
+            return dict(zip(self._names(module), (q.qdata, q.scale), strict=True))
+        return super().encode(module, q, consume=consume)
 
 
 class Nvfp4Packed(Encoding):
@@ -237,11 +260,11 @@ class Mxfp4Blocks(Encoding):
         return q.qdata.reshape(*q.scale.shape, self.format.block[1] // 2), q.scale.view(torch.uint8)
 
 
-def mxfp4_signed(scale: str, *, read_only: bool = False) -> Encoding:
+def mxfp4_signed(scale: str) -> Encoding:
     """`mxfp4` as DeepSeek-V4 was released: codes I8, scales E8M0; unsigned bytes are read, too."""
     codes = (torch.int8, torch.uint8)
     scales = (torch.float8_e8m0fnu, torch.uint8)
-    return Encoding("mxfp4", "weight", scale, codes=codes, scales=scales, read_only=read_only)
+    return Encoding("mxfp4", "weight", scale, codes=codes, scales=scales)
 
 
 def e8m0_bytes(format: str, codes: str, *, read_only: bool = False) -> Encoding:
@@ -376,13 +399,14 @@ class Fp8Channels(Encoding):
 
 
 class Fp8Tensors(Encoding):
-    """`fp8_tensor`: E4M3 codes and one scale, [1]; other writers' may be [].
+    """`fp8_tensor`: E4M3 codes and one scale, [1] or []; both are read.
 
     A weight without rows or columns has a scale of 1 here, and none in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shape: tuple[int, ...] = (1,)) -> None:
         super().__init__("fp8_tensor", "weight", "weight_scale", scales=_FLOATS)
+        self._shape = shape
 
     def _read_scale(
         self, tensors: _Tensors, names: Sequence[str], shape: _Shape, block: Block | None
@@ -394,10 +418,11 @@ class Fp8Tensors(Encoding):
         return scale.reshape(1, 1)[: shape[0], : shape[1]]
 
     def _specs(self, parts: Mapping[str, TensorSpec], shape: _Shape) -> tuple[TensorSpec, ...]:
-        return parts["qdata"], TensorSpec(dtype=torch.float32, shape=(1,))
+        return parts["qdata"], TensorSpec(dtype=torch.float32, shape=self._shape)
 
     def _encode(self, q: QuantizedWeight, *, consume: bool) -> tuple[Tensor, ...]:
-        return q.qdata, q.scale.reshape(1) if q.scale.numel() else q.scale.new_ones(1)
+        scale = q.scale if q.scale.numel() else q.scale.new_ones(1)
+        return q.qdata, scale.reshape(self._shape)
 
 
 class Fp8BlocksFlexible(Encoding):
@@ -460,7 +485,7 @@ COMPRESSED_TENSORS = _by_format(
     Scheme(
         encoding=Fp8Tensors(),
         names=("float-quantized",),
-        input_scale=InputScale(suffix="input_scale", shape=(1,)),
+        input_scale=InputScale(suffix="input_scale", shape=(1,), of_layer=True),
     ),
     Scheme(
         encoding=Int4Groups(),
@@ -472,7 +497,14 @@ COMPRESSED_TENSORS = _by_format(
 """By `format`, which says what the library calls the encoding."""
 
 W4AFP8 = _by_format(
-    Scheme(encoding=Int4Signed()),
+    Scheme(
+        encoding=Int4Signed(),
+        input_scale=InputScale(
+            suffix="input_scale",
+            of_layer=True,
+            leaves=(("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")),
+        ),
+    ),
     Scheme(encoding=Fp8Blocks("weight_scale_inv")),
 )
 
@@ -480,18 +512,16 @@ GPT_OSS = _by_format(Scheme(encoding=Mxfp4Blocks()))
 
 MODELOPT = _by_format(
     Scheme(encoding=Nvfp4Multiplied(), names=("W4A16_NVFP4", "NVFP4"), input_scale=_MULTIPLIER),
-    Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
+    Scheme(encoding=Fp8Tensors(shape=()), names=("FP8",), input_scale=_OF_FP8),
+    Scheme(encoding=Fp8Channels("weight_scale"), names=("FP8_PER_CHANNEL_PER_TOKEN",)),
     Scheme(encoding=Fp8BlocksFlexible(), names=("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight", read_only=True), names=("MXFP8",)),
 )
 """By `quant_algo`."""
 
 DEEPSEEK_V4 = _by_format(
-    Scheme(
-        encoding=Encoding("fp8_block", "weight", "scale", scales=_BLOCK_SCALES, read_only=True),
-        names=("fp8",),
-    ),
-    Scheme(encoding=mxfp4_signed("scale", read_only=True), names=("fp4",)),
+    Scheme(encoding=Fp8BlocksByRole("scale"), names=("fp8",)),
+    Scheme(encoding=mxfp4_signed("scale"), names=("fp4",)),
 )
 """By `expert_dtype`."""
 
@@ -501,9 +531,7 @@ MOEQUANT = _by_format(
 ) | _by_format(
     Scheme(encoding=Fp8Blocks("weight_scale", codes="weight_fp8", ragged=True)),
     Scheme(encoding=Nvfp4Packed(), input_scale=_MULTIPLIER),
-    Scheme(
-        encoding=Encoding("fp8_tensor", "weight_codes", "weight_scale"), input_scale=_MULTIPLIER
-    ),
+    Scheme(encoding=Encoding("fp8_tensor", "weight_codes", "weight_scale"), input_scale=_OF_FP8),
     Scheme(encoding=e8m0_bytes("mxfp4", "weight_packed")),
     Scheme(encoding=e8m0_bytes("mxfp8", "weight_fp8")),
     Scheme(encoding=Int4Packed()),

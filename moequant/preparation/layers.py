@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
 
 from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats import get_format, stack
@@ -20,14 +21,21 @@ from moequant.storage.reader import FixedFile
 from moequant.storage.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from concurrent.futures import Executor, Future
     from pathlib import Path
 
     from torch import Tensor
 
+    from moequant.formats import QuantizedWeight
     from moequant.progress import Progress
     from moequant.runtime.backends import Backend, Layout
     from moequant.weights.converted import ConvertedCheckpoint
+
+T = TypeVar("T")
+
+_AHEAD = 8
+"""Experts that are packed before they are written."""
 
 
 def layout_of_layer(
@@ -136,11 +144,22 @@ def scheme_for(converted: ConvertedCheckpoint, layer: int, activations: str) -> 
 
 
 def packed_experts(
-    converted: ConvertedCheckpoint, layer: int, layout: Layout, digest: hashlib._Hash
+    converted: ConvertedCheckpoint,
+    layer: int,
+    layout: Layout,
+    digest: hashlib._Hash,
+    pool: Executor | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of each expert of a layer, [1, ...], as `layout` packs them.
 
     The portable weights they are made from are added to `digest`.
+
+    Args:
+        converted: the portable weights.
+        layer: which.
+        layout: how they are packed.
+        digest: see above.
+        pool: threads that read and pack, each an expert; by default the caller's.
 
     Raises:
         CheckpointError: a weight cannot be read.
@@ -149,12 +168,32 @@ def packed_experts(
     moe = converted.moe
     biases = converted.read_biases(layer) or {}
     act_fn = act_fn_of(converted, layer)
-    for expert in range(moe.experts):
+
+    def packed(expert: int) -> tuple[Collection[QuantizedWeight], dict[str, Tensor]]:
         weights = {p: converted.read_expert(layer, expert, p) for p in moe.projections}
-        add_originals(digest, weights.values())
         one = {p: stack([q]) for p, q in weights.items()}
         rows = {f"{p}_bias": bias[expert : expert + 1] for p, bias in biases.items()}
-        yield layout.pack(ExpertWeights.of(one, act_fn, **rows))
+        return weights.values(), layout.pack(ExpertWeights.of(one, act_fn, **rows))
+
+    experts = range(moe.experts)
+    for weights, tensors in map(packed, experts) if pool is None else _ahead(pool, packed, experts):
+        add_originals(digest, weights)
+        yield tensors
+
+
+def _ahead(pool: Executor, work: Callable[[int], T], items: Iterable[int]) -> Iterator[T]:
+    """What `work` makes of each item, in order; a few are made ahead, so that few are held."""
+    pending: deque[Future[T]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(work, item))
+            if len(pending) > _AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
 
 
 def write_layer(
@@ -165,6 +204,7 @@ def write_layer(
     activations: str,
     folder: Path,
     progress: Progress,
+    pool: Executor,
 ) -> PreparedLayer:
     """Write the tensors of all experts of a layer; returns what the manifest says of them.
 
@@ -175,6 +215,7 @@ def write_layer(
         activations: the scheme that they are prepared for.
         folder: where the file goes.
         progress: receives the progress.
+        pool: threads that pack.
 
     Errors as `packed_experts`.
     """
@@ -182,7 +223,7 @@ def write_layer(
     digest = hashlib.sha256()
     writer: ShardWriter | None = None
     try:
-        for expert, tensors in enumerate(packed_experts(converted, layer, layout, digest)):
+        for expert, tensors in enumerate(packed_experts(converted, layer, layout, digest, pool)):
             named = {f"layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
             if writer is None:
                 writer = _open_writer(path, named, converted.moe.experts)

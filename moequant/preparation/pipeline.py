@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moequant._version import __version__
+from moequant.conversion import DEFAULT_WORKERS
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
 from moequant.preparation.layers import check_target, layout_of_layer, write_layer
 from moequant.progress import SilentProgress
+from moequant.quantizers.worker_pool import worker_pool
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.packing import check_activations
 from moequant.runtime.prepared_manifest import Manifest, read_manifest
@@ -168,17 +170,27 @@ def _write(
     report = progress or SilentProgress()
     report.start(f"preparing for {target}", _total_bytes(converted, layouts))
     originals = converted.checkpoint.file_state()
+    # Packing takes longer than reading and hashing, and torch's own threads, which wait for each
+    # other after every small operation, take three times the CPU time.
+    with worker_pool(DEFAULT_WORKERS) as pool:
+        written = {
+            layer: write_layer(
+                converted,
+                layer,
+                layout,
+                activations=scheme,
+                folder=folder,
+                progress=report,
+                pool=pool,
+            )
+            for layer, (layout, scheme) in layouts.items()
+        }
     manifest = Manifest(
         schema_version=3,
         moequant=__version__,
         target=target,
         originals=originals,
-        layers={
-            layer: write_layer(
-                converted, layer, layout, activations=scheme, folder=folder, progress=report
-            )
-            for layer, (layout, scheme) in layouts.items()
-        },
+        layers=written,
     )
     replace_file(folder / MANIFEST_FILE, manifest.model_dump_json(indent=2).encode() + b"\n")
     report.finish()

@@ -6,11 +6,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.conversion.reproduce import (
+    ARCHITECTURE_FILE,
+    RECIPE_FILE,
+    architecture_file,
+    conversion_command,
+    recipe_file,
+)
 from moequant.formats import CONVERTIBLE
-from moequant.publishing.markdown import code_block, table
+from moequant.publishing.markdown import code_block, link, table
 from moequant.publishing.metadata import merged_metadata
 from moequant.publishing.quality import quality_table
-from moequant.publishing.reproduce import RECIPE_FILE, conversion_command, recipe_file
 from moequant.storage.model_card import mark_of
 from moequant.units import size
 
@@ -167,7 +173,7 @@ def _errors(facts: CardFacts) -> Iterator[str]:
         if report.layers:
             yield (
                 "Outputs of expert layers for random inputs, `||y - y_source|| / ||y_source||`, "
-                "without and with the quantized activations of the format:"
+                "without quantized activations, and with them as engines quantize them:"
             )
             yield table(
                 [">layer", "format", ">error", ">with activations"],
@@ -177,6 +183,12 @@ def _errors(facts: CardFacts) -> Iterator[str]:
                     for one in report.layers
                 ],
             )  # fmt: skip
+            for one in report.layers:
+                if one.activations_not_measured is not None:
+                    yield (
+                        f"Layer {one.layer} with activations: not measured, because "
+                        f"{one.activations_not_measured}."
+                    )
     yield from recorded
 
 
@@ -235,17 +247,21 @@ def _quality(facts: CardFacts) -> Iterator[str]:
 def _serving(facts: CardFacts) -> Iterator[str]:
     yield "## Serve it"
     yield table(
-        ["engine", "loads it", "known from"],
-        [(e.engine, _LOADS[e.loads], _KNOWN.get(e.known, "")) for e in facts.engines],
+        ["engine", "loads it", "known from", "tensor-parallel ranks"],
+        [
+            (e.engine, _LOADS[e.loads], _KNOWN.get(e.known, ""), ", ".join(map(str, e.tp)) or "-")
+            for e in facts.engines
+        ],
     )
     yield (
         "By the rules of `moequant check`: *a test* loads such files with that engine on a CPU; "
-        "*its sources* were read, and it was not run; *a try* was made once."
+        "*its sources* were read, and it was not run; *a try* was made once. A model larger than a "
+        "GPU needs several ranks: `--tensor-parallel-size N` of vLLM, `--tp-size N` of SGLang."
     )
     for engine in facts.engines:
-        if engine.command is not None:
-            yield f"{engine.engine}:"
-            yield code_block(engine.language, engine.command)
+        for gpus, command in engine.commands.items():
+            yield f"{engine.engine} on {gpus}:" if gpus else f"{engine.engine}:"
+            yield code_block(engine.language, command)
     remarks = [f"* {e.engine}: {text}" for e in facts.engines for text in e.remarks]
     if remarks:
         yield "\n".join(remarks)
@@ -255,20 +271,21 @@ def _pictures(facts: CardFacts) -> Iterator[str]:
     if facts.report is not None or facts.pictures:
         yield "## Report"
     if facts.report is not None:
-        yield f"[{facts.report}]({facts.report}) is a page to download and open in a browser."
+        yield f"{link(facts.report, facts.report)} is a page to download and open in a browser."
     for picture in facts.pictures:
         name = picture.rpartition("/")[2].rpartition(".")[0]
-        yield f"![{name}]({picture})"
+        yield f"!{link(name, picture)}"
 
 
 def _making(facts: CardFacts) -> Iterator[str]:
     record = facts.record
     yield "## How it was made"
     yield code_block("shell", conversion_command(record, facts.base_model or "SOURCE", facts.name))
-    recipe = recipe_file(record)
-    if recipe is not None:
-        yield f"with this {RECIPE_FILE}:"
-        yield code_block("toml", recipe)
+    files = {RECIPE_FILE: recipe_file(record), ARCHITECTURE_FILE: architecture_file(record)}
+    for name, text in files.items():
+        if text is not None:
+            yield f"with this {name}:"
+            yield code_block("toml", text)
     yield table(["", ""], [row for row in _provenance(facts) if row[1]])
     yield (
         "`moequant.json` has the SHA-256 of every file. `moequant verify DIRECTORY --integrity` "

@@ -64,12 +64,22 @@ class Destination:
             api = _api()
             # None leaves it to the default of the organization.
             api.create_repo(self.repo_id, private=private or None, exist_ok=True)
+            if private:
+                self._check_private(api)
             if self.revision is None:
                 return
             try:
                 api.model_info(self.repo_id, revision=self.revision)
             except RevisionNotFoundError:
                 api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
+
+    def _check_private(self, api: HfApi) -> None:
+        """Check that nobody else sees what is published; a repository may have been there."""
+        if api.model_info(self.repo_id).private is False:
+            raise MoequantError(
+                "it exists and is public, and --private is only for a new one; make it private in "
+                "its settings on the hub, give another REPO_ID, or leave --private out"
+            )
 
     def files(self) -> dict[str, HubFile]:
         """Every file that is there; raises as `create`."""
@@ -116,6 +126,8 @@ class Destination:
         try:
             yield
         # The errors of its transports (httpx, xet) have no common base class.
+        except MoequantError as error:
+            raise MoequantError(f"{self.repo_id}: {error}") from None
         except Exception as error:
             # What goes wrong in one of its threads comes as a RuntimeError.
             cause = error.__cause__ if isinstance(error, RuntimeError) else None

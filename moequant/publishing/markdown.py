@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,6 +24,12 @@ def code_block(language: str, text: str) -> str:
     while fence in text:
         fence += "`"
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def link(text: str, path: str) -> str:
+    """A link to a file of the repository, whose name may hold anything."""
+    escaped = re.sub(r"([\\\[\]])", r"\\\1", text)
+    return f"[{escaped}]({quote(path)})"
 
 
 def _cell(cell: object) -> str:

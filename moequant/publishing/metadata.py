@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.dialects import REGISTRY as DIALECTS
+from moequant.formats import CONVERTIBLE
 from moequant.storage.model_card import split_card
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ UNTRUE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SourceCard:
-    """The card of a source, of README.md in a converted checkpoint.
+    """The card of a source, by README.md of a converted checkpoint.
 
     Attributes:
         metadata: its front matter.
@@ -40,8 +43,15 @@ class SourceCard:
 NO_CARD = SourceCard(metadata={}, text="", sha256=None)
 
 
-def read_card(data: bytes, sha256: str) -> SourceCard:
-    """The source's card of the bytes of a README.md, which may be a card of ours around it."""
+def read_card(data: bytes, *, recorded_sha256: str | None) -> SourceCard:
+    """The source's card, by the bytes of a README.md, which may be a card of ours around it.
+
+    Args:
+        data: the file.
+        recorded_sha256: digest in hex of the source's README.md by moequant.json, if it had one. A
+            file of this digest is the source's, even if `push` wrote it.
+    """
+    sha256 = hashlib.sha256(data).hexdigest()
     warnings = []
     try:
         text = data.decode("utf-8-sig")
@@ -49,7 +59,7 @@ def read_card(data: bytes, sha256: str) -> SourceCard:
         warnings.append(f"README.md: not UTF-8 ({error.reason}); other bytes are left out")
         text = data.decode("utf-8", errors="ignore")
     metadata, body = _parse(text, warnings)
-    ours = split_card(body)
+    ours = None if sha256 == recorded_sha256 else split_card(body)
     if ours is None:
         return SourceCard(metadata=metadata, text=body, sha256=sha256, warnings=tuple(warnings))
     base = metadata.get("base_model")
@@ -87,17 +97,23 @@ def merged_metadata(
         source: the source's card, whose other fields stay: license, languages, pipeline.
         base_model: id of the source on the hub, if it is known.
         quantized: whether any weight is.
-        tags: to add to the source's.
+        tags: to add to the source's, of which those that name a format or a dialect are left out.
     """
     from huggingface_hub import ModelCardData
 
-    fields = {k: v for k, v in source.metadata.items() if k not in UNTRUE and isinstance(k, str)}
+    # It reads its own methods by name, so a field of the same name would be called.
+    fields = {
+        k: v
+        for k, v in source.metadata.items()
+        if v is not None and k not in UNTRUE and not hasattr(ModelCardData, k)
+    }
     if "language" in fields:
         fields["language"] = _languages(fields["language"])
     theirs = fields.pop("tags", None) or []
-    listed = theirs if isinstance(theirs, list) else [theirs]
+    listed = map(str, theirs if isinstance(theirs, list) else [theirs])
+    kept = [tag for tag in listed if tag not in {*CONVERTIBLE, *DIALECTS}]
     fields = {"library_name": "transformers", **fields}
-    fields["tags"] = list(dict.fromkeys([*map(str, listed), *tags]))
+    fields["tags"] = list(dict.fromkeys([*kept, *tags]))
     if base_model is not None:
         fields["base_model"] = base_model
         if quantized:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from moequant.publishing.metadata import NO_CARD, SourceCard, read_card
 from moequant.publishing.quality import read_quality
 from moequant.publishing.serving import serving_of
 from moequant.storage.checkpoint import Checkpoint
-from moequant.storage.disk import sha256_of
 from moequant.storage.documents import read_document
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER, RECORD_FILE
 from moequant.storage.model_card import CARD_FILE
@@ -26,14 +26,17 @@ from moequant.weights.sizes import roles_of, size_by_role
 from moequant.weights.source_model import seen_as_source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from moequant.verification import Report
 
 REPORT_FOLDER = "moequant-report"
 """Folder of a report and of pictures in the repository."""
-PICTURES = (".png", ".jpg", ".svg")
+PICTURES = (".png", ".jpg", ".jpeg", ".svg")
 """Suffixes of pictures."""
+# Fewer names than git takes: they are parts of commands in the card.
+_BRANCH = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|[./](?![./]|$))*")
+_PAGES = (".html", ".htm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +93,15 @@ def plan_push(
         CheckpointError: no converted checkpoint of moequant, a file of it is missing, or another
             cannot be read.
         DataError: `quality` has no figures of the checkpoint.
-        MoequantError: `repo_id` or `base_model` is no id; or a picture is none.
+        MoequantError: `repo_id` or `base_model` is no id; `revision` is no name of a branch; or a
+            page or picture is none.
         UnsupportedError: an unknown architecture or quantization.
     """
     check_repo_id(repo_id)
+    if revision is not None and not _BRANCH.fullmatch(revision):
+        raise MoequantError(
+            f"{revision!r}: no name of a branch; give letters, digits and . _ - / with --revision"
+        )
     if base_model is not None:
         check_repo_id(base_model)
     path = existing_directory(converted)
@@ -107,7 +115,7 @@ def plan_push(
     targets = [p.name for p in _prepared_targets(files)]
     verified = as_verified(verification) if verification else read_verified(path)
     not_verified = changed or why_not_verified(path, verified, targets)
-    source_card = _source_card(path)
+    source_card = _source_card(path, record)
     extras = _extras(report, pictures)
     base = base_model or _recorded_source(record) or source_card.base_model
     checkpoint = Checkpoint.open(path)
@@ -135,7 +143,10 @@ def plan_push(
         card=card,
         left_out=tuple(left_out(path, files)),
         not_verified=not_verified,
-        warnings=tuple(_warnings(source_card, base)),
+        warnings=(
+            *_warnings(source_card, base, {file.name for file in files}),
+            *_no_prepared(path, asked=include_prepared, found=bool(targets)),
+        ),
     )
 
 
@@ -186,16 +197,24 @@ def _prepared_targets(files: Sequence[PublishedFile]) -> list[Path]:
     return [p.parent for p in paths if p.name == MANIFEST_FILE and p.parts[0] == PREPARED_FOLDER]
 
 
-def _source_card(path: Path) -> SourceCard:
-    file = path / CARD_FILE
-    return read_card(file.read_bytes(), sha256_of(file)) if file.is_file() else NO_CARD
+def _source_card(path: Path, record: Mapping[str, Any]) -> SourceCard:
+    file, sidecars = path / CARD_FILE, _source(record).get("sidecars")
+    recorded = sidecars.get(CARD_FILE) if isinstance(sidecars, dict) else None
+    if not file.is_file():
+        return NO_CARD
+    return read_card(file.read_bytes(), recorded_sha256=recorded)
 
 
-def _recorded_source(record: Any) -> str | None:
+def _recorded_source(record: Mapping[str, Any]) -> str | None:
     """The repository that was converted; None for a directory."""
-    source = record.get("source")
-    repository = source.get("repository") if isinstance(source, dict) else None
+    repository = _source(record).get("repository")
     return repository if isinstance(repository, str) else None
+
+
+def _source(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the record, which may have been edited, says of the source."""
+    source = record.get("source")
+    return source if isinstance(source, dict) else {}
 
 
 def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -207,19 +226,33 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 def _extras(report: str | Path | None, pictures: Sequence[str | Path]) -> list[PublishedFile]:
     """The report, then pictures."""
+    pages = [] if report is None else [Path(report)]
     given = [Path(picture) for picture in pictures]
-    wrong = next((p for p in given if p.suffix.lower() not in PICTURES), None)
-    if wrong is not None:
-        raise MoequantError(f"{wrong}: not a picture; give files {', '.join(PICTURES)}")
-    files = ([] if report is None else [Path(report)]) + given
-    names = [f"{REPORT_FOLDER}/{file.name}" for file in files]
+    for what, paths, suffixes in (("page", pages, _PAGES), ("picture", given, PICTURES)):
+        wrong = next((p for p in paths if p.suffix.lower() not in suffixes), None)
+        if wrong is not None:
+            raise MoequantError(f"{wrong}: not a {what}; give files {', '.join(suffixes)}")
+    files = pages + given
+    names = [f"{REPORT_FOLDER}/{_published_name(file)}" for file in files]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise MoequantError(f"{twice}: two files would have this name; rename one")
     return [PublishedFile.of(name, file) for name, file in zip(names, files, strict=True)]
 
 
-def _warnings(card: SourceCard, base_model: str | None) -> list[str]:
+def _published_name(file: Path) -> str:
+    """The name of a file with a suffix that `verify` knows as that of a note."""
+    suffix = file.suffix.lower()
+    return file.stem + {".htm": ".html", ".jpeg": ".jpg"}.get(suffix, suffix)
+
+
+def _no_prepared(path: Path, *, asked: bool, found: bool) -> list[str]:
+    if not asked or found:
+        return []
+    return [f"{path}: no prepared folder, so none is published; make one with moequant prepare"]
+
+
+def _warnings(card: SourceCard, base_model: str | None, published: set[str]) -> list[str]:
     warnings = list(card.warnings)
     if base_model is None:
         warnings.append(
@@ -230,5 +263,11 @@ def _warnings(card: SourceCard, base_model: str | None) -> list[str]:
         warnings.append(
             "the source's model card names no license, so the card names none; check under which "
             "terms it may be published"
+        )
+    link = card.metadata.get("license_link")
+    if isinstance(link, str) and "://" not in link and link.removeprefix("./") not in published:
+        warnings.append(
+            f"the source's model card links to its license, {link}, but the checkpoint has no such "
+            "file; put it into the source and convert again"
         )
     return warnings

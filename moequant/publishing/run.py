@@ -76,14 +76,15 @@ def push(
         converted: directory of a checkpoint that moequant converted.
         repo_id: owner/name; created if there is none.
         revision: a branch, created if there is none; by default the main one.
-        private: whether a new repository is private; by default what the hub makes of it.
+        private: create the repository as a private one, and refuse one that is public; by default
+            a new one is what the hub makes of it.
         verification: what `verify` returned of it; by default what `moequant verify` noted.
         force: publish it even if it was not verified, or has changed.
         overwrite: remove the files of another checkpoint in the repository.
         include_prepared: publish its prepared folders, too.
         base_model: id of the source on the hub; by default that which was converted.
         quality: a file of `moequant evaluate --json`, for the card.
-        report: a page about the checkpoint, published beside it.
+        report: an HTML page about the checkpoint, published beside it.
         pictures: PNG, JPEG or SVG files, shown in the card.
         dry_run: only plan, without reading weights or asking the hub.
         workers: number of files read in parallel.
@@ -94,7 +95,7 @@ def push(
         NumericsError: files are not those that were written.
         UnreachableError: the hub does not answer.
         MoequantError: it was not verified; the token may not write; or the repository holds
-            another checkpoint.
+            another checkpoint, or is public against `private`.
     """
     planned = partial(
         plan_push,

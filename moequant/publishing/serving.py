@@ -24,7 +24,9 @@ class ServedBy:
         loads: None where no rule is about it.
         known: "tested", "read" or "seen"; None where nothing is known.
         language: of the command, as Markdown names it.
-        command: what serves it; None where it does not load it.
+        commands: what serves it, by the GPUs on which it does so; one for "" where all GPUs have
+            the same, and none where it does not load it.
+        tp: numbers of tensor-parallel ranks at which it loads on some GPU.
         remarks: why not, or what differs.
     """
 
@@ -32,7 +34,8 @@ class ServedBy:
     loads: bool | None
     known: str | None
     language: str
-    command: str | None
+    commands: Mapping[str, str]
+    tp: tuple[int, ...]
     remarks: tuple[str, ...]
 
 
@@ -51,26 +54,31 @@ def _of_engine(report: EngineReport, repo_id: str, revision: str | None) -> Serv
     verdict = report.verdict
     said = report.remarks if report.loads else report.against
     language, command = _COMMANDS[report.key]
+    ways = report.options if report.loads else {}
     return ServedBy(
         engine=f"{verdict.engine} {verdict.version}",
         loads=report.loads,
         known=verdict.known,
         language=language,
-        command=command(repo_id, revision, report.tp) if report.loads else None,
+        commands={
+            ", ".join(gpus) if len(ways) > 1 else "": command(repo_id, revision, options)
+            for options, gpus in ways.items()
+        },
+        tp=report.tp,
         remarks=tuple(one.message for one in said),
     )
 
 
-def _vllm(repo_id: str, revision: str | None, tp: Sequence[int]) -> str:
-    return f"vllm serve {repo_id}{_revision(revision)}{_ranks('--tensor-parallel-size', tp)}"
+def _vllm(repo_id: str, revision: str | None, options: Sequence[str]) -> str:
+    return " ".join(("vllm serve", repo_id, *_revision(revision), *options))
 
 
-def _sglang(repo_id: str, revision: str | None, tp: Sequence[int]) -> str:
-    command = f"python -m sglang.launch_server --model-path {repo_id}"
-    return f"{command}{_revision(revision)}{_ranks('--tp-size', tp)}"
+def _sglang(repo_id: str, revision: str | None, options: Sequence[str]) -> str:
+    server = "python -m sglang.launch_server --model-path"
+    return " ".join((server, repo_id, *_revision(revision), *options))
 
 
-def _transformers(repo_id: str, revision: str | None, tp: Sequence[int]) -> str:
+def _transformers(repo_id: str, revision: str | None, options: Sequence[str]) -> str:
     given = "" if revision is None else f', revision="{revision}"'
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
@@ -79,24 +87,17 @@ def _transformers(repo_id: str, revision: str | None, tp: Sequence[int]) -> str:
     )
 
 
-def _moequant(repo_id: str, revision: str | None, tp: Sequence[int]) -> str:
+def _moequant(repo_id: str, revision: str | None, options: Sequence[str]) -> str:
     folder = repo_id.partition("/")[2]
-    return (
-        f"hf download {repo_id}{_revision(revision)} --local-dir {folder}\n"
-        f'moequant generate {folder} --prompt "Mixture of experts means"'
-    )
+    download = " ".join(("hf download", repo_id, *_revision(revision), "--local-dir", folder))
+    return f'{download}\nmoequant generate {folder} --prompt "Mixture of experts means"'
 
 
-def _revision(revision: str | None) -> str:
-    return "" if revision is None else f" --revision {revision}"
+def _revision(revision: str | None) -> tuple[str, ...]:
+    return () if revision is None else (f"--revision {revision}",)
 
 
-def _ranks(option: str, tp: Sequence[int]) -> str:
-    """The option for the fewest ranks at which it loads, if that is not one."""
-    return f" {option} {tp[0]}" if tp and tp[0] > 1 else ""
-
-
-_COMMANDS: Mapping[str, tuple[str, Callable[[str, str | None, Sequence[int]], str]]] = {
+_COMMANDS: Mapping[str, tuple[str, Callable[[str, str | None, Sequence[str]], str]]] = {
     "vllm": ("shell", _vllm),
     "sglang": ("shell", _sglang),
     "transformers": ("python", _transformers),

@@ -178,6 +178,7 @@ def _cell(group: Mapping[str, Any]) -> str:
 
 
 def _layers(layers: Iterable[Mapping[str, Any]]) -> Markup:
+    ran = [*layers]
     rows = [
         (
             str(layer["layer"]),
@@ -187,13 +188,23 @@ def _layers(layers: Iterable[Mapping[str, Any]]) -> Markup:
             percent(layer["quantized_activations_error"]),
             f"{layer['backend']} on {layer['device']}",
         )
-        for layer in layers
+        for layer in ran
     ]
     if not rows:
         return Markup("")
     columns = ["layer", "format", "ran", ">error", ">with its activations", "computed by"]
     caption = "Error of a layer's output, on random inputs"
-    return join(element("h3", "Layers that were run"), table(columns, rows, caption=caption))
+    shown = table(columns, rows, caption=caption)
+    return join(element("h3", "Layers that were run"), shown, *map(_not_measured, ran))
+
+
+def _not_measured(layer: Mapping[str, Any]) -> Markup:
+    """Why there is no error with the activations of a layer; nothing where there is one."""
+    why = layer.get("activations_not_measured")
+    if why is None:
+        return Markup("")
+    text = f"Layer {layer['layer']} with its activations: not measured, because {why}."
+    return element("p", text)
 
 
 def _requantized(errors: Iterable[Mapping[str, Any]]) -> Markup:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
-from moequant.conversion import Recipe, recorded_recipe
+from moequant.conversion import recorded_recipe
+from moequant.conversion.reproduce import conversion_command, recipe_toml
 from moequant.errors import MoequantError
-from moequant.reporting.recipe_toml import recipe_toml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from moequant.conversion import Recipe
 
 _SOURCE = ("repository", "revision", "commit", "config_sha256", "sample_sha256")
 
@@ -34,15 +35,13 @@ def describe_origin(
     recipe = _recipe(record)
     found = _table(record.get("source"))
     made_from = {key: _text(found.get(key)) for key in _SOURCE}
-    if made_from["commit"] is not None:
-        source = made_from["repository"]
     return {
         **{key: _text(record.get(key)) for key in ("moequant", "torch", "plan_sha256")},
         "source": {**made_from, "bytes": _total_bytes(found.get("files"))},
         "statistics": _text(_table(record.get("statistics")).get("sha256")),
         "activation_scales": _text(_table(record.get("activation_scales")).get("sha256")),
         "recipe": recipe and {"summary": recipe.summary, "toml": recipe_toml(recipe)},
-        "command": recipe and _command(recipe, record, source or "SOURCE", output),
+        "command": recipe and conversion_command(record, source or "SOURCE", output),
         "files": [*_files(record)],
         "quantizers": [
             {"name": _text(share.get("name")), "reason": _text(share.get("reason"))}
@@ -57,37 +56,6 @@ def _recipe(record: Mapping[str, Any]) -> Recipe | None:
         return recorded_recipe(record)
     except MoequantError:
         return None
-
-
-def _command(recipe: Recipe, record: Mapping[str, Any], source: str, output: str) -> str:
-    """A command that converts by this recipe; the record does not have the one that was used."""
-    words = ["moequant", "convert", source, output, *_what(recipe)]
-    commit = _text(_table(record.get("source")).get("commit"))
-    words += [] if commit is None else ["--revision", commit]
-    if recipe.output.dialect is not None:
-        words += ["--dialect", recipe.output.dialect]
-    if recipe.output.max_shard_size != type(recipe.output)().max_shard_size:
-        words += ["--max-shard-size", recipe.output.max_shard_size]
-    words += ["--statistics", "STATS"] if record.get("statistics") is not None else []
-    if record.get("activation_scales") is not None:
-        words += ["--activation-scales", "FILE"]
-    return shlex.join(words)
-
-
-def _what(recipe: Recipe) -> list[str]:
-    """--format with its options if that gives the recipe, else --recipe."""
-    rule = recipe.rules[0]
-    try:
-        same = Recipe.for_format(rule.format, rule.options, rule.activation_scales)
-    except MoequantError:
-        return ["--recipe", "recipe.toml"]
-    if (same.rules, same.architectures) != (recipe.rules, recipe.architectures):
-        return ["--recipe", "recipe.toml"]
-    options = [word for k, v in rule.options.items() for word in ("--option", f"{k}={v}")]
-    # What says "file" is given by the caller, as the record names a digest.
-    scales = rule.activation_scales
-    given = [] if scales in (None, "file") else ["--activation-scales", str(scales)]
-    return ["--format", rule.format, *options, *given]
 
 
 def _files(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

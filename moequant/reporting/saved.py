@@ -69,6 +69,8 @@ class _LayerRun(_Ignoring):
     tokens: _Count
     layer_error: _Number | None
     quantized_activations_error: _Number | None
+    # Results of versions before 0.1 lack it.
+    activations_not_measured: str | None = None
     runtime_error: _Number | None
     backend: str
     device: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -255,8 +256,20 @@ def expected(
     Raises:
         UnsupportedError: the layout does not hold weights of this format or these sizes.
     """
-    shapes = {p: (1, *moe.shape(p)) for p in moe.projections}
-    return layout.pack(weights_without_data(format, shapes, act_fn, biased=biased))
+    shapes = tuple((p, (1, *moe.shape(p))) for p in moe.projections)
+    return _packed_without_data(layout, shapes, format, act_fn, biased)
+
+
+@cache
+def _packed_without_data(
+    layout: Layout,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    format: str,
+    act_fn: ActFn,
+    biased: bool,
+) -> dict[str, Tensor]:
+    # Kept, because it takes tens of milliseconds, and the layers of a model are alike.
+    return layout.pack(weights_without_data(format, dict(shapes), act_fn, biased=biased))
 
 
 def remedy_of(folder: Path, manifest: Manifest, *, same_formats: bool = True) -> str:

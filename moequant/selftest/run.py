@@ -20,17 +20,12 @@ from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats import RUNNABLE, get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.runtime.activations import FP4_SCHEMES, GROUPS, NVFP4_STATIC
+from moequant.runtime.activations import GROUPS, NVFP4_STATIC
 from moequant.runtime.backends import TARGETS, Workload, backends
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
 from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer
-from moequant.verification.serving import (
-    MOST_FP4_ERROR,
-    MOST_FP4_TOKEN_ERROR,
-    MOST_QUANTIZATION_ERROR,
-    MOST_ROUNDING_ERROR,
-)
+from moequant.verification.serving import most_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,11 +55,7 @@ class _Scheme:
 
     def limit(self, tokens: int) -> float:
         """The limit on ||y - reference|| / ||reference|| of a call."""
-        if self.name == "none":
-            return MOST_ROUNDING_ERROR
-        if self.name in FP4_SCHEMES:
-            return MOST_FP4_TOKEN_ERROR if tokens == 1 else MOST_FP4_ERROR
-        return MOST_QUANTIZATION_ERROR
+        return most_error(self.name, tokens=tokens)
 
 
 @dataclass(kw_only=True)

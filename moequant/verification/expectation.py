@@ -6,7 +6,7 @@ Otherwise another tool wrote the checkpoint, and config.json gives the format of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion import (
@@ -68,7 +68,7 @@ class Expectation:
         tensors: dtype and shape, as in a header, of every tensor that is known in advance.
         possible: names of tensors whose dtype and shape the dialect checks when it decodes them.
         config: the expected config.json.
-        static: modules whose input has a static scale.
+        activations: by module, the scheme of its input where its format does not imply it.
     """
 
     plan: Plan | None
@@ -80,7 +80,12 @@ class Expectation:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
     config: Mapping[str, Any]
-    static: frozenset[str] = frozenset()
+    activations: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def static(self) -> frozenset[str]:
+        """Modules whose input has a static scale."""
+        return frozenset(m for m, scheme in self.activations.items() if scheme in STATIC_SCHEMES)
 
     @property
     def model(self) -> Model:
@@ -179,8 +184,13 @@ def expect_by_record(
         copies=tuple(copy.info for copy in plan.copies),
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
-        config=converted_config(source.config, plan.quantization_config),
-        static=frozenset(w.module for unit in plan.units if unit.is_static for w in unit.weights),
+        config=converted_config(source.config, plan.quantization_config, plan.dialect),
+        activations={
+            weight.module: scheme
+            for unit in plan.units
+            if unit.is_static and (scheme := get_format(unit.format).static_activations)
+            for weight in unit.weights
+        },
     )
 
 
@@ -194,10 +204,13 @@ def expect_by_config(
     model, quantization_config = original.model, stored.config.get("quantization_config")
     try:
         plain = quantization_config is None and original.dialect is not None
-        dialect = UNQUANTIZED if plain else find_dialect(quantization_config)
+        dialect = UNQUANTIZED if plain else find_dialect(quantization_config, stored.tensors)
         format_of, activations_of = readers(dialect, quantization_config or {})
         formats = _formats(original, stored, format_of)
-        scaled = {name for name in formats if activations_of(_module(name)) in STATIC_SCHEMES}
+        activations = {
+            _module(name): scheme for name in formats if (scheme := activations_of(_module(name)))
+        }
+        scaled = {n for n in formats if activations.get(_module(n)) in STATIC_SCHEMES}
     except MoequantError as error:
         findings.add("config", CONFIG_FILE, str(error))
         return None
@@ -237,8 +250,8 @@ def expect_by_config(
             for name in scaled
             for scale in dialect.input_scale_specs(_module(name), formats[name])
         },
-        static=frozenset(map(_module, scaled)),
-        config=_foreign_config(source.config, stored.config),
+        activations=activations,
+        config=_foreign_config(source.config, stored.config, dialect),
     )
 
 
@@ -305,9 +318,11 @@ def _without_misshapen(
     return fitting
 
 
-def _foreign_config(source: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _foreign_config(
+    source: Mapping[str, Any], found: Mapping[str, Any], dialect: Dialect
+) -> dict[str, Any]:
     """The source's config, with fields that other tools may change taken from `found`."""
-    wanted = converted_config(source, found.get("quantization_config") or {})
+    wanted = converted_config(source, found.get("quantization_config") or {}, dialect)
     # transformers 5 renamed this key.
     for old, new in (("torch_dtype", "dtype"), ("dtype", "torch_dtype")):
         if old in wanted and old not in found and new in found:

@@ -14,6 +14,7 @@ Where layers are served by another device or backend, each runs there too: see `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from moequant.models import ROUTED_EXPERTS
 from moequant.runtime import FusedExperts
 from moequant.runtime.layer_reader import LayerReader
 from moequant.verification.decode import decode
+from moequant.verification.layer_activations import fit, read_activations
 from moequant.verification.reference import activation, evaluate_layer
 from moequant.verification.report import LayerCheck
 from moequant.verification.serving import most_error
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
 
     Layers = Literal["all"] | int
+    _Evaluated = tuple[Tensor, Tensor, float]
+    """Output, its bound, and the largest magnitude of the inputs of down."""
 
 DEFAULT_LAYERS = 3
 TOKENS = 16
@@ -155,7 +159,7 @@ def _judge(check: LayerCheck, findings: Findings) -> None:
             f"{check.runtime_relative_error:.3g} in norm, where accumulation in float32 explains "
             f"1 and {MOST_RELATIVE_ERROR:.3g}",
         )
-    limit = most_error(check.format)
+    limit = most_error(check.activations, tokens=check.tokens)
     if check.backend_error is not None and not check.backend_error <= limit:
         findings.add(
             "backend",
@@ -208,9 +212,10 @@ def _measure(
         info = run.expected.original.weights[name]
         return read_weights(run.source, [info])[0].double()
 
-    def evaluate(weight: Callable[[str, int], Tensor]) -> tuple[Tensor, Tensor]:
-        return evaluate_layer(
-            batch.hidden,
+    def evaluate(weight: Callable[[str, int], Tensor], hidden: Tensor) -> _Evaluated:
+        reach = [0.0]
+        output, bound = evaluate_layer(
+            hidden,
             batch.topk_ids,
             batch.topk_weights,
             weight,
@@ -219,22 +224,31 @@ def _measure(
             activate=activation(
                 act_fn.name, gated=act_fn.gated, alpha=act_fn.alpha, limit=act_fn.limit
             ),
+            watch=lambda inputs: reach.append(float(inputs.abs().max())),
         )
+        return output, bound, max(reach)
 
-    reference, bound = evaluate(quantized)
-    wanted, wanted_bound = evaluate(original)
-    inputs = batch.hidden, batch.topk_weights, batch.topk_ids
-    plain = experts(*inputs, activations="none").double()
-    with_activations = experts(*inputs, activations="format").double()
-    served_by, served_error = REFERENCE, None
-    if serving is not None:
+    activations = read_activations(converted, layer, experts, batch.experts)
+    fitted = fit(batch.hidden, activations, partial(evaluate, quantized))
+    reference, bound, hidden = fitted.reference, fitted.bound, fitted.hidden
+    wanted, wanted_bound, _ = evaluate(original, hidden)
+    routing = batch.topk_weights, batch.topk_ids
+    plain = experts(hidden, *routing, activations="none").double()
+    own, choice = activations.experts, activations.choice
+    quantized_error, served_by, served_error = None, REFERENCE, None
+    if own is not None and fitted.not_measured is None:
+        with_activations = own(hidden, *routing, activations=choice).double()
+        quantized_error = _relative(with_activations, wanted, wanted_bound)
+    if own is not None and serving is not None:
         served_by, served = serving.run(
-            experts.weights,
-            batch.hidden.bfloat16(),
-            *inputs[1:],
+            own.weights,
+            hidden.bfloat16(),
+            *routing,
+            activations=choice,
             expert_map=batch.expert_map,
         )
-        expected = experts(batch.hidden.bfloat16().float(), *inputs[1:]).double()
+        exact = hidden.bfloat16().float()
+        expected = own(exact, *routing, activations=choice).double()
         served_error = _relative(served, expected, bound)
     return LayerCheck(
         layer=layer,
@@ -244,7 +258,10 @@ def _measure(
         runtime_error=_beyond(plain, reference, bound),
         runtime_relative_error=_relative(plain, reference, bound),
         layer_error=_relative(plain, wanted, wanted_bound),
-        quantized_activations_error=_relative(with_activations, wanted, wanted_bound),
+        activations=activations.scheme,
+        quantized_activations_error=quantized_error,
+        activations_not_measured=fitted.not_measured,
+        input_std=fitted.factor,
         backend=served_by,
         device="cpu" if serving is None else str(serving.device),
         backend_error=served_error,

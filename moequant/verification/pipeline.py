@@ -173,6 +173,7 @@ def _compare(run: Verification, report: Report, layers: Layers, serving: Serving
         architecture=model.architecture,
         moe=model.moe,
         format_of=expected.formats().get,
+        activations_of=expected.activations.get,
     )
     formats = converted_layers(units, model.roles)
     chosen = {layer: formats[layer] for layer in choose_layers(list(formats), layers)}

@@ -197,6 +197,7 @@ def evaluate_layer(
     gated: bool = True,
     bias: Callable[[str, int], Tensor] | None = None,
     activate: Activate | None = None,
+    watch: Callable[[Tensor], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Evaluate a layer of experts, activations not quantized.
 
@@ -209,6 +210,7 @@ def evaluate_layer(
         gated: whether experts have a gate.
         bias: likewise gives a bias, [I], [I] or [H] float64, exact; None if there are none.
         activate: the function of gate and up, as `activation` gives it; by default that of silu.
+        watch: told the inputs of down of each expert, [R, I] float64.
 
     Returns:
         output [M, H] float64, and the bound [M, H] float64 on |evaluation - output|; infinite where
@@ -228,7 +230,10 @@ def evaluate_layer(
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         rows = exact(x[token])
         gate = linear("gate", rows, e) if gated else None
-        y = linear("down", activate(gate, linear("up", rows, e)), e)
+        between = activate(gate, linear("up", rows, e))
+        if watch is not None:
+            watch(between.value)
+        y = linear("down", between, e)
         w = topk_weights.double()[token, slot, None]
         value.index_add_(0, token, w * y.value)
         magnitude.index_add_(0, token, w.abs() * y.magnitude)

@@ -166,7 +166,12 @@ class LayerCheck:
         runtime_error: largest |y - reference| over its bound; above 1 the runtime is wrong.
         runtime_relative_error: ||y - reference|| / ||reference||, which has a bound of its own.
         layer_error: ||y - source|| / ||source|| without quantized activations.
-        quantized_activations_error: the same with activations quantized for the format's GEMM.
+        activations: what engines quantize its activations by; one of
+            `moequant.runtime.activations.SCHEMES`.
+        quantized_activations_error: the same with activations quantized so, by static scales where
+            the checkpoint has them; None if that was not measured.
+        activations_not_measured: why it was not; None if it was.
+        input_std: standard deviation of the hidden states: 1, or less for narrow static scales.
         backend: name of the backend that ran it.
         device: where it ran.
         backend_error: ||y - reference|| / ||reference|| of that backend's output, from hidden
@@ -181,7 +186,10 @@ class LayerCheck:
     runtime_error: float
     runtime_relative_error: float
     layer_error: float
-    quantized_activations_error: float
+    activations: str
+    quantized_activations_error: float | None
+    activations_not_measured: str | None
+    input_std: float
     backend: str
     device: str
     backend_error: float | None

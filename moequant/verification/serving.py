@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from moequant.device import usable_device
 from moequant.errors import MoequantError, UnsupportedError, unknown_name
 from moequant.runtime import FusedExperts, select
+from moequant.runtime.activations import FP4_SCHEMES
 from moequant.runtime.backends import Workload, backends
 from moequant.runtime.packing import scheme_of
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime import ExpertWeights
+    from moequant.runtime.activations import ActivationsChoice
     from moequant.weights.converted import ConvertedCheckpoint
 
 MOST_ROUNDING_ERROR = 2.0**-7
@@ -74,9 +76,10 @@ class Serving:
         """
         moe, stacked = converted.moe, converted.architecture.stacked
         for layer, format in formats.items():
+            stated = converted.activations_of_experts(layer)
             workload = Workload(
                 format=format,
-                activations=scheme_of(format, "format", static=False),
+                activations=stated or scheme_of(format, "format", static=False),
                 experts=experts,
                 hidden=moe.hidden,
                 intermediate=moe.intermediate,
@@ -93,9 +96,10 @@ class Serving:
         topk_weights: Tensor,
         topk_ids: Tensor,
         *,
+        activations: ActivationsChoice,
         expert_map: Tensor,
     ) -> tuple[str, Tensor]:
-        """Run experts there, with activations in their format's scheme.
+        """Run experts there.
 
         All tensors are on the CPU; see `FusedExperts` for their shapes.
 
@@ -109,6 +113,7 @@ class Serving:
         experts = FusedExperts(
             weights.replace(there),
             backend=self.backend,
+            activations=activations,
             expert_map=expert_map.to(self.device),
         )
         inputs = (t.to(self.device) for t in (hidden, topk_weights, topk_ids))
@@ -136,7 +141,15 @@ def serving_on(
     return Serving(device=usable_device(device), backend=backend)
 
 
-def most_error(format: str) -> float:
-    """The limit on ||y - reference|| / ||reference|| of experts in `format`."""
-    quantized = scheme_of(format, "format", static=False) != "none"
-    return MOST_QUANTIZATION_ERROR if quantized else MOST_ROUNDING_ERROR
+def most_error(scheme: str, *, tokens: int) -> float:
+    """The limit on ||y - reference|| / ||reference|| of a call.
+
+    Args:
+        scheme: of the activations, one of `moequant.runtime.activations.SCHEMES`.
+        tokens: how many.
+    """
+    if scheme == "none":
+        return MOST_ROUNDING_ERROR
+    if scheme in FP4_SCHEMES:
+        return MOST_FP4_TOKEN_ERROR if tokens == 1 else MOST_FP4_ERROR
+    return MOST_QUANTIZATION_ERROR

@@ -69,10 +69,10 @@ def _check_formats(config: Mapping[str, Any], expected: Expectation, findings: F
                 continue
             module = name.removesuffix(".weight")
             found, wanted = format_of(module), formats.get(module)
-            static = activations_of(module)
-            if (static is not None) != (module in expected.static):
-                says = "no static scale" if static is None else f"{static} activations"
-                has = "one" if static is None else "none"
+            scheme = activations_of(module)
+            if scheme != expected.activations.get(module):
+                says = "no static scale" if scheme is None else f"{scheme} activations"
+                has = "one" if scheme is None else "none"
                 findings.add("config", name, f"{CONFIG_FILE} says {says}, but it has {has}")
             if found != wanted:
                 findings.add(

@@ -70,6 +70,8 @@ class NotedLayer(_Read):
     format: str
     layer_error: float | None
     quantized_activations_error: float | None
+    # Notes of versions before 0.1 lack it.
+    activations_not_measured: str | None = None
 
 
 class NotedReport(_Read):

@@ -93,7 +93,7 @@ class ConvertedCheckpoint:
                 f"{path / CONFIG_FILE}: no quantization_config; this is not a converted "
                 "checkpoint. Convert it first: moequant convert SOURCE OUTPUT --format NAME"
             )
-        dialect = find_dialect(quantization_config)
+        dialect = find_dialect(quantization_config, checkpoint.tensors)
         if quantized_activations:
             format_of, activations_of = readers(dialect, quantization_config)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.weights.encoded import EncodedInfo
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
     from moequant.weights.source_model import SourceModel
 
+    Part = tuple[TensorRole, str | None]
     Row = tuple[TensorInfo, TensorRole, str | None]
 
 
@@ -22,6 +24,8 @@ def roles_of(
     infos: Iterable[TensorInfo], architecture: Architecture, converted: ConvertedCheckpoint | None
 ) -> Iterator[Row]:
     """Each tensor, its role, and the format of the quantized weight it is part of, or None.
+
+    Calibrated scales of activations count as parts of the weight that multiplies these.
 
     Args:
         infos: tensors of a checkpoint.
@@ -32,22 +36,48 @@ def roles_of(
         UnsupportedError: an unknown scheme, or an expert that matches no pattern.
     """
     for info in infos:
-        part = None if converted is None else converted.part_of(info.name)
-        yield info, *(part or (architecture.classify(info.name), None))
+        if converted is None:
+            yield info, architecture.classify(info.name), None
+        elif _is_scale(info.name):
+            leaf = info.name.rpartition(".")[2]
+            module = converted.dialect.module_of_scale(info.name)
+            yield info, *_of_scale(module, architecture, converted.part_of(f"{module}.{leaf}"))
+        else:
+            part = converted.part_of(info.name)
+            yield info, *(part or (architecture.classify(info.name), None))
 
 
 def roles_in(tensors: Mapping[str, TensorInfo], found: SourceModel) -> Iterator[Row]:
     """As `roles_of`, of a checkpoint that was read as a source."""
-    parts: dict[str, tuple[TensorRole, str | None]] = {}
+    parts: dict[str, Part] = {}
+    modules: dict[str, Part] = {}
     for weight in found.weights.values():
         if isinstance(weight, EncodedInfo):
-            role = found.model.roles[weight.name]
-            parts |= {part.name: (role, weight.format) for part in weight.parts}
-    architecture = found.model.architecture
-    for info in found.dropped:
-        parts[info.name] = architecture.classify(f"{info.name.rpartition('.')[0]}.weight"), None
+            modules[weight.module] = found.model.roles[weight.name], weight.format
+            parts |= dict.fromkeys((part.name for part in weight.parts), modules[weight.module])
+    architecture, dialect = found.model.architecture, found.dialect
     for name, info in tensors.items():
-        yield info, *(parts.get(name) or (architecture.classify(name), None))
+        if dialect is not None and _is_scale(name):
+            module = dialect.module_of_scale(name)
+            yield info, *_of_scale(module, architecture, modules.get(module))
+        else:
+            yield info, *(parts.get(name) or (architecture.classify(name), None))
+
+
+def _is_scale(name: str) -> bool:
+    """Whether a tensor is a calibrated scale of activations."""
+    return name.rpartition(".")[2] in ACTIVATION_SCALES
+
+
+def _of_scale(module: str, architecture: Architecture, part: Part | None) -> Part:
+    """Role and format under which a scale counts: those of the weight whose activations it scales.
+
+    Args:
+        module: the weight's module.
+        architecture: the checkpoint's.
+        part: role and format of the weight; None if it is not quantized.
+    """
+    return part or (architecture.classify(f"{module}.weight"), None)
 
 
 def size_by_role(rows: Iterable[Row]) -> list[dict[str, Any]]:

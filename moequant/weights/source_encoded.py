@@ -53,16 +53,11 @@ def encoded_weights(
     return {info.name: info for info in found}
 
 
-def telling_suffixes(dialect: Dialect) -> set[str]:
-    """Suffixes of tensor names that only quantized weights have."""
-    return {suffix for e in dialect.encodings.values() for suffix in e.suffixes} - {"weight"}
-
-
 def _on_their_own(
     tensors: Tensors, dialect: Dialect, format_of: FormatOf, block_of: BlockOf
 ) -> Iterator[EncodedInfo]:
     """Quantized weights whose codes and scales are tensors of their own."""
-    telling = telling_suffixes(dialect)
+    telling = dialect.telling_suffixes
     seen: set[str] = set()
     for name in tensors:
         module, _, leaf = name.rpartition(".")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
-from moequant.dialects import SOURCES as DIALECTS
+from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import find_dialect
 from moequant.dialects.names import ACTIVATION_SCALES, is_expert
 from moequant.errors import UnsupportedError
@@ -20,7 +20,7 @@ from moequant.storage.documents import read_document
 from moequant.storage.headers import DTYPE_BITS, TensorInfo
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
-from moequant.weights.source_encoded import encoded_weights, telling_suffixes
+from moequant.weights.source_encoded import encoded_weights
 from moequant.weights.source_weights import unstacked
 
 if TYPE_CHECKING:
@@ -95,17 +95,12 @@ def quantization_config_of(config: Mapping[str, Any]) -> Mapping[str, Any] | Non
 def find_source_dialect(
     quantization_config: Mapping[str, Any] | None, names: Iterable[str]
 ) -> Dialect | None:
-    """The dialect of a source with this `quantization_config`, or None.
-
-    If several have such configs, it is the first whose suffixes occur in the `names` of tensors.
-    """
+    """The dialect of a source with this `quantization_config`; None if there is none."""
     if quantization_config is None:
         return None
-    claiming = [d for d in DIALECTS.values() if d.claims(quantization_config)]
-    if len(claiming) > 1:
-        leaves = {name.rpartition(".")[2] for name in names}
-        claiming = [d for d in claiming if leaves & telling_suffixes(d)] + claiming
-    return claiming[0] if claiming else None
+    if not any(d.claims(quantization_config) for d in DIALECTS.values()):
+        return None
+    return find_dialect(quantization_config, names)
 
 
 def read_source(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_file
 
 E, TOP_K, LAYERS, VOCABULARY = 6, 2, 3, 96
 UNROUTED, RARE = 4, 1
@@ -61,6 +63,20 @@ MODELS = {
     ),
     "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**SIZES | MLA | _SHARED)),
     "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**SIZES, **_SHARED, head_dim=16)),
+    "qwen3_next": lambda: t.Qwen3NextForCausalLM(
+        t.Qwen3NextConfig(
+            **SIZES,
+            intermediate_size=128,
+            moe_intermediate_size=96,
+            shared_expert_intermediate_size=96,
+            num_experts=E,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        )
+    ),
     "gpt_oss": lambda: t.GptOssForCausalLM(
         t.GptOssConfig(
             **SIZES, intermediate_size=96, num_local_experts=E, head_dim=16, sliding_window=16
@@ -89,6 +105,33 @@ def save(tmp_path_factory):
             made[model_type] = tmp_path_factory.mktemp(model_type)
             model.to(torch.bfloat16).save_pretrained(made[model_type])
         return made[model_type]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def save_with_prediction(save, tmp_path_factory):
+    """save_with_prediction(model_type): that checkpoint with a layer for multi-token prediction.
+
+    The layer has the weights of the last one; the tensors that join it to the model are random.
+    """
+
+    def make(model_type):
+        folder = tmp_path_factory.mktemp(f"{model_type}-prediction")
+        shutil.copytree(save(model_type), folder, dirs_exist_ok=True)
+        last, other = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+        names = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,)}
+        config = json.loads((folder / "config.json").read_text())
+        if model_type == "qwen3_next":
+            other = "mtp.layers.0."
+        else:
+            config["num_nextn_predict_layers"] = 1
+            (folder / "config.json").write_text(json.dumps(config))
+        weights = load_file(folder / "model.safetensors")
+        joining = {f"{other}{n}.weight": torch.rand(s).bfloat16() for n, s in names.items()}
+        layer = {n.replace(last, other): w.clone() for n, w in weights.items() if last in n}
+        save_file(weights | layer | joining, folder / "model.safetensors", {"format": "pt"})
+        return folder
 
     return make
 

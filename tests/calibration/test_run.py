@@ -16,6 +16,8 @@ from moequant.calibration.work_folder import WorkFolder
 from moequant.errors import CheckpointError, DataError, MoequantError, UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.statistics import Statistics
+from moequant.storage.checkpoint import Checkpoint
+from moequant.verification import verify
 
 BATCHES = {"window_tokens": 64, "batch_tokens": 80}
 """Batches of the dataset: two windows of 40 tokens, then 40, 33, two of 24, and 17."""
@@ -125,6 +127,40 @@ def test_in_bfloat16_the_same_tokens_are_counted(rarely_routed, dataset, samples
         # Three roundings to 2**-9, of norm, gate and up, and their product; doubled by squares.
         limit = 2 * 3 * 2**-9 * float(squares.max()) if len(rows) else 0.0
         assert (mean - squares).abs().max() <= limit
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_experts_of_multi_token_prediction_are_named_and_quantized_without_data(
+    save, save_with_prediction, dataset, tmp_path, name
+):
+    source = save_with_prediction(name)
+    result = calibrate(source, dataset, tmp_path / "stats", hessian=True, **BATCHES)
+    assert result.statistics.layers == EXPERT_LAYERS[name]
+    assert (result.plan.uncalibrated, result.plan.kept_tensors) == ((3,), 4)
+    without = calibrate(save(name), dataset, tmp_path / "without", hessian=True, **BATCHES)
+    assert (without.plan.uncalibrated, without.plan.kept_tensors) == ((), 0)
+    tensors = (load_file(found.plan.output) for found in (result, without))
+    for tensor, other in zip(*(t.values() for t in tensors), strict=True):
+        assert torch.equal(tensor, other)
+    out = tmp_path / "out"
+    found = convert(source, out, format="nvfp4", statistics=tmp_path / "stats")
+    searches = {u.weights[0].expert[0]: u.options["search"] for u in found.plan.units}
+    assert searches == {1: "weighted", 2: "weighted", 3: "gaussian"}
+    report = verify(out, against=source, statistics=tmp_path / "stats")
+    assert report.ok, report.problems
+
+
+def test_multi_token_prediction_that_convert_keeps_is_counted(
+    save_with_prediction, dataset, tmp_path
+):
+    source = save_with_prediction("qwen3_next")
+    result = calibrate(source, dataset, tmp_path / "stats", **BATCHES)
+    named = [n for n in load_file(source / "model.safetensors") if n.startswith("mtp.")]
+    assert len(named) > 3 * 6
+    assert (result.plan.uncalibrated, result.plan.kept_tensors) == ((), len(named))
+    convert(source, tmp_path / "out", format="nvfp4", statistics=tmp_path / "stats")
+    found = Checkpoint.open(tmp_path / "out").tensors
+    assert all(found[name].dtype == "BF16" for name in named)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def test_every_engine_gpu_and_rule_is_in_the_document(run, converted):
         (("--tp", "3"), 4),
         (("--engine", "vllm", "--gpu", "rtx4090"), 0),
         (("--engine", "nobody"), 2),
+        (("--engine", "vllm", "--gpu", "RTX PRO 6000"), 0),
         (("--gpu", "voodoo"), 2),
+        (("--gpu", "mi300x"), 2),
         (("--tp", "0"), 2),
     ],
 )
@@ -139,3 +141,74 @@ def test_a_regular_expression_that_could_match_for_hours_is_refused(run, convert
     result = run("check", path)
     assert result.exit_code == 3
     assert "takes hours" in result.stderr
+
+
+def test_the_options_that_an_engine_needs_are_printed_for_the_gpus_that_need_them(
+    run, make_checkpoint, tmp_path
+):
+    for size, name in ((256, "whole"), (192, "odd")):
+        source = make_checkpoint(intermediate=size)
+        convert(source, tmp_path / name, format="mxfp4", dialect="fp8-ue8m0")
+    asked = ("--engine", "sglang")
+    flashinfer, marlin = "--moe-runner-backend flashinfer_mxfp4", "--moe-runner-backend marlin"
+    whole = run("check", tmp_path / "whole", *asked)
+    assert f"\n  start it with {flashinfer}\n" in whole.stdout
+    odd = " ".join(run("check", tmp_path / "odd", *asked).stdout.split())
+    assert f" start it on h100, h200, gh200, rtx5090, rtxpro6000, gb10 with {marlin} " in odd
+    assert f" start it on b200, gb200, b300, gb300 with {flashinfer} " in odd
+    document = run("check", tmp_path / "odd", *asked, "--gpu", "h100", "--json").document
+    assert [gpu["options"] for gpu in engine(document, "sglang")["gpus"]] == [[marlin]]
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """small_gpu(bytes): h100 has so many."""
+
+    def shrink(memory_bytes):
+        for unit in ("_GB", "_GIB"):
+            monkeypatch.setattr(f"moequant.compatibility.gpus.{unit}", memory_bytes / 80)
+
+    return shrink
+
+
+def test_weights_without_room_have_exit_code_4_and_say_from_which_number_of_ranks_they_fit(
+    run, converted, small_gpu
+):
+    asked = ("--engine", "vllm,sglang", "--gpu", "h100")
+    before = run("check", converted, *asked)
+    assert before.exit_code == 0
+    assert "1 GPU of 80.0 GB; " in before.stdout
+    weights = engine(run("check", converted, *asked, "--json").document, "vllm")["memory"]
+    small_gpu(weights["weight_bytes"] * 3 // 4)
+    refused = run("check", converted, *asked)
+    assert refused.exit_code == 4
+    assert "not every engine asked for loads it on h100\n  vLLM 0.33: " in refused.stderr
+    assert refused.stderr.rstrip().endswith(" do not fit")
+    assert "they fit from tp 2 or tp 2 and ep 2 on" in " ".join(refused.stdout.split())
+    document = run("check", converted, *asked, "--json").document
+    found = engine(document, "sglang")
+    assert found["loads"] is True
+    assert found["memory"]["gpus"][0]["fits"] is False
+    assert found["fits_from"] == {"h100": {"tp": 2, "tp_with_ep": 2}}
+    assert run("check", converted, *asked, "--tp", "2").exit_code == 0
+    # Without a GPU, and for an engine that divides weights in an unknown way, none is refused.
+    assert run("check", converted, "--engine", "vllm").exit_code == 0
+    assert run("check", converted, "--engine", "moequant", "--gpu", "h100").exit_code == 0
+
+
+def test_the_document_has_every_gpu_and_the_kv_cache_of_a_token(run, converted):
+    memory = engine(run("check", converted, "--json").document, "vllm")["memory"]
+    # Two layers, four heads of 64 numbers of two bytes, keys and values.
+    assert memory["kv"] == {"token_bytes": 2 * 4 * 64 * 2 * 2, "window_token_bytes": 0, "window": 0}
+    gpus = {gpu["name"]: gpu for gpu in memory["gpus"]}
+    left = 180 * 10**9 - memory["weight_bytes"]
+    assert gpus["b200"] == {
+        "name": "b200", "memory_bytes": 180 * 10**9, "left_bytes": left, "fits": True,
+        "tokens": left // 2048,
+    }  # fmt: skip
+
+
+def test_a_gpu_of_another_maker_is_refused_with_the_reason(run, converted):
+    refused = run("check", converted, "--gpu", "MI300X")
+    assert refused.exit_code == 2
+    assert "a GPU of AMD; the kernels that kernels.toml knows are those for CUDA" in refused.stderr

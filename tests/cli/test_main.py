@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -18,9 +19,10 @@ from moequant.conversion import shipped_recipes
 
 @pytest.fixture
 def restored_signals():
-    before = signal.getsignal(signal.SIGTERM)
+    before, thresholds = signal.getsignal(signal.SIGTERM), gc.get_threshold()
     yield
     signal.signal(signal.SIGTERM, before)
+    gc.set_threshold(*thresholds)
 
 
 def test_module_and_script_say_the_version():

@@ -19,7 +19,7 @@ def converted(make_checkpoint, tmp_path_factory):
     made = {}
 
     def make(format, dialect=None, *, model_type="qwen3_moe", sizes=(), **settings):
-        key = format, dialect, model_type, tuple(sizes), tuple(settings.items())
+        key = format, dialect, model_type, tuple(sizes), repr(settings)
         if key not in made:
             source = make_checkpoint(model_type=model_type, **dict(sizes))
             made[key] = tmp_path_factory.mktemp(f"{model_type}-{format}") / "out"

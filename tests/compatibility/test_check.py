@@ -151,7 +151,7 @@ def test_vllm_says_that_it_cuts_blocks_and_runs_them_by_triton_alone():
     assert [said.rule for said in verdict.remarks] == ["fp8-refined-blocks-vllm"]
     assert "by 4 ranks, which is 192" in verdict.remarks[0].text
     for name, runs in (("a100", False), ("h100", True), ("b200", True)):
-        placement = Placement(tp=4, capability=GPUS[name])
+        placement = Placement(tp=4, capability=GPUS[name].capability)
         kernels, lacking = kernels_on(checkpoint, engine, placement)
         assert bool(kernels) == runs
         assert bool(lacking) != runs
@@ -272,7 +272,7 @@ def test_every_engine_that_loads_a_format_has_a_kernel_for_it_or_says_so(gpu):
     for dialect, format in PAIRS:
         for static in (False, True):
             checkpoint = facts(dialect, format, model_type=model_of(dialect), static=static)
-            placement = Placement(capability=GPUS[gpu])
+            placement = Placement(capability=GPUS[gpu].capability)
             for key, engine in ENGINES.items():
                 if loads(checkpoint, key):
                     assert kernels_on(checkpoint, engine, placement) is not None

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+
+from moequant.compatibility.rules import ENGINES, rules
+from moequant.conversion import Recipe
 
 AT = "model.layers.0.mlp"
 EXPERT = f"{AT}.experts.1"
@@ -69,7 +74,9 @@ def test_fp8_of_model_optimizer_is_loaded_with_one_scale_and_not_with_one_for_ea
     for key in ("vllm", "sglang"):
         assert engines[key].loads is not rows
         assert ("modelopt-row-scales" in against(engines, key)) is rows
-    assert "modelopt-sources-own" in against(engines, "moequant")
+    # It does not take 1 for a scale of activations that is missing, as the engines do.
+    assert "missing-fp8-input-scales-own" in against(engines, "moequant")
+    assert ("modelopt-row-scales" in against(engines, "moequant")) is rows
     assert not engines["transformers"].loads
 
 
@@ -128,14 +135,119 @@ def test_a_missing_input_scale_breaks_blackwell(planted, check, dialect):
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0])
 def test_an_input_scale_of_an_expert_without_tokens_breaks_blackwell(planted, check, value):
-    name = f"{EXPERT}.gate_proj"
-    path = planted(
-        "nvfp4", tensors=put(f"{name}.input_global_scale", value), activation_scales=0.01
-    )
+    name = f"{EXPERT}.gate_proj.input_global_scale"
+    path = planted("nvfp4", tensors=put(name, value), activation_scales=0.01)
     engines = check(path, gpu="b200")
     for key in ("vllm", "sglang"):
         assert against(engines, key) == {"bad-input-scales": (name,)}
-    assert check(path, gpu="h100")["vllm"].loads
+        assert f"{name} ({value:g})" in engines[key].against[0].text
+    on_hopper = check(path, gpu="h100")
+    for key in ("vllm", "sglang"):
+        assert on_hopper[key].loads
+        assert notes(on_hopper, key) == {"bad-input-scales-before-blackwell": (name,)}
+
+
+def every_scale(leaf, value, layer=0, leaves=("gate_proj", "up_proj", "down_proj")):
+    """The scales of inputs of all experts of a layer, and a change that replaces them."""
+    at = f"model.layers.{layer}.mlp.experts"
+    names = [f"{at}.{expert}.{one}.{leaf}" for expert in range(4) for one in leaves]
+    return names, lambda tensors: [put(name, value)(tensors) for name in names]
+
+
+def test_a_missing_scale_of_fp8_inputs_is_1_in_vllm_and_sglang_and_stops_moequant(planted, check):
+    lost = f"{EXPERT}.down_proj"
+    path = planted("fp8_tensor", tensors=drop(f"{lost}.input_scale"), activation_scales=0.01)
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads
+        assert notes(engines, key) == {"missing-fp8-input-scales": (lost,)}
+    assert against(engines, "moequant") == {"missing-fp8-input-scales-own": (lost,)}
+    assert engines["transformers"].loads
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_scale_of_fp8_inputs_that_is_not_finite_breaks_its_layer(planted, check, value):
+    name = f"{EXPERT}.down_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, value), activation_scales=0.01))
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"bad-fp8-input-scales": (name,)}
+        assert f"{name} ({value:g})" in engines[key].against[0].text
+    assert against(engines, "moequant") == {"bad-fp8-input-scales-own": (name,)}
+    assert engines["transformers"].loads, "it does not read them"
+
+
+@pytest.mark.parametrize("value", [0.0, -0.01])
+def test_scales_of_fp8_inputs_that_are_not_positive_in_a_whole_layer_break_it(
+    planted, check, value
+):
+    names, change = every_scale("input_scale", value, leaves=("down_proj",))
+    engines = check(planted("fp8_tensor", tensors=change, activation_scales=0.01))
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"bad-fp8-input-scales": tuple(names)}
+        assert f"{names[0]} ({value:g}) and 3 more" in engines[key].against[0].text
+    assert against(engines, "moequant") == {"bad-fp8-input-scales-own": tuple(names)}
+
+
+def test_a_scale_of_0_of_one_expert_s_fp8_inputs_does_not_count(planted, check):
+    name = f"{EXPERT}.down_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, 0.0), activation_scales=0.01))
+    said = dict.fromkeys(("vllm", "sglang"), "zero-fp8-input-scales")
+    for key, rule in {**said, "moequant": "zero-fp8-input-scales-own"}.items():
+        assert engines[key].loads
+        assert notes(engines, key) == {rule: (name,)}
+        (said,) = [said for said in engines[key].remarks if said.rule == rule]
+        assert f"{name} (0)" in said.text
+
+
+@pytest.mark.parametrize("value", [-0.01, -torch.inf])
+def test_a_negative_scale_of_one_expert_s_fp8_inputs_stops_moequant_alone(planted, check, value):
+    name = f"{EXPERT}.down_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, value), activation_scales=0.01))
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads
+        assert notes(engines, key) == {"unused-fp8-input-scales": (name,)}
+    assert against(engines, "moequant") == {"unused-fp8-input-scales-own": (name,)}
+
+
+def test_gate_and_up_with_different_scales_of_their_input_stop_vllm(planted, check):
+    name = f"{EXPERT}.gate_proj.input_scale"
+    engines = check(planted("fp8_tensor", tensors=put(name, 0.02), activation_scales=0.01))
+    assert against(engines, "vllm") == {"gate-up-input-scales": (name,)}
+    assert "(0.02 and 0.01)" in engines["vllm"].against[0].text
+    assert engines["moequant"].loads, "it takes the larger"
+
+
+@pytest.mark.parametrize(("value", "loads"), [(torch.nan, False), (0.01, True)])
+def test_scales_of_fp8_inputs_are_read_of_model_optimizer_too(planted, check, value, loads):
+    name = f"{EXPERT}.down_proj.input_scale"
+
+    def as_model_optimizer(tensors):
+        for scale in [n for n in tensors if n.endswith("weight_scale")]:
+            tensors[scale] = tensors[scale][0, 0].clone()
+        names = [n for layer in (0, 1) for n in every_scale("input_scale", 0.01, layer)[0]]
+        tensors |= {n: torch.tensor(0.01) for n in names} | {name: torch.tensor(value)}
+
+    engines = check(planted("fp8_channel", tensors=as_model_optimizer, config=of_model_optimizer))
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads is loads
+        assert against(engines, key) == ({} if loads else {"bad-fp8-input-scales": (name,)})
+    assert against(engines, "moequant") == ({} if loads else {"bad-fp8-input-scales-own": (name,)})
+
+
+def test_scales_of_inputs_of_w4afp8_are_read_by_the_names_of_its_releases(planted, check):
+    """`experts.E.w2.input_scale` beside `experts.E.down_proj.weight`, as DeepSeek-R1-W4AFP8."""
+    names, _ = every_scale("input_scale", 0.25, leaves=("w1", "w2", "w3"))
+    name = f"{EXPERT}.w2.input_scale"
+
+    def calibrated(tensors):
+        tensors |= {n: torch.tensor([0.25]) for n in names} | {name: torch.tensor([torch.inf])}
+
+    rules = ({"roles": ["routed_experts"], "format": "w4a8"},
+             {"roles": ["attention"], "format": "fp8_block"})  # fmt: skip
+    recipe = Recipe.model_validate({"rules": rules})
+    engines = check(planted(None, "w4afp8", tensors=calibrated, recipe=recipe))
+    assert against(engines, "sglang") == {"bad-fp8-input-scales": (name,)}
+    assert engines["moequant"].loads, "it computes scales of its own"
 
 
 @pytest.mark.parametrize(
@@ -167,12 +279,15 @@ def test_a_scale_that_is_no_positive_number_breaks_every_engine(
         ("nvfp4", "modelopt", "weight_scale_2"),
         ("fp8_block", "fp8", "weight_scale_inv"),
         ("w4a8", "compressed-tensors", "weight_scale"),
+        ("fp8_tensor", "compressed-tensors", "weight_scale"),
     ],
 )
 def test_scales_of_zero_decode_to_zeros_which_may_be_right(planted, check, format, dialect, leaf):
     name = f"{EXPERT}.down_proj"
-    engines = check(planted(format, dialect, tensors=put(f"{name}.{leaf}", 0.0)), gpu="h100")
-    untouched = check(planted.original(format, dialect), gpu="h100")
+    given = {"activation_scales": 0.01} if format == "fp8_tensor" else {}
+    path = planted(format, dialect, tensors=put(f"{name}.{leaf}", 0.0), **given)
+    engines = check(path, gpu="h100")
+    untouched = check(planted.original(format, dialect, **given), gpu="h100")
     for key in ("transformers", "vllm", "sglang", "moequant"):
         assert engines[key].loads == untouched[key].loads
         assert against(engines, key) == against(untouched, key)
@@ -271,10 +386,11 @@ def test_an_incomplete_ignore_breaks_every_engine(planted, check, format, dialec
     engines = check(path, gpu="h100")
     assert against(engines, "vllm") == {"plain-linears-vllm": (lost,)}
     assert against(engines, "sglang") == {"plain-linears-sglang": (lost,)}
-    rule = f"plain-linears{'-fp8' if dialect == 'fp8' else ''}-transformers"
+    fp8 = dialect == "fp8"
+    rule = "plain-linears-fp8-transformers" if fp8 else "plain-linears-transformers"
     assert against(engines, "transformers")[rule] == (lost,)
     # Where it has no FP8 kernels it dequantizes what is quantized, and leaves the rest.
-    assert check(path, gpu="a100")["transformers"].loads == (dialect == "fp8")
+    assert check(path, gpu="a100")["transformers"].loads == fp8
     assert engines["moequant"].loads, "it reads experts alone"
 
 
@@ -349,7 +465,10 @@ def test_a_quantized_layer_that_a_list_keeps_breaks_vllm_and_sglang(planted, che
         tensors[f"{kept}.weight"] = tensors[f"{kept}.weight"].to(torch.float8_e4m3fn)
         tensors[f"{kept}.weight_scale_inv"] = torch.ones(2, 2)
 
-    engines = check(planted("fp8_block", model_type="deepseek_v3", tensors=quantize))
+    path = planted("fp8_block", model_type="deepseek_v3", tensors=quantize)
+    engines = check(path)
+    of_transformers = against(check(path, gpu="h100"), "transformers")
+    assert ("unmatched-linears-fp8-transformers" in of_transformers) is (layer == 1)
     for key in ("vllm", "sglang"):
         said = against(engines, key) if layer == 1 else notes(engines, key)
         assert said == {"unmatched-linears" if layer == 1 else "unmatched-mtp": (kept,)}
@@ -405,6 +524,7 @@ def test_a_short_name_in_modelopts_list_keeps_more_in_vllm(planted, check):
     engines = check(planted("nvfp4", "modelopt", config=shorten))
     assert "unmatched-experts-vllm" in against(engines, "vllm")
     assert not engines["vllm"].loads
+    assert "unmatched-experts-own" in against(engines, "moequant")
 
 
 def test_a_ragged_layer_before_one_that_is_merged_with_it_breaks_vllm_and_sglang(planted, check):
@@ -443,3 +563,43 @@ def test_scales_of_which_only_the_first_rows_were_read_are_not_called_zero():
     assert _wrong_values(zeros, whole=True) == "all zero"
     assert not _wrong_values(zeros, whole=False)
     assert _wrong_values(zeros.fill_(float("nan")), whole=False) == "NaN"
+
+
+def test_a_layer_left_in_bf16_misses_its_scales_in_transformers_where_it_has_fp8_kernels(
+    planted, check
+):
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    modules = [f"{AT}.experts.{expert}.{leaf}" for expert in range(4) for leaf in leaves]
+    path = planted("fp8_block", tensors=plain(*modules))
+    said = against(check(path, gpu="h100"), "transformers")
+    assert {*said["plain-experts-fp8-transformers"]} == {*modules}
+    assert check(path, gpu="a100")["transformers"].loads, "it dequantizes what is quantized"
+
+
+@pytest.mark.parametrize(
+    ("module", "rule"),
+    [
+        ("model.layers.1.self_attn.o_proj", "unmatched-linears-transformers"),
+        ("model.layers.1.mlp.gate", "quantized-router-transformers"),
+    ],
+)
+def test_codes_of_a_kept_module_and_of_a_router_become_random_weights_in_transformers(
+    planted, check, module, rule
+):
+    """The module stays in the list of kept ones, or is a router, which is never looked up."""
+    donor = f"{EXPERT}.down_proj"
+
+    def quantize(tensors):
+        del tensors[f"{module}.weight"]
+        for name in [n for n in tensors if n.startswith(f"{donor}.")]:
+            tensors[name.replace(donor, module)] = tensors[name].clone()
+
+    engines = check(planted("mxfp4", tensors=quantize))
+    assert against(engines, "transformers")[rule] == (module,)
+
+
+def test_every_rule_about_a_defect_is_planted_here():
+    text = Path(__file__).read_text()
+    for rule in rules():
+        ids = (rule.id, *(rule.id.removesuffix(key) + "{key}" for key in ENGINES))
+        assert not rule.defect or any(f'"{id}"' in text for id in ids), rule.id

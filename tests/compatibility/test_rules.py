@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moequant.compatibility import Facts, judge, warnings_of
-from moequant.compatibility.facts import UNQUANTIZED
+from moequant.compatibility.facts import UNQUANTIZED, Placement
 from moequant.compatibility.rules import rules
 from moequant.dialects import REGISTRY
 from moequant.formats import REGISTRY as FORMATS
@@ -78,11 +78,17 @@ def test_every_engine_has_a_word_about_every_pair(dialect, format):
         (written("gpt-oss", "mxfp4", some_kept=True), True, False, False),
         (written("modelopt", "nvfp4"), False, True, True),
         (written("modelopt", formats=["nvfp4"]), False, None, None),
+        (written("modelopt", "fp8_tensor", static=True), False, True, True),
+        (written("modelopt", "fp8_tensor"), False, False, False),
         (written("fp8-ue8m0", "fp8_block"), True, True, True),
         (written("fp8-ue8m0", "mxfp4"), True, False, True),
         (written("fp8-ue8m0", "mxfp4", hidden=144), True, False, False),
         (written("fp8-ue8m0", "mxfp4", model_type="llama4"), False, False, True),
         (written("fp8", "fp8_block", model_type="deepseek_v4"), True, False, False),
+        (written("deepseek-v4", "mxfp4", model_type="deepseek_v4"), True, True, True),
+        (written("deepseek-v4", "fp8_block", model_type="deepseek_v4"), True, True, True),
+        (written("deepseek-v4", "mxfp4", some_kept=True), True, False, False),
+        (written("deepseek-v4", "mxfp4", intermediate=144), True, False, False),
         (written("w4afp8", "w4a8"), False, False, True),
         (written("w4afp8", "w4a8", some_kept=True), False, False, False),
         (written("moequant", "mxfp4"), False, False, False),
@@ -155,3 +161,44 @@ def test_of_a_model_that_a_user_describes_only_what_fails_is_known(dialect, form
     assert [v.loads for v in theirs] == [None if v.loads else False for v in ours]
     assert [v.known for v in theirs] == [None if v.loads else v.known for v in ours]
     assert warnings_of(theirs) == warnings_of(ours)
+
+
+FLASHINFER, MARLIN = (f"--moe-runner-backend {name}" for name in ("flashinfer_mxfp4", "marlin"))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "capability", "options"),
+    [
+        (written("fp8-ue8m0", "mxfp4"), None, (FLASHINFER,)),
+        (written("fp8-ue8m0", "mxfp4"), (9, 0), (FLASHINFER,)),
+        (written("fp8-ue8m0", "mxfp4", intermediate=192), (9, 0), (MARLIN,)),
+        (written("fp8-ue8m0", "mxfp4", intermediate=192), (10, 0), (FLASHINFER,)),
+        (written("fp8-ue8m0", "mxfp4", intermediate=192), (12, 0), (MARLIN,)),
+        # It stops at the size, so no option helps.
+        (written("fp8-ue8m0", "mxfp4", intermediate=48), (9, 0), ()),
+        # SGLang chooses the kernel of these models itself.
+        (written("fp8-ue8m0", "mxfp4", model_type="deepseek_v4"), (9, 0), ()),
+        (written("fp8-ue8m0", "mxfp4", model_type="mimo_v2_flash"), (9, 0), ()),
+        (written("fp8-ue8m0", "mxfp4", model_type="mimo_v2_flash"), (12, 0), (FLASHINFER,)),
+        (written("fp8-ue8m0", "fp8_block"), (9, 0), ()),
+        (
+            written("fp8-ue8m0", "mxfp4", model_type="deepseek_v3", shared_apart=True),
+            (10, 0),
+            (FLASHINFER, "--disable-shared-experts-fusion"),
+        ),
+    ],
+)
+def test_options_that_sglang_needs(checkpoint, capability, options):
+    (verdict,) = judge(checkpoint, Placement(capability=capability), ["sglang"])
+    assert verdict.options == options
+    assert (verdict.loads is True) == (not verdict.against)
+
+
+def test_options_are_of_rules_that_load_and_an_option_each():
+    having = [rule for rule in rules() if rule.options]
+    assert having
+    for rule in having:
+        assert rule.loads, rule.id
+        for option in rule.options:
+            assert option.startswith("--"), rule.id
+            assert len(option.split()) <= 2, rule.id

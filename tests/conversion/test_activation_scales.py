@@ -25,6 +25,7 @@ STORED = {
     ("nvfp4", "modelopt"): ("input_scale", ()),
     ("nvfp4", "moequant"): ("input_scale", ()),
     ("fp8_tensor", "compressed-tensors"): ("input_scale", (1,)),
+    ("fp8_tensor", "modelopt"): ("input_scale", ()),
     ("fp8_tensor", "moequant"): ("input_scale", ()),
 }
 """Name and shape of the tensor by format and dialect."""

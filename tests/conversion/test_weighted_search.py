@@ -80,6 +80,71 @@ def test_with_statistics_each_weight_is_quantized_by_those_of_its_expert(
     assert report.method == "bytes"
 
 
+PREDICTION_LAYER = 2
+"""The layer for multi-token prediction of a small DeepSeek-V3, which has two others."""
+
+
+@pytest.fixture(scope="module")
+def predicting(make_checkpoint):
+    return make_checkpoint(model_type="deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def predicting_stats(predicting, measure, tmp_path_factory):
+    return measure(predicting, tmp_path_factory.mktemp("prediction") / "stats", hessian=True)
+
+
+def of_layer(folder, layer):
+    checkpoint = Checkpoint.open(folder)
+    names = [n for n in checkpoint.tensors if f"layers.{layer}.mlp.experts." in n]
+    return {name: checkpoint.read(name) for name in names}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        torch.equal(one[n].view(torch.uint8), other[n].view(torch.uint8)) for n in one
+    )
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+@pytest.mark.parametrize("format", WEIGHTED)
+def test_layers_for_multi_token_prediction_are_quantized_without_data_and_said_to_be(
+    predicting, predicting_stats, tmp_path, format, rounding
+):
+    options = {"rounding": rounding}
+    out = tmp_path / "out"
+    found = convert(
+        predicting, out, format=format, options=options, statistics=predicting_stats
+    ).plan
+    search = "gaussian" if format == "nvfp4" else "none"
+    named = {"search": search} if format == "nvfp4" else {}
+    convert(predicting, tmp_path / "apart", format=format, options=named)
+    assert same(of_layer(out, PREDICTION_LAYER), of_layer(tmp_path / "apart", PREDICTION_LAYER))
+    searches = {(u.weights[0].expert[0], u.options["search"]) for u in found.units}
+    assert searches == {(1, "weighted"), (PREDICTION_LAYER, search)}
+    said = [w for w in found.warnings if "multi-token prediction" in w]
+    how = f'search = "{search}"' if search == "gaussian" else "scales without a search"
+    assert len(said) == 1
+    assert said[0].startswith("layers 2, for multi-token prediction, have no statistics")
+    assert f"their 12 weights into {format}, such as model.layers.2.mlp.experts.0." in said[0]
+    assert how in said[0]
+    report = verify(out, against=predicting, statistics=predicting_stats)
+    assert report.ok, report.problems
+
+
+def test_where_weights_predict_nothing_such_layers_are_rounded_to_nearest(
+    make_checkpoint, measure, tmp_path
+):
+    source = make_checkpoint(model_type="deepseek_v3", config={"hidden_act": "tanh"})
+    stats = measure(source, tmp_path / "stats")
+    plan = plan_checkpoint(
+        Checkpoint.open(source), Recipe.for_format("nvfp4"), statistics=Statistics.load(stats)
+    )
+    searches = {u.weights[0].expert[0]: u.options["search"] for u in plan.units}
+    assert searches == {1: "weighted", PREDICTION_LAYER: "none"}
+    assert any("get scales without a search" in w for w in plan.warnings)
+
+
 def test_the_record_names_the_statistics(source, stats, tmp_path):
     convert(source, tmp_path / "out", format="nvfp4", statistics=stats)
     record = json.loads((tmp_path / "out" / "moequant.json").read_text())
@@ -207,7 +272,7 @@ def test_statistics_that_nothing_uses_are_refused(source, stats, tmp_path, rule)
         convert(source, tmp_path / "out", recipe=path, statistics=stats)
 
 
-def test_weights_without_statistics_are_rounded_to_nearest_and_named(
+def test_weights_without_statistics_are_quantized_without_and_named(
     make_checkpoint, tmp_path, measure
 ):
     source = make_checkpoint(model_type="deepseek_v3")
@@ -221,14 +286,13 @@ def test_weights_without_statistics_are_rounded_to_nearest_and_named(
         found.add((role.role, role.layer in layers, unit.options["search"]))
     assert found == {
         ("routed_experts", True, "weighted"),
-        ("routed_experts", False, "none"),  # multi-token prediction
+        ("routed_experts", False, "gaussian"),  # multi-token prediction
         ("shared_experts", True, "none"),
         ("shared_experts", False, "none"),
     }
     warnings = [w for w in result.plan.warnings if "do not use the statistics" in w]
-    assert len(warnings) == 2
-    assert any("weights of shared_experts into nvfp4" in warning for warning in warnings)
-    assert any("weights of routed_experts into nvfp4" in warning for warning in warnings)
+    assert len(warnings) == 1
+    assert "weights of shared_experts into nvfp4" in warnings[0]
     report = verify(tmp_path / "out", against=source, statistics=stats)
     assert report.ok, report.problems
 

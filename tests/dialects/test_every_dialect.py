@@ -203,7 +203,7 @@ def test_the_config_says_of_every_module_what_was_done(dialect, format):
     writer = get_dialect(dialect)
     config = writer.quantization_config({EXPERT: format}, KEPT)
     config = json.loads(json.dumps(config))
-    assert find_dialect(config) is writer
+    assert find_dialect(config, writer.specs(EXPERT, format, (128, 128))) is writer
     read = writer.reader(config)
     assert read(EXPERT) == format
     assert [read(module) for module in [*KEPT, "lm_head"]] == [None] * (len(KEPT) + 1)

@@ -150,6 +150,7 @@ class Handler(BaseHTTPRequestHandler):
                 entry["lfs"] = {"oid": sha256, "sha256": sha256, "size": size, "pointerSize": 134}
             entries.append(entry)
         info = {"id": repository, "sha": given.get("commit", COMMIT), "siblings": entries}
+        info["private"] = given.get("private", False)
         log.append({"repository": repository, "file": "", "first": 0, "bytes": 0})
         content = json.dumps(entries if "/tree/" in path else info).encode()
         self.send_content(200, content, {"Content-Type": "application/json"})
@@ -294,6 +295,7 @@ class Upload:
         (ROOT / repository).mkdir(parents=True, exist_ok=True)
         if not exists:
             log.append({"repository": repository, "created": visibility})
+            settings.setdefault(repository, {})["private"] = visibility == "private"
         url = f"http://127.0.0.1:{hub.server_address[1]}/{repository}"
         self.handler.send_json({"url": url}, 409 if exists else 200)
 

@@ -109,6 +109,21 @@ def test_planning_61_gb_fetches_less_than_50_mb(hub):
     assert sum(entry["bytes"] for entry in hub.asked()) == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "asked"), [("inspect", ()), ("check", ("--engine", "vllm", "--gpu", "h100"))]
+)
+def test_looking_at_61_gb_fetches_less_than_50_mb(hub, command, asked):
+    write_sparse(hub.folder, qwen(layers=48, experts=128, hidden=2048, intermediate=768), 16)
+    found = hub.run(command, hub.id, *asked, "--json")
+    assert found.code == 0, found.err
+    assert found.document["experts"] == 128
+    assert 1e6 < sum(entry["bytes"] for entry in hub.asked()) < 50e6
+    if command == "check":
+        memory = found.document["engines"][0]["memory"]
+        assert memory["weight_bytes"] > 61e9
+        assert memory["gpus"][0]["fits"] is True
+
+
 @pytest.mark.parametrize("is_gated", [False, True], ids=["private", "gated"])
 def test_a_token_opens_what_is_closed_without(small, is_gated):
     small.set(**{"gated" if is_gated else "token": TOKEN})

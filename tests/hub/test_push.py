@@ -250,6 +250,15 @@ def test_a_repository_that_is_closed_is_told_so(hub, verified):
     assert f"Error: {hub.id}: the token may not write there; " in refused.error
 
 
+def test_a_public_repository_is_not_taken_for_a_private_one(hub, verified):
+    refused = push(hub, verified, "--private")
+    assert refused.code == 1
+    assert f"Error: {hub.id}: it exists and is public, and --private is only for" in refused.error
+    assert contents(hub.folder) == {}
+    hub.set(private=True)
+    assert push(hub, verified, "--private").code == 0
+
+
 @pytest.mark.parametrize("offline", [False, True])
 def test_without_a_network_it_is_told_in_one_sentence(empty, verified, offline):
     how = {"HF_HUB_OFFLINE": "1"} if offline else {"HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -327,6 +336,48 @@ def test_report_and_pictures_lie_beside_the_card_that_shows_them(empty, source, 
     assert again.endswith("\n# The source\n\nIt speaks.\n")
     assert again.count("## The source's model card") == 1
     assert "license: mit" in again
+
+
+def test_of_a_published_source_the_card_is_kept_whole_and_the_download_verifies(
+    empty, copy, tmp_path
+):
+    """The source is a checkpoint of ours, so its README.md is a card that `push` wrote."""
+    first = push(empty, copy, "--dry-run", "--json").document["card"]
+    (copy / "README.md").write_text(first)
+    out = tmp_path / "again"
+    convert(copy, out, format="fp8_block")
+    note_verified(verify(out, against=copy, layers=0))
+    done = empty.run("push", out, empty.id)
+    assert done.code == 0, done.err
+    assert "the card names no base model" in done.err
+    card = (empty.folder / "README.md").read_text()
+    assert card.endswith(first.split("\n---\n", 1)[1].lstrip("\n"))
+    assert "base_model: them/source" not in document_lines(card.encode())
+    downloaded = Path(shutil.copytree(empty.folder, tmp_path / "downloaded"))
+    assert check_integrity(downloaded).problems == ()
+    # Published once more, it has the same card.
+    note_verified(verify(downloaded, against=copy, layers=0))
+    again = push(empty, downloaded, "--dry-run", "--json").document["card"]
+    assert again.count("<!-- moequant push wrote") == 2
+
+
+def test_names_of_reports_and_pictures_are_names_that_links_and_verify_take(empty, copy, tmp_path):
+    page, picture = tmp_path / "my report (1).HTM", tmp_path / "a [b].JPEG"
+    page.write_text("<!doctype html>")
+    picture.write_bytes(b"")
+    done = push(empty, copy, "--report", page, "--picture", picture)
+    assert done.code == 0, done.err
+    card = (empty.folder / "README.md").read_text()
+    assert (
+        "[moequant-report/my report (1).html](moequant-report/my%20report%20%281%29.html)" in card
+    )
+    assert "![a \\[b\\]](moequant-report/a%20%5Bb%5D.jpg)" in card
+    downloaded = Path(shutil.copytree(empty.folder, tmp_path / "downloaded"))
+    assert check_integrity(downloaded).problems == ()
+    (tmp_path / "report.pdf").write_bytes(b"")
+    refused = push(empty, copy, "--report", tmp_path / "report.pdf")
+    assert refused.code == 1
+    assert "report.pdf: not a page; give files .html, .htm" in refused.error
 
 
 def test_a_large_upload_is_committed_in_parts(empty, verified, monkeypatch):

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from signal import SIGINT
 
 import pytest
@@ -82,20 +82,34 @@ def test_streamed_bytes_and_record_are_those_of_a_directory(hub, wanted, tmp_pat
 
 
 def test_with_deletion_the_disk_holds_the_output_and_four_shards(hub, wanted, tmp_path):
-    out, sizes = tmp_path / "out", []
-    is_over = threading.Event()
+    out = tmp_path / "out"
+    with watched(out) as sizes:
+        done = convert(hub, out, DELETE)
+    assert done.code == 0, done.err
+    assert_output_and_four_shards(hub, out, sizes)
+    assert contents(out) == wanted
+
+
+@contextmanager
+def watched(folder):
+    """A list of the bytes that a folder held meanwhile, about every millisecond."""
+    sizes, is_over = [], threading.Event()
 
     def watch():
         while not is_over.is_set():
-            sizes.append(taken(out))
+            sizes.append(taken(folder))
             time.sleep(0.001)
 
     watching = threading.Thread(target=watch)
     watching.start()
-    done = convert(hub, out, DELETE)
-    is_over.set()
-    watching.join()
-    assert done.code == 0, done.err
+    try:
+        yield sizes
+    finally:
+        is_over.set()
+        watching.join()
+
+
+def assert_output_and_four_shards(hub, out, sizes):
     output_bytes = taken(out)
     largest, total = max(shards(hub).values()), sum(shards(hub).values())
     # What huggingface_hub notes of each file, its locks and its tag of the folder.
@@ -104,7 +118,6 @@ def test_with_deletion_the_disk_holds_the_output_and_four_shards(hub, wanted, tm
     assert max(sizes) <= output_bytes + 4 * largest + notes
     assert max(sizes) > output_bytes
     assert output_bytes + 4 * largest + notes < 0.8 * total + output_bytes
-    assert contents(out) == wanted
 
 
 def taken(folder):
@@ -139,6 +152,19 @@ def test_killed_again_and_again_and_continued_makes_the_same_bytes(
         assert not (out / "config.json").exists()
     done = convert(hub, out, *more)
     assert done.code == 0, done.err
+    assert contents(out) == wanted
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.full)])
+def test_what_kills_leave_behind_does_not_add_up_on_the_disk(hub, wanted, tmp_path, kills):
+    """Half a shard each time, beside those that were whole."""
+    out, names = tmp_path / "out", list(shards(hub))
+    with watched(out) as sizes:
+        for name in names[:kills]:
+            assert convert(hub, out, DELETE, kill=name).code == -9
+        done = convert(hub, out, DELETE)
+    assert done.code == 0, done.err
+    assert_output_and_four_shards(hub, out, sizes)
     assert contents(out) == wanted
 
 

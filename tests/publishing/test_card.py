@@ -73,6 +73,14 @@ def test_figures_are_those_of_the_files_and_of_the_report(converted, report):
     assert f"| SHA-256 of moequant.json | {report.record_sha256} |" in card
 
 
+def test_what_was_not_measured_is_said_and_why(converted, report):
+    (layer,) = report.layers
+    layer = replace(layer, quantized_activations_error=None, activations_not_measured="no scale")
+    card = plan_push(converted, REPO, verification=replace(report, layers=(layer,))).card
+    assert cells(card, str(layer.layer)) == ["0", "nvfp4", percent(layer.layer_error), "-"]
+    assert "Layer 0 with activations: not measured, because no scale." in card
+
+
 def test_the_card_is_one_that_the_hub_s_library_reads(converted, report):
     plan = plan_push(converted, REPO, verification=report, base_model="them/it")
     data = ModelCard(plan.card).data
@@ -88,6 +96,21 @@ def test_only_engines_that_load_it_have_a_command_and_it_says_how_that_is_known(
     assert "| transformers 5.23 | no | a test |" in card
     assert "from_pretrained" not in card
     assert "* transformers 5.23: transformers 5.23 loads NVFP4 experts without" in card
+
+
+def test_options_that_an_engine_needs_are_in_its_command(source, make_checkpoint, tmp_path):
+    command = f"python -m sglang.launch_server --model-path {REPO} --moe-runner-backend"
+    convert(source, tmp_path / "whole", format="mxfp4", dialect="fp8-ue8m0")
+    card = plan_push(tmp_path / "whole", REPO).card
+    assert f"SGLang 0.5.23:\n\n```shell\n{command} flashinfer_mxfp4\n```" in card
+    odd = make_checkpoint(layers=1, experts=2, vocabulary=64, intermediate=192)
+    convert(odd, tmp_path / "odd", format="mxfp4", dialect="fp8-ue8m0")
+    card = plan_push(tmp_path / "odd", REPO, revision="mxfp4").card
+    command = command.replace("--moe", "--revision mxfp4 --moe")
+    gpus = "h100, h200, gh200, rtx5090, rtxpro6000, gb10"
+    assert f"SGLang 0.5.23 on {gpus}:\n\n```shell\n{command} marlin\n```" in card
+    gpus = "b200, gb200, b300, gb300"
+    assert f"SGLang 0.5.23 on {gpus}:\n\n```shell\n{command} flashinfer_mxfp4\n```" in card
 
 
 def test_an_unverified_checkpoint_has_no_errors_and_is_not_called_verified(copy):
@@ -176,10 +199,46 @@ def test_what_the_card_lacks_is_a_warning(converted):
     ]
 
 
+@pytest.mark.parametrize(
+    ("link", "missing"),
+    [
+        ("LICENSE", True),
+        ("./tokenizer.json", False),
+        ("https://them.org/LICENSE", False),
+        (3, False),
+    ],
+)
+def test_a_link_to_a_license_that_is_not_there_is_a_warning(copy, link, missing):
+    (copy / "README.md").write_text(
+        f"---\nlicense: other\nlicense_name: theirs\nlicense_link: {link}\n---\n# It\n"
+    )
+    said = [w for w in plan_push(copy, REPO, base_model="them/it").warnings if "links to" in w]
+    assert bool(said) is missing
+    assert all(f"its license, {link}, but the checkpoint has no such file" in w for w in said)
+
+
+def test_prepared_folders_that_are_not_there_are_a_warning(converted):
+    said = plan_push(converted, REPO, include_prepared=True).warnings
+    assert [w for w in said if "no prepared folder, so none is published" in w]
+
+
 @pytest.mark.parametrize("repo_id", ["", "it", "me/it/that", "me/it that", "../it", "me/--it"])
 def test_what_is_no_id_is_refused(converted, repo_id):
     with pytest.raises(MoequantError, match="no id of a repository on the hub; write owner/name"):
         plan_push(converted, repo_id)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a;b", "-a", "a..b", "a//b", "a/", "a.", "ä", "a\n"])
+def test_what_is_no_branch_is_refused(converted, name):
+    with pytest.raises(MoequantError, match="no name of a branch; give letters, digits"):
+        plan_push(converted, REPO, revision=name)
+
+
+@pytest.mark.parametrize("name", ["main", "v1.0", "fp8/e8m0-2", "refs/pr/1"])
+def test_a_branch_is_named_in_commands(converted, name):
+    assert (
+        f"vllm serve {REPO} --revision {name}\n" in plan_push(converted, REPO, revision=name).card
+    )
 
 
 def test_a_checkpoint_of_another_tool_is_refused(copy, source):

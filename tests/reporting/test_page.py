@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import pytest
 
@@ -199,11 +198,11 @@ def large_document(document, *, outputs):
     return {**document, "outputs": copies}
 
 
-def test_the_page_of_four_outputs_of_a_large_model_is_small_and_quickly_made(report_of, read_page):
-    document = large_document(report_of.document, outputs=4)
-    begun = time.process_time()
-    html = render_page(document)
-    seconds = time.process_time() - begun
-    read_page(html)
+def test_the_page_of_four_outputs_of_a_large_model_is_small(report_of, read_page):
+    html = render_page(large_document(report_of.document, outputs=4))
+    page = read_page(html)
     assert len(html.encode()) < 5e6
-    assert seconds < 5
+    # The 61 x 256 experts of an output are pixels of two pictures, of which a third is the key;
+    # so are their tokens.
+    assert len(page.tags) < 12_000
+    assert len([tag for tag, _ in page.tags if tag == "image"]) == 4 * 3 + 2

@@ -402,7 +402,7 @@ FORMS = {
             },
             "ignore": KEPT_BY_MODELOPT,
         },
-        "fp8_channel",
+        "fp8_tensor",
         ("fp8_channel",),
     ),
     "modelopt, FP8 by row": Form(

@@ -60,7 +60,7 @@ def test_each_module_is_read_by_its_own_algorithm(mixed, read_tensors, config_of
     result = convert(mixed.path, tmp_path / "out", format="bf16")
     assert {(error.source, error.weights) for error in result.requantization_errors} == {
         ("nvfp4", len(EXPERTS)),
-        ("fp8_channel", len(ATTENTION)),
+        ("fp8_tensor", len(ATTENTION)),
     }
     found = read_tensors(tmp_path / "out")
     assert len(mixed.numbers) == len(EXPERTS) + len(ATTENTION)
@@ -148,7 +148,7 @@ def test_a_module_of_a_mixed_checkpoint_may_be_mxfp8():
     }
     read = get_dialect("modelopt").reader(MIXED | {"quantized_layers": layers}, weights_only=True)
     assert read(EXPERT) == "mxfp8"
-    assert read(ATTENTION[0]) == "fp8_channel"
+    assert read(ATTENTION[0]) == "fp8_tensor"
 
 
 NAMED = {
@@ -263,4 +263,4 @@ def test_two_scales_of_one_weight_are_refused(by_hand):
 def test_the_json_of_a_mixed_source_names_both_formats(mixed):
     result = CliRunner().invoke(cli, ["inspect", str(mixed.path), "--json"])
     assert result.exit_code == 0, result.output
-    assert sorted(json.loads(result.stdout)["formats"]) == ["fp8_channel", "nvfp4"]
+    assert sorted(json.loads(result.stdout)["formats"]) == ["fp8_tensor", "nvfp4"]

@@ -6,13 +6,18 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from moequant.cli import cli
 from moequant.conversion import Recipe, convert
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
 from moequant.runtime import load_experts
+from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify
 from moequant.weights.converted import ConvertedCheckpoint
+from moequant.weights.sizes import roles_in, roles_of
+from moequant.weights.source_model import read_source, seen_as_source, source_config
 
 LAYERS = {"model.layers.1.mlp.experts": {"quant_algo": "W4A8_AWQ"}}
 QUANT_CFG = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
@@ -60,9 +65,8 @@ def test_bf16_gives_every_number_back(release, read_tensors, config_of, tmp_path
     assert report.ok, report.problems
 
 
-def test_scales_of_inputs_under_other_names_than_the_codes_are_left_out(
-    release, edit, read_tensors, tmp_path
-):
+@pytest.fixture
+def calibrated(release, edit, tmp_path):
     """`experts.E.w1.input_scale` beside `experts.E.gate_proj.weight`, as the release has them."""
     source = tmp_path / "source"
     source.mkdir()
@@ -76,10 +80,43 @@ def test_scales_of_inputs_under_other_names_than_the_codes_are_left_out(
         for i in (1, 2, 3)
     }
     edit(source, scales, new=True)
+    return source
+
+
+def test_scales_of_inputs_under_other_names_than_the_codes_are_left_out(
+    calibrated, read_tensors, tmp_path
+):
+    source = calibrated
     result = convert(source, tmp_path / "out", format="w4a8")
     assert any("w1.input_scale, are not copied" in text for text in result.plan.warnings)
     assert not [name for name in read_tensors(tmp_path / "out") if name.endswith("input_scale")]
     assert verify(tmp_path / "out", against=source).ok
+
+
+def test_inspect_and_the_report_count_them_among_the_experts_in_w4a8(calibrated):
+    checkpoint = Checkpoint.open(calibrated)
+    found = read_source(checkpoint.tensors, source_config(checkpoint))
+    architecture, seen = found.model.architecture, seen_as_source(checkpoint)
+    of_report = list(roles_in(checkpoint.tensors, found))
+    of_inspect = list(roles_of(checkpoint.tensors.values(), architecture, seen))
+    assert of_inspect == of_report
+    rows = {info.name: (role, format) for info, role, format in of_report}
+    scales = [name for name in rows if name.endswith(".input_scale")]
+    assert scales
+    for name in scales:
+        role, format = rows[name]
+        expert, leaf = name.removesuffix(".input_scale").rsplit(".", 1)
+        codes = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[leaf]
+        assert (role, format) == rows[f"{expert}.{codes}.weight"]
+        assert (role.role, format) == ("routed_experts", "w4a8")
+
+
+def test_the_command_inspects_it(calibrated):
+    document = json.loads(CliRunner().invoke(cli, ["inspect", str(calibrated), "--json"]).stdout)
+    assert document["formats"] == ["fp8_block", "w4a8"]
+    (experts,) = [g for g in document["groups"] if g["role"] == "routed_experts"]
+    # Codes, scales and scales of inputs, of gate, up and down of every expert.
+    assert experts["tensors"] == 3 * 3 * 2 * len(document["expert_layers"])
 
 
 def test_codes_stay_in_the_dialect_that_all_engines_load(release, tmp_path):

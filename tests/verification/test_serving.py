@@ -14,6 +14,8 @@ from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import naive_batched
 from moequant.verification import pipeline, verify
 from moequant.verification.serving import (
+    MOST_FP4_ERROR,
+    MOST_FP4_TOKEN_ERROR,
     MOST_QUANTIZATION_ERROR,
     MOST_ROUNDING_ERROR,
     most_error,
@@ -137,8 +139,38 @@ def test_roundings_to_bfloat16_pass(source, converted, naive):
 
 @pytest.mark.parametrize("format", CONVERTIBLE)
 def test_the_limit_is_that_of_the_activations(format):
-    quantized = CONVERTIBLE[format].activations != "none"
-    assert most_error(format) == (MOST_QUANTIZATION_ERROR if quantized else MOST_ROUNDING_ERROR)
+    scheme = CONVERTIBLE[format].activations
+    limit = MOST_ROUNDING_ERROR if scheme == "none" else MOST_QUANTIZATION_ERROR
+    assert most_error(scheme, tokens=16) == limit
+
+
+def test_four_bit_activations_have_limits_of_their_own():
+    assert most_error("nvfp4_static", tokens=16) == MOST_FP4_ERROR
+    assert most_error("mxfp4", tokens=1) == MOST_FP4_TOKEN_ERROR
+
+
+def test_layers_with_static_scales_are_served_by_them(source, tmp_path, monkeypatch):
+    schemes = set()
+    convert(source, tmp_path / "out", format="fp8_tensor", activation_scales=0.01)
+
+    def run(x, weights, e, scheme):
+        schemes.add(scheme)
+        return RUN_EXPERT(x, weights, e, scheme)
+
+    monkeypatch.setattr(naive_batched, "run_expert", run)
+    report = verify(tmp_path / "out", against=source, backend="naive_batched")
+    assert report.ok, report.problems
+    assert schemes == {"fp8_static"}
+    assert all(layer.backend_error <= BFLOAT16 for layer in report.layers)
+
+
+def test_a_backend_that_cannot_use_static_scales_is_refused(source, tmp_path):
+    convert(source, tmp_path / "out", format="nvfp4", activation_scales=0.01)
+    with pytest.raises(UnsupportedError, match="nvfp4_static"):
+        verify(tmp_path / "out", against=source, backend="naive_batched")
+    report = verify(tmp_path / "out", against=source, backend="torch_reference")
+    assert report.ok, report.problems
+    assert all(layer.backend_error <= BFLOAT16 for layer in report.layers)
 
 
 @pytest.mark.parametrize(

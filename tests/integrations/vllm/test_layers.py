@@ -13,7 +13,14 @@ from moequant.dialects import REGISTRY
 from moequant.runtime import ExpertWeights, FusedExperts, load_experts
 
 DIALECTS = ("fp8", "compressed-tensors", "gpt-oss", "modelopt", "fp8-ue8m0")
-WAYS = [(format, dialect) for dialect in DIALECTS for format in REGISTRY[dialect].carried]
+NOT_SERVED = ("fp8_tensor", "modelopt")
+"""vLLM runs these itself; the plug-in refuses them by name."""
+WAYS = [
+    (format, dialect)
+    for dialect in DIALECTS
+    for format in REGISTRY[dialect].carried
+    if (format, dialect) != NOT_SERVED
+]
 SINGLE = [way for way in WAYS if way[1] != "gpt-oss"]
 LAYER = "model.layers.0.mlp.experts"
 EXACT = {"activations": "none"}

@@ -1,0 +1,60 @@
+"""How much work a check of a large checkpoint is: what is counted here, no clock need measure."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from moequant.compatibility import check_checkpoint, scales
+from moequant.storage.checkpoint import Checkpoint
+
+EXPERTS = 32
+
+
+@contextmanager
+def counted_calls():
+    """A list of one number: the Python functions that were called, and generators resumed."""
+    count = [0]
+
+    def note(frame, event, argument):
+        count[0] += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield count
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
+def test_the_work_grows_as_the_number_of_layers_and_not_as_its_square(converted, format):
+    """fp8 lists some modules of every layer, and engines compare every expert with the list."""
+    calls = {}
+    for layers in (3, 6):
+        sizes = {"layers": layers, "experts": EXPERTS, "hidden": 128, "intermediate": 128}
+        checkpoint = Checkpoint.open(converted(format, sizes=sizes.items()))
+        with counted_calls() as count:
+            report = check_checkpoint(checkpoint)
+        assert len(report.examined.layers_read) == layers
+        calls[layers] = count[0]
+    # Three more layers cost as much as the first three, but for what does not depend on them.
+    assert calls[6] < 2.1 * calls[3]
+    assert calls[6] - calls[3] < 150 * (3 * EXPERTS * 3)
+
+
+def test_scales_of_a_disk_are_read_by_few_tasks(converted, monkeypatch):
+    sizes = {"layers": 6, "experts": EXPERTS, "hidden": 128, "intermediate": 128}
+    checkpoint = Checkpoint.open(converted("nvfp4", sizes=sizes.items()))
+    tasks = []
+
+    class Pool(scales.ThreadPoolExecutor):
+        def submit(self, *args, **settings):
+            tasks.append(args)
+            return super().submit(*args, **settings)
+
+    monkeypatch.setattr(scales, "ThreadPoolExecutor", Pool)
+    check_checkpoint(checkpoint)
+    assert 1 <= len(tasks) <= 6 * EXPERTS * 3 // 128
