@@ -183,12 +183,12 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         assert self.experts is not None, f"{self.name}: not loaded"
         call, on_input = (x, topk_weights, topk_ids), layer.apply_router_weight_on_input
+        out: Tensor = self.experts(*call, apply_router_weight_on_input=on_input)
         if not self._called:
             self._called = True
             warm_up_smaller(
                 self.experts, self.options.warm_up, *call, apply_router_weight_on_input=on_input
             )
-        out: Tensor = self.experts(*call, apply_router_weight_on_input=on_input)
         return out
 
     def _check_backend(self, sizes: RankSizes, device: torch.device) -> None:

@@ -37,7 +37,7 @@ def warm_up_smaller(
     *,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """Run the first rows of a call, once for each set of kernels and kind of layer.
+    """Run the first rows of a call again, once for each set of kernels and kind of layer.
 
     Args:
         experts: of the layer.
@@ -56,7 +56,7 @@ def warm_up_smaller(
     _warm.add(kind)
     started = time.perf_counter()
     chosen = distinct_calls(experts, tokens_of(mode, M), T)
-    for tokens in chosen:
+    for tokens in reversed(chosen):  # so that none needs more scratch memory than there is
         experts(
             hidden_states[:tokens],
             topk_weights[:tokens],
