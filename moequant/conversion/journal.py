@@ -95,12 +95,16 @@ class Journal:
         """
         self._plan.unlink(missing_ok=True)
         fsync_directory(self.folder)
-        try:
-            shutil.rmtree(self.folder)
-        except OSError as error:
-            # Another run may have created a new lock here in the meantime; it removes the folder.
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
+        while self.folder.exists():
+            try:
+                shutil.rmtree(self.folder)
+            except FileNotFoundError:
+                continue  # another thread or run has removed a file
+            except OSError as error:
+                # Another run may have created a new lock here meanwhile; it removes the folder.
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+                break
 
     def check_work_folder(self) -> None:
         """Check that the work folder is a folder, and its entries files; no links, no pipes."""

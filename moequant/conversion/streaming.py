@@ -136,6 +136,9 @@ class Stream:
         self._store.start()
         try:
             yield self
+            # Before the work folder is removed, where a thread may be removing a shard.
+            self._store.stop()
+            self._store.join()
         finally:
             self._store.stop()
             if not hidden:

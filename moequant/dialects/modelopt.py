@@ -13,6 +13,11 @@ Decisions, each with the failure it prevents:
   `input_scale`. With them `NVFP4`, and `input_scale` for every converted module.
 * `FP8` with scales of activations is what engines run. Without them they take 1 for experts, and of
   other layers vLLM an uninitialized one; then no group has `input_activations`, for other readers.
+* Mixtures of these two as MIXED_PRECISION, FP8 only with scales of activations: in a mixture no
+  reader could tell FP8 without them. `quantized_layers` has a block of experts under its own name,
+  as Model-Optimizer writes it, and beside the parts of a merged layer the layer itself. SGLang
+  0.5.23 finds it by its parts only for models that list them, and DeepSeek and GLM-4.5 do not list
+  q, k and v, or gate and up: it would take codes for BF16.
 * No hf_quant_config.json: vLLM and SGLang read it only if config.json has no `quantization_config`.
 * `ignore` has the full name of every kept module, and none that is the beginning of a converted
   one's. vLLM also matches parts of names, so that `mlp.gate` would keep `mlp.gate_proj`.
@@ -22,10 +27,9 @@ Decisions, each with the failure it prevents:
 FP8 with scales by row and FP8 blocks are not written. vLLM and SGLang have no kernel for experts of
 the former. Of the latter, vLLM 0.33 expects scales as `weight_scale_inv` for experts and as
 `weight_scale` [N/128, 1, K/128, 1] for other layers, SGLang `weight_scale_inv` for both, and the
-dialect fp8 loads in all engines. Mixtures are not written either: FP8 attention needs static scales
-of its inputs, which calibration does not measure, and of a mixture without NVFP4 SGLang takes the
-experts for INT4; compressed-tensors holds mixtures in both engines. Neither engine loads MXFP4, or
-INT4 with FP8 activations, in this dialect.
+dialect fp8 loads in all engines. Neither engine loads MXFP4, or INT4 with FP8 activations, in this
+dialect. Of MIXED_PRECISION without NVFP4, SGLang takes the experts for INT4; every mixture that is
+written has NVFP4.
 
 Sources: NVIDIA/Model-Optimizer 0.47, `torch/export/{quant_utils,convert_hf_config}.py`; vLLM 0.33
 `quantization/modelopt.py`; SGLang 0.5.23 `quantization/modelopt_quant.py`.
@@ -44,6 +48,7 @@ from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm
 from moequant.dialects.modelopt_names import KeptInSglang, KeptInVllm
+from moequant.dialects.names import expert_block
 from moequant.dialects.schemes import MODELOPT
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
@@ -100,16 +105,19 @@ class ModelOpt(Dialect):
     ) -> dict[str, Any]:
         """As Dialect; also refuses what an engine would treat as kept though it is converted."""
         _check_kept_names(formats, [*blocks, *others])
-        _check_all_static(formats, static)
-        format = _only_format(formats)
-        algorithm = (_STATIC if static else _STATIC | _WEIGHT_ONLY)[format]
-        numbers = _NUMBERS[format]
-        group = {"weights": numbers, **({"input_activations": {**numbers}} if static else {})}
+        described = {
+            format: _Described(format, modules, static)
+            for format, modules in _by_format(formats).items()
+        } or {"nvfp4": _Described("nvfp4", [], static)}
+        ignore = sorted(blocks + others)
+        if len(described) > 1:
+            return {"quant_method": "modelopt", **_mixture(described.values()), "ignore": ignore}
+        (only,) = described.values()
         return {
             "quant_method": "modelopt",
-            "quant_algo": algorithm,
-            "config_groups": {"group_0": {"targets": ["Linear"], **group}},
-            "ignore": sorted(blocks + others),
+            "quant_algo": only.algorithm,
+            "config_groups": {"group_0": {"targets": ["Linear"], **only.group}},
+            "ignore": ignore,
         }
 
     def complete(
@@ -310,36 +318,81 @@ def _config_groups(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {key: as_mapping(group, key) for key, group in keys.items()}
 
 
-def _only_format(formats: Mapping[str, str]) -> str:
-    """The format of all modules; NVFP4 if there are none.
+def _by_format(formats: Mapping[str, str]) -> dict[str, list[str]]:
+    """The modules of each format, in order of the formats' names."""
+    found: dict[str, list[str]] = {format: [] for format in sorted({*formats.values()})}
+    for module, format in formats.items():
+        found[format].append(module)
+    return found
+
+
+class _Described:
+    """What config.json says of the modules in one format.
+
+    Attributes:
+        format: the format.
+        modules: the modules in it.
+        is_static: whether their inputs have static scales.
 
     Raises:
-        UnsupportedError: there are several; names a module of each.
+        UnsupportedError: only some of the modules have static scales; names one of each.
     """
-    modules = {format: module for module, format in formats.items()}
-    if len(modules) > 1:
-        examples = " and ".join(f"{module} in {format}" for format, module in modules.items())
-        raise UnsupportedError(
-            f"{examples}, but the dialect modelopt is written in one format; choose one, or the "
-            "dialect compressed-tensors, which holds mixtures in the same engines"
-        )
-    return next(iter(modules), "nvfp4")
+
+    def __init__(self, format: str, modules: Sequence[str], static: Collection[str]) -> None:
+        self.format = format
+        self.modules = modules
+        with_scale = next((module for module in modules if module in static), None)
+        weight_only = next((module for module in modules if module not in static), None)
+        self.is_static = with_scale is not None
+        if with_scale is not None and weight_only is not None:
+            raise UnsupportedError(
+                f"{with_scale} has a static scale of activations and {weight_only} has none, but "
+                f"in the dialect modelopt all modules in {format} have one, or none has; give both "
+                "activation_scales, keep one, or choose the dialect compressed-tensors"
+            )
+
+    @property
+    def algorithm(self) -> str:
+        """Its `quant_algo`."""
+        return (_STATIC if self.is_static else _STATIC | _WEIGHT_ONLY)[self.format]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """Its config group, without targets."""
+        numbers = _NUMBERS[self.format]
+        inputs = {"input_activations": {**numbers}} if self.is_static else {}
+        return {"weights": numbers, **inputs}
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """Its entry in `quantized_layers`."""
+        numbers = _NUMBERS[self.format]
+        sizes = {"group_size": numbers["group_size"]} if "group_size" in numbers else {}
+        return {"quant_algo": self.algorithm, **sizes}
 
 
-def _check_all_static(formats: Iterable[str], static: Collection[str]) -> None:
-    """Check that `quant_algo` can say of all modules how their activations are quantized.
+def _mixture(described: Iterable[_Described]) -> dict[str, Any]:
+    """What config.json says of several formats.
 
     Raises:
-        UnsupportedError: only some have static scales; names one of each.
+        UnsupportedError: FP8 without static scales, which engines do not run.
     """
-    weight_only = next((module for module in formats if module not in static), None)
-    if static and weight_only is not None:
-        with_scale = next(module for module in formats if module in static)
-        raise UnsupportedError(
-            f"{with_scale} has a static scale of activations and {weight_only} has none, but in "
-            "the dialect modelopt all converted modules have one, or none has; give both "
-            "activation_scales, keep one, or choose the dialect compressed-tensors"
-        )
+    groups: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, Any]] = {}
+    for number, one in enumerate(described):
+        if not one.is_static and one.format not in _WEIGHT_ONLY:
+            raise UnsupportedError(
+                f"{one.modules[0]}: {one.format} without a static scale of activations beside "
+                "another format. In the dialect modelopt engines quantize its inputs by that "
+                "scale: of experts they take 1 for it, of other layers vLLM an uninitialized one. "
+                "Give it activation_scales, or choose fp8_channel in the dialect "
+                "compressed-tensors"
+            )
+        targets = sorted({expert_block(module) or module for module in one.modules})
+        groups[f"group_{number}"] = {"targets": targets, **one.group}
+        merged = {f(module) for module in targets for f in (merged_in_vllm, merged_in_sglang)}
+        layers |= dict.fromkeys(sorted({*targets} | merged), one.layer)
+    return {"quant_algo": _MIXED, "config_groups": groups, "quantized_layers": layers}
 
 
 def _check_kept_names(formats: Iterable[str], kept: Iterable[str]) -> None:

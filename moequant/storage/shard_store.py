@@ -81,6 +81,11 @@ class ShardStore:
             self._stopped = True
             self._changed.notify_all()
 
+    def join(self) -> None:
+        """After `stop`, wait for the fetches that go on; then nothing changes the files."""
+        for thread in self._threads:
+            thread.join()
+
     def finished(self, step: str) -> None:
         """Note that a step is done and will not read its files again."""
         with self._changed:

@@ -80,6 +80,8 @@ def test_every_engine_has_a_word_about_every_pair(dialect, format):
         (written("modelopt", formats=["nvfp4"]), False, None, None),
         (written("modelopt", "fp8_tensor", static=True), False, True, True),
         (written("modelopt", "fp8_tensor"), False, False, False),
+        (written("modelopt", "nvfp4", formats=["fp8_tensor"]), False, True, True),
+        (written("modelopt", "nvfp4", "fp8_tensor", static=True), False, True, True),
         (written("fp8-ue8m0", "fp8_block"), True, True, True),
         (written("fp8-ue8m0", "mxfp4"), True, False, True),
         (written("fp8-ue8m0", "mxfp4", hidden=144), True, False, False),
@@ -136,6 +138,15 @@ def test_without_experts_nothing_is_known_and_nothing_said(dialect):
         (written("fp8", "fp8_block", shared_apart=True), []),
         (written("compressed-tensors", "mxfp4", dtype="float16"), ["all zero"]),
         (written("modelopt", "nvfp4"), ["stops at their size", "--moe-runner-backend marlin"]),
+        (
+            written("modelopt", "nvfp4", "fp8_tensor", static=True),
+            [
+                "stops at their size",
+                "one static scale for a layer",
+                "one static scale for a layer",
+                "NVFP4 experts without activation scales",
+            ],
+        ),
         (written("moequant", "mxfp4"), ["random experts", "vLLM 0.33 refuses", "SGLang"]),
         (
             written("compressed-tensors", "w4a8", not_loaded="supports only stacked experts"),

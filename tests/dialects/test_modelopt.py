@@ -329,6 +329,120 @@ def test_a_list_by_which_an_engine_would_leave_out_a_converted_module_is_refused
         MODELOPT.quantization_config({converted: "nvfp4"}, [kept])
 
 
+# Mixtures. How engines look up the algorithm of a layer, from their sources.
+
+
+def algorithm_in(module, layers, packed):
+    """vLLM 0.22.1 and SGLang 0.5.23: the name, the parts that a model lists, what begins so.
+
+    vLLM 0.33 also looks for the parts of qkv_proj and gate_up_proj where a model lists none.
+    """
+    parent, _, leaf = module.rpartition(".")
+    if module in layers:
+        return layers[module]["quant_algo"]
+    found = {layers.get(f"{parent}.{part}", {}).get("quant_algo") for part in packed.get(leaf, ())}
+    if found - {None}:
+        (algorithm,) = found - {None}
+        return algorithm
+    below = (entry for name, entry in layers.items() if name.startswith(f"{module}."))
+    return next(below, {}).get("quant_algo")
+
+
+LEAVES = ("gate_proj", "up_proj", "down_proj")
+BLOCKS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 11)]
+ROUTED = [f"{block}.{e}.{leaf}" for block in BLOCKS for e in (0, 1) for leaf in LEAVES]
+SHARED = [f"model.layers.1.mlp.shared_experts.{leaf}" for leaf in LEAVES]
+QKVO = [f"model.layers.1.self_attn.{n}_proj" for n in "qkvo"]
+LATENT = [f"model.layers.1.self_attn.{n}" for n in ("q_a_proj", "kv_a_proj_with_mqa")]
+MERGED = [
+    "model.layers.1.self_attn.qkv_proj",
+    "model.layers.1.self_attn.fused_qkv_a_proj",
+    "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa",
+    "model.layers.1.mlp.shared_experts.gate_up_proj",
+]
+
+
+@pytest.mark.parametrize("activations", ["all", "of fp8"])
+@pytest.mark.parametrize("experts", ["nvfp4", "fp8_tensor"])
+def test_engines_find_the_algorithm_of_every_layer_that_they_build(experts, activations):
+    other = {"nvfp4": "fp8_tensor", "fp8_tensor": "nvfp4"}[experts]
+    formats = dict.fromkeys(ROUTED, experts) | dict.fromkeys(SHARED + QKVO + LATENT, other)
+    static = {m for m, format in formats.items() if activations == "all" or format != "nvfp4"}
+    kept = ["model.layers.1.mlp.gate", "model.layers.11.self_attn.q_proj"]
+    config = MODELOPT.quantization_config(formats, kept, static)
+    assert config["quant_algo"] == "MIXED_PRECISION"
+    layers = config["quantized_layers"]
+    name = {"fp8_tensor": "FP8", "nvfp4": "NVFP4" if activations == "all" else "W4A16_NVFP4"}
+    for packed in ({}, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}):
+        found = {
+            m: algorithm_in(m, layers, packed) for m in [*BLOCKS, *MERGED, SHARED[-1], QKVO[-1]]
+        }
+        assert found == {m: name[experts if m in BLOCKS else other] for m in found}
+        assert not any(algorithm_in(module, layers, packed) for module in kept)
+    for keeps in (vllm_keeps, sglang_keeps):
+        assert not [m for m in [*BLOCKS, *MERGED] if keeps(m, config["ignore"])]
+    # Both take the group size of NVFP4 from the first entry, and SGLang, which takes a mixture
+    # without NVFP4 for w4afp8, finds one.
+    sizes = [e.get("group_size") for e in layers.values() if "NVFP4" in e["quant_algo"]]
+    assert {*sizes} == {16}
+    # And read again.
+    read = MODELOPT.reader(config, weights_only=True)
+    assert {module: read(module) for module in formats} == formats
+    assert not any(map(read, kept))
+    scheme = MODELOPT.activations_reader(config)
+    of_format = {"nvfp4": "nvfp4_static", "fp8_tensor": "fp8_static"}
+    wanted = {m: of_format[f] if m in static else None for m, f in formats.items()}
+    assert {module: scheme(module) for module in formats} == wanted
+
+
+@pytest.mark.parametrize(
+    ("static", "message"),
+    [
+        ((), rf"^{QKVO[0]}: fp8_tensor without a static scale .* Give it activation_scales"),
+        (ROUTED, rf"^{QKVO[0]}: fp8_tensor without a static scale"),
+        (QKVO[1:], rf"^{QKVO[1]} has a static scale .* and {QKVO[0]} has none"),
+        ([*QKVO, ROUTED[0]], rf"^{ROUTED[0]} has a static scale .* all modules in nvfp4"),
+    ],
+)
+def test_a_mixture_that_engines_would_run_with_scales_that_are_not_there_is_refused(
+    static, message
+):
+    formats = dict.fromkeys(ROUTED, "nvfp4") | dict.fromkeys(QKVO, "fp8_tensor")
+    with pytest.raises(UnsupportedError, match=message):
+        MODELOPT.quantization_config(formats, [], {*static})
+
+
+def test_a_mixture_goes_there_and_back(plain, tmp_path, written):
+    recipe = {
+        "rules": [
+            {"roles": ["routed_experts"], **NVFP4},
+            {"roles": ["attention"], "format": "fp8_tensor", "activation_scales": 0.25},
+        ]
+    }
+    out = written("modelopt", recipe=recipe | {"output": {"dialect": "modelopt"}}).output
+    assert verify(out, against=plain).ok
+    shown = CliRunner().invoke(cli, ["inspect", str(out), "--json"])
+    assert json.loads(shown.stdout)["formats"] == ["fp8_tensor", "nvfp4"]
+    tensors = read_all(out)
+    scales = {n: t for n, t in tensors.items() if n.endswith("input_scale")}
+    assert len(scales) == 2 * 4
+    assert {t.item() for t in scales.values()} == {0.25}
+    # The weights are those of compressed-tensors, and dequantize to the same numbers.
+    twin = written(
+        "compressed-tensors", recipe=recipe | {"output": {"dialect": "compressed-tensors"}}
+    )
+    plain_of = []
+    for number, path in enumerate((out, twin.output)):
+        back = convert(path, tmp_path / f"back{number}", format="bf16")
+        assert verify(back.output, against=path).ok
+        plain_of.append(read_all(back.output))
+    assert same_bytes(*plain_of)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    topk = torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5)
+    layers = [moequant.load_experts(path, layer=1, device="cpu") for path in (out, twin.output)]
+    assert torch.equal(*(layer(x, *topk) for layer in layers))
+
+
 READ = {
     "weights alone": ({"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
     "in small letters": ({"quant_algo": "w4a16_nvfp4"}, "nvfp4"),

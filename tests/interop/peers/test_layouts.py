@@ -123,6 +123,42 @@ def test_it_is_converted_with_every_weight_accounted_for(tmp_path, output):
         assert dequantize(q).isfinite().all()
 
 
+def test_fp8_attention_beside_nvfp4_is_written_as_model_optimizer_writes_it(
+    make_checkpoint, tmp_path
+):
+    """They list no kept modules here, and no merged layers, which some engines look up."""
+    scale = {"activation_scales": 0.5}
+    rules = [
+        {"roles": ["routed_experts"], "format": "nvfp4", **scale},
+        {"roles": ["attention"], "format": "fp8_tensor", **scale},
+    ]
+    recipe = Recipe.model_validate({"rules": rules, "output": {"dialect": "modelopt"}})
+    source = make_checkpoint(experts=2, layers=1, hidden=256, intermediate=128)
+    out = convert(source, tmp_path / "out", recipe=recipe).output
+    assert verify(out, against=source).ok
+    theirs = RECORDED["outputs"]["Model-Optimizer mixed"]
+    ours = json.loads((out / "config.json").read_text())["quantization_config"]
+    said = theirs["quantization_config"]
+    assert said.keys() - ours.keys() == {"producer"}
+    same = ours.keys() - {"ignore", "quantized_layers"}
+    assert {key: ours[key] for key in same} == {key: said[key] for key in same}
+    merged = {"model.layers.0.self_attn.qkv_proj": {"quant_algo": "FP8"}}
+    assert ours["quantized_layers"] == said["quantized_layers"] | merged
+    checkpoint = Checkpoint.open(out)
+    quantized = "weight_scale", "weight_scale_2", "input_scale"
+    for tensors in (theirs["tensors"], dict.fromkeys(checkpoint.tensors)):
+        assert sum(n.endswith(quantized) for n in tensors) == 6 * 3 + 4 * 2
+    for name, (dtype, shape) in theirs["tensors"].items():
+        if name.endswith((*quantized, "_proj.weight")):
+            written = checkpoint.tensors[name]
+            # Attention of the made checkpoint may have other sizes.
+            assert written.dtype == dtype, name
+            assert len(written.shape) == len(shape), name
+            assert ".experts." not in name or [*written.shape] == shape, name
+    loaded = {e.key: e.loads for e in check_checkpoint(checkpoint).engines}
+    assert loaded == {"transformers": False, "vllm": True, "sglang": True, "moequant": True}
+
+
 def test_unpacked_integers_are_refused_by_name(tmp_path):
     """llm-compressor 0.14 writes W4AFP8 as I8, one code a byte, as compressed-tensors infers."""
     path = write("llm-compressor W4AFP8", tmp_path / "theirs")
