@@ -28,6 +28,7 @@ class Gpu:
     memory_gb: int
     source: str
     shared: bool = False
+    read: bool = True
     aliases: tuple[str, ...] = ()
 
     @property

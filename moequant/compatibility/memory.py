@@ -1,9 +1,13 @@
 """Whether the weights of a checkpoint fit into the memory of GPUs, by its headers.
 
-The shares are those of vLLM 0.33.0 (fused_moe/layer.py, linear.py, vocab_parallel_embedding.py) and
-SGLang 0.5.23 (the same layers under srt/layers): routed experts are divided by whole experts, by
-rows, or both; embeddings and the linear layers of attention and MLPs by tensor parallelism; norms,
-routers and the projections to the latent space of MLA are on every rank.
+The shares were read in vLLM 0.33.0 (under model_executor/layers: fused_moe/config.py,
+FusedMoEParallelConfig.make; fused_moe/expert_map_manager.py, determine_expert_map; linear.py;
+vocab_parallel_embedding.py; and in the models of attention.toml) and in SGLang 0.5.23 (under
+srt/layers: moe/fused_moe_triton/layer.py, linear.py: QKVParallelLinear,
+vocab_parallel_embedding.py), whose models were not read.
+Routed experts are divided by whole experts, by rows, or
+both; embeddings and the linear layers of attention and MLPs by tensor parallelism; norms, routers
+and the projections to the latent space of MLA are on every rank.
 """
 
 from __future__ import annotations

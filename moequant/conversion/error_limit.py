@@ -46,7 +46,11 @@ def check_underflow(
         if get_format(format).underflows(after):
             signal, noise = quantizer.compare(before, after)
             if reason := beyond_limit(format, math.sqrt(signal), math.sqrt(noise)):
-                raise NumericsError(f"{name}: {reason}")
+                raise NumericsError(
+                    f"{name}: {reason}. It is too small for the scales of the format, or compared "
+                    "with weights that share its global scale. Keep the experts of its layer "
+                    '(format = "keep" in a recipe), or choose another format'
+                )
 
 
 def beyond_limit(format: str, signal: float, noise: float) -> str | None:
@@ -57,7 +61,5 @@ def beyond_limit(format: str, signal: float, noise: float) -> str | None:
     error = f"{noise / signal:.0%}" if signal else "all"
     return (
         f"off by {error} in {format}; ordinary weights are off by {ordinary:.1%}, and the limit is "
-        f"{LIMIT * ordinary:.0%}. It is too small for the scales of the format, or compared with "
-        "weights that share its global scale. Keep the experts of its layer "
-        '(format = "keep" in a recipe), or choose another format'
+        f"{LIMIT * ordinary:.0%}"
     )

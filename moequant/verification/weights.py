@@ -300,7 +300,11 @@ class _Comparison:
         result.checks.append(check)
         # GPTQ may move the error of a weight far into columns whose inputs are small.
         if is_nearest and (reason := beyond_limit(q.format, signal, noise)):
-            result.add(name, reason)
+            result.add(
+                name,
+                f"{reason}. Its codes or scales are not those of the source, or the format cannot "
+                "hold it: quantize again from the source",
+            )
         if reference is None:
             return
         beyond, row = None, 0

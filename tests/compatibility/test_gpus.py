@@ -38,6 +38,11 @@ def test_every_gpu_has_a_source_and_a_name_of_its_own(gpu):
     assert all(find_gpu(name) is gpu for name in (gpu.name, *gpu.aliases))
 
 
+def test_sizes_that_no_page_of_the_maker_was_read_for_are_marked():
+    for gpu in GPUS.values():
+        assert gpu.read == ("nvidia.com" in gpu.source)
+
+
 def test_what_the_driver_shows_lies_between_the_least_and_the_most():
     """MiB by nvidia-smi, from the page that gpus.toml names."""
     shown = {"h200": 143_771, "h100": 81_559, "a100": 81_920, "a100-40gb": 40_960, "a10": 23_028,

@@ -93,6 +93,7 @@ def test_verify_does_not_call_destroyed_experts_right(monkeypatch, scaled, tmp_p
     assert not report.ok
     problem = next(p for p in report.problems if p.name == f"{EXPERT}.up_proj.weight")
     assert problem.message.startswith("off by 100% in nvfp4")
+    assert problem.message.endswith("quantize again from the source")
     (summary,) = report.formats
     assert summary.worst.name == f"{EXPERT}.up_proj.weight"
     assert summary.worst.relative_error == 1
