@@ -154,7 +154,10 @@ def test_the_options_that_an_engine_needs_are_printed_for_the_gpus_that_need_the
     whole = run("check", tmp_path / "whole", *asked)
     assert f"\n  start it with {flashinfer}\n" in whole.stdout
     odd = " ".join(run("check", tmp_path / "odd", *asked).stdout.split())
-    assert f" start it on h100, h200, gh200, gh200-144gb, rtx5090, rtxpro6000, gb10 with {marlin} " in odd
+    assert (
+        f" start it on h100, h200, gh200, gh200-144gb, rtx5090, rtxpro6000, gb10 with {marlin} "
+        in odd
+    )
     assert f" start it on b200, gb200, b300, gb300 with {flashinfer} " in odd
     document = run("check", tmp_path / "odd", *asked, "--gpu", "h100", "--json").document
     assert [gpu["options"] for gpu in engine(document, "sglang")["gpus"]] == [[marlin]]
