@@ -21,6 +21,7 @@ from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError
 from moequant.formats import STATIC_SCHEMES
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS, find_architecture
+from moequant.weights.source_encoded import encoded_shape
 from moequant.weights.source_model import (
     find_source_dialect,
     quantization_config_of,
@@ -125,6 +126,8 @@ def _of_quantized(
         format_of = dialect.reader(config, weights_only=True)
         modules += modules_in(tensors, architecture, moe, dialect, format_of)
         defects += header_defects(modules, tensors, architecture, dialect, config)
+        described = {name for defect in defects for name in defect.names}
+        _check_stated([m for m in modules if m.name not in described], dialect, config)
         defects += scale_defects(checkpoint, modules, dialect, layers)
     return {
         **_of_modules(modules, dialect, config),
@@ -132,6 +135,23 @@ def _of_quantized(
         "dialect": dialect.name,
         "defects": tuple(defects),
     }
+
+
+def _check_stated(modules: Sequence[Module], dialect: Dialect, config: Mapping[str, Any]) -> None:
+    """Check that experts without a defect are stored in the format that config.json says.
+
+    Raises:
+        CheckpointError: an expert is stored in another format; names the tensor.
+        UnsupportedError: as `encoded_shape`.
+    """
+    block_of = dialect.block_reader(config)
+    for module in modules:
+        is_expert = module.group == ROUTED_EXPERTS and module.quantized
+        if not is_expert or module.stated is None or module.stated not in dialect.encodings:
+            continue
+        suffixes = dialect.encoding(module.stated).suffixes
+        parts = {suffix: module.parts[suffix] for suffix in suffixes if suffix in module.parts}
+        encoded_shape(module.name, dialect, module.stated, parts, block_of(module.name))
 
 
 def _of_modules(

@@ -58,6 +58,8 @@ def beyond_limit(format: str, signal: float, noise: float) -> str | None:
     ordinary = get_format(format).ordinary_error
     if not ordinary or noise <= LIMIT * ordinary * signal:
         return None
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return f"has NaN or infinity, itself or where it is decoded from {format}"
     error = f"{noise / signal:.0%}" if signal else "all"
     return (
         f"off by {error} in {format}; ordinary weights are off by {ordinary:.1%}, and the limit is "

@@ -25,7 +25,8 @@ _ADVICE = {
     errno.EROFS: _NO_RIGHT,
     errno.EACCES: _NO_RIGHT,
     errno.EPERM: _NO_RIGHT,
-    errno.EFBIG: "the file is too large for this disk; choose a smaller --max-shard-size",
+    errno.EFBIG: "choose an output on a disk that takes larger files, or, of convert, a smaller "
+    "--max-shard-size",
     errno.EIO: DISK_FAILED,
 }
 

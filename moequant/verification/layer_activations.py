@@ -156,7 +156,8 @@ def fit(
         why = (
             f"the static scales of activations hold hidden states up to "
             f"{activations.hidden_range:.3g} and inputs of down up to "
-            f"{activations.down_range:.3g}, which random inputs leave"
+            f"{activations.down_range:.3g}, and random inputs exceed one of these even when "
+            "made smaller"
         )
     return Fitted(hidden=scaled, factor=factor, reference=reference, bound=bound, not_measured=why)
 

@@ -13,6 +13,7 @@ Where layers are served by another device or backend, each runs there too: see `
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -144,12 +145,11 @@ def experts_run(moe: MoeConfig) -> int:
 def _judge(check: LayerCheck, findings: Findings) -> None:
     name = f"layer {check.layer}"
     if not check.layer_error < 1:
-        findings.add(
-            "layers",
-            name,
-            f"off by {check.layer_error:.0%} from the source's layer, so that zeros would be as "
-            f"near; keep its experts in place of {check.format}, or choose another format",
-        )
+        off, found = check.layer_error, "gives NaN or infinity, itself or in the source"
+        if not math.isnan(off):
+            found = f"off by {off:.0%} from the source's layer, so that zeros would be as near"
+        advice = f"keep its experts in place of {check.format}, or choose another format"
+        findings.add("layers", name, f"{found}; {advice}")
     if not (check.runtime_error <= 1 and check.runtime_relative_error <= MOST_RELATIVE_ERROR):
         findings.add(
             "layers",

@@ -72,15 +72,10 @@ def _on_their_own(
             )
         suffixes = dialect.encoding(format).suffixes
         parts = {s: tensors[n] for s in suffixes if (n := f"{module}.{s}") in tensors}
-        kinds = tuple((suffix, part.dtype, part.shape) for suffix, part in parts.items())
         block = block_of(module)
-        try:
-            shape = _shape_of(dialect, format, kinds, block, "weight")
-        except (CheckpointError, UnsupportedError):
-            shape = _shape_of(dialect, format, kinds, block, module)  # whose error names the module
         yield EncodedInfo(
             module=module,
-            shape=shape,
+            shape=encoded_shape(module, dialect, format, parts, block),
             format=format,
             dialect=dialect,
             places={part.name: Place(tensor=part.name) for part in parts.values()},
@@ -88,6 +83,29 @@ def _on_their_own(
             size_bytes=sum(part.size_bytes for part in parts.values()),
             block=block,
         )
+
+
+def encoded_shape(
+    module: str, dialect: Dialect, format: str, parts: Tensors, block: Block | None
+) -> tuple[int, int]:
+    """N and K of a quantized weight, by the headers of its tensors.
+
+    Args:
+        module: the weight's module.
+        dialect: that of its tensors' names.
+        format: its format by config.json.
+        parts: its tensors by suffix, in the order of the encoding's suffixes.
+        block: rows and columns that share a scale, where config.json states them.
+
+    Raises:
+        CheckpointError: a tensor is missing, or its dtype or shape is not that of the format.
+        UnsupportedError: as `Dialect.from_disk`, or a dtype that torch does not have.
+    """
+    kinds = tuple((suffix, part.dtype, part.shape) for suffix, part in parts.items())
+    try:
+        return _shape_of(dialect, format, kinds, block, "weight")
+    except (CheckpointError, UnsupportedError):
+        return _shape_of(dialect, format, kinds, block, module)  # whose error names the module
 
 
 # A model has few kinds of weights, and torch makes tensors without data slowly.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from safetensors.torch import load_file, save_file
 
 from moequant import convert
 from moequant.compatibility import ENGINES, GPUS, Facts, Placement, check_checkpoint, judge
 from moequant.compatibility.kernels import all_kernels, kernels_on
 from moequant.conversion.recipe import KEEP, Recipe, Rule
 from moequant.dialects import REGISTRY
+from moequant.errors import CheckpointError
 from moequant.runtime.backends import REGISTRY as BACKENDS
 from moequant.storage.checkpoint import Checkpoint
 
@@ -97,13 +97,29 @@ def test_a_whole_model_in_w4afp8_has_no_defect_and_only_experts_of_it_have_many(
         "transformers": False, "vllm": False, "sglang": True, "moequant": True,
     }  # fmt: skip
     # A release whose attention is BF16: SGLang reads no list of kept modules.
-    convert(make_checkpoint(), tmp_path / "fp8", format="fp8_block")
-    path = tmp_path / "fp8" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["quant_method"] = "w4afp8"
-    path.write_text(json.dumps(config))
-    said = check(tmp_path / "fp8")["sglang"]
+    for path in out.glob("*.safetensors"):
+        tensors = load_file(path)
+        for scale in [n for n in tensors if n.endswith(".weight_scale_inv")]:
+            del tensors[scale]
+            weight = scale.removesuffix("_scale_inv")
+            tensors[weight] = tensors[weight].bfloat16()
+        save_file(tensors, path)
+    (out / "model.safetensors.index.json").unlink()
+    said = check(out)["sglang"]
     assert "plain-linears-sglang" in {one.rule for one in said.against}
+
+
+def test_a_config_that_states_another_format_than_the_tensors_have_is_refused(
+    make_checkpoint, tmp_path
+):
+    """As `inspect` and `convert` refuse it: what an engine would make of it is not known."""
+    out = convert(make_checkpoint(), tmp_path / "out", format="nvfp4").output
+    path = out / "config.json"
+    text = path.read_text().replace("nvfp4-pack", "mxfp4-pack")
+    text = text.replace("torch.float8_e4m3fn", "torch.uint8").replace("tensor_group", "group")
+    path.write_text(text.replace('"group_size": 16', '"group_size": 32'))
+    with pytest.raises(CheckpointError, match=r"weight_scale: dtype float8_e4m3fn, not uint8"):
+        check_checkpoint(Checkpoint.open(out))
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -16,6 +16,8 @@ from moequant.errors import UnsupportedError
         ("l40s", (8, 9), 48),
         ("RTX 4090", (8, 9), 24),
         ("h100", (9, 0), 80),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 80),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), 40),
         ("h200", (9, 0), 141),
         ("b200", (10, 0), 180),
         ("gb200", (10, 0), 186),

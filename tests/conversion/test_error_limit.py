@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -169,3 +171,12 @@ def test_blocks_with_scales_in_range_stay_within_the_limit(format):
             assert not wanted.underflows(q)
             worst = max(worst, float((dequantize(q) - w).norm() / w.norm()))
     assert worst <= error_limit.LIMIT * wanted.ordinary_error
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise"), [(1.0, math.nan), (math.nan, math.nan), (1.0, math.inf)]
+)
+def test_what_is_not_finite_is_called_so_and_not_too_small(signal, noise):
+    assert error_limit.beyond_limit("fp8_block", signal, noise) == (
+        "has NaN or infinity, itself or where it is decoded from fp8_block"
+    )

@@ -107,7 +107,7 @@ def test_options_that_an_engine_needs_are_in_its_command(source, make_checkpoint
     convert(odd, tmp_path / "odd", format="mxfp4", dialect="fp8-ue8m0")
     card = plan_push(tmp_path / "odd", REPO, revision="mxfp4").card
     command = command.replace("--moe", "--revision mxfp4 --moe")
-    gpus = "h100, h200, gh200, rtx5090, rtxpro6000, gb10"
+    gpus = "h100, h200, gh200, gh200-144gb, rtx5090, rtxpro6000, gb10"
     assert f"SGLang 0.5.23 on {gpus}:\n\n```shell\n{command} marlin\n```" in card
     gpus = "b200, gb200, b300, gb300"
     assert f"SGLang 0.5.23 on {gpus}:\n\n```shell\n{command} flashinfer_mxfp4\n```" in card
