@@ -117,6 +117,22 @@ def test_closed_there_is_nothing(journal):
     assert list(journal.output.iterdir()) == []
 
 
+def test_closed_while_a_file_disappears_there_is_nothing_either(journal, monkeypatch):
+    """As the shard of a source that a thread deletes."""
+    unlink, lost = os.unlink, []
+
+    def twice(path, **where):
+        unlink(path, **where)
+        if not lost and Path(path).name == FILES[0]:
+            lost.append(path)
+            unlink(path, **where)
+
+    monkeypatch.setattr(os, "unlink", twice)
+    journal.close()
+    assert lost
+    assert list(journal.output.iterdir()) == []
+
+
 @pytest.mark.parametrize("work", ["asks for the lock", "is done"])
 def test_closed_while_another_run_comes_it_is_that_ones_to_clear_up(journal, monkeypatch, work):
     rmdir = os.rmdir

@@ -183,6 +183,20 @@ def test_stopping_ends_waits_and_leaves_what_is_there(shelf):
         shelf.gate.release(10)
 
 
+def test_once_joined_no_fetch_goes_on(shelf):
+    shelf.gate = threading.Semaphore(0)
+    with running(shelf, ["a"]) as store, ThreadPoolExecutor(1) as pool:
+        eventually(lambda: store._fetching)
+        store.stop()
+        joined = pool.submit(store.join)
+        time.sleep(0.02)
+        assert not joined.done()
+        shelf.gate.release()
+        joined.result(5)
+    assert shelf.fetched == ["a"]
+    assert [path.name for path in shelf.folder.iterdir()] in ([], ["a"])
+
+
 def test_a_streamed_file_reads_as_the_file_does(shelf):
     (shelf.folder / "whole").write_bytes(bytes(range(100)))
     shelf.sizes = {"whole": 100}
