@@ -223,11 +223,10 @@ def _least(fits_from: Mapping[str, int | None], fits: bool | None) -> str:
     """The numbers of ranks from which on the weights fit."""
     if fits:
         return ""
-    ways = {"tp": "tp {0}", "tp_with_ep": "tp {0} and ep {0}"}
-    found = [way.format(fits_from[key]) for key, way in ways.items() if fits_from[key]]
-    return (
-        f"; they fit from {' or '.join(found)} on" if found else "; they fit at no number of ranks"
-    )
+    from moequant.compatibility import least_ranks
+
+    found = least_ranks(fits_from)
+    return f"; they fit from {found} on" if found else "; they fit at no number of ranks"
 
 
 def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

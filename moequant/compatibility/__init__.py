@@ -10,7 +10,7 @@ from moequant.compatibility.checkpoint_facts import Examined, examine
 from moequant.compatibility.facts import Defect, Facts, Placement
 from moequant.compatibility.gpus import GPUS, Gpu, find_gpu
 from moequant.compatibility.kv_cache import KvCache
-from moequant.compatibility.memory import GpuMemory, Memory, WeightSizes
+from moequant.compatibility.memory import GpuMemory, Memory, WeightSizes, least_ranks
 from moequant.compatibility.rules import ENGINES, SERVING, Said, Verdict, judge, warnings_of
 
 __all__ = [
@@ -35,5 +35,6 @@ __all__ = [
     "examine",
     "find_gpu",
     "judge",
+    "least_ranks",
     "warnings_of",
 ]

@@ -4,10 +4,9 @@ The shares were read in vLLM 0.33.0 (under model_executor/layers: fused_moe/conf
 FusedMoEParallelConfig.make; fused_moe/expert_map_manager.py, determine_expert_map; linear.py;
 vocab_parallel_embedding.py; and in the models of attention.toml) and in SGLang 0.5.23 (under
 srt/layers: moe/fused_moe_triton/layer.py, linear.py: QKVParallelLinear,
-vocab_parallel_embedding.py), whose models were not read.
-Routed experts are divided by whole experts, by rows, or
-both; embeddings and the linear layers of attention and MLPs by tensor parallelism; norms, routers
-and the projections to the latent space of MLA are on every rank.
+vocab_parallel_embedding.py), whose models were not read. Routed experts are divided by whole
+experts, by rows, or both; embeddings and the linear layers of attention and MLPs by tensor
+parallelism; norms, routers and the projections to the latent space of MLA are on every rank.
 """
 
 from __future__ import annotations
@@ -240,3 +239,16 @@ def _tokens(left_bytes: int, kv: KvCache | None) -> int | None:
     if kv is None or not kv.token_bytes:
         return None
     return max(left_bytes - kv.window_token_bytes * kv.window, 0) // kv.token_bytes
+
+
+def least_ranks(fits_from: Mapping[str, int | None]) -> str:
+    """The least numbers of ranks at which weights fit, such as "tp 2 or tp 4 and ep 4".
+
+    Args:
+        fits_from: of a GPU, as `EngineReport.to_dict` has it: `tp` and `tp_with_ep`.
+
+    Returns:
+        "" where they fit at no number.
+    """
+    ways = {"tp": "tp {0}", "tp_with_ep": "tp {0} and ep {0}"}
+    return " or ".join(way.format(fits_from[key]) for key, way in ways.items() if fits_from[key])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moequant.compatibility import least_ranks
 from moequant.reporting.markup import Markup, code, element, join, shortened, table
 from moequant.reporting.words import NONE
-from moequant.units import count
+from moequant.units import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ def engine_section(output: Mapping[str, Any]) -> Markup:
         ),
         table(columns, rows, caption="Engines, and numbers of ranks at which they load it"),
         _gpus(found["engines"]),
+        _memory(found["engines"]),
         _reasons(found["engines"]),
         _defects(found["defects"]),
     )
@@ -87,8 +89,24 @@ def _way(gpu: Mapping[str, Any]) -> str:
         return _loads(gpu["loads"])
     kernels: dict[str, str] = gpu["kernels"]
     if len(kernels) == 1:
-        return next(iter(kernels.values()))
-    return "; ".join(f"{format}: {kernel}" for format, kernel in kernels.items()) or "✓ yes"
+        way = next(iter(kernels.values()))
+    else:
+        way = "; ".join(f"{format}: {kernel}" for format, kernel in kernels.items()) or "✓ yes"
+    return f"{way}; started with {' '.join(gpu['options'])}" if gpu["options"] else way
+
+
+def _memory(engines: Sequence[Mapping[str, Any]]) -> Markup:
+    """By how many ranks the weights fit into each GPU; empty where no engine's memory is known."""
+    known = [engine for engine in engines if engine["memory"] is not None]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for gpu in known[0]["fits_from"] if known else ():
+        cells = tuple(least_ranks(engine["fits_from"][gpu]) or "at none" for engine in known)
+        alike.setdefault(cells, []).append(gpu)
+    if not alike:
+        return Markup("")
+    columns = ["GPUs", *(f"{e['engine']}, {size(e['memory']['weight_bytes'])}" for e in known)]
+    rows = [(", ".join(gpus), *cells) for cells, gpus in alike.items()]
+    return table(columns, rows, caption="Least numbers of ranks at which the weights fit")
 
 
 def _reasons(engines: Iterable[Mapping[str, Any]]) -> Markup:

@@ -28,9 +28,29 @@ def test_a_page_has_the_verdict_and_a_figure_of_each_kind(report_of, read_page):
     assert engines["transformers 5.23"][0] == "✗ no"
     kernels = page.tables["Kernels of the experts on each GPU"]
     assert any("Humming (16-bit activations)" in row for row in kernels)
+    title, *fits = page.tables["Least numbers of ranks at which the weights fit"]
+    assert title[1].startswith("vLLM, ")
+    assert [row[1:] for row in fits] == [["tp 1 or tp 1 and ep 1"] * (len(title) - 1)]
     assert page.rows("Codes and scales that were counted")["nvfp4"][0] == "24 of 24"
     assert page.rows("Files, by moequant.json")["config.json"]
     assert "moequant convert" in page.text
+
+
+def test_options_of_an_engine_and_weights_that_fit_nowhere_are_told(report_of, read_page):
+    saved = copy.deepcopy(report_of.document)
+    for engine in saved["outputs"][0]["compatibility"]["engines"]:
+        for gpu in engine["gpus"]:
+            gpu["options"] = ["--some option"] if gpu["loads"] else []
+        engine["fits_from"] = {
+            name: {"tp": None if name == "l4" else 2, "tp_with_ep": None}
+            for name in engine["fits_from"]
+        }
+    page = read_page(render_page(saved))
+    kernels = page.tables["Kernels of the experts on each GPU"]
+    assert any(cell.endswith("; started with --some option") for row in kernels for cell in row)
+    _, *fits = page.tables["Least numbers of ranks at which the weights fit"]
+    assert {row[1] for row in fits} == {"tp 2", "at none"}
+    assert [row[0] for row in fits if row[1] == "at none"] == ["l4"]
 
 
 def test_tables_have_headers_for_columns_and_rows_and_pictures_have_titles(report_of, read_page):
