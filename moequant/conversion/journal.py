@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 _DIGESTS_AT_ONCE = 4
 """Finished shards whose digests are checked in parallel; four saturate most disks."""
+_REMOVALS = 10
+"""How often the work folder is removed, because a file in it disappeared at the same moment: a
+fetch that a failed run of this process has left may be deleting its shard."""
 
 
 class Journal:
@@ -95,16 +98,20 @@ class Journal:
         """
         self._plan.unlink(missing_ok=True)
         fsync_directory(self.folder)
-        while self.folder.exists():
+        for left in reversed(range(_REMOVALS)):
             try:
                 shutil.rmtree(self.folder)
+                return
             except FileNotFoundError:
-                continue  # another thread or run has removed a file
+                if not self.folder.exists():
+                    return
+                if not left:
+                    raise
             except OSError as error:
                 # Another run may have created a new lock here meanwhile; it removes the folder.
                 if error.errno != errno.ENOTEMPTY:
                     raise
-                break
+                return
 
     def check_work_folder(self) -> None:
         """Check that the work folder is a folder, and its entries files; no links, no pipes."""

@@ -136,13 +136,12 @@ class Stream:
         self._store.start()
         try:
             yield self
-            # Before the work folder is removed, where a thread may be removing a shard.
-            self._store.stop()
-            self._store.join()
         finally:
             self._store.stop()
             if not hidden:
                 enable_progress_bars()
+        # Before the work folder is removed, where a thread may be removing a shard.
+        self._store.join()
 
     def reporting(self, progress: Progress) -> Progress:
         """A progress that reports to `progress`, and to the stream which items are done."""

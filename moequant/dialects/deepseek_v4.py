@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
-from moequant.dialects.names import KeptModules, is_expert
+from moequant.dialects.names import KeptModules, format_by_role, is_expert
 from moequant.dialects.schemes import DEEPSEEK_V4
 from moequant.errors import UnsupportedError
 
@@ -120,19 +120,12 @@ class DeepseekV4(Dialect):
     def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As Dialect; in releases no list says which modules are kept."""
         kept = KeptModules(config, "modules_to_not_convert")
-        experts = config.get(EXPERT_DTYPE)
+        stated = config.get(EXPERT_DTYPE)
+        experts = _FORMATS.get(stated) if isinstance(stated, str) else None
         problem = None
-        if not isinstance(experts, str) or experts not in _FORMATS:
-            problem = f"{EXPERT_DTYPE} is {show(experts)}, but moequant reads only fp4 and fp8"
+        if experts is None:
+            problem = f"{EXPERT_DTYPE} is {show(stated)}, but moequant reads only fp4 and fp8"
         elif config.get("weight_block_size") != [128, 128]:
             found = show(config.get("weight_block_size"))
             problem = f"{_WHERE}.weight_block_size is {found}, but moequant reads only [128, 128]"
-
-        def format_of(module: str) -> str | None:
-            if module == "lm_head" or module in kept:
-                return None
-            if problem is not None:
-                raise UnsupportedError(f"{module}: {problem}")
-            return _FORMATS[str(experts)] if is_expert(module) else _OTHERS
-
-        return format_of
+        return format_by_role(kept, experts=experts or _OTHERS, others=_OTHERS, problem=problem)

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
-from moequant.dialects.names import KeptModules, is_expert
+from moequant.dialects.names import KeptModules, format_by_role
 from moequant.dialects.schemes import FP8
-from moequant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -114,15 +113,7 @@ def reader_of(
         readable |= _ACTIVATIONS
     kept = KeptModules(config, "modules_to_not_convert", "ignored_layers")
     problem = _unreadable_field(config, readable)
-
-    def format_of(module: str) -> str | None:
-        if module == "lm_head" or module in kept:
-            return None
-        if problem is not None:
-            raise UnsupportedError(f"{module}: {problem}")
-        return experts if is_expert(module) else others
-
-    return format_of
+    return format_by_role(kept, experts=experts, others=others, problem=problem)
 
 
 def _unreadable_field(

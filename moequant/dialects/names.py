@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG, names_field
 from moequant.dialects.regexes import compile_regex
-from moequant.errors import CheckpointError
+from moequant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _EXPERT = re.compile(r"(?P<block>.+\.experts)\.\d+\.")
 
@@ -213,6 +213,28 @@ class KeptModules:
             or any(".".join(parts[-i:]) in self._names for i in ends)
             or any(regex.match(module) for regex in self._regexes)
         )
+
+
+def format_by_role(
+    kept: KeptModules, *, experts: str, others: str, problem: str | None = None
+) -> Callable[[str], str | None]:
+    """As `Dialect.reader`, where routed experts have one format, and all other modules one.
+
+    Args:
+        kept: the modules that have none; the head is never quantized.
+        experts: the format of routed experts.
+        others: that of other modules.
+        problem: why no module's format is supported; None if they are.
+    """
+
+    def format_of(module: str) -> str | None:
+        if module == "lm_head" or module in kept:
+            return None
+        if problem is not None:
+            raise UnsupportedError(f"{module}: {problem}")
+        return experts if is_expert(module) else others
+
+    return format_of
 
 
 def _compile(pattern: str, where: str) -> re.Pattern[str]:

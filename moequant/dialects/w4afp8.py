@@ -26,7 +26,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
-from moequant.dialects.names import KeptModules, is_expert
+from moequant.dialects.names import KeptModules, format_by_role, is_expert
 from moequant.dialects.schemes import W4AFP8
 from moequant.errors import UnsupportedError
 from moequant.storage.files import QUANT_CFG_FILE
@@ -96,10 +96,4 @@ class W4aFp8(Dialect):
     def _reader(self, config: Mapping[str, Any], weights_only: bool) -> Callable[[str], str | None]:
         """As Dialect; `modules_to_not_convert` is matched as in the dialect fp8."""
         kept = KeptModules(config, "modules_to_not_convert")
-
-        def format_of(module: str) -> str | None:
-            if module == "lm_head" or module in kept:
-                return None
-            return _EXPERTS if is_expert(module) else _OTHERS
-
-        return format_of
+        return format_by_role(kept, experts=_EXPERTS, others=_OTHERS)

@@ -14,7 +14,7 @@ Decisions, each with the failure it prevents:
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -101,8 +101,7 @@ class LayerReader:
         if self._prepared is None:
             weights = self.read(layer, experts)
             if scales:
-                parts, biases = weights.projections(), weights.biases()
-                weights = ExpertWeights.of(parts, weights.act_fn, **biases, **scales)
+                weights = replace(weights, **scales)
             return pack_experts(weights, backend=backend, activations=activations)
         file, layout, format = self._prepared.open_layer(layer)
         moe = self.converted.moe

@@ -8,7 +8,7 @@ range of their scale, as the model's did not when it was calibrated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError
@@ -16,7 +16,6 @@ from moequant.formats import STATIC_SCHEMES, get_format
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import MXFP4
 from moequant.runtime.packing import scheme_of
-from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,9 +78,8 @@ def read_activations(
         scales = {}
         if stated in STATIC_SCHEMES:
             scales = _static_scales(converted, layer, ids, format.name)
-            parts, biases = weights.projections(), weights.biases()
             experts = FusedExperts(
-                ExpertWeights.of(parts, weights.act_fn, **biases, **scales),
+                replace(weights, **scales),
                 backend=experts.backend,
                 expert_map=experts.expert_map,
             )
