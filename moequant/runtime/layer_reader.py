@@ -14,7 +14,7 @@ Decisions, each with the failure it prevents:
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -101,7 +101,7 @@ class LayerReader:
         if self._prepared is None:
             weights = self.read(layer, experts)
             if scales:
-                weights = replace(weights, **scales)
+                weights = weights.with_input_scales(scales)
             return pack_experts(weights, backend=backend, activations=activations)
         file, layout, format = self._prepared.open_layer(layer)
         moe = self.converted.moe

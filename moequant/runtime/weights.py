@@ -114,6 +114,15 @@ class ExpertWeights:
             return None
         return scale.amax(0, keepdim=True) if e is None else scale.expand(self.experts)[e : e + 1]
 
+    def with_input_scales(self, scales: Mapping[str, Tensor]) -> ExpertWeights:
+        """The same experts with these static scales of activations, by field name, and no others.
+
+        Raises:
+            UnsupportedError: the format takes none.
+            CheckpointError: one of another shape or dtype, or without the other.
+        """
+        return ExpertWeights.of(self.projections(), self.act_fn, **self.biases(), **scales)
+
     def tensors(self) -> dict[str, Tensor]:
         """Every part that holds data, as `gate_qdata` or `up_bias`."""
         parts = {

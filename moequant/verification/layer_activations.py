@@ -8,7 +8,7 @@ range of their scale, as the model's did not when it was calibrated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError
@@ -79,7 +79,7 @@ def read_activations(
         if stated in STATIC_SCHEMES:
             scales = _static_scales(converted, layer, ids, format.name)
             experts = FusedExperts(
-                replace(weights, **scales),
+                weights.with_input_scales(scales),
                 backend=experts.backend,
                 expert_map=experts.expert_map,
             )
