@@ -162,14 +162,13 @@ def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> li
 
 
 def _check(converted: ConvertedCheckpoint, layers: Sequence[int]) -> None:
-    with_experts = converted.expert_layers()
     if len(set(layers)) != len(layers):
         raise UnsupportedError(f"layers {list(layers)}: must be all different")
     for layer in layers:
-        if layer not in with_experts:
+        if not converted.has_experts(layer):
             raise CheckpointError(
                 f"{converted.checkpoint.path}: layer {layer} holds no experts; layers that do: "
-                f"{', '.join(map(str, with_experts))}"
+                f"{', '.join(map(str, converted.expert_layers()))}"
             )
         act_fn_of(converted, layer)
 

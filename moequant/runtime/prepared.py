@@ -18,6 +18,7 @@ from moequant.runtime.backends import backends
 from moequant.runtime.prepared_manifest import Manifest, add_originals, read_manifest
 from moequant.runtime.weights import weights_without_data
 from moequant.storage.buffers import tensor_bytes
+from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.headers import DTYPES, read_header
@@ -128,7 +129,9 @@ class PreparedCheckpoint:
         architecture: str | Path | None = None,
         quantized_activations: bool = False,
     ) -> PreparedCheckpoint:
-        """Read the manifest and the headers of the originals; see `ConvertedCheckpoint.open`.
+        """Read the manifest, and of the originals what it does not say.
+
+        Arguments and errors as `ConvertedCheckpoint.open`.
 
         Raises:
             CheckpointError: no manifest, or one of another folder, or the originals are not where
@@ -147,8 +150,10 @@ class PreparedCheckpoint:
                 f"{folder / MANIFEST_FILE}: target: must be {place.name}, as its folder is called, "
                 f"but found {manifest.target}; {remedy_of(folder, manifest)}"
             )
-        converted = ConvertedCheckpoint.open(
-            home.parent, architecture=architecture, quantized_activations=quantized_activations
+        converted = ConvertedCheckpoint.of(
+            Checkpoint.open_known(home.parent, manifest.originals),
+            architecture=architecture,
+            quantized_activations=quantized_activations,
         )
         return cls(folder=folder, manifest=manifest, converted=converted)
 
@@ -201,7 +206,7 @@ class PreparedCheckpoint:
 
     def _layout(self, layer: int, entry: PreparedLayer) -> Layout:
         """The layout of the layer, if a backend reads it and config.json says the same format."""
-        if layer not in self.converted.expert_layers():
+        if not self.converted.has_experts(layer):
             raise self._stale(layer, "the converted checkpoint has no experts in it")
         stated = self.converted.format_of_experts(layer)
         if stated != entry.format:
@@ -237,8 +242,10 @@ class PreparedCheckpoint:
             raise self._stale(layer, "the converted checkpoint has other weights now")
 
     def _check_sizes(self, layer: int) -> None:
-        now, then = self.converted.checkpoint.file_bytes, self.manifest.originals
-        if now != {file: state[0] for file, state in then.items()}:
+        now, then = self.converted.checkpoint.file_state(), self.manifest.originals
+        if {file: state[0] for file, state in now.items()} != {
+            file: state[0] for file, state in then.items()
+        }:
             raise self._stale(layer, "the converted checkpoint has other files now")
 
     def _stale(self, layer: int, reason: str, *, same_formats: bool = True) -> CheckpointError:
