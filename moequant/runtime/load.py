@@ -100,12 +100,12 @@ def load_experts(
     layers = _indices("layer", [layer] if isinstance(layer, int) else layer)
     _check(reader.converted, layers)
     loaded = {}
-    for number in layers:
-        wanted = reader.choose_activations(number, activations)
+    packed = reader.load_each(layers, chosen, backend=backend, activations=activations)
+    for number, weights in packed:
         loaded[number] = FusedExperts(
-            reader.load(number, chosen, backend=backend, activations=wanted),
+            weights,
             backend=backend,
-            activations=wanted,
+            activations=reader.choose_activations(number, activations),
             expert_map=None if experts is None else _expert_map(reader.converted, chosen, place),
         )
     return loaded[layers[0]] if one else loaded
