@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.dialects.base import Dialect
+from moequant.dialects.base import Dialect, no_activations
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
 from moequant.dialects.names import ModulePatterns, NamePatterns
@@ -208,6 +208,8 @@ class CompressedTensors(Dialect):
             where: _stated_activations(group, config, where)
             for where, group in groups.by_place.items()
         }
+        if not any(schemes.values()):
+            return no_activations
 
         def activations_of(module: str) -> str | None:
             where = groups.of(module)

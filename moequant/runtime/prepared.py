@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,13 +53,18 @@ class LayerFile:
     remedy: str
 
     @classmethod
-    def open(cls, folder: Path, layer: int, manifest: Manifest) -> LayerFile:
+    def open(cls, folder: Path, layer: int, entry: PreparedLayer, remedy: str) -> LayerFile:
         """Check that the file is the one that was written for this layer.
+
+        Args:
+            folder: the prepared folder.
+            layer: which.
+            entry: what the manifest says of it.
+            remedy: what to do if it is another.
 
         Raises:
             CheckpointError: it is not there, damaged, or another layer's.
         """
-        entry, remedy = manifest.layers[layer], remedy_of(folder, manifest)
         path = folder / entry.file
         file = check_size(path, entry, remedy)
         if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:
@@ -157,6 +162,10 @@ class PreparedCheckpoint:
         )
         return cls(folder=folder, manifest=manifest, converted=converted)
 
+    @cached_property
+    def _remedy(self) -> str:
+        return remedy_of(self.folder, self.manifest)
+
     def open_layer(self, layer: int) -> tuple[LayerFile, Layout, str]:
         """The file of a layer, the layout it is in, and its format.
 
@@ -171,7 +180,7 @@ class PreparedCheckpoint:
             raise CheckpointError(f"{self.folder}: no layer {layer}; prepared layers: {have}")
         layout = self._layout(layer, entry)
         self._check_originals(layer, entry)
-        file = LayerFile.open(self.folder, layer, self.manifest)
+        file = LayerFile.open(self.folder, layer, entry, self._remedy)
         moe = self.converted.moe
         biased = "w2_bias" in file.tensors
         one = expected(layout, moe, entry.format, act_fn=moe.act_fn_of(layer), biased=biased)
@@ -190,8 +199,7 @@ class PreparedCheckpoint:
             for layer, entry in self.manifest.layers.items():
                 self._layout(layer, entry)
                 self._check_sizes(layer)
-                remedy = remedy_of(self.folder, self.manifest)
-                file = check_size(self.folder / entry.file, entry, remedy)
+                file = check_size(self.folder / entry.file, entry, self._remedy)
                 same_times = same_times and file.mtime_ns == entry.mtime_ns
         except MoequantError as error:
             return str(error)

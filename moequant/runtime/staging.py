@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -93,15 +92,13 @@ class Staging:
         most = len(self._slots) or THREADS
         chunks = _chunks(reads, self._slot_bytes if self._slots else None)
         pending: deque[tuple[_Chunk, Future[None]]] = deque()
-        on_gpu = self.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.device) if on_gpu else None
-        with ThreadPoolExecutor(THREADS) as pool:
+        with self._pool() as pool:
             try:
                 for number, chunk in enumerate(chunks):
                     if len(pending) == most:
                         yield from _land(*pending.popleft())
                     if self._slots:
-                        moved = pool.submit(self._slots[number % most].move, chunk, stream)
+                        moved = pool.submit(self._slots[number % most].move, chunk)
                     else:
                         moved = pool.submit(_read_in_place, chunk)
                     pending.append((chunk, moved))
@@ -110,6 +107,13 @@ class Staging:
             finally:
                 for _, future in pending:
                     future.cancel()
+
+    def _pool(self) -> ThreadPoolExecutor:
+        """Threads that queue copies on the stream that is current in this one."""
+        if self.device.type != "cuda":
+            return ThreadPoolExecutor(THREADS)
+        stream = torch.cuda.current_stream(self.device)
+        return ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_stream, initargs=(stream,))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -178,21 +182,15 @@ class _Slot:
         if device.type == "cuda":
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def move(self, chunk: _Chunk, stream: torch.cuda.Stream | None) -> None:
-        """Read a chunk, once what was here before has been sent, and send it where it belongs.
-
-        Args:
-            chunk: at most as large as the buffer.
-            stream: the copies are queued on it; None where the device has no streams.
-        """
+    def move(self, chunk: _Chunk) -> None:
+        """Read a chunk, once what was here before has been sent, and send it where it belongs."""
         if self._sent is not None:
             self._sent.synchronize()
         chunk.file.read_into(chunk.start, tensor_bytes(self._buffer[: chunk.size_bytes]))
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            for at, part in chunk.parts:
-                part.copy_(self._buffer[at : at + part.nbytes], non_blocking=True)
+        for at, part in chunk.parts:
+            part.copy_(self._buffer[at : at + part.nbytes], non_blocking=True)
         if self._sent is not None:
-            self._sent.record(stream)
+            self._sent.record()
 
 
 def _read_in_place(chunk: _Chunk) -> None:

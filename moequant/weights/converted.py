@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.dialects import find_dialect
+from moequant.dialects.base import no_activations
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import (
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from moequant.models import Architecture, MoeConfig, TensorRole
 
 
-def _no_activations(module: str) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConvertedCheckpoint:
     """A checkpoint with a `quantization_config` we can read.
@@ -60,7 +57,7 @@ class ConvertedCheckpoint:
     architecture: Architecture
     moe: MoeConfig
     format_of: Callable[[str], str | None]
-    activations_of: Callable[[str], str | None] = _no_activations
+    activations_of: Callable[[str], str | None] = no_activations
     block_of: Callable[[str], Block | None] = lambda module: None
 
     @classmethod
@@ -125,7 +122,7 @@ class ConvertedCheckpoint:
         if quantized_activations:
             format_of, activations_of = readers(dialect, quantization_config)
         else:
-            format_of, activations_of = dialect.reader(quantization_config), _no_activations
+            format_of, activations_of = dialect.reader(quantization_config), no_activations
         return cls(
             checkpoint=checkpoint,
             dialect=dialect,
@@ -173,6 +170,8 @@ class ConvertedCheckpoint:
         return {}
 
     def _find_activations(self, layer: int) -> str | None:
+        if self.activations_of is no_activations:
+            return None
         modules = [
             self.expert_module(layer, expert, projection)
             for expert in range(self.moe.experts)

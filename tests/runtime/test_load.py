@@ -132,9 +132,9 @@ def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
             read.append(buffer.nbytes)
         read_into(self, start, buffer)
 
-    def counted_move(self, chunk, stream):
+    def counted_move(self, chunk):
         sent.append(sum(part.nbytes for _, part in chunk.parts))
-        move(self, chunk, stream)
+        move(self, chunk)
 
     monkeypatch.setattr(FixedFile, "read_into", counted_read)
     monkeypatch.setattr(_Slot, "move", counted_move)
