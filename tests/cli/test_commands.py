@@ -80,7 +80,7 @@ def test_what_the_page_shows_of_formats_is_what_is_printed():
     assert [command for command, _ in pages] == ["moequant formats", "moequant formats --backends"]
     for command, page in pages:
         printed = CliRunner().invoke(cli, shlex.split(command)[1:]).output
-        check_parts(page, printed.partition("cuda ")[0])  # devices are a machine's
+        check_parts(page, printed.partition("On cuda:")[0])  # devices are a machine's
 
 
 def test_the_recorded_quick_start_is_what_commands_print(tmp_path, monkeypatch):
