@@ -95,7 +95,7 @@ def _maps(groups: Iterable[Mapping[str, Any]], faulty: Iterable[Mapping[str, Any
         element("h3", "By layer and expert"),
         element("p", "Of gate and up, the larger error of the two. The table below has numbers."),
         figures,
-        color_key(scale, values, marked=bool(faulty)),
+        color_key(scale, values, marked="a problem names it" if faulty else None),
     )
 
 

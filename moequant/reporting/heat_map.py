@@ -130,8 +130,13 @@ def heat_map(
     )
 
 
-def color_key(scale: Scale, values: Collection[float | None], *, marked: bool) -> Markup:
-    """What the colors stand for: a strip from low to high, and what else is among `values`."""
+def color_key(
+    scale: Scale, values: Collection[float | None], *, marked: str | None = None
+) -> Markup:
+    """What the colors stand for: a strip from low to high, and what else is among `values`.
+
+    `marked` says what a frame means, if there are any.
+    """
     strip = png_uri([bytes(range(1, _STEPS + 1))], _PALETTE)
     parts = [
         element("span", scale.show(scale.low)),
@@ -151,7 +156,7 @@ def color_key(scale: Scale, values: Collection[float | None], *, marked: bool) -
     if None in values:
         parts.append(element("span", element("i", class_="swatch missing"), "not measured"))
     if marked:
-        parts.append(element("span", element("i", class_="swatch marked"), "a problem names it"))
+        parts.append(element("span", element("i", class_="swatch marked"), marked))
     return element("p", parts, class_="key")
 
 
