@@ -21,6 +21,7 @@ VARIES = (
     (r"\d+\.\d s, [\d.]+ [kMG]B/s", "TIME"),
     (r"^peak memory .*", "PEAK"),  # by cores
     (r"^(quantizer|free space) .*", r"\1"),
+    (r"^report.html: [\d.]+ kB", "report.html: SIZE"),  # it has a machine's times
 )
 
 
@@ -89,7 +90,7 @@ def test_the_recorded_quick_start_is_what_commands_print(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     commands = [*shown(RECORDED)]
     assert [c.split()[1] for c, _ in commands] == [
-        "demo", "convert", "convert", "convert", "verify", "check", "prepare",
+        "demo", "convert", "convert", "convert", "verify", "report", "check", "prepare",
     ]  # fmt: skip
     for command, output in commands:
         done = CliRunner().invoke(cli, shlex.split(command)[1:])
