@@ -84,7 +84,9 @@ def examine(
     else:
         dialect = find_source_dialect(quantization_config, checkpoint.tensors)
         dialect = dialect or find_dialect(quantization_config)
-        quantized = _of_quantized(checkpoint, dialect, quantization_config, architecture, moe, read)
+        quantized = _of_quantized(
+            checkpoint, dialect, quantization_config, architecture, moe, read, _classes(config)
+        )
     return Examined(
         facts=Facts(**_common(config, architecture, moe), **quantized),
         architecture=architecture,
@@ -98,6 +100,12 @@ def examine(
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
+
+
+def _classes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """`architectures` of config.json; empty if it has no such list."""
+    stated = config.get("architectures")
+    return tuple(s for s in stated if isinstance(s, str)) if isinstance(stated, list) else ()
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
@@ -116,6 +124,7 @@ def _of_quantized(
     architecture: Architecture,
     moe: MoeConfig,
     layers: Collection[int],
+    classes: Collection[str],
 ) -> dict[str, Any]:
     """The facts that follow from quantized weights; scales are read of some `layers`."""
     modules: list[Module] = []
@@ -125,7 +134,7 @@ def _of_quantized(
         tensors = checkpoint.tensors
         format_of = dialect.reader(config, weights_only=True)
         modules += modules_in(tensors, architecture, moe, dialect, format_of)
-        defects += header_defects(modules, tensors, architecture, dialect, config)
+        defects += header_defects(modules, tensors, architecture, dialect, config, classes)
         described = {name for defect in defects for name in defect.names}
         _check_stated([m for m in modules if m.name not in described], dialect, config)
         defects += scale_defects(checkpoint, modules, dialect, layers)

@@ -18,7 +18,7 @@ from moequant.formats.base import WHOLE
 from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from moequant.compatibility.modules import Module
@@ -36,6 +36,7 @@ def header_defects(
     architecture: Architecture,
     dialect: Dialect,
     config: Mapping[str, Any],
+    classes: Collection[str] = (),
 ) -> Iterator[Defect]:
     """The defects that headers and config show.
 
@@ -45,11 +46,12 @@ def header_defects(
         architecture: its architecture.
         dialect: the dialect of its quantized weights.
         config: its quantization_config, completed.
+        classes: `architectures` of its config.json.
 
     Raises:
         CheckpointError: a list of the config is malformed.
     """
-    yield from _misread(modules, dialect, config)
+    yield from _misread(modules, dialect, config, classes)
     yield from _one("mixed-experts", _mixed_experts(modules))
     yield from _mixed_merged(modules, architecture)
     yield from _one("ragged-merged-rows", _ragged_merged_rows(modules, architecture))
@@ -80,10 +82,13 @@ def _one(id: str, names: Iterable[str]) -> Iterator[Defect]:
 
 
 def _misread(
-    modules: Sequence[Module], dialect: Dialect, config: Mapping[str, Any]
+    modules: Sequence[Module],
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    classes: Collection[str],
 ) -> Iterator[Defect]:
     """Modules that engines take for quantized or not, unlike how they are stored."""
-    own = lookups(dialect.name, config)
+    own = lookups(dialect.name, config, modules, classes)
     mixed = {*_mixed_experts(modules)}
     engines: dict[tuple[str, tuple[str, ...]], set[str]] = defaultdict(set)
     for engine in ENGINES.values():

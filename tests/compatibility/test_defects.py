@@ -312,12 +312,95 @@ def test_one_of_merged_layers_in_another_form_breaks_what_merges_them(
             for name in [n for n in tensors if n.startswith(f"{donor}.")]:
                 tensors[name.replace(donor, module)] = tensors[name].clone()
 
-    engines = check(planted(format, dialect, tensors=quantize, config=without(*changed)))
+    listed = without(*changed, f"{at}.qkv_proj")
+    engines = check(planted(format, dialect, tensors=quantize, config=listed))
     for key in ("vllm", "sglang"):
         assert against(engines, key) == {f"mixed-merged-{key}": (f"{at}.k_proj",)}
         assert "(beside q_proj in" in engines[key].against[0].text
     assert engines["moequant"].loads, "it reads experts alone"
     assert "mixed-merged" not in "".join(against(engines, "transformers"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "merged", "parts"),
+    [
+        ("mixtral", "model.layers.1.self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        ("deepseek_v3", "model.layers.0.mlp.gate_up_proj", ("gate_proj", "up_proj")),
+    ],
+)
+def test_a_list_with_the_parts_of_a_merged_layer_alone_breaks_classes_of_sglang(
+    planted, check, model_type, merged, parts
+):
+    """As llm-compressor writes it: `ignore` has every kept module, and no merged layer."""
+    path = planted("nvfp4", model_type=model_type, config=without(merged))
+    engines = check(path)
+    names = {f"{merged.rpartition('.')[0]}.{leaf}" for leaf in parts}
+    assert {*against(engines, "sglang").pop("plain-linears-sglang")} == names
+    assert [*against(engines, "sglang")] == ["plain-linears-sglang"]
+    assert engines["vllm"].loads
+    assert engines["moequant"].loads
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("dialect", ["modelopt", "fp8"])
+def test_lists_of_other_dialects_may_name_the_parts_alone(planted, check, model_type, dialect):
+    path = planted("fp8_block" if dialect == "fp8" else "nvfp4", dialect, model_type=model_type)
+    engines = check(path)
+    assert engines["vllm"].loads
+    assert engines["sglang"].loads
+
+
+MIXED_RULES = (
+    {"roles": ["routed_experts"], "format": "nvfp4", "activation_scales": 0.01},
+    {"roles": ["attention", "dense_mlp"], "format": "fp8_tensor", "activation_scales": 0.05},
+)
+
+
+def of_parts_alone(config):
+    """`quantized_layers` as Model-Optimizer writes it, without merged layers."""
+    layers = config["quantized_layers"]
+    merged = ("qkv_proj", "gate_up_proj", "fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa")
+    config["quantized_layers"] = {n: v for n, v in layers.items() if not n.endswith(merged)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "broken"),
+    [
+        ("qwen3_moe", ()),
+        ("mixtral", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("deepseek_v3", ("mlp.gate_proj", "mlp.up_proj")),
+    ],
+)
+def test_a_mixture_of_model_optimizer_breaks_sglang_where_its_class_lists_no_parts(
+    planted, check, model_type, broken
+):
+    recipe = Recipe.model_validate({"rules": MIXED_RULES})
+    settings = {"model_type": model_type, "recipe": recipe}
+    assert check(planted.original(None, "modelopt", **settings))["sglang"].loads
+    engines = check(planted(None, "modelopt", config=of_parts_alone, **settings))
+    assert engines["vllm"].loads
+    found = against(engines, "sglang")
+    assert [*found] == (["unmatched-linears"] if broken else [])
+    names = {name.split(".", 3)[3] for name in found.get("unmatched-linears", ())}
+    assert names == {*broken}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_one_plain_part_of_a_merged_layer_of_a_mixture_is_found(planted, check, model_type):
+    lost = "model.layers.1.self_attn.k_proj"
+
+    def leave_out(config):
+        of_parts_alone(config)
+        del config["quantized_layers"][lost]
+        config["ignore"].append(lost)
+
+    recipe = Recipe.model_validate({"rules": MIXED_RULES})
+    settings = {"model_type": model_type, "recipe": recipe}
+    path = planted(None, "modelopt", config=leave_out, tensors=plain(lost), **settings)
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert against(engines, key)[f"mixed-merged-{key}"] == (lost,)
+        assert "(beside q_proj in fp8_tensor)" in engines[key].against[0].text
 
 
 def test_a_dense_mlp_whose_gate_alone_is_quantized_breaks_what_merges_it(planted, check):
