@@ -12,6 +12,7 @@ from moequant.compatibility.facts import (
     Facts,
     dtype_in,
     heads_in,
+    keys_in,
     kv_heads_in,
 )
 from moequant.compatibility.memory import WeightSizes, weight_sizes
@@ -213,6 +214,7 @@ def _common(
         "expert_count": moe.experts,
         "heads": heads_in(config),
         "kv_heads": kv_heads_in(config),
+        "config_keys": keys_in(config),
     }
 
 

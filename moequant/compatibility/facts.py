@@ -66,6 +66,7 @@ class Facts:
         linears: last name component, rows and columns of quantized layers other than routed
             experts.
         defects: what is wrong in the files.
+        config_keys: keys of config.json that have a value; None if they are not known.
     """
 
     dialect: str
@@ -86,6 +87,7 @@ class Facts:
     kv_heads: int | None = None
     linears: frozenset[tuple[str, int, int]] = frozenset()
     defects: tuple[Defect, ...] = ()
+    config_keys: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,12 @@ def kv_heads_in(config: Mapping[str, Any]) -> int | None:
     if any("kv_lora_rank" in section for section in _sections(config)):
         return None
     return heads_in(config, "num_key_value_heads")
+
+
+def keys_in(config: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of config.json, and of the part about the language model, whose value is not null."""
+    found = (section.items() for section in _sections(config))
+    return frozenset(key for items in found for key, value in items if value is not None)
 
 
 def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

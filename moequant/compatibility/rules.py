@@ -124,6 +124,7 @@ class EngineRule:
     model_types: tuple[str, ...] = ()
     other_model_types: tuple[str, ...] = ()
     when: str = ""
+    lacks: tuple[str, ...] = ()
     defect: str = ""
     static: bool | None = None
     multiples: Mapping[str, int] | None = None
@@ -142,6 +143,7 @@ class EngineRule:
             and facts.model_type not in self.other_model_types
             and self.static in (None, facts.static)
             and (not self.when or _happens(self.when, facts, placement))
+            and (not self.lacks or bool(self.lacking(facts)))
             and (not self.defect or self.found_in(facts, engine) is not None)
             and (self.multiples is None or self._cuts_apart(facts, engine, placement))
             and placement.is_within(self.from_capability, self.to_capability)
@@ -151,6 +153,11 @@ class EngineRule:
         """The defect that the rule is about, if the checkpoint has it."""
         ours = (d for d in facts.defects if d.id == self.defect and d.concerns(engine.name))
         return next(ours, None)
+
+    def lacking(self, facts: Facts) -> list[str]:
+        """The keys that config.json lacks; none if its keys are not known."""
+        there = facts.config_keys
+        return [] if there is None else [key for key in self.lacks if key not in there]
 
     def said(self, facts: Facts, engine: EngineInfo, placement: Placement) -> Said:
         """What it says of a checkpoint to which it applies."""
@@ -163,6 +170,7 @@ class EngineRule:
             text=(self.why or self.caution).format(
                 engine=engine.title,
                 reason=facts.not_loaded,
+                lacking=" and no ".join(self.lacking(facts)),
                 found=None if defect is None else defect.found,
                 tp=placement.tp,
                 ep=placement.ep,
