@@ -6,11 +6,11 @@ The ids are those of rules.toml, which says what each engine makes of them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from math import prod
 from typing import TYPE_CHECKING
 
 from moequant.compatibility.facts import Defect
 from moequant.compatibility.lookup import lacks_linear_target, lookups
+from moequant.compatibility.modelopt_defects import modelopt_defects
 from moequant.compatibility.modules import CODE_DTYPES, MTP, ROUTER
 from moequant.compatibility.rules import ENGINES
 from moequant.formats import STATIC_SCHEMES, get_format
@@ -70,7 +70,7 @@ def header_defects(
     )
     yield from _one("quantized-router-bias", biases)
     if dialect.name == "modelopt":
-        yield from _one("row-scales", _experts_scaled_by_row(modules))
+        yield from modelopt_defects(modules, config)
     if dialect.name == "compressed-tensors" and lacks_linear_target(config):
         yield from _one("no-linear-target", _integer_experts(modules))
 
@@ -168,16 +168,6 @@ def _integer_experts(modules: Iterable[Module]) -> Iterator[str]:
         if module.group == ROUTED_EXPERTS and module.stated is not None:
             format = get_format(module.stated)
             if format.element.name.startswith("int") and format.activations != "none":
-                yield module.name
-
-
-def _experts_scaled_by_row(modules: Iterable[Module]) -> Iterator[str]:
-    """Experts with a scale for each row, where engines have one for all."""
-    for module in modules:
-        if module.group == ROUTED_EXPERTS and module.quantized and module.stated is not None:
-            scale = module.parts.get("weight_scale")
-            whole_rows = get_format(module.stated).block[1] == WHOLE
-            if whole_rows and scale is not None and prod(scale.shape) > 1:
                 yield module.name
 
 

@@ -80,6 +80,105 @@ def test_fp8_of_model_optimizer_is_loaded_with_one_scale_and_not_with_one_for_ea
     assert not engines["transformers"].loads
 
 
+def as_mixture(algorithm, *others):
+    """Experts in FP8 blocks or MXFP8 as MIXED_PRECISION says it, and `others` in NVFP4."""
+
+    def change(config):
+        kept = config.get("modules_to_not_convert") or config["ignore"]
+        experts = {f"model.layers.{n}.mlp.experts": {"quant_algo": algorithm} for n in (0, 1)}
+        config.clear()
+        config |= {
+            "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+            "ignore": [name for name in kept if name not in others],
+            "quantized_layers": experts | {name: {"quant_algo": "NVFP4"} for name in others},
+        }  # fmt: skip
+
+    return change
+
+
+def as_nvfp4(module):
+    """Zeros in NVFP4, as Model-Optimizer stores it."""
+
+    def change(tensors):
+        rows, columns = tensors[f"{module}.weight"].shape
+        tensors[f"{module}.weight"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        scale = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = scale
+        tensors[f"{module}.weight_scale_2"] = torch.tensor(1.0)
+        tensors[f"{module}.input_scale"] = torch.tensor(1.0)
+
+    return change
+
+
+OUTPUT = "model.layers.0.self_attn.o_proj"
+
+
+def test_fp8_blocks_of_a_mixture_are_loaded_beside_nvfp4(planted, check):
+    config = as_mixture("FP8_PB_WO", OUTPUT)
+    engines = check(planted("fp8_block", tensors=as_nvfp4(OUTPUT), config=config))
+    assert engines["vllm"].loads
+    assert engines["sglang"].loads
+    assert [*against(engines, "moequant")] == ["modelopt-sources-own"]
+
+
+def test_a_mixture_without_nvfp4_breaks_sglang(planted, check):
+    engines = check(planted("fp8_block", config=as_mixture("fp8_pb_wo")))
+    assert engines["vllm"].loads
+    assert [*against(engines, "sglang")] == ["modelopt-no-nvfp4-layer-sglang"]
+
+
+def as_model_optimizer_spreads(tensors):
+    """Scales of blocks as `weight_scale` [N/128, 1, K/128, 1]."""
+    for name in [n for n in tensors if n.endswith("weight_scale_inv")]:
+        scale = tensors.pop(name)
+        tensors[name.removesuffix("_inv")] = scale[:, None, :, None].clone()
+
+
+def test_fp8_blocks_of_a_whole_checkpoint_break_vllm_and_sglang(planted, check):
+    def of_blocks(config):
+        kept = [*config["modules_to_not_convert"]]
+        config.clear()
+        config |= {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": kept}
+
+    path = planted("fp8_block", tensors=as_model_optimizer_spreads, config=of_blocks)
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert [*against(engines, key)] == [f"modelopt-blocks-alone-{key}"]
+
+
+def test_scales_under_another_name_break_the_engine_that_does_not_look_there(planted, check):
+    def both(tensors):
+        as_model_optimizer_spreads(tensors)
+        as_nvfp4(OUTPUT)(tensors)
+
+    path = planted("fp8_block", tensors=both, config=as_mixture("FP8_PB_WO", OUTPUT))
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        (names,) = against(engines, key).values()
+        assert [*against(engines, key)] == ["modelopt-scale-names"]
+        assert len(names) == 2 * 4 * 3
+
+
+def test_mxfp8_of_model_optimizer_is_read_by_sglang_on_blackwell(planted, check):
+    def alone(config):
+        kept = [name for name in config["ignore"] if not name.startswith("re:")]
+        config.clear()
+        config |= {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": kept}
+
+    path = planted("mxfp8", config=alone)
+    assert check(path, gpu="b200")["sglang"].loads
+    assert check(path, gpu="h100")["vllm"].loads
+    said = against(check(path, gpu="h100"), "sglang")
+    assert "modelopt-mxfp8-before-blackwell-sglang" in said
+
+
+def test_mxfp8_of_a_mixture_breaks_sglang_by_the_names_of_its_scales(planted, check):
+    path = planted("mxfp8", tensors=as_nvfp4(OUTPUT), config=as_mixture("MXFP8", OUTPUT))
+    engines = check(path, gpu="b200")
+    assert engines["vllm"].loads
+    assert [*against(engines, "sglang")] == ["modelopt-scale-names"]
+
+
 @pytest.mark.parametrize(
     ("dialect", "name", "sglang"),
     [

@@ -43,11 +43,11 @@ READ = {
         "fp8_channel", "fp8_channel", False, False, False,
     ),
     "Model-Optimizer FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": (
-        "fp8_block", "fp8_block", False, None, None,
+        "fp8_block", "fp8_block", False, False, False,
     ),
     "Model-Optimizer NVFP4_DEFAULT_CFG": ("nvfp4", "nvfp4", False, True, True),
     "Model-Optimizer W4A16_NVFP4_CFG": ("nvfp4", "nvfp4", False, True, True),
-    "Model-Optimizer MXFP8_DEFAULT_CFG": ("mxfp8", "mxfp8", False, True, None),
+    "Model-Optimizer MXFP8_DEFAULT_CFG": ("mxfp8", "mxfp8", False, True, True),
     "Model-Optimizer mixed": ("nvfp4", "fp8_tensor", False, True, True),
 }  # fmt: skip
 APART = "model_free_ptq NVFP4A16"
@@ -108,6 +108,7 @@ def test_check_reads_it_and_says_which_engines_load_it(tmp_path, output, wanted)
     assert [engine.loads for engine in report.engines[:3]] == engines
     known = {"gate-up-global-scales"} if output == APART else set()
     known |= {"row-scales"} if "PER_CHANNEL" in output else set()
+    known |= {"blocks-alone"} if "BLOCKWISE" in output else set()
     assert {defect.id for defect in defects} == known
 
 
