@@ -13,6 +13,7 @@ from moequant.compatibility.lookup import lacks_linear_target, lookups
 from moequant.compatibility.modelopt_defects import modelopt_defects
 from moequant.compatibility.modules import CODE_DTYPES, MTP, ROUTER
 from moequant.compatibility.rules import ENGINES
+from moequant.dialects.compressed_tensors import input_arguments
 from moequant.formats import STATIC_SCHEMES, get_format
 from moequant.formats.base import WHOLE
 from moequant.models import ROUTED_EXPERTS
@@ -71,8 +72,11 @@ def header_defects(
     yield from _one("quantized-router-bias", biases)
     if dialect.name == "modelopt":
         yield from modelopt_defects(modules, config)
-    if dialect.name == "compressed-tensors" and lacks_linear_target(config):
-        yield from _one("no-linear-target", _integer_experts(modules))
+    if dialect.name == "compressed-tensors":
+        if lacks_linear_target(config):
+            yield from _one("no-linear-target", _integer_experts(modules))
+        yield from _one("unpacked-codes", _unpacked(modules))
+        yield from _one("int8-activations", _with_int8_activations(modules, config))
 
 
 def _one(id: str, names: Iterable[str]) -> Iterator[Defect]:
@@ -171,6 +175,25 @@ def _integer_experts(modules: Iterable[Module]) -> Iterator[str]:
                 yield module.name
 
 
+def _unpacked(modules: Iterable[Module]) -> Iterator[str]:
+    """Modules of INT4 codes, one in a byte, as compressed-tensors' int-quantized has them."""
+    for module in modules:
+        codes = module.parts.get("weight")
+        if module.stated == "int4" and codes is not None and codes.dtype == "I8":
+            yield module.name
+
+
+def _with_int8_activations(modules: Iterable[Module], config: Mapping[str, Any]) -> Iterator[str]:
+    """Experts of packed INT4 codes whose inputs are quantized to INT8."""
+    input_of = input_arguments(config)
+    for module in modules:
+        is_expert = module.group == ROUTED_EXPERTS and module.stated == "int4"
+        if is_expert and "weight_packed" in module.parts:
+            stated = input_of(module.name)
+            if stated and str(stated.get("type", "int")).lower() == "int":
+                yield module.name
+
+
 def block_rows(module: Module) -> int | None:
     """The rows that share a scale; None if that is one, or not known."""
     if module.stated is None:
@@ -184,9 +207,8 @@ def _missing_scales(modules: Iterable[Module], dialect: Dialect) -> Iterator[str
         if module.stated is None or not module.quantized or module.stated not in dialect.encodings:
             continue
         encoding = dialect.encodings[module.stated]
-        scales = [s for s in encoding.suffixes[1:] if s != "weight_shape"]
         # Where a format has one scale, several names are other writers' names for it.
-        there = [s in module.parts for s in scales]
+        there = [s in module.parts for s in encoding.scales]
         if not (all(there) if encoding.format.has_global_scale else any(there)):
             yield module.name
 

@@ -131,7 +131,7 @@ _STATIC = " with static scales of activations"
 # In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
 _LINEAR = "w4a8"
 
-_STATED = list(dict.fromkeys(_name(scheme) for scheme in COMPRESSED_TENSORS.values()))
+_STATED = list(dict.fromkeys(n for scheme in COMPRESSED_TENSORS.values() for n in scheme.names))
 
 # Defaults of missing fields; a missing `strategy` follows from the group size.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
@@ -217,6 +217,23 @@ class CompressedTensors(Dialect):
             return None if where is None else schemes[where]
 
         return activations_of
+
+
+def input_arguments(config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any]]:
+    """A function from a module to the quantization arguments of its input; empty without any.
+
+    Args:
+        config: a `quantization_config` of this dialect.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    groups = _Groups(config)
+    stated = {
+        where: mapping_field(group, "input_activations", where)
+        for where, group in groups.by_place.items()
+    }
+    return lambda module: stated.get(groups.of(module) or "", {})
 
 
 class _Groups:
@@ -335,6 +352,11 @@ def _format_of_group(
             # Those that are read-only take more widths of groups, and dtypes of scales.
             return max(matching, key=lambda name: schemes[name].encoding.read_only)
         differences = {name: f"weights{difference}" for name, difference in by_weights.items()}
+    if not differences:
+        return UnsupportedError(
+            f"{where}.format is {show(stated)}, which moequant reads only as a source; convert it: "
+            "moequant convert SOURCE OUTPUT --format NAME"
+        )
     # Of a format with these weights, if there is one.
     listed = sorted(differences.items(), key=lambda item: str(item[1]).startswith("weights"))
     name, difference = listed[0]

@@ -689,6 +689,44 @@ def test_w4a8_without_the_target_linear_breaks_sglang(planted, check, config):
     assert engines["vllm"].loads
 
 
+def one_code_in_a_byte(tensors):
+    for name in [n for n in tensors if n.endswith("weight_packed")]:
+        words = tensors.pop(name).long()
+        codes = [(words >> 4 * i & 15) - 8 for i in range(8)]
+        packed = torch.stack(codes, dim=-1).flatten(1).to(torch.int8)
+        tensors[f"{name.removesuffix('_packed')}"] = packed
+        del tensors[name.replace("weight_packed", "weight_shape")]
+
+
+@pytest.mark.parametrize("activations", ["float", "int"])
+def test_int4_codes_that_lie_one_in_a_byte_break_every_engine(planted, check, activations):
+    """What llm-compressor's W4AFP8 and W4A8 write."""
+
+    def unpacked(config):
+        config["format"] = config["config_groups"]["group_0"]["format"] = "int-quantized"
+        config["config_groups"]["group_0"]["input_activations"]["type"] = activations
+
+    engines = check(planted("w4a8", tensors=one_code_in_a_byte, config=unpacked))
+    for key in ("transformers", "vllm", "sglang"):
+        assert [*against(engines, key)] == [f"ct-unpacked-codes-{key}"]
+        assert len(against(engines, key)[f"ct-unpacked-codes-{key}"]) == 2 * 4 * 3
+    assert [*against(engines, "moequant")] == ["ct-int4-own"]
+
+
+def test_int8_activations_of_packed_int4_experts_break_vllm_and_are_fp8_in_sglang(planted, check):
+    def integers(config):
+        config["config_groups"]["group_0"]["input_activations"]["type"] = "int"
+
+    path = planted("w4a8", config=integers)
+    engines = check(path, gpu="h100")
+    assert [*against(engines, "vllm")] == ["ct-int8-activations-vllm"]
+    assert engines["sglang"].loads
+    assert [*notes(engines, "sglang")] == ["ct-int8-activations-sglang"]
+    before, after = (against(check(path, gpu=gpu), "sglang") for gpu in ("a100", "b200"))
+    assert "ct-int8-activations-before-hopper-sglang" in before
+    assert "ct-int8-activations-after-hopper-sglang" in after
+
+
 def test_mixtral_targets_by_its_own_names_break_sglang(planted, check):
     """SGLang looks up gate_proj, up_proj and down_proj, whatever the model calls them."""
     config = retarget(r"re:.*experts\.\d+\.w[123]$")
