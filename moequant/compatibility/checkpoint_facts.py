@@ -214,6 +214,7 @@ def _common(
         "expert_count": moe.experts,
         "heads": heads_in(config),
         "kv_heads": kv_heads_in(config),
+        "vocabulary": heads_in(config, "vocab_size"),
         "config_keys": keys_in(config),
     }
 

@@ -9,7 +9,7 @@ from pkgutil import get_data
 from typing import TYPE_CHECKING, Any, Literal
 
 from moequant._version import __version__
-from moequant.compatibility.facts import UNQUANTIZED, Placement
+from moequant.compatibility.facts import UNQUANTIZED, Placement, padded_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -177,6 +177,7 @@ class EngineRule:
                 heads=facts.heads,
                 kv_heads=facts.kv_heads,
                 experts=facts.expert_count,
+                vocabulary=facts.vocabulary,
                 sizes=f"hidden size {facts.hidden}, {_of_rank(facts.intermediate, ranks)}",
             ),
             next=self.next if hints else "",
@@ -188,13 +189,15 @@ class EngineRule:
         """Whether a size that the rule names is known and no multiple of what it must be."""
         assert self.multiples is not None
         ranks = engine.ranks_of_an_expert(placement)
-        divisors = {"rank": ranks, "heads": placement.tp, "experts": placement.ep}
+        divisors = dict.fromkeys(("heads", "vocabulary"), placement.tp)
+        divisors |= {"rank": ranks, "experts": placement.ep}
         sizes = {
             "hidden": facts.hidden,
             "intermediate": facts.intermediate,
             "rank": facts.intermediate,
             "heads": facts.heads,
             "experts": facts.expert_count,
+            "vocabulary": facts.vocabulary and padded_vocabulary(facts.vocabulary),
         }
         for name, multiple in self.multiples.items():
             if name == "linears":

@@ -131,7 +131,7 @@ _STATIC = " with static scales of activations"
 # In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
 _LINEAR = "w4a8"
 
-_STATED = list(dict.fromkeys(n for scheme in COMPRESSED_TENSORS.values() for n in scheme.names))
+_STATED = list(dict.fromkeys(str(n) for s in COMPRESSED_TENSORS.values() for n in s.names))
 
 # Defaults of missing fields; a missing `strategy` follows from the group size.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}

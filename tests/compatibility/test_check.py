@@ -198,6 +198,13 @@ def test_experts_and_heads_that_ranks_do_not_divide_are_named():
     assert [said.rule for said in verdict.against] == ["attention-heads-of-a-rank"]
 
 
+def test_vllm_divides_a_vocabulary_evenly_and_sglang_fills_it_up():
+    checkpoint = facts("fp8", "fp8_block", vocabulary=1000, intermediate=768, heads=30)
+    assert loads(checkpoint, "vllm", tp=2)
+    assert not loads(checkpoint, "vllm", tp=3)  # 1024 rows
+    assert loads(checkpoint, "sglang", tp=3)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("heads", "tp", "expected"), [(8, 4, True), (8, 16, True), (8, 6, False), (6, 4, False)]
