@@ -148,16 +148,15 @@ def _of_quantized(
 
 
 def _check_stated(modules: Sequence[Module], dialect: Dialect, config: Mapping[str, Any]) -> None:
-    """Check that experts without a defect are stored in the format that config.json says.
+    """Check that modules without a defect are stored in the format that config.json says.
 
     Raises:
-        CheckpointError: an expert is stored in another format; names the tensor.
+        CheckpointError: a module is stored in another format; names the tensor.
         UnsupportedError: as `encoded_shape`.
     """
     block_of = dialect.block_reader(config)
     for module in modules:
-        is_expert = module.group == ROUTED_EXPERTS and module.quantized
-        if not is_expert or module.stated is None or module.stated not in dialect.encodings:
+        if not module.quantized or module.stated not in dialect.encodings:
             continue
         suffixes = dialect.encoding(module.stated).suffixes
         parts = {suffix: module.parts[suffix] for suffix in suffixes if suffix in module.parts}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moequant.compatibility.facts import Defect
 from moequant.compatibility.lookup import lacks_linear_target, lookups
 from moequant.compatibility.modelopt_defects import modelopt_defects
-from moequant.compatibility.modules import CODE_DTYPES, MTP, ROUTER
+from moequant.compatibility.modules import CODE_DTYPES, MTP, OTHER, ROUTER
 from moequant.compatibility.rules import ENGINES
 from moequant.dialects.compressed_tensors import input_arguments
 from moequant.formats import STATIC_SCHEMES, get_format
@@ -53,6 +53,9 @@ def header_defects(
         CheckpointError: a list of the config is malformed.
     """
     yield from _misread(modules, dialect, config, classes)
+    # Of what is in no list that is asked about here, nobody takes codes that config.json denies.
+    denied = (m.name for m in modules if m.group == OTHER and m.stated is None)
+    yield from _one("unmatched-linears", denied)
     yield from _one("mixed-experts", _mixed_experts(modules))
     yield from _mixed_merged(modules, architecture)
     yield from _one("ragged-merged-rows", _ragged_merged_rows(modules, architecture))
@@ -99,6 +102,8 @@ def _misread(
         quantizes = own.get(engine.name, _as_stated)
         wrong: dict[str, list[str]] = defaultdict(list)
         for module in modules:
+            if module.group == OTHER:
+                continue
             # Of a layer whose experts are in several forms, no list would be right.
             if module.name not in mixed and quantizes(module) != module.quantized:
                 kind = "unmatched" if module.quantized else "plain"

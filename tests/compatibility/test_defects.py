@@ -823,3 +823,60 @@ def test_every_rule_about_a_defect_is_planted_here():
     for rule in rules():
         ids = (rule.id, *(rule.id.removesuffix(key) + "{key}" for key in ENGINES))
         assert not rule.defect or any(f'"{id}"' in text for id in ids), rule.id
+
+
+HEAD = "lm_head"
+
+
+@pytest.mark.parametrize("module", ["model.layers.1.self_attn.o_proj", HEAD])
+@pytest.mark.parametrize(("format", "leaf"), [("nvfp4", "weight_scale"), ("mxfp4", "weight_scale")])
+def test_another_layer_in_another_format_than_config_json_says_is_refused(
+    planted, check, module, format, leaf
+):
+    """Not experts alone: `convert` and `inspect` read every quantized weight."""
+    from moequant.errors import CheckpointError
+
+    donor = f"{EXPERT}.down_proj"
+
+    def quantize(tensors):
+        del tensors[f"{module}.weight"]
+        for name in [n for n in tensors if n.startswith(f"{donor}.")]:
+            tensors[name.replace(donor, module)] = tensors[name].clone()
+        scale = tensors[f"{module}.{leaf}"]
+        tensors[f"{module}.{leaf}"] = scale[:, ::2].contiguous()
+
+    path = planted(format, tensors=quantize, config=without(module))
+    with pytest.raises(CheckpointError, match=rf"{module}\.{leaf}: shape"):
+        check(path)
+
+
+def test_a_head_in_a_scheme_that_is_not_read_is_refused_by_name(planted, check):
+    from moequant.errors import UnsupportedError
+
+    def add_group(config):
+        without(HEAD)(config)
+        config["config_groups"]["group_1"] = {
+            "targets": [HEAD], "format": "int-quantized",
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+        }  # fmt: skip
+
+    def quantize(tensors):
+        rows, columns = tensors[f"{HEAD}.weight"].shape
+        tensors[f"{HEAD}.weight"] = torch.zeros(rows, columns, dtype=torch.int8)
+        tensors[f"{HEAD}.weight_scale"] = torch.ones(rows, 1)
+
+    path = planted("nvfp4", tensors=quantize, config=add_group)
+    with pytest.raises(UnsupportedError, match=r"lm_head: .*group_1\.weights\.num_bits is 8"):
+        check(path)
+
+
+def test_a_quantized_head_that_config_json_keeps_breaks_every_engine(planted, check):
+    def quantize(tensors):
+        rows, columns = tensors[f"{HEAD}.weight"].shape
+        tensors[f"{HEAD}.weight"] = torch.zeros(rows, columns).to(torch.float8_e4m3fn)
+        tensors[f"{HEAD}.weight_scale_inv"] = torch.ones(rows // 128, columns // 128)
+
+    engines = check(planted("fp8_block", tensors=quantize), gpu="h100")
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"unmatched-linears": (HEAD,)}
+    assert against(engines, "transformers") == {"unmatched-linears-fp8-transformers": (HEAD,)}
