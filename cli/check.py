@@ -182,11 +182,11 @@ def _show_engine(out: Output, engine: Mapping[str, Any]) -> None:
         if len(ways) > 1 or way:
             where = ", ".join(names) if len(ways) > 1 or len(names) == 1 else "every GPU"
             out.folded(f"{where}: {way or 'no'}", indent=2)
-    options = _by_options(engine["gpus"])
-    for texts, names in options.items():
-        if texts:
-            where = f" on {', '.join(names)}" if len(options) > 1 else ""
-            out.folded(f"start it{where} with {' '.join(texts)}", indent=2)
+    starts = engine["started_with"]
+    for start in starts:
+        if start["options"]:
+            where = f" on {', '.join(start['gpus'])}" if len(starts) > 1 else ""
+            out.folded(f"start it{where} with {' '.join(start['options'])}", indent=2)
     for kind, entries in (("why not", engine["why"]), ("note", engine["cautions"])):
         for said in entries:
             text = f"{kind} [{said['rule']}]: {said['text']} {said['next']}"
@@ -240,15 +240,6 @@ def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for gpu in gpus:
         ways.setdefault(_way(gpu), []).extend(gpu["names"])
     return ways
-
-
-def _by_options(gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[str]]:
-    """The GPUs that run a checkpoint, by the options that the engine's server needs there."""
-    options: dict[tuple[str, ...], list[str]] = {}
-    for gpu in gpus:
-        if gpu["loads"]:
-            options.setdefault(tuple(gpu["options"]), []).extend(gpu["names"])
-    return options
 
 
 def _way(gpu: Mapping[str, Any]) -> str:

@@ -123,6 +123,10 @@ class EngineReport:
             "why": [_describe(said) for said in self.against],
             "cautions": [_describe(said) for said in self.remarks],
             "gpus": [gpu.to_json() for gpu in self.gpus],
+            "started_with": [
+                {"options": list(options), "gpus": list(names)}
+                for options, names in self.options.items()
+            ],
             "memory": self.memory and self.memory.to_json(),
             "fits_from": {
                 name: {"tp": tp, "tp_with_ep": both} for name, (tp, both) in self.fits_from.items()

@@ -156,7 +156,9 @@ def _check_stated(modules: Sequence[Module], dialect: Dialect, config: Mapping[s
     """
     block_of = dialect.block_reader(config)
     for module in modules:
-        if not module.quantized or module.stated not in dialect.encodings:
+        if module.stated is None or not module.quantized:
+            continue
+        if module.stated not in dialect.encodings:
             continue
         suffixes = dialect.encoding(module.stated).suffixes
         parts = {suffix: module.parts[suffix] for suffix in suffixes if suffix in module.parts}

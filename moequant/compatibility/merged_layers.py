@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from pkgutil import get_data
 from typing import TYPE_CHECKING, NamedTuple
 
+from moequant.compatibility.tables import read_table
 from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm, merged_layers
 
 if TYPE_CHECKING:
@@ -63,7 +62,5 @@ class MergedLayers:
 @cache
 def _classes(engine: str) -> Mapping[str, frozenset[str]]:
     """By class, the merged layers that it finds by their parts."""
-    data = get_data(__name__, "merged.toml")
-    assert data is not None
-    entries = [e for e in tomllib.loads(data.decode())["class"] if e["engine"] == engine]
+    entries = [e for e in read_table("merged.toml")["class"] if e["engine"] == engine]
     return {name: frozenset(entry["by_parts"]) for entry in entries for name in entry["names"]}

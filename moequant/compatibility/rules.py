@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from pkgutil import get_data
 from typing import TYPE_CHECKING, Any, Literal
 
 from moequant._version import __version__
 from moequant.compatibility.facts import UNQUANTIZED, Placement, padded_vocabulary
+from moequant.compatibility.tables import fields_of, read_table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -306,9 +305,7 @@ def _of_rank(intermediate: int | None, ranks: int) -> str:
 
 @cache
 def _table() -> tuple[dict[str, EngineInfo], Sequence[EngineRule]]:
-    data = get_data(__name__, "rules.toml")
-    assert data is not None
-    table = tomllib.loads(data.decode())
+    table = read_table("rules.toml")
     engines = [EngineInfo(**{"version": __version__, **entry}) for entry in table["engine"]]
     found = [_read(entry) for entry in table["rule"]]
     names = {engine.name for engine in engines}
@@ -318,22 +315,10 @@ def _table() -> tuple[dict[str, EngineInfo], Sequence[EngineRule]]:
 
 
 def _read(entry: Mapping[str, Any]) -> EngineRule:
-    lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
-    capabilities = {
-        f"{end}_capability": parse_capability(entry[end]) for end in ("from", "to") if end in entry
-    }
-    known = {field.name for field in fields(EngineRule)}
-    rule = EngineRule(**{k: v for k, v in {**entry, **lists, **capabilities}.items() if k in known})
-    assert entry.keys() <= known | {"from", "to"}, entry
+    rule = EngineRule(**fields_of(entry))
     assert bool(rule.why) != rule.loads, entry
     assert rule.loads or not (rule.caution or rule.options), entry
     return rule
-
-
-def parse_capability(text: str) -> tuple[int, int]:
-    """(9, 0) of the text 9.0."""
-    major, minor = text.split(".")
-    return int(major), int(minor)
 
 
 ENGINES: Mapping[str, EngineInfo] = _table()[0]

@@ -288,7 +288,8 @@ def test_kernels_name_engines_formats_and_our_own_backends():
     for kernel in all_kernels():
         assert kernel.engine in names
         assert kernel.source
-        assert kernel.high is None or kernel.low <= kernel.high
+        first, last = kernel.from_capability, kernel.to_capability
+        assert last is None or first <= last
         if kernel.engine == "moequant":
             assert kernel.path in BACKENDS
 
