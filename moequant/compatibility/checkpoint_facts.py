@@ -30,7 +30,7 @@ from moequant.weights.source_model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from moequant.dialects import Dialect
     from moequant.models import Architecture, MoeConfig
@@ -233,11 +233,28 @@ def _formats_by_layer(
         firsts = {n: architecture.expert_tensor(n, 0, "down") for n in moe.sparse_layers}
         return {n: format_of(name.removesuffix(".weight")) for n, name in firsts.items()}
     found: dict[int, str | None] = {}
+    untargeted = _reader_without_targets(dialect, config)
     for module in modules:
         if module.group == ROUTED_EXPERTS and module.role.layer is not None:
-            stated = module.stated if module.quantized else None
+            stated = (module.stated or untargeted(module.name)) if module.quantized else None
             found[module.role.layer] = found.get(module.role.layer) or stated
     return found
+
+
+def _reader_without_targets(
+    dialect: Dialect, config: Mapping[str, Any]
+) -> Callable[[str], str | None]:
+    """A function from a module to the format of the only config group, whatever it targets.
+
+    Engines have classes of their own that a target may name. It returns None where there is not one
+    group.
+    """
+    groups = config.get("config_groups")
+    if dialect.name != "compressed-tensors" or not isinstance(groups, dict) or len(groups) != 1:
+        return lambda module: None
+    (group,) = groups.values()
+    alone = {"group": {**group, "targets": ["Linear"]}}
+    return dialect.reader({**config, "config_groups": alone, "ignore": []}, weights_only=True)
 
 
 def _form(module: Module) -> str | None:

@@ -678,6 +678,8 @@ def test_targets_that_an_engine_does_not_match(planted, check, targets, vllm, sg
     engines = check(planted("nvfp4", config=retarget(*targets)))
     assert [*against(engines, "vllm")] == ([] if vllm is None else [vllm])
     assert [*against(engines, "sglang")] == ([] if sglang is None else [sglang])
+    assert engines["vllm"].loads is (vllm is None)
+    assert engines["sglang"].loads is (sglang is None)
 
 
 @pytest.mark.parametrize(
