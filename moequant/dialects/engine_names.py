@@ -6,12 +6,13 @@ Engines look up the merged layer in a quantization_config, so a list may name it
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from moequant.dialects.names import is_expert
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _MERGED = {
     "gate_proj": "gate_up_proj",
@@ -34,6 +35,14 @@ def in_vllm(name: str) -> str:
     return there + name.removeprefix(here) if name.startswith(here) else name
 
 
+def names_of(module: str) -> tuple[str, ...]:
+    """A module's names, where it is in the language model of a vision model both of these."""
+    here, there = _RENAMED
+    if module.startswith(there):
+        return module, here + module.removeprefix(there)
+    return tuple(dict.fromkeys((module, in_vllm(module))))
+
+
 def merged_in_vllm(module: str) -> str:
     """The layer into which vLLM merges a linear layer; itself if into none, as an expert's."""
     return _merged(module, _MERGED_IN_VLLM)
@@ -42,6 +51,17 @@ def merged_in_vllm(module: str) -> str:
 def merged_in_sglang(module: str) -> str:
     """The layer into which SGLang merges a linear layer; itself if into none, as an expert's."""
     return _merged(module, _MERGED_IN_SGLANG)
+
+
+def merged_layers(modules: Iterable[str], merged_in: Callable[[str], str]) -> set[str]:
+    """The layers into which an engine merges two or more of `modules`.
+
+    Args:
+        modules: linear layers, as files name them.
+        merged_in: `merged_in_vllm` or `merged_in_sglang`.
+    """
+    parts = Counter(merged for m in modules if (merged := merged_in(m)) != m)
+    return {merged for merged, number in parts.items() if number > 1}
 
 
 def _merged(module: str, merged: Mapping[str, str]) -> str:
