@@ -390,8 +390,9 @@ def run(
     return summary
 
 
-def main():
-    """See the head of this file."""
+def parse(words):
+    """What a command line says; OPTIONS are all behind the first --."""
+    cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--minutes", type=float, default=10)
@@ -399,8 +400,14 @@ def main():
     parser.add_argument("--alone", action="store_true", help="without the plug-in")
     parser.add_argument("--beside", action="store_true", help="other processes use the GPU, too")
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
-    parser.add_argument("options", nargs="*", help="behind --: options of vllm serve")
-    given = parser.parse_args()
+    given = parser.parse_args(words[:cut])
+    given.options = words[cut + 1 :]
+    return given
+
+
+def main():
+    """See the head of this file."""
+    given = parse(sys.argv[1:])
     summary = run(
         given.checkpoint, minutes=given.minutes, clients=given.clients, alone=given.alone,
         beside=given.beside, options=given.options,

@@ -183,6 +183,14 @@ def test_beside_other_processes_the_servers_own_allocator_counts(served):
     assert unknown == "memory of the GPU was not measured"
 
 
+def test_options_of_vllm_are_behind_two_dashes():
+    words = ["q", "--minutes", "2", "--beside", "--", "--dtype", "bfloat16", "--json", "x"]
+    given = load_soak().parse(words)
+    assert (given.checkpoint, given.minutes, given.beside) == (Path("q"), 2.0, True)
+    assert (given.options, given.json) == (["--dtype", "bfloat16", "--json", "x"], None)
+    assert load_soak().parse(["q"]).options == []
+
+
 def test_failed_requests_hide_no_problem_of_the_server():
     found = load_soak().Found(problems=["the server ended"], failures=["refused"] * 1000)
     summary = found.summary()
