@@ -35,7 +35,7 @@ from moequant.kernels.routing import (
     sort_kernel,
     sort_routing,
 )
-from moequant.kernels.sm90.grouped_gemm import ROUTED_PAIRS, GroupedGemm
+from moequant.kernels.sm90.grouped_gemm import ROUTED_PAIRS, GroupedGemm, compile_ahead
 from moequant.kernels.sm90.quantize_permute import (
     BESIDE_PAIRS,
     FEW_PAIRS,
@@ -49,7 +49,7 @@ from moequant.kernels.sm90.tiling import Tiling, Tilings, TuningProblem
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from moequant.kernels.sm90.grouped_gemm import GemmConfig
@@ -109,6 +109,41 @@ class Sm90Weights(ABC):
             buffers: of the call.
             tiling: of the call.
         """
+
+    def gemms(
+        self, tokens: int, topk: int, tiling: Tiling, buffers: Buffers
+    ) -> list[tuple[GemmConfig, Callable[[], list[Any]]]]:
+        """As `gemm`, of gate and up, and of down, for calls of [tokens, topk] pairs."""
+        act_fn = self.act_fn
+        gate_up = {
+            "act": act_fn.name,
+            "gated": act_fn.gated,
+            "limited": act_fn.limit is not None,
+            "bias": self.bias13 is not None,
+            "gather": topk if tiling.gather or not self.quantizes else 0,
+            "routed": routed(tiling, tokens * topk),
+            "split": tiling.split13,
+            "K": self.hidden,
+            "n_out": self.padded,
+        }
+        down = {
+            "act": None,
+            "bias": self.bias2 is not None,
+            "split": tiling.split2,
+            "K": self.intermediate,
+            "n_out": self.hidden,
+        }
+        both = {"rows": tiling.rows, "pair": tiling.pair}
+        return [self.gemm({**both, **own}, buffers, tiling) for own in (gate_up, down)]
+
+    def gemm_configs(self, tokens: int, topk: int) -> list[GemmConfig]:
+        """The kernels of the GEMMs of a call of [tokens, topk] pairs, without memory for it."""
+        if tokens * topk == 0:
+            return []
+        tokens = part_tokens(tokens, topk)
+        tiling = self.tiling(tokens, topk)
+        buffers = Buffers.carve(self, tokens, topk, tiling, WorkspaceArena())
+        return [config for config, _ in self.gemms(tokens, topk, tiling, buffers)]
 
     @property
     def experts(self) -> int:
@@ -217,6 +252,14 @@ class Sm90Weights(ABC):
             tokens <= 64,
             tuple(number % 16 == 0 for number in (tokens, pairs, *scales[1:])),
         )
+
+    def compile_ahead(self, tokens: Iterable[int], topk: int) -> None:
+        """Compile the kernels of the GEMMs of calls of these tokens, several at once.
+
+        Raises:
+            MoequantError: the compiler refuses one.
+        """
+        compile_ahead(config for M in tokens for config in self.gemm_configs(M, topk))
 
     def run(
         self,
@@ -363,19 +406,10 @@ class Sm90Plan:
         self._routed = routed(self.tiling, tokens * topk)
         self._static13, self._static2 = weights.static13, weights.static2
         self._launches: dict[tuple[object, ...], tuple[Relaunch, Relaunch | None, Relaunch]] = {}
-        act_fn = weights.act_fn
+        gate_up, down = weights.gemms(tokens, topk, self.tiling, b)
         self.gate_up = self._gemm(
             weights,
-            {
-                "act": act_fn.name,
-                "gated": act_fn.gated,
-                "limited": act_fn.limit is not None,
-                "gather": topk if self.tiling.gather or not weights.quantizes else 0,
-                "routed": self._routed,
-                "split": self.tiling.split13,
-                "K": weights.hidden,
-                "n_out": weights.padded,
-            },
+            gate_up,
             x=b.x,
             x_scale=b.x_scale,
             units_taken=b.routing.units_taken[:1],
@@ -384,12 +418,7 @@ class Sm90Plan:
         )
         self.down = self._gemm(
             weights,
-            {
-                "act": None,
-                "split": self.tiling.split2,
-                "K": weights.intermediate,
-                "n_out": weights.hidden,
-            },
+            down,
             x=b.act if b.codes is None else b.codes,
             x_scale=b.codes_scale,
             units_taken=b.routing.units_taken[1:],
@@ -400,7 +429,7 @@ class Sm90Plan:
     def _gemm(
         self,
         weights: Sm90Weights,
-        common: dict[str, Any],
+        kernel: tuple[GemmConfig, Callable[[], list[Any]]],
         *,
         x: Tensor | None,
         x_scale: Tensor | None,
@@ -408,12 +437,7 @@ class Sm90Plan:
         out: Tensor,
         bias: Tensor | None,
     ) -> GroupedGemm:
-        common |= {
-            "rows": self.tiling.rows,
-            "pair": self.tiling.pair,
-            "bias": bias is not None,
-        }
-        config, own = weights.gemm(common, self.buffers, self.tiling)
+        config, own = kernel
         return GroupedGemm(
             config,
             x=x,

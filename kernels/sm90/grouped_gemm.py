@@ -7,7 +7,9 @@ arguments that `GroupedGemm` lists, then its own.
 from __future__ import annotations
 
 import ctypes
+import os
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +21,7 @@ from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubi
 from moequant.kernels.sm90.source import read_source, tile_classes, wgmma
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from moequant.act_fn import ActFn
@@ -32,6 +34,8 @@ ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglustep", "sit
 """The activation functions in the order of the macro ACT, see activation.cuh."""
 
 _THREADS = 384
+_COMPILERS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+"""Threads that compile; the calls of a model have about 20 kernels."""
 _SHARED_LIMIT = 227 * 1024
 
 
@@ -148,9 +152,28 @@ class GemmConfig(ABC):
 
 
 @cache
+def _cubin(config: GemmConfig) -> bytes:
+    return compile_cubin(config.source(), config.defines())
+
+
+def compile_ahead(configs: Iterable[GemmConfig]) -> None:
+    """Compile kernels that later calls will launch, several at once.
+
+    A kernel takes about half a second of one core. Python's lock is free while NVRTC compiles, and
+    NVRTC 13 compiles for several threads at once.
+
+    Raises:
+        MoequantError: the compiler refuses one; carries its log.
+    """
+    with ThreadPoolExecutor(_COMPILERS, thread_name_prefix="nvrtc") as pool:
+        for _ in pool.map(_cubin, dict.fromkeys(configs)):
+            pass
+
+
+@cache
 def _kernel(config: GemmConfig, device: int) -> Kernel:
     return Kernel.load(
-        compile_cubin(config.source(), config.defines()),
+        _cubin(config),
         config.path.stem,
         threads=_THREADS,
         shared_bytes=config.shared_bytes,

@@ -19,7 +19,7 @@ from moequant.runtime.packing import pack_experts, scheme_of
 from moequant.runtime.select import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.backends import Backend, Workload
@@ -219,7 +219,22 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        return self.packed().kernels_for(-(-tokens // parts_of(tokens, self.max_tokens)), topk)
+        return self.packed().kernels_for(self._part(tokens), topk)
+
+    def compile_ahead(self, tokens: Iterable[int], topk: int) -> None:
+        """Compile kernels of calls of these tokens, as far as the backend compiles several at once.
+
+        Calls compile what is left.
+
+        Args:
+            tokens: each M; best one for each set of kernels, see `kernels_for`.
+            topk: T.
+
+        Raises:
+            UnsupportedError: no backend runs the experts where they are now.
+            MoequantError: the compiler refuses a kernel.
+        """
+        self.packed().compile_ahead([self._part(M) for M in tokens], topk)
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of scratch memory that a call of [tokens, topk] token-expert pairs needs.
@@ -230,7 +245,7 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        return self.packed().workspace_bytes(-(-tokens // parts_of(tokens, self.max_tokens)), topk)
+        return self.packed().workspace_bytes(self._part(tokens), topk)
 
     def run(
         self,
@@ -272,6 +287,10 @@ class FusedExperts(nn.Module):
             f"{w.format}, experts={w.experts}, hidden={w.hidden}, intermediate={w.intermediate}, "
             f"backend={self.backend}, activations={self.activations}"
         )
+
+    def _part(self, tokens: int) -> int:
+        """The most tokens of a part of a call."""
+        return -(-tokens // parts_of(tokens, self.max_tokens))
 
     def _buffer(self, name: str) -> Tensor:
         # Not get_buffer: of an AttributeError in a property, nn.Module says that there is none.

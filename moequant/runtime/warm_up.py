@@ -86,6 +86,7 @@ def warm_up(
     report = progress or SilentProgress()
     chosen = distinct_calls(experts, tokens, topk)
     report.start("compiling", len(chosen), unit="kernel sets")
+    experts.compile_ahead(chosen, topk)
     for M in chosen:
         _call(experts, M, topk, dtype)
         report.advance(1, f"{M} tokens")

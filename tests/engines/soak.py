@@ -1,6 +1,6 @@
 """Serve a checkpoint with vLLM for some minutes, to many clients, and check that it stays well.
 
-    soak.py CHECKPOINT [--minutes 10] [--clients 64] [--alone] [--json OUT] [-- OPTIONS]
+    soak.py CHECKPOINT [--minutes 10] [--clients 64] [--alone] [--beside] [--json OUT] [-- OPTIONS]
 
 OPTIONS are those of `vllm serve`.
 
@@ -10,7 +10,8 @@ streamed, a few of which the client abandons. It fails if
 
 * a request is not answered with 200 and as many tokens as were asked for,
 * the server ends, or does not start,
-* memory of the GPU or of the server's processes grows, from the middle of the time to its end,
+* memory of the GPU or of the server's processes grows, from the middle of the time to its end; with
+  --beside, where other processes use the GPU, what torch holds of it in the server's,
 * the same prompt, greedy and by itself, has another answer at the end than at the start.
 
 Exit code 0 if all is well, else 1. Everything stays on this machine: the server listens on
@@ -36,9 +37,11 @@ import time
 from collections import Counter
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 HOST = "127.0.0.1"
+HERE = Path(__file__).parent
 MAX_TOKENS = 2048
 """Of a prompt and its answer."""
 REFERENCES = 8
@@ -106,13 +109,13 @@ def part_of(memory, seconds, begin, end, column):
     return max(values, default=None)
 
 
-def check_memory(found):
-    """Add a problem if memory grew."""
+def check_memory(found, *, gpu_known=False):
+    """Add a problem if memory grew, or was not measured; of the GPU only if it is known."""
     for column, name in ((1, "the GPU"), (2, "the server's processes")):
         before, after = (part_of(found.memory, found.seconds, *w, column) for w in WINDOWS)
         if before is None or after is None:
-            if column == 2:
-                found.problems.append("memory of the server's processes was not measured")
+            if column == 2 or gpu_known:
+                found.problems.append(f"memory of {name} was not measured")
             continue
         allowed = GPU_GROWTH_BYTES if column == 1 else HOST_GROWTH * before
         if after > before + allowed:
@@ -153,11 +156,17 @@ def gpu_bytes():
     return sum(map(int, done.stdout.split())) << 20 if done.returncode == 0 else None
 
 
+def torch_bytes(folder):
+    """What torch's allocator holds in all processes that say so; see server_memory."""
+    return sum(int(file.read_text()) for file in folder.glob("[0-9]*")) or None
+
+
 class Server:
     """A running `vllm serve`."""
 
-    def __init__(self, process, port, model):
+    def __init__(self, process, port, model, gpu_bytes):
         self.process, self.port, self.model = process, port, model
+        self.gpu_bytes = gpu_bytes
 
     def connect(self):
         """A connection."""
@@ -173,8 +182,9 @@ class Server:
 
 
 @contextmanager
-def serve(checkpoint, log, *, alone, options, start_s):
+def serve(checkpoint, log, *, alone, beside, options, start_s):
     """Start `vllm serve` on a free port, wait until it answers, and end it with its processes."""
+    memory = Path(tempfile.mkdtemp(prefix="memory-", dir=log.parent))
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         port = taken.getsockname()[1]
@@ -184,13 +194,17 @@ def serve(checkpoint, log, *, alone, options, start_s):
         "--max-model-len", str(MAX_TOKENS), *([] if alone else ["--quantization", "moequant"]),
         *options,
     ]  # fmt: skip
-    plugins = "" if alone else "moequant"
+    environment = {**os.environ, "VLLM_PLUGINS": "" if alone else "moequant"}
+    if beside:
+        environment["MOEQUANT_SERVER_MEMORY"] = str(memory)
+        paths = [str(HERE / "server_memory"), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env={**os.environ, "VLLM_PLUGINS": plugins}, stdout=file, stderr=file,
-            start_new_session=True,
-        )  # fmt: skip
-        server = Server(process, port, "soak")
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        measure = partial(torch_bytes, memory) if beside else gpu_bytes
+        server = Server(process, port, "soak", measure)
         try:
             wait_for(server, start_s)
             yield server
@@ -309,10 +323,10 @@ def client(server, prompts, until, found, lock):
                 found.failures.append(problem)
 
 
-def watch(session, started, done, found):
+def watch(server, started, done, found):
     """Sample memory until `done` is set."""
     while not done.wait(_SECONDS["sample"]):
-        sample = time.monotonic() - started, gpu_bytes(), host_bytes(session)
+        sample = time.monotonic() - started, server.gpu_bytes(), host_bytes(server.process.pid)
         found.memory.append(sample)
 
 
@@ -329,7 +343,7 @@ def soak(server, *, seconds, clients, vocabulary):
         )
         for seed in range(clients)
     ]
-    watcher = threading.Thread(target=watch, args=(server.process.pid, started, done, found))
+    watcher = threading.Thread(target=watch, args=(server, started, done, found))
     for thread in (*threads, watcher):
         thread.start()
     for thread in threads:
@@ -342,7 +356,7 @@ def soak(server, *, seconds, clients, vocabulary):
         return found
     if not sum(found.requests.values()):
         found.problems.append("no request was answered")
-    check_memory(found)
+    check_memory(found, gpu_known=server.gpu_bytes is not gpu_bytes)
     after = answers(server, references, "end")
     for index, (first, last) in enumerate(zip(before, after, strict=True)):
         if first != last:
@@ -350,14 +364,19 @@ def soak(server, *, seconds, clients, vocabulary):
     return found
 
 
-def run(checkpoint, *, minutes, clients, alone=False, options=(), start_s=_SECONDS["start"]):
+def run(
+    checkpoint, *, minutes, clients, alone=False, beside=False, options=(),
+    start_s=_SECONDS["start"],
+):  # fmt: skip
     """Serve and soak; returns the summary, with the end of the server's log if it is not well."""
     config = json.loads((Path(checkpoint) / "config.json").read_text())
     vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         try:
-            with serve(checkpoint, log, alone=alone, options=options, start_s=start_s) as server:
+            with serve(
+                checkpoint, log, alone=alone, beside=beside, options=options, start_s=start_s
+            ) as server:
                 found = soak(server, seconds=60 * minutes, clients=clients, vocabulary=vocabulary)
         except (RuntimeError, OSError, http.client.HTTPException) as error:
             found = Found(problems=[f"{type(error).__name__}: {error}"])
@@ -371,19 +390,27 @@ def run(checkpoint, *, minutes, clients, alone=False, options=(), start_s=_SECON
     return summary
 
 
-def main():
-    """See the head of this file."""
+def parse(words):
+    """What a command line says; OPTIONS are all behind the first --."""
+    cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--alone", action="store_true", help="without the plug-in")
+    parser.add_argument("--beside", action="store_true", help="other processes use the GPU, too")
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
-    parser.add_argument("options", nargs="*", help="behind --: options of vllm serve")
-    given = parser.parse_args()
+    given = parser.parse_args(words[:cut])
+    given.options = words[cut + 1 :]
+    return given
+
+
+def main():
+    """See the head of this file."""
+    given = parse(sys.argv[1:])
     summary = run(
         given.checkpoint, minutes=given.minutes, clients=given.clients, alone=given.alone,
-        options=given.options,
+        beside=given.beside, options=given.options,
     )  # fmt: skip
     text = json.dumps(summary, indent=1)
     print(text)

@@ -18,6 +18,8 @@ import json, os, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 fault = os.environ["FAKE_SERVER"]
+if fault.startswith("GPU"):
+    import torch  # the one beside this file's package
 given = sys.argv
 assert given[1] == "serve" and "--skip-tokenizer-init" in given, given
 assert given[given.index("--host") + 1] == "127.0.0.1"
@@ -92,6 +94,24 @@ class Server(ThreadingHTTPServer):
 Server(("127.0.0.1", int(given[given.index("--port") + 1])), Handler).serve_forever()
 '''
 
+TORCH = '''
+"""In place of torch: its allocator takes more and more if FAKE_SERVER says so."""
+import os, time
+from types import SimpleNamespace
+
+begun, leaks = time.monotonic(), os.environ["FAKE_SERVER"] == "GPU leaks"
+
+
+def memory_reserved(device):
+    assert device == 0
+    return (1 << 30) + (int(time.monotonic() - begun) << 28 if leaks else 0)
+
+
+cuda = SimpleNamespace(
+    is_initialized=lambda: True, device_count=lambda: 1, memory_reserved=memory_reserved
+)
+'''
+
 
 def load_soak():
     spec = spec_from_file_location("soak", SOAK)
@@ -107,13 +127,17 @@ def served(tmp_path, monkeypatch, make_checkpoint):
     package = tmp_path / "site" / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
     (package / "main.py").write_text(SERVER)
+    (tmp_path / "site" / "torch.py").write_text(TORCH)
     soak = load_soak()
     monkeypatch.setitem(soak._SECONDS, "sample", 0.1)
 
-    def served(fault, *, alone=False, seconds=3):
+    def served(fault, *, alone=False, beside=False, seconds=3):
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
         monkeypatch.setenv("FAKE_SERVER", fault)
-        return soak.run(make_checkpoint(), minutes=seconds / 60, clients=4, alone=alone, start_s=30)
+        return soak.run(
+            make_checkpoint(), minutes=seconds / 60, clients=4, alone=alone, beside=beside,
+            start_s=30,
+        )  # fmt: skip
 
     return served
 
@@ -146,6 +170,25 @@ def test_every_fault_is_found(served, fault, problem):
     assert not summary["ok"]
     assert any(problem in found for found in summary["problems"]), summary
     assert "log" in summary
+
+
+def test_beside_other_processes_the_servers_own_allocator_counts(served):
+    level = 1 << 30
+    well = served("GPU", beside=True, seconds=4)
+    assert well["ok"], well
+    assert well["memory"]["gpu_bytes"] == [level, level]
+    (leak,) = served("GPU leaks", beside=True, seconds=4)["problems"]
+    assert leak.startswith("memory of the GPU grew")
+    (unknown,) = served("", beside=True, seconds=1)["problems"]
+    assert unknown == "memory of the GPU was not measured"
+
+
+def test_options_of_vllm_are_behind_two_dashes():
+    words = ["q", "--minutes", "2", "--beside", "--", "--dtype", "bfloat16", "--json", "x"]
+    given = load_soak().parse(words)
+    assert (given.checkpoint, given.minutes, given.beside) == (Path("q"), 2.0, True)
+    assert (given.options, given.json) == (["--dtype", "bfloat16", "--json", "x"], None)
+    assert load_soak().parse(["q"]).options == []
 
 
 def test_failed_requests_hide_no_problem_of_the_server():

@@ -16,6 +16,9 @@ class CompilesExperts(PackedExperts):
 
     calls = ()
 
+    def compile_ahead(self, tokens, topk):
+        type(self).calls += (("ahead", tokens, topk),)
+
     def kernels_for(self, tokens, topk):
         return ("few" if tokens <= 16 else "many", topk)
 
@@ -60,7 +63,7 @@ def test_each_set_of_kernels_is_run_once_and_reported(layers, compiles):
     experts = FusedExperts(layers.make().weights, backend="compiles")
     told = Told()
     assert warm_up(experts, range(1, 65), 3, progress=told) == [1, 17]
-    assert compiles.calls == ((1, 3),) * 6 + ((17, 3),) * 6
+    assert compiles.calls == (("ahead", [1, 17], 3), *((1, 3),) * 6, *((17, 3),) * 6)
     assert told.messages == [
         ("compiling", 2, "kernel sets"), (1, "1 tokens"), (1, "17 tokens"), "done",
     ]  # fmt: skip
@@ -99,7 +102,7 @@ def test_a_warm_up_of_a_checkpoint_runs_the_tokens_of_its_mode(
 def test_calls_in_parts_need_the_kernels_of_a_part(layers, compiles):
     experts = FusedExperts(layers.make().weights, backend="compiles", max_tokens=16)
     assert warm_up(experts, [64], 2) == [64]
-    assert compiles.calls == ((16, 2),) * 4 * 6
+    assert compiles.calls == (("ahead", [16], 2), *((16, 2),) * 4 * 6)
 
 
 def test_a_backend_that_compiles_nothing_runs_nothing(layers):

@@ -56,6 +56,9 @@ def warm_up_smaller(
     _warm.add(kind)
     started = time.perf_counter()
     chosen = distinct_calls(experts, tokens_of(mode, M), T)
+    if not chosen:
+        return
+    experts.compile_ahead(chosen, T)
     for tokens in reversed(chosen):  # so that none needs more scratch memory than there is
         experts(
             hidden_states[:tokens],
@@ -63,10 +66,9 @@ def warm_up_smaller(
             topk_ids[:tokens],
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
-    if chosen:
-        logger.info(
-            "moequant ran %d calls of 1 to %d tokens, one for each set of kernels, in %.1f s",
-            len(chosen),
-            M,
-            time.perf_counter() - started,
-        )
+    logger.info(
+        "moequant ran %d calls of 1 to %d tokens, one for each set of kernels, in %.1f s",
+        len(chosen),
+        M,
+        time.perf_counter() - started,
+    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -131,6 +131,13 @@ class PackedExperts(ABC):
         Calls of equal names launch the same kernels. None: nothing is compiled.
         """
         return None
+
+    def compile_ahead(self, tokens: Iterable[int], topk: int) -> None:
+        """Compile what can be compiled at once of the kernels of calls of these tokens.
+
+        Calls compile what is left. Nothing unless a backend overrides this.
+        """
+        return
 
     def stages(
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor

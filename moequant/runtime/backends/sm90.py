@@ -12,7 +12,7 @@ from moequant.runtime.backends.stacked import input_scales_in, unstack_biases
 from moequant.runtime.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -72,6 +72,10 @@ class Sm90Experts(PackedExperts):
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`."""
         return self.kernel_weights.kernels_for(tokens, topk)
+
+    def compile_ahead(self, tokens: Iterable[int], topk: int) -> None:
+        """See `PackedExperts.compile_ahead`."""
+        self.kernel_weights.compile_ahead(tokens, topk)
 
     def run(
         self,

@@ -13,6 +13,10 @@ class KernelsExperts(PackedExperts):
     """Has a kernel for up to 4 tokens, one for up to 16, and one for more."""
 
     calls = ()
+    ahead = ()
+
+    def compile_ahead(self, tokens, topk):
+        type(self).ahead += ((tokens, topk, len(self.calls)),)
 
     def kernels_for(self, tokens, topk):
         return (tokens > 4, tokens > 16, topk)
@@ -42,6 +46,7 @@ def calls(monkeypatch, engine):
     monkeypatch.setitem(backends.backends(), "kernels", Kernels())
     monkeypatch.setattr(warm_up, "_warm", set())
     monkeypatch.setattr(KernelsExperts, "calls", ())
+    monkeypatch.setattr(KernelsExperts, "ahead", ())
 
     def calls():
         found, KernelsExperts.calls = KernelsExperts.calls, ()
@@ -71,6 +76,13 @@ def test_the_first_call_runs_each_set_of_kernels_of_its_mode(engine, converted, 
     assert calls() == [40, *sizes]
     run(layer, 40)
     assert calls() == [40]
+
+
+def test_what_compiles_at_once_does_so_before_the_calls(engine, converted, calls):
+    run(loaded(engine, converted, options={"warm_up": "relax"}), 40)
+    assert KernelsExperts.ahead == (([1, 8, 32], 2, 1),)
+    run(loaded(engine, converted), 40)
+    assert len(KernelsExperts.ahead) == 1
 
 
 def test_by_default_all_sizes_count_up_to_that_of_the_first_call(engine, converted, calls):

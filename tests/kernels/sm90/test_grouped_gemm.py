@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from moequant.kernels.fp8_block import sm90_fp8_fused
 from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
 from moequant.kernels.sm90 import grouped_gemm
 from moequant.kernels.sm90.fused import Buffers, Sm90Plan, routed
-from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments
+from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments, compile_ahead
 from moequant.kernels.sm90.tiling import Tiling
 from moequant.kernels.sm90_fp8_channel import sm90_fp8_channel_fused
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelWeights
@@ -141,24 +143,7 @@ def tilings(family):
 def configs(weights, tiling):
     """The two GEMMs of a layer."""
     buffers = Buffers.carve(weights, 4, 8, tiling, WorkspaceArena())
-    shared = {"rows": tiling.rows, "pair": tiling.pair}
-    gate_up = {
-        "act": "silu",
-        "gated": True,
-        "gather": 8 if tiling.gather or not weights.quantizes else 0,
-        "routed": tiling.rows == 8,
-        "split": tiling.split13,
-        "K": weights.hidden,
-        "n_out": weights.padded,
-    }
-    down = {
-        "act": None,
-        "split": tiling.split2,
-        "K": weights.intermediate,
-        "n_out": weights.hidden,
-    }
-    for common in (gate_up, down):
-        yield weights.gemm({**common, **shared}, buffers, tiling)[0]
+    return [config for config, _ in weights.gemms(4, 8, tiling, buffers)]
 
 
 @every_family
@@ -267,3 +252,53 @@ def test_a_kernel_is_launched_with_its_parameters(weights_of, launches, tiling):
     plan.gate_up.route(torch.zeros(M, T, dtype=torch.int64), None)
     assert (routing.wide_ids, routing.map_size) == (1, -1)
     assert weights.act_fn == SILU
+
+
+@every_family
+def test_the_kernels_of_a_call_are_known_before_it(weights_of, launches, monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    weights = weights_of(8, 384, 256, "cpu", bias2=torch.zeros(8, 384))
+    for M in (1, 100):
+        launches.clear()
+        weights.plan(M, 4, tiling=None, workspace=torch.zeros(weights.workspace_bytes(M, 4)).byte())
+        assert weights.gemm_configs(M, 4) == [config for config, *_ in launches]
+        assert [config.bias for config in weights.gemm_configs(M, 4)] == [False, True]
+    assert weights.gemm_configs(0, 4) == []
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The macros of what is compiled, two at once: each waits for another."""
+    made, together = [], threading.Barrier(2)
+
+    def compile_cubin(source, defines):
+        together.wait(timeout=30)
+        made.append(defines)
+        return str(defines["ROWS"]).encode()
+
+    monkeypatch.setattr(grouped_gemm, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(grouped_gemm, "_COMPILERS", 2)
+    for kept in (grouped_gemm._cubin, grouped_gemm._kernel):
+        kept.cache_clear()
+    yield made
+    for kept in (grouped_gemm._cubin, grouped_gemm._kernel):
+        kept.cache_clear()
+
+
+def test_kernels_are_compiled_at_once_and_each_of_them_once(compiled, monkeypatch):
+    few, many = (configs(w4a8_weights(8, H, I), Tiling(rows=rows)) for rows in (8, 64))
+    compile_ahead([*few, *many, *few])
+    assert len(compiled) == 4
+    monkeypatch.setattr(grouped_gemm.Kernel, "load", lambda cubin, name, **_: (cubin, name))
+    assert grouped_gemm._kernel(many[0], 0) == (b"64", "sm90_w4a8_grouped_gemm")
+    assert len(compiled) == 4
+
+
+def test_what_the_compiler_refuses_is_said(monkeypatch):
+    def refuse(source, defines):
+        raise MoequantError("line 7: no")
+
+    monkeypatch.setattr(grouped_gemm, "compile_cubin", refuse)
+    with pytest.raises(MoequantError, match="line 7: no"):
+        compile_ahead(configs(w4a8_weights(8, 512, 256), Tiling(rows=16)))
