@@ -154,9 +154,11 @@ def test_w4a8_with_equal_mean_squares_is_no_worse_than_mse():
     w, fmt = weight(2), CONVERTIBLE["w4a8"]
     q = fmt.quantize(w, {"search": "weighted"}, mean_square=torch.full((K,), 0.37))
     mse = fmt.quantize(w, {"search": "mse"})
-    errors = [weighted_errors(w, dequantize(one).double(), torch.ones(K), (1, 128)) for one in (q, mse)]
-    # The same factors win, but scales are chosen by the error that they have when rounded.
-    assert errors[0].sum() < errors[1].sum()
+    error, of_mse = (
+        weighted_errors(w, dequantize(one).double(), torch.ones(K), (1, 128)) for one in (q, mse)
+    )
+    # Scales are chosen by the error that they have when they are rounded.
+    assert error.sum() < of_mse.sum()
 
 
 @pytest.mark.parametrize("scale", CONVERTIBLE["fp8_block"].options["scale"])
