@@ -28,18 +28,24 @@ def run_apart(
     Args:
         function: pickled by its name, as are arguments and results.
         arguments: what it gets.
-        processes: at most this many at once, at least 1, each with its share of the cores.
+        processes: at most this many at once, at least 1, each with its share of the cores. Each
+            imports the caller's main module anew, so a script starts its work under
+            `if __name__ == "__main__"`.
     """
     missing = dict(enumerate(arguments))
     with _pool(min(processes, len(missing) or 1)) as pool:
-        positions = {pool.submit(function, argument): i for i, argument in missing.items()}
         try:
+            positions = {pool.submit(function, argument): i for i, argument in missing.items()}
             for future in as_completed(positions):
-                result = future.result()
-                del missing[positions[future]]
-                yield positions[future], result
-        except BrokenProcessPool:
+                # When a process dies, others may have ended their work at the same time.
+                if not isinstance(future.exception(), BrokenProcessPool):
+                    del missing[positions[future]]
+                    yield positions[future], future.result()
+        except BrokenProcessPool:  # while arguments were handed over
             pass
+        finally:
+            # Where this is interrupted, nobody waits for the results.
+            pool.shutdown(cancel_futures=True)
     # The pool does not say which argument it was, and all behind it are without a result.
     for position, argument in missing.items():
         with _pool(1) as pool:

@@ -123,7 +123,8 @@ def selftest(
         device: where to run.
         backend: name of the one to run; by default all.
         processes: how many run them side by side; 1 for this one. By default as many as there are
-            cores, up to 8, on a GPU; else 1. One that ends with a case fails that case alone.
+            cores, up to 8, on a GPU; else 1. One that ends with a case fails that case alone. A
+            script that starts several calls this under `if __name__ == "__main__"`.
         progress: told of every backend, format and scheme.
 
     Returns:
@@ -310,7 +311,20 @@ def _layers_of_process() -> _Layers:
 
 
 def _run_alone(case: _Case) -> _Row:
+    _end_without_device(case.place)
     return _run(case, _layers_of_process())
+
+
+def _end_without_device(place: torch.device) -> None:
+    """End this process if an earlier case made the GPU unusable for it, as an illegal access does.
+
+    `run_apart` then runs the case in another process.
+    """
+    if place.type == "cuda":
+        try:
+            torch.cuda.synchronize(place)
+        except Exception:  # torch has several classes for it
+            os._exit(1)
 
 
 def _run(case: _Case, layers: _Layers) -> _Row:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from operator import itemgetter, neg
 
 import pytest
@@ -20,6 +22,19 @@ def test_a_process_that_dies_costs_the_result_of_its_argument_alone():
     died, fine = results_of(eval, ["__import__('os')._exit(1)", "3 * 7"], 1)
     assert isinstance(died[1], Died)
     assert fine == (1, 21)
+
+
+def test_a_pool_that_breaks_while_it_is_filled_costs_no_result(monkeypatch):
+    submit, given = ProcessPoolExecutor.submit, []
+
+    def break_at_the_second(pool, function, argument):
+        given.append(argument)
+        if len(given) == 2:
+            raise BrokenProcessPool
+        return submit(pool, function, argument)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", break_at_the_second)
+    assert results_of(neg, [5, 6], 1) == [(0, -5), (1, -6)]
 
 
 def test_an_exception_is_raised_here():

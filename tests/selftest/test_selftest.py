@@ -257,6 +257,18 @@ def test_a_layer_of_odd_sizes_is_the_first_that_a_format_has():
         assert sizes.hidden == hidden
 
 
+@pytest.mark.parametrize(("place", "ends"), [("cuda", True), ("cpu", False)])
+def test_a_process_whose_gpu_an_earlier_case_broke_ends(monkeypatch, place, ends):
+    def fail(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    codes = []
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    run._end_without_device(torch.device(place))
+    assert codes == [1] * ends
+
+
 def test_a_backend_or_device_that_is_none_is_refused():
     with pytest.raises(UnsupportedError, match="unknown backend 'fast'; use one of: sm90"):
         selftest("cpu", backend="fast")
