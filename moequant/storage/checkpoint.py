@@ -114,7 +114,8 @@ class Checkpoint:
 
         Args:
             path: its directory.
-            state: `file_state` of then. If it is another now, this is `open`.
+            state: `file_state` of then. If it is another now, or if there are other weight files
+                beside them, which `open` might choose, this is `open`.
 
         Raises:
             CheckpointError: as `open`; what is wrong with headers, once `tensors` is looked at.
@@ -122,8 +123,7 @@ class Checkpoint:
         """
         folder = Folder(path=path)
         folder.check()
-        names = set(folder.names())
-        if not names.issuperset(state) or (INDEX_FILE in names) != (INDEX_FILE in state):
+        if {name for name in folder.names() if _may_count(name)} != state.keys():
             return cls.open(folder)
         files = {name: folder.open(name) for name in state}
         config_file = folder.open(CONFIG_FILE)
@@ -306,8 +306,7 @@ def _choose_files(
         return index_file, weight_map, files
     if SINGLE_FILE in names:
         return None, None, [SINGLE_FILE]
-    files = [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
-    files.sort(key=natural_key)
+    files = sorted(filter(_is_weight_file, names), key=natural_key)
     if not files:
         raise _no_weights(folder, names)
     if not _is_whole(files):
@@ -317,6 +316,15 @@ def _choose_files(
             "move away what does not belong"
         )
     return None, None, files
+
+
+def _is_weight_file(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith(".")
+
+
+def _may_count(name: str) -> bool:
+    """Whether a file of this name may decide which tensors a checkpoint has."""
+    return name == INDEX_FILE or _is_weight_file(name)
 
 
 def _check_all_there(

@@ -126,6 +126,13 @@ def test_headers_of_a_checkpoint_with_another_state_are_read_at_once(
         Checkpoint.open_known(folder, state)
 
 
+def test_a_known_checkpoint_with_a_new_weight_file_is_chosen_as_open_does(folder: Path) -> None:
+    state = Checkpoint.open(folder).file_state()
+    save_file({"other": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds both model\.safetensors"):
+        Checkpoint.open_known(folder, state)
+
+
 def _spoil_header(path: Path) -> None:
     """Make a header unreadable, and leave size and time as they were."""
     status = path.stat()
