@@ -14,6 +14,7 @@ from moequant.compatibility.facts import (
     heads_in,
     keys_in,
     kv_heads_in,
+    vocabulary_in,
 )
 from moequant.compatibility.memory import WeightSizes, weight_sizes
 from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
@@ -215,7 +216,7 @@ def _common(
         "expert_count": moe.experts,
         "heads": heads_in(config),
         "kv_heads": kv_heads_in(config),
-        "vocabulary": heads_in(config, "vocab_size"),
+        "vocabulary": vocabulary_in(config),
         "config_keys": keys_in(config),
     }
 

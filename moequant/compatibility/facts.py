@@ -138,23 +138,32 @@ def dtype_in(config: Mapping[str, Any]) -> str | None:
     return next((dtype for dtype in named if isinstance(dtype, str)), None)
 
 
-def heads_in(config: Mapping[str, Any], key: str = "num_attention_heads") -> int | None:
-    """A number of heads of the language model by config.json; None if not there."""
-    found = (section.get(key) for section in _sections(config))
-    return next((heads for heads in found if type(heads) is int and heads > 0), None)
+def heads_in(config: Mapping[str, Any]) -> int | None:
+    """Attention heads of the language model by config.json; None if not there."""
+    return _number_in(config, "num_attention_heads")
 
 
 def kv_heads_in(config: Mapping[str, Any]) -> int | None:
     """Heads of keys and values by config.json; None if not there, and of MLA, which has none."""
     if any("kv_lora_rank" in section for section in _sections(config)):
         return None
-    return heads_in(config, "num_key_value_heads")
+    return _number_in(config, "num_key_value_heads")
+
+
+def vocabulary_in(config: Mapping[str, Any]) -> int | None:
+    """Tokens in the vocabulary by config.json; None if not there."""
+    return _number_in(config, "vocab_size")
 
 
 def keys_in(config: Mapping[str, Any]) -> frozenset[str]:
     """Keys of config.json, and of the part about the language model, whose value is not null."""
     found = (section.items() for section in _sections(config))
     return frozenset(key for items in found for key, value in items if value is not None)
+
+
+def _number_in(config: Mapping[str, Any], key: str) -> int | None:
+    found = (section.get(key) for section in _sections(config))
+    return next((number for number in found if type(number) is int and number > 0), None)
 
 
 def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
