@@ -38,8 +38,8 @@ class Picture:
 
 def pictures_of(page: str) -> list[Picture]:
     """The marked pictures of a page; none if no report has made it."""
-    style = _MEDIA.sub("", resources.files("moequant.reporting").joinpath("style.css").read_text())
-    style += "svg { font-family: system-ui, sans-serif; }"
+    style = resources.files("moequant.reporting").joinpath("style.css").read_text("utf-8")
+    style = _MEDIA.sub("", style) + "svg { font-family: system-ui, sans-serif; }"
     seen: Counter[str] = Counter()
     pictures = []
     for found in _SVG.finditer(page):

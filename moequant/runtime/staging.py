@@ -84,7 +84,7 @@ class Staging:
         """Fill every target; yields each read, in order, once its bytes are queued for the device.
 
         Reads are asked for a few slots ahead. Those that follow each other in a file should
-        come so.
+        come so. One stream at a time: they would share the slots.
 
         Raises:
             CheckpointError: a file cannot be read, or is no longer the same.
