@@ -268,4 +268,6 @@ def least_ranks(fits_from: Mapping[str, int | None]) -> str:
         "" where they fit at no number.
     """
     ways = {"tp": "tp {0}", "tp_with_ep": "tp {0} and ep {0}"}
-    return " or ".join(way.format(fits_from[key]) for key, way in ways.items() if fits_from[key])
+    # On one rank both are the same.
+    least = {key: None if key != "tp" and fits_from[key] == 1 else fits_from[key] for key in ways}
+    return " or ".join(way.format(least[key]) for key, way in ways.items() if least[key])

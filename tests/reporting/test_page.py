@@ -31,7 +31,7 @@ def test_a_page_has_the_verdict_and_a_figure_of_each_kind(report_of, read_page):
     assert any("Humming (16-bit activations)" in row for row in kernels)
     title, *fits = page.tables["Least numbers of ranks at which the weights fit"]
     assert title[1].startswith("vLLM, ")
-    assert [row[1:] for row in fits] == [["tp 1 or tp 1 and ep 1"] * (len(title) - 1)]
+    assert [row[1:] for row in fits] == [["tp 1"] * (len(title) - 1)]
     assert page.rows("Codes and scales that were counted")["nvfp4"][0] == "24 of 24"
     assert page.rows("Files, by moequant.json")["config.json"]
     assert "moequant convert" in page.text
