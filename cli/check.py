@@ -197,10 +197,12 @@ def _show_memory(out: Output, engine: Mapping[str, Any], report: Mapping[str, An
     """The weights of a rank; of a GPU that was asked for, what they leave, or from where on."""
     memory, gpu = engine["memory"], report["gpu"]
     if memory is None:
-        if gpu is not None and (engine["tp"] or engine["tp_with_ep"]):
+        # Of an engine of which it is not known how it divides weights, neither is there.
+        fits_from = engine["fits_from"].get(gpu)
+        if fits_from is not None and (engine["tp"] or engine["tp_with_ep"]):
             asked = f"not with tp {report['tp']} and ep {report['ep']}"
-            least = _least(engine["fits_from"].get(gpu, {}))
-            out.folded(f"memory: {asked}, where it does not load{least}", indent=2)
+            text = f"memory: {asked}, where it does not load{_least(fits_from)}"
+            out.folded(text, indent=2)
         return
     if gpu is None:
         text = _on_each(memory["weight_bytes"], memory["ranks"])
@@ -228,8 +230,6 @@ def _least(fits_from: Mapping[str, int | None]) -> str:
     """The numbers of ranks from which on the weights fit."""
     from moequant.compatibility import least_ranks
 
-    if not fits_from:
-        return ""
     found = least_ranks(fits_from)
     return f"; they fit from {found} on" if found else "; they fit at no number of ranks"
 

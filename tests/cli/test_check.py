@@ -219,6 +219,15 @@ def test_no_memory_is_said_of_ranks_at_which_an_engine_does_not_load(
     assert "memory:" not in without_gpu
 
 
+def test_no_memory_is_said_of_engines_that_do_not_divide_weights(run, converted):
+    for place in ((), ("--tp", "2")):
+        shown = run(
+            "check", converted, "--engine", "transformers,moequant", "--gpu", "h100", *place
+        ).stdout
+        assert "moequant" in shown
+        assert "memory:" not in shown
+
+
 def test_the_document_has_every_gpu_and_the_kv_cache_of_a_token(run, converted):
     memory = engine(run("check", converted, "--json").document, "vllm")["memory"]
     # Two layers, four heads of 64 numbers of two bytes, keys and values.
