@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from moequant.compatibility.modules import Module
 
-_INVERSE = ("weight_scale_inv", 2)
-_SQUARE = ("weight_scale", 2)
-_SPREAD = ("weight_scale", 4)
+_SCALE_INV_2D = ("weight_scale_inv", 2)
+_SCALE_2D = ("weight_scale", 2)
+_SCALE_4D = ("weight_scale", 4)
 
 
 def modelopt_defects(modules: Sequence[Module], config: Mapping[str, Any]) -> Iterator[Defect]:
@@ -79,10 +79,10 @@ def _is_nvfp4(entry: object) -> bool:
 def _finds_scale(module: Module, engine: str) -> bool:
     """Whether an engine finds the scale of a module of a mixture under the name and shape."""
     if module.stated == "mxfp8":
-        name, axes = _SQUARE if engine == "vLLM" else _INVERSE
+        name, axes = _SCALE_2D if engine == "vLLM" else _SCALE_INV_2D
     elif module.stated == "fp8_block":
-        is_spread = engine == "vLLM" and module.group != ROUTED_EXPERTS
-        name, axes = _SPREAD if is_spread else _INVERSE
+        is_4d = engine == "vLLM" and module.group != ROUTED_EXPERTS
+        name, axes = _SCALE_4D if is_4d else _SCALE_INV_2D
     else:
         return True
     scale = module.parts.get(name)
