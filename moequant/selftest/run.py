@@ -299,7 +299,10 @@ def _run_all(cases: Sequence[_Case], processes: int) -> Iterator[tuple[int, _Row
     for position, result in run_apart(_run_alone, cases, processes):
         if isinstance(result, Died):
             row = cases[position].row()
-            row.failures.append("the process ended in it, without a result")
+            row.failures.append(
+                "its process ended without a result; see what moequant selftest "
+                f"--backend {row.backend} prints"
+            )
             yield position, row
         else:
             yield position, result
