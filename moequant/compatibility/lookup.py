@@ -74,7 +74,7 @@ def lookups(
         kept = kept or names_field(config, "exclude_modules", _WHERE)
         layers = mapping_field(config, "quantized_layers", _WHERE)
         in_sglang = _modelopt(KeptInSglang(kept), layers, sglang, guesses=False)
-        if config.get("quant_algo") == "MXFP8":
+        if str(config.get("quant_algo")).upper() == "MXFP8":
             # It makes a config of the dialect fp8 of it, with blocks of 1 x 32.
             in_sglang = _fp8_sglang(kept, sglang)
         return {
