@@ -197,19 +197,17 @@ def _show_memory(out: Output, engine: Mapping[str, Any], report: Mapping[str, An
     """The weights of a rank; of a GPU that was asked for, what they leave, or from where on."""
     memory, gpu = engine["memory"], report["gpu"]
     if memory is None:
-        # Of an engine of which it is not known how it divides weights, neither is there.
-        fits_from = engine["fits_from"].get(gpu)
-        if fits_from is not None and (engine["tp"] or engine["tp_with_ep"]):
-            asked = f"not with tp {report['tp']} and ep {report['ep']}"
-            text = f"memory: {asked}, where it does not load{_least(fits_from)}"
-            out.folded(text, indent=2)
+        if gpu in engine["fits_from"] and (engine["tp"] or engine["tp_with_ep"]):
+            place = f"with tp {report['tp']} and ep {report['ep']} it does not load"
+            least = _least(engine["fits_from"][gpu], "the weights")
+            out.folded(f"memory: {place}{least}", indent=2)
         return
     if gpu is None:
         text = _on_each(memory["weight_bytes"], memory["ranks"])
     else:
         (found,) = memory["gpus"]
         text = _fit(found, memory)
-        text += "" if found["fits"] else _least(engine["fits_from"][gpu])
+        text += "" if found["fits"] else _least(engine["fits_from"][gpu], "they")
     kv = memory["kv"]
     text += "; KV cache: " + ("not known" if kv is None else f"{size(kv['token_bytes'])} a token")
     out.folded(f"memory: {text}", indent=2)
@@ -226,12 +224,12 @@ def _fit(gpu: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
     return text if gpu["tokens"] is None else f"{text}, at most {gpu['tokens']:,} tokens"
 
 
-def _least(fits_from: Mapping[str, int | None]) -> str:
+def _least(fits_from: Mapping[str, int | None], weights: str) -> str:
     """The numbers of ranks from which on the weights fit."""
     from moequant.compatibility import least_ranks
 
     found = least_ranks(fits_from)
-    return f"; they fit from {found} on" if found else "; they fit at no number of ranks"
+    return f"; {weights} fit from {found} on" if found else f"; {weights} fit at no number of ranks"
 
 
 def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

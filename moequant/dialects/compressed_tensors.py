@@ -36,14 +36,14 @@ import torch
 from moequant.dialects.base import Dialect, no_activations
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
-from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm, merged_layers
+from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm, with_merged_layers
 from moequant.dialects.names import ModulePatterns, NamePatterns
 from moequant.dialects.schemes import COMPRESSED_TENSORS
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats.base import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from moequant.dialects.schemes import Scheme
     from moequant.dialects.tensors import Block
@@ -159,12 +159,13 @@ class CompressedTensors(Dialect):
         kinds = {m: f + (_STATIC if m in static else "") for m, f in formats.items()}
         targets = _targets(kinds, patterns)
         groups = [_group(kind, of_kind) for kind, of_kind in targets.items()]
+        kept = with_merged_layers(others, formats, merged_in_vllm, merged_in_sglang)
         return {
             "quant_method": "compressed-tensors",
             "format": _overall_format([kind.removesuffix(_STATIC) for kind in targets]),
             "quantization_status": "compressed",
             "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
-            "ignore": [*_kept_names(others, formats), *map(patterns.of_block, blocks)],
+            "ignore": [*sorted(kept), *map(patterns.of_block, blocks)],
             "kv_cache_scheme": None,
         }
 
@@ -278,14 +279,6 @@ def _targets(kinds: Mapping[str, str], patterns: ModulePatterns) -> dict[str, li
         del targets[_LINEAR]
         targets[_LINEAR] = ["Linear"]
     return targets
-
-
-def _kept_names(kept: Collection[str], converted: Iterable[str]) -> list[str]:
-    """The kept modules, and the layers into which engines merge them."""
-    found = {*kept}
-    for merged_in in (merged_in_vllm, merged_in_sglang):
-        found |= merged_layers(kept, merged_in) - {*map(merged_in, converted)}
-    return sorted(found)
 
 
 def _overall_format(formats: Collection[str]) -> str:

@@ -66,9 +66,10 @@ class W4A8(Format):
     max(max(w) / 8, -min(w) / 9). Measured on N(0, 0.02): 10.40 % plain and 10.56 % effective
     relative error, against 10.60 and 10.75 % with amax / 8. Option `search = "mse"` multiplies the
     step by the factor from 13/16 .. 18/16 with the least squared error: 10.26 and 10.42 %. With
-    `search = "weighted"` each squared error counts by the mean square of its input channel, factors
-    go down to 2/16, and what a step is rounded to is chosen by that error, too, of the nearest
-    number and its neighbours; but not for the row's largest, on which all others depend.
+    `search = "weighted"` each squared error counts by the mean square of its input channel. With
+    `search_range = "wide"` its factors go down to 2/16, and what a step is rounded to is chosen by
+    that error, too, of the nearest number and its neighbours; but not for the row's largest, on
+    which all others depend. "narrow" is the default with GPTQ, and of no effect on other searches.
 
     The row's largest step, rounded to BF16, gives the row scale as the loader would compute it.
     Each step divided by the row scale, rounded to E4M3 between 2**-9 and 56, gives the group scale,
@@ -103,7 +104,11 @@ class W4A8(Format):
     least_scale = CHANNEL_SCALE_MIN / 8
     # Ours, rounded to E4M3 in a row; amax / 7 to amax / 8 clip less.
     reach = (-9 * 17 / 16, 8 * 17 / 16)
-    options = {"search": ("none", "mse", "weighted")}  # noqa: RUF012
+    options = {  # noqa: RUF012
+        "search": ("none", "mse", "weighted"),
+        "search_range": ("wide", "narrow"),
+    }
+    gptq_options = {"search_range": "narrow"}  # noqa: RUF012
     warned_options = {  # noqa: RUF012
         ("search", "mse"): "from 0.270 to 0.291"
     }
@@ -117,13 +122,11 @@ class W4A8(Format):
     ) -> tuple[Tensor, Tensor]:
         groups = grouped(w, GROUP)
         step = _step(groups)
-        if options["search"] == WEIGHTED:
-            step = step * _best_factor(groups, step, WEIGHTED_FACTORS, importance)
-            scale = _best_scale(groups, step, importance)
-        else:
-            if options["search"] == "mse":
-                step = step * _best_factor(groups, step, SEARCH_FACTORS, importance)
-            scale = _scale_of(step)
+        wide = options["search"] == WEIGHTED and options["search_range"] == "wide"
+        if options["search"] != "none":
+            factors = WEIGHTED_FACTORS if wide else SEARCH_FACTORS
+            step = step * _best_factor(groups, step, factors, importance)
+        scale = _best_scale(groups, step, importance) if wide else _scale_of(step)
         return encode_int4(groups / scale.float().unsqueeze(-1)).reshape(w.shape), scale
 
 

@@ -447,8 +447,9 @@ def w4a8(format: Format, source: Source, options: Mapping[str, str]) -> Function
     largest = f.variable(f.constant(Type(source.element), 0))
 
     weighted = options["search"] == WEIGHTED
-    numbers = {"none": (), "mse": SEARCH_FACTORS, "weighted": WEIGHTED_FACTORS}[options["search"]]
-    tried = [f.constant(F32, number) for number in numbers]
+    wide = weighted and options["search_range"] == "wide"
+    factors = WEIGHTED_FACTORS if wide else SEARCH_FACTORS
+    tried = [f.constant(F32, number) for number in factors if options["search"] != "none"]
 
     def importance_of(group: Value) -> Value | None:
         if not weighted:
@@ -478,12 +479,12 @@ def w4a8(format: Format, source: Source, options: Mapping[str, str]) -> Function
                 f.store(step, scales, index - first)
             row_scale = _row_scale(row_max.get())
             # Goes beyond the row's end, where the next row puts its steps after that.
-            together = 1 if weighted else _GROUPS
+            together = 1 if wide else _GROUPS
             with f.loop(start, start + groups, together) as index:
                 step = f.load(Type("float", together), scales, index - first)
                 group_code = _group_code(step, row_scale)
                 scale = _scale_of_code(group_code, row_scale)
-                if weighted:
+                if wide:
                     stored = source.load(f, w, index * GROUP, GROUP)
                     near = [scale]
                     for more in NEAR_STEPS:

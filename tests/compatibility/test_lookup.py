@@ -222,3 +222,33 @@ def test_sglang_looks_up_w4a8_by_the_target_linear_and_the_format_at_the_top():
     assert not lacks_linear_target(ct("Linear") | {"format": "pack-quantized"})
     assert lacks_linear_target(ct("Linear"))
     assert lacks_linear_target(ct("re:.*experts.*") | {"format": "pack-quantized"})
+
+
+@pytest.mark.parametrize("dialect", ["fp8", "compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    "model_class", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"]
+)
+def test_lists_of_ours_name_what_every_class_looks_up(dialect, model_class):
+    from moequant.dialects import get_dialect
+
+    at = "model.layers.3"
+    kept = [f"{at}.mlp.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
+    kept += [f"{at}.self_attn.{leaf}" for leaf in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+    kept += [f"{at}.indexer.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
+    format = "fp8_block" if dialect == "fp8" else "nvfp4"
+    config = get_dialect(dialect).quantization_config({EXPERT: format}, kept)
+    modules = [module(name) for name in kept]
+    found = lookups(dialect, config, modules, [model_class])
+    for engine in ("vLLM", "SGLang"):
+        assert [m.name for m in modules if found[engine](m)] == [], engine
+        assert found[engine](module(EXPERT))
+
+
+def test_a_merged_layer_is_not_listed_where_a_part_of_it_is_converted():
+    from moequant.dialects import get_dialect
+
+    parts = [f"model.layers.3.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
+    config = get_dialect("compressed-tensors").quantization_config(
+        {EXPERT: "nvfp4", parts[0]: "nvfp4"}, parts[1:]
+    )
+    assert QKV not in config["ignore"]
