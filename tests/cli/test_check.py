@@ -207,7 +207,7 @@ def test_no_memory_is_said_of_ranks_at_which_an_engine_does_not_load(
     asked = ("--engine", "vllm,sglang", "--gpu", "h100", *place)
     shown = " ".join(run("check", converted, *asked).stdout.split())
     ep = place[3] if len(place) > 2 else "1"
-    said = f"memory: with tp {place[1]} and ep {ep} it does not load; the weights fit from tp 1 or"
+    said = f"memory: with tp {place[1]} and ep {ep} it does not load; the weights fit from tp 1 on"
     assert shown.count(said) == 2
     assert shown.count(f"why not [{refused}") == 2
     assert "of weights on" not in shown
